@@ -1,0 +1,39 @@
+# Everything here runs in .venv, which is made on first use and again whenever
+# pyproject.toml or constraints.txt change. `make PYTHON=python3.11` picks the interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## train a small model on emulated unequal devices and compare
+	@$(BIN)/python -m shardhet.apps.demo
+
+test: lint ## lint, then all tests
+	@$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## style, types and import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+clean: ## remove caches and build output (.venv stays)
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# A venv that was left half made (no python3-venv at the time) has a python but no pip.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is too old: shardhet needs Python 3.11. Say make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/pip || \
+	    { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing shardhet and its tools into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@

@@ -1,0 +1,1 @@
+"""The programs: each a short door to the library."""

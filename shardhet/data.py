@@ -1,0 +1,217 @@
+"""Bytes that every machine has, cut into the same global batches under every plan.
+
+The corpus is the running interpreter's standard library: about 9 MB of source text that
+needs no download, no tokenizer and no licence but Python's own.  A token is a byte, so a
+loss in nats per token divided by ln 2 is bits per byte.
+
+A global batch is a pure function of (corpus, seed, step).  A plan only says which of its
+samples a rank takes, so two runs under different plans, or one run that changes its plan
+between two steps, see the same samples in the same order:
+
+    global batch    | s0 s1 s2 s3 s4 | s5 s6 | s7 |
+    plan position          0             1      3       (position 2 computes nothing)
+"""
+
+import hashlib
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardhet.layout import Span
+from shardhet.plan import Plan
+
+VOCAB_SIZE = 256
+SEPARATOR = 0  # the byte between two documents; no source file contains it
+
+# Not source that people wrote to be read: installed packages, test suites, and what is
+# generated (character tables; pydoc's topics, one file as long as all held-out ones).
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__"}
+    | {"idle_test", "test", "tests"}
+    | {"encodings", "pydoc_data"}
+)
+HELD_OUT_PERCENT = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Text to train on and text to be judged by, as bytes."""
+
+    train: npt.NDArray[np.uint8]
+    held_out: npt.NDArray[np.uint8]
+
+    @property
+    def digest(self) -> str:
+        """The same on two machines exactly if their corpora are."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            digest.update(part.size.to_bytes(8, "little"))
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PySource:
+    """The ``*.py`` files below ``root``: sorted by path, held out by a hash of the path."""
+
+    root: Path = field(default_factory=lambda: Path(sysconfig.get_paths()["stdlib"]))
+
+    def load(self, cache_dir: Path | None = None) -> Corpus:
+        """The corpus; from ``cache_dir`` if it has been there before.
+
+        Python releases differ in their text.  A run that must see the same bytes on
+        another machine or after an upgrade takes its ``cache_dir`` along.
+        """
+        if cache_dir is None:
+            return self._read()
+        cached = cache_dir / "py_source.npz"
+        if not cached.exists():
+            _write_corpus(cached, self._read())
+        with np.load(cached) as arrays:
+            return Corpus(train=arrays["train"], held_out=arrays["held_out"])
+
+    def documents(self) -> Iterator[tuple[str, Path]]:
+        """(path relative to ``root`` with forward slashes, path) in the corpus's order."""
+        path_by_name = {
+            path.relative_to(self.root).as_posix(): path for path in self.root.rglob("*.py")
+        }
+        for name in sorted(path_by_name):
+            if SKIPPED_FOLDERS.isdisjoint(name.split("/")):
+                yield name, path_by_name[name]
+
+    def _read(self) -> Corpus:
+        train, held_out = bytearray(), bytearray()
+        for name, path in self.documents():
+            part = held_out if is_held_out(name) else train
+            part += path.read_bytes() + bytes([SEPARATOR])
+        if not train or not held_out:
+            raise ValueError(
+                f"{self.root}: {len(train)} bytes to train on and {len(held_out)} held out, "
+                f"but both are needed. Name a folder with Python sources as root, or a "
+                f"cache_dir that was filled on another machine."
+            )
+        return Corpus(
+            train=np.frombuffer(bytes(train), dtype=np.uint8),
+            held_out=np.frombuffer(bytes(held_out), dtype=np.uint8),
+        )
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the file is kept from training; depends on its relative path alone."""
+    first_bytes = hashlib.sha256(name.encode()).digest()[:8]
+    return int.from_bytes(first_bytes, "little") % 100 < HELD_OUT_PERCENT
+
+
+def _write_corpus(path: Path, corpus: Corpus) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
+        np.savez(file, train=corpus.train, held_out=corpus.held_out)
+    # Ranks that start together may all write; each reader finds a whole file.
+    Path(file.name).replace(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Samples in global order: at each place the token that is read and the one to predict."""
+
+    tokens: npt.NDArray[np.int64]  # [samples, seq_len]
+    targets: npt.NDArray[np.int64]  # [samples, seq_len]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.tokens)
+
+    def samples(self, span: Span) -> "TokenBatch":
+        """Only the samples in ``span``; views, no copy."""
+        part = slice(span.start, span.stop)
+        return TokenBatch(tokens=self.tokens[part], targets=self.targets[part])
+
+
+def windows(
+    text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], seq_len: int
+) -> TokenBatch:
+    """The ``seq_len`` tokens from each start, and as targets the same moved by one."""
+    positions = starts[:, None] + np.arange(seq_len + 1)
+    window = text[positions].astype(np.int64)
+    return TokenBatch(tokens=window[:, :-1], targets=window[:, 1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatches:
+    """``batches[step]``: windows of the training text at places drawn for (seed, step).
+
+    Places are drawn with replacement by a counter-based generator, so any step can be asked
+    for at any time and nothing has to be saved to resume.
+    """
+
+    corpus: Corpus
+    seq_len: int
+    global_batch_size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_long_enough(self.corpus.train, self.seq_len)
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        # The raw words of Philox are the same in every numpy release; what Generator makes
+        # of them is not promised.
+        words = np.random.Philox(key=[self.seed, step]).random_raw(self.global_batch_size)
+        num_starts = self.corpus.train.size - self.seq_len
+        starts = (words % np.uint64(num_starts)).astype(np.int64)
+        return windows(self.corpus.train, starts, self.seq_len)
+
+
+def held_out_windows(corpus: Corpus, *, seq_len: int, num_samples: int) -> TokenBatch:
+    """``num_samples`` windows spread evenly over the held-out text; always the same."""
+    last_start = _check_long_enough(corpus.held_out, seq_len)
+    starts = np.linspace(0, last_start, num_samples).astype(np.int64)
+    return windows(corpus.held_out, starts, seq_len)
+
+
+def _check_long_enough(text: npt.NDArray[np.uint8], seq_len: int) -> int:
+    """The last place where a window and its targets fit."""
+    last_start = text.size - seq_len - 1
+    if last_start < 0:
+        raise ValueError(
+            f"text: {text.size} bytes but one window needs {seq_len + 1}. "
+            f"Lower seq_len or use a longer corpus."
+        )
+    return last_start
+
+
+def deal(batch: TokenBatch, plan: Plan, position: int) -> TokenBatch:
+    """The samples of the global batch that the plan's entry ``position`` computes."""
+    if batch.num_samples != plan.global_batch_size:
+        raise ValueError(
+            f"position {position}: the batch has {batch.num_samples} samples but the plan "
+            f"deals out {plan.global_batch_size}. Draw batches of plan.global_batch_size."
+        )
+    start = plan.first_sample(position)
+    return batch.samples(Span(start, start + plan.ranks[position].rank_batch_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableScores:
+    """What counting alone achieves: the bar that a model has to pass."""
+
+    unigram_bits_per_byte: float
+    bigram_bits_per_byte: float
+
+
+def table_scores(train: npt.NDArray[np.uint8], judged: TokenBatch) -> TableScores:
+    """Bits per byte of ``judged`` under tables counted on ``train``, add-one smoothed."""
+    pairs = train[:-1].astype(np.int64) * VOCAB_SIZE + train[1:]
+    shape = (VOCAB_SIZE, VOCAB_SIZE)
+    counts = np.bincount(pairs, minlength=VOCAB_SIZE**2).reshape(shape) + 1
+    row_bits = np.log2(counts.sum(axis=1, keepdims=True)) - np.log2(counts)
+    byte_counts = np.bincount(train, minlength=VOCAB_SIZE) + 1
+    byte_bits = np.log2(byte_counts.sum()) - np.log2(byte_counts)
+    return TableScores(
+        unigram_bits_per_byte=float(byte_bits[judged.targets].mean()),
+        bigram_bits_per_byte=float(row_bits[judged.tokens, judged.targets].mean()),
+    )

@@ -1,0 +1,298 @@
+"""Who is who among the processes, what they agree on, and how one failure ends them all."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardhet.cluster import DeviceSpec
+
+SECONDS_TO_HEAR_THE_CAUSE = 3.0
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+class LostPeerError(RuntimeError):
+    """A collective ended because another rank is gone; the cause is known elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A process group seen in plan order: position ``i`` is played by ``rank_by_position[i]``.
+
+    ``group`` is None where there is only one process.
+    """
+
+    group: dist.ProcessGroup | None
+    rank_by_position: tuple[int, ...]  # ranks within ``group``
+    position: int  # this process's own
+
+    @property
+    def world_size(self) -> int:
+        """How many processes speak through it."""
+        return len(self.rank_by_position)
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every process's ``values``, by position.  Blocks until all have called it.
+
+        Travels over the host (gloo), so no accelerator waits for it.
+        """
+        rows: list[list[float]] = self.gather_rows(
+            torch.tensor(values, dtype=torch.float64)
+        ).tolist()
+        return rows
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Every process's ``row``, [n], stacked by position to [world_size, n], on the device."""
+        if self.group is None:
+            return row[None]
+        gathered = [torch.empty_like(row) for _ in self.rank_by_position]
+        try:
+            dist.all_gather(gathered, row, group=self.group)
+        except RuntimeError as error:
+            raise LostPeerError(str(error)) from error
+        return torch.stack([gathered[rank] for rank in self.rank_by_position])
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every process's ``value`` (anything picklable), by position."""
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(gathered, value, group=self.group)
+        except RuntimeError as error:
+            raise LostPeerError(str(error)) from error
+        return [gathered[rank] for rank in self.rank_by_position]
+
+
+@dataclass(frozen=True, slots=True)
+class Communicators:
+    """The process groups that one HetFSDP speaks through, each with its own queue.
+
+    Gathers and reductions have a group each, so that one does not wait in line behind the
+    other; agreements between hosts travel over gloo whatever the device is.
+    """
+
+    gather: dist.ProcessGroup | None
+    reduce: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup | None, device: torch.device) -> Self:
+        """Groups over the ranks of ``group``, made on first use and kept as long as it lives.
+
+        Collective over ``group``.  Models that share a group share them; the program that
+        destroys the process group destroys them with it.
+        """
+        if group is None or group.size() == 1:
+            return cls(gather=None, reduce=None, control=None)
+        made = _made_by_group.setdefault(group, {})
+        if device.type not in made:
+            made[device.type] = _make_groups(group, device)
+        gather, reduce, control = made[device.type]
+        return cls(gather=gather, reduce=reduce, control=control or group)
+
+    def break_connections(self) -> None:
+        """End every collective that any peer waits in, now or later, with an error."""
+        for group in (self.gather, self.reduce, self.control):
+            if group is not None:
+                with suppress(RuntimeError):
+                    _break(group)
+
+
+# None for the control group where the given group can serve: the value must not keep its key.
+_Groups = tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup | None]
+_made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
+
+
+def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
+    backend = group._get_backend(device).name()
+    ranks = dist.get_process_group_ranks(group)
+
+    def new_group(backend: str) -> dist.ProcessGroup:
+        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+    gather, reduce = new_group(backend), new_group(backend)
+    if backend == "gloo":
+        return gather, reduce, None
+    for each in (gather, reduce):
+        # NCCL wants all ranks in a communicator's first call; later ones may be of pairs.
+        dist.all_reduce(torch.zeros(1, device=device), group=each)
+    return gather, reduce, new_group("gloo")
+
+
+def _break(group: dist.ProcessGroup) -> None:
+    if dist.get_backend(group) != "gloo":
+        group.abort()
+        return
+    # gloo's abort() leaves point-to-point waits alone; a receive that times out closes the
+    # connections to all peers, and their waits end at once (measured with torch 2.13).
+    peer = (group.rank() + 1) % group.size()
+    group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+class Lifeline:
+    """How a failure on one rank becomes the same message on every rank, within seconds.
+
+    The rank that fails writes what happened into the rendezvous store and then breaks its
+    connections.  Peers find their collectives ended, break their own connections so that
+    ranks further away learn of it, and look the cause up in the store.  Where nobody wrote
+    one, the ranks that do not sign off are those that died.
+    """
+
+    def __init__(
+        self, communicators: Communicators, channel: Channel, names: Sequence[str]
+    ) -> None:
+        self.doing = "starting"  # what this rank is at; part of its message
+        self._communicators = communicators
+        self._channel = channel
+        self._names = tuple(names)  # by position
+        self._is_broken = False
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around everything that other ranks may wait for."""
+        try:
+            yield
+        except LostPeerError as error:
+            raise RuntimeError(self._hear_the_cause(error)) from error
+        except Exception as error:
+            self._announce(error)
+            raise
+
+    def _announce(self, error: Exception) -> None:
+        name = self._names[self._channel.position]
+        error.add_note(f"{name} failed in {self.doing}.")
+        if self._channel.group is None or self._is_broken:
+            return
+        self._is_broken = True
+        message = f"{name} failed in {self.doing}: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):
+            self._store.compare_set("shardhet_failure", "", message)
+        self._communicators.break_connections()
+
+    def _hear_the_cause(self, error: LostPeerError) -> str:
+        if not self._is_broken:
+            self._is_broken = True
+            self._communicators.break_connections()
+        try:
+            return self._look_up_the_cause(error)
+        except RuntimeError:  # the store is gone, and with it the process that kept it
+            return (
+                f"The process that keeps the rendezvous store is gone while this rank was in "
+                f"{self.doing} ({error}). Look at the log and exit code of the rank or launcher "
+                f"that was started first."
+            )
+
+    def _look_up_the_cause(self, error: LostPeerError) -> str:
+        store = self._store
+        store.set(f"shardhet_signed_off_{self._channel.position}", "1")
+        deadline = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE
+        while time.monotonic() < deadline:
+            if store.check(["shardhet_failure"]):
+                cause = store.get("shardhet_failure").decode()
+                return f"{cause}\nAll ranks stop. Mend the cause on that rank and start again."
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        silent = [
+            name
+            for position, name in enumerate(self._names)
+            if not store.check([f"shardhet_signed_off_{position}"])
+        ]
+        if not silent:
+            return f"All ranks lost each other in {self.doing}: {error}. Check the network."
+        return (
+            f"{', '.join(silent)} ended without a message while this rank was in {self.doing}. "
+            f"Look at its exit code and log: killed, out of memory, or cut off."
+        )
+
+    @property
+    def _store(self) -> dist.Store:
+        assert self._channel.group is not None
+        return self._channel.group.get_group_store()
+
+
+def local_device_spec(device: torch.device) -> DeviceSpec:
+    """What this process's device is, asked of the driver (or of the system for a CPU)."""
+    host = socket.gethostname()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceSpec(
+            host=host,
+            kind=properties.name,
+            memory_capacity_bytes=properties.total_memory,
+            uuid=str(properties.uuid),
+        )
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceSpec(host=host, kind=device.type, memory_capacity_bytes=num_bytes)
+
+
+def match_devices(
+    planned: Sequence[DeviceSpec], announced: Sequence[DeviceSpec]
+) -> tuple[int, ...]:
+    """For each planned device the rank that plays it, whatever order the ranks came in.
+
+    A rank keeps the position of its own number where nothing speaks against it.  Raises
+    ``ValueError`` with a table where the devices found do not fit the plan.
+    """
+    if len(planned) != len(announced):
+        raise ValueError(
+            f"The plan is for {len(planned)} devices but {len(announced)} ranks were started.\n"
+            f"{_device_table(planned, announced)}\n"
+            f"Start {len(planned)} ranks or make a plan for {len(announced)} devices."
+        )
+    position_by_rank: dict[int, int] = {}
+
+    def place(position: int, tried: set[int]) -> bool:  # one augmenting path (Kuhn 1955)
+        others = [rank for rank in range(len(announced)) if rank != position]
+        for rank in (position, *others):
+            if rank in tried or not planned[position].accepts(announced[rank]):
+                continue
+            tried.add(rank)
+            if rank not in position_by_rank or place(position_by_rank[rank], tried):
+                position_by_rank[rank] = position
+                return True
+        return False
+
+    if not all(place(position, set()) for position in range(len(planned))):
+        raise ValueError(
+            f"The devices found do not fit the plan.\n{_device_table(planned, announced)}\n"
+            f"Run the planner on this cluster, or start the ranks on the planned devices."
+        )
+    return tuple(sorted(position_by_rank, key=lambda rank: position_by_rank[rank]))
+
+
+def _device_table(planned: Sequence[DeviceSpec], announced: Sequence[DeviceSpec]) -> str:
+    rows = [f"  planned {i}: {spec}" for i, spec in enumerate(planned)]
+    rows += [f"  rank {i}: {spec}" for i, spec in enumerate(announced)]
+    return "\n".join(rows)
+
+
+def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
+    """Raise ``ValueError`` on every rank unless ``value`` (JSON) is equal on all of them.
+
+    The message names the ranks that differ from the majority and the first difference.
+    """
+    values = [json.dumps(each, sort_keys=True) for each in channel.exchange_objects(value)]
+    usual = max(sorted(set(values)), key=values.count)
+    odd = [i for i, each in enumerate(values) if each != usual]
+    if odd:
+        ranks = [channel.rank_by_position[i] for i in odd]
+        shown = _first_difference(usual, values[odd[0]])
+        raise ValueError(
+            f"{what} differs between ranks: ranks {ranks} have {shown[1]} where the others have "
+            f"{shown[0]}. Give every rank the same {what}."
+        )
+
+
+def _first_difference(a: str, b: str, context: int = 60) -> tuple[str, str]:
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+    start = max(0, start - context // 2)
+    return a[start : start + context], b[start : start + context]

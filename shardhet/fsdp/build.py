@@ -1,0 +1,171 @@
+"""From a plain module and a plan to units: who owns which parameter, and where it is stored."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardhet.distributed import Channel, check_same_on_all_ranks
+from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.flat import FlatTensor, ParamSlot
+from shardhet.fsdp.materialize import is_on_meta, materialize
+from shardhet.fsdp.unit import FSDPUnit, UnitModule
+from shardhet.fsdp.wrapping import UnitModules
+from shardhet.layout import FlatLayout, cut_by_shares
+from shardhet.plan import Plan, PlannedUnit
+
+ROOT_FQN = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Dtypes of floating-point parameters in flight and of gradients while they are summed."""
+
+    param_dtype: torch.dtype | None = None  # None: as stored
+    reduce_dtype: torch.dtype | None = None  # None: as in flight
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A unit that is not built yet."""
+
+    fqn: str
+    modules: UnitModules
+    slots: tuple[ParamSlot, ...]
+    inner: tuple[nn.Module, ...]  # all its modules, nested ones included
+
+    def groups(self) -> list[list[ParamSlot]]:
+        """Its parameters by trainability and dtype, one flat tensor each."""
+
+        def key(slot: ParamSlot) -> tuple[bool, str]:
+            return (not slot.is_trainable, str(slot.current.dtype))
+
+        return [list(group) for _, group in groupby(sorted(self.slots, key=key), key=key)]
+
+
+def build_units(
+    module: nn.Module,
+    modules_of_units: Sequence[UnitModules],
+    plan: Plan,
+    *,
+    comm: CommContext,
+    control: Channel,
+    precision: Precision,
+    seed: int,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> list[FSDPUnit]:
+    """The units, the root's last; every rank keeps its rows and frees the rest.  Collective."""
+    drafts = _draft(module, modules_of_units)
+    check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
+    _check_plan_is_for(plan, drafts)
+    layouts = [
+        FlatLayout.of_shapes([slot.shape for slot in group])
+        for draft in drafts
+        for group in draft.groups()
+    ]
+    cut = iter(cut_by_shares(layouts, plan.state_shares))
+    if not is_on_meta(module):
+        check_same_on_all_ranks(
+            _hashes(module), what="initial values of the model", channel=control
+        )
+    units = []
+    for draft in drafts:
+        materialize(
+            draft.slots, draft.inner, draft.fqn, comm.device, seed=seed, init_fn=init_fn
+        )
+        flats = []
+        for group in draft.groups():
+            flat = FlatTensor(
+                group,
+                next(cut),
+                comm=comm,
+                orig_dtype=group[0].current.dtype,
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype,
+            )
+            for i, slot in enumerate(group):
+                flat.store_rows(i, slot.current)
+                flat.sharded_params[i].__dict__.update(slot.current.__dict__)
+            flats.append(flat)
+            flat.show_shards()  # frees the whole parameters
+        unit_modules = [
+            UnitModule(fqn, each, each.forward)
+            for fqn, each in zip(draft.modules.fqns, draft.modules.modules, strict=True)
+        ]
+        units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=comm))
+    return units
+
+
+def planned_units(units: Sequence[FSDPUnit]) -> tuple[PlannedUnit, ...]:
+    """What a plan says of the model it is for."""
+    return tuple(PlannedUnit(fqn=unit.fqn, numel=unit.numel) for unit in units)
+
+
+def _draft(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> list[_Draft]:
+    unit_by_module = {
+        inner: i
+        for i, unit in enumerate(modules_of_units)
+        for each in unit.modules
+        for inner in each.modules()
+    }
+    places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for name, param in inner._parameters.items():
+            if param is not None:
+                fqn = f"{prefix}.{name}" if prefix else name
+                places.setdefault(param, []).append((fqn, inner, name))
+    root = len(modules_of_units)
+    slots: list[list[ParamSlot]] = [[] for _ in range(root + 1)]
+    for param, found in places.items():
+        owners = {unit_by_module.get(inner, root) for _, inner, _ in found}
+        slot = ParamSlot(
+            fqns=tuple(fqn for fqn, _, _ in found),
+            owners=tuple(dict.fromkeys((inner, name) for _, inner, name in found)),
+            shape=param.shape,
+            is_trainable=param.requires_grad,
+        )
+        slots[root if root in owners else owners.pop()].append(slot)
+    drafts = []
+    for i, unit in enumerate(modules_of_units):
+        inner = tuple(m for m, owner in unit_by_module.items() if owner == i)
+        drafts.append(_Draft(unit.fqns[0], unit, tuple(slots[i]), inner))
+    of_root = tuple(m for m in module.modules() if m not in unit_by_module)
+    return [*drafts, _Draft(ROOT_FQN, UnitModules((), ()), tuple(slots[root]), of_root)]
+
+
+def _describe(drafts: Sequence[_Draft]) -> list[Any]:
+    return [
+        [slot.fqn, list(slot.shape), str(slot.current.dtype), slot.is_trainable, draft.fqn]
+        for draft in drafts
+        for slot in draft.slots
+    ]
+
+
+def _hashes(module: nn.Module) -> list[Any]:
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors |= dict(module.named_buffers())
+    return [
+        [fqn, torch.hash_tensor(tensor.detach()).tolist() if tensor.numel() else 0]
+        for fqn, tensor in tensors.items()
+    ]
+
+
+def _check_plan_is_for(plan: Plan, drafts: Sequence[_Draft]) -> None:
+    if not plan.units:
+        return  # written by hand, for any model
+    planned = {unit.fqn: unit.numel for unit in plan.units}
+    found = {draft.fqn: sum(slot.shape.numel() for slot in draft.slots) for draft in drafts}
+    if planned == found:
+        return
+    differing = [
+        f"{fqn or '(root)'}: planned {planned.get(fqn, 'absent')}, found {found.get(fqn, 'absent')}"
+        for fqn in {**planned, **found}
+        if planned.get(fqn) != found.get(fqn)
+    ]
+    raise ValueError(
+        f"The plan was made for another model: elements per unit differ in "
+        f"{'; '.join(differing[:8])}. Run the planner on this model, or load its own plan."
+    )

@@ -1,0 +1,77 @@
+"""Models built on the meta device get memory and values unit by unit.
+
+A unit's values depend on (seed, unit) alone, so they are the same under every plan, and no
+rank ever holds more than one whole unit.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from shardhet.fsdp.flat import ParamSlot
+from shardhet.fsdp.seeds import microbatch_seed, restored_random_state, seed_generators
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer has no memory yet."""
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+def materialize(
+    slots: Sequence[ParamSlot],
+    modules: Sequence[nn.Module],
+    unit_fqn: str,
+    device: torch.device,
+    *,
+    seed: int,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Allocate and initialise what of a unit is on the meta device.
+
+    ``modules`` are all of the unit's, nested ones included.  ``init_fn`` is called with each
+    that had parameters or buffers of its own on meta; without it their ``reset_parameters``.
+    Raises ``ValueError`` naming what neither of them filled.
+    """
+    owners = [module for module in modules if _has_meta_tensors(module)]
+    for slot in slots:
+        if slot.current.is_meta:
+            whole = _unfilled(slot.current, device)
+            slot.put(nn.Parameter(whole, requires_grad=slot.is_trainable))
+    for module in owners:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = _unfilled(buffer, device)
+    with restored_random_state(device), torch.no_grad():
+        seed_generators(device, microbatch_seed(seed, 0, unit_fqn, 0, 0))
+        for module in owners:
+            if init_fn is not None:
+                init_fn(module)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    for module in owners:
+        _check_filled(module, unit_fqn)
+
+
+def _has_meta_tensors(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    mark = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full(tensor.shape, mark, dtype=tensor.dtype, device=device)
+
+
+def _check_filled(module: nn.Module, unit_fqn: str) -> None:
+    tensors = {**module._parameters, **module._buffers}
+    unfilled = [
+        name
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any())
+    ]
+    if unfilled:
+        raise ValueError(
+            f"unit {unit_fqn!r}: {unfilled} of {type(module).__name__} came from the meta device "
+            f"and were not initialised. Give the class a reset_parameters(), or pass init_fn."
+        )

@@ -1,0 +1,374 @@
+"""HetFSDP: the module that users wrap around theirs."""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardhet.cluster import DeviceSpec
+from shardhet.distributed import (
+    Channel,
+    Communicators,
+    Lifeline,
+    check_same_on_all_ranks,
+    local_device_spec,
+    match_devices,
+)
+from shardhet.fsdp.build import Precision, build_units, planned_units
+from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.observer import Observer
+from shardhet.fsdp.runtime import Runtime
+from shardhet.fsdp.state import (
+    RowBox,
+    gather_state_dict,
+    load_sharded_state_dict,
+    load_state_dict,
+    sharded_state_dict,
+)
+from shardhet.fsdp.unit import UnitModule
+from shardhet.fsdp.wrapping import find_units
+from shardhet.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+LARGE_OUTPUT_BYTES = 256 * 2**20  # worth a word when a model returns logits instead of a loss
+
+
+class HetFSDP(nn.Module):
+    """``module`` trained by all ranks together, each computing and storing what ``plan`` says.
+
+    One step:
+
+        loss_sum, num_tokens = model(inputs, targets)  # this rank's samples, in plan order
+        model.backward(loss_sum, num_tokens)           # the one door to backward
+        optimizer.step(); optimizer.zero_grad()
+
+    Construction, forward, backward and the state dicts are collective.  ``parameters()`` are
+    this rank's rows of each parameter.  A rank without samples calls with an empty batch (or
+    with nothing) and gets zeros.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        units: Sequence[type[nn.Module] | str] | None = None,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        loss_fn: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        unbatched: Sequence[str] = (),
+        seed: int = 0,
+        device_spec: DeviceSpec | None = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """Cut ``module`` up among the ranks of ``group``.
+
+        Args:
+            module: equal on all ranks, or on the meta device (then initialised from ``seed``
+                by ``init_fn`` or each module's ``reset_parameters``, equally under every plan).
+            group: None is the default group, or no group at all for one process.
+            device: where to train; None is where the parameters are (the CPU for meta ones).
+            units: module classes or fqns; None finds blocks, embeddings and head.
+            param_dtype: of parameters in flight and of activations; None is as stored.
+            reduce_dtype: of gradients while they accumulate and are summed.
+            loss_fn: for models that return logits.  It is applied to the output of the last
+                unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
+                ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.
+            unbatched: names of parameters of units' forwards that are never split, needed only
+                where another tensor's dim 0 happens to equal the rank's batch.
+            seed: of dropout and of meta initialisation.
+            device_spec: what this rank announces itself as; None asks the driver.
+
+        Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
+        """
+        super().__init__()
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        device = device or _device_of(module)
+        communicators = Communicators.over(group, device)
+        ranks = tuple(range(1 if group is None else group.size()))
+        rank = 0 if group is None else group.rank()
+        hello = Channel(communicators.control, ranks, rank)
+        self._lifeline = Lifeline(communicators, hello, [f"rank {r}" for r in ranks])
+        with self._lifeline.guard():
+            announced = hello.exchange_objects(device_spec or local_device_spec(device))
+            check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
+            seats = match_devices([each.device for each in plan.ranks], announced)
+            position = seats.index(rank)
+            control = Channel(communicators.control, seats, position)
+            names = [f"rank {r} ({announced[r]})" for r in seats]
+            self._lifeline = Lifeline(communicators, control, names)
+        with self._lifeline.guard():
+            self._lifeline.doing = "wrapping the model"
+            self._comm = CommContext(
+                device,
+                Channel(communicators.gather, seats, position),
+                Channel(communicators.reduce, seats, position),
+            )
+            fqn_order = [fqn for fqn, _ in module.named_parameters()]
+            *built, root = build_units(
+                module,
+                find_units(module, units, keeps_last=loss_fn is not None),
+                plan,
+                comm=self._comm,
+                control=control,
+                precision=Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+                seed=seed,
+                init_fn=init_fn,
+            )
+        self.plan = replace(plan, units=planned_units([*built, root]))
+        self.position = position
+        self._flats = [flat for unit in (*built, root) for flat in unit.flats]
+        param_by_fqn = {
+            slot.fqn: param
+            for flat in self._flats
+            for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+        }
+        self._param_by_fqn = {fqn: param_by_fqn[fqn] for fqn in fqn_order}
+        self.module = module
+        self._loss_fn = loss_fn
+        self._loss_inputs: tuple[Any, ...] = ()
+        self._runtime = Runtime(
+            built,
+            root,
+            plan=plan,
+            comm=self._comm,
+            control=control,
+            lifeline=self._lifeline,
+            seed=seed,
+            input_dtype=param_dtype,
+            unbatched=frozenset(unbatched),
+            buffers=list(module.buffers()),
+        )
+        self._intercept()
+
+    # Training #
+
+    def forward(self, *args: Any, loss_inputs: Any = (), **kwargs: Any) -> Any:
+        """The module's output for this rank's samples; zeros on a rank without any.  Collective.
+
+        Dim 0 of the first tensor among the arguments is the rank's batch.  ``loss_inputs`` (a
+        tensor or a tuple) go to ``loss_fn``.
+        """
+        loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+        num_samples = _num_samples((args, kwargs))
+        with self._lifeline.guard():
+            self._loss_inputs = loss_inputs
+            output = self._runtime.forward(
+                lambda: self.module(*args, **kwargs), num_samples, self.module.training
+            )
+            self._loss_inputs = ()
+        if num_samples == 0:
+            zero = torch.zeros((), device=self._comm.device)
+            return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
+        self._warn_of_large_output(output)
+        return output
+
+    def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
+        """Gradients of the mean loss over all tokens of all ranks; returns that mean.  Collective.
+
+        ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their number.
+        Gradients are summed over ranks; those already there are added to.  A parameter that
+        no rank has a gradient for keeps None.  Returns None, and leaves no gradient, if no rank
+        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not finite;
+        the model may be used again after that.
+        """
+        if not self._runtime.awaits_backward:
+            raise RuntimeError(
+                "model.backward: there was no model(...) with gradients enabled since the last "
+                "one. Call the model first."
+            )
+        with self._lifeline.guard():
+            rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
+            # Divided before backward, by the tokens of all ranks; a tensor, so that an
+            # accelerator is not waited for.
+            seed_grad = rows[:, 1].sum().clamp(min=1).reciprocal().to(loss_sum.dtype)
+
+            def run_autograd() -> None:
+                if loss_sum.requires_grad:
+                    torch.autograd.backward(loss_sum, seed_grad)
+
+            self._runtime.backward(run_autograd)
+            has_grad = self._runtime.agree_on_grads()
+            losses, counts = rows.T.tolist()
+        self._runtime.step += 1
+        if not all(map(math.isfinite, losses)) or sum(counts) == 0:
+            for flat in self._flats:
+                flat.drop_grads()
+            self._check_finite(losses)
+            logger.warning("step %d has no valid token and is skipped.", self._runtime.step)
+            return None
+        for flat in self._flats:
+            if flat.is_trainable:
+                flat.set_sharded_grads([has_grad[slot.fqn] for slot in flat.slots])
+        return float(sum(losses) / sum(counts))
+
+    def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
+        """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""
+        mine = torch.zeros(2, dtype=torch.float64, device=self._comm.device)
+        mine[0] = loss_sum.detach()
+        mine[1] = num_tokens
+        return self._comm.reduce_channel.gather_rows(mine)
+
+    def _check_finite(self, losses: Sequence[float]) -> None:
+        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            raise FloatingPointError(
+                f"step {self._runtime.step}: the loss is not finite at positions {bad} of the "
+                f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, clip "
+                f"gradients, or look for bad samples there."
+            )
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most ``max_norm``.  Collective.
+
+        Returns the norm before.  Equals ``torch.nn.utils.clip_grad_norm_`` on the whole model.
+        """
+        grads = [p.grad for p in self._param_by_fqn.values() if p.grad is not None]
+        grads = [grad for grad in grads if grad.numel()]
+        total = torch.zeros(1, dtype=torch.float64, device=self._comm.device)
+        if grads:
+            norms = torch.stack(torch._foreach_norm(grads, 2.0))
+            total += norms.double().square().sum()
+        with self._lifeline.guard():
+            total_norm = self._comm.reduce_channel.gather_rows(total).sum().sqrt()
+        scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
+        if grads:
+            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        return total_norm
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished; set it when a run is resumed (dropout depends on it)."""
+        return self._runtime.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._runtime.step = step
+
+    # What optimizers and users see #
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Fqns of the units in module order; "" is the root with what they leave over."""
+        return tuple(unit.fqn for unit in self.plan.units)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's rows of every parameter under the model's own names."""
+        for fqn, param in self._param_by_fqn.items():
+            yield (f"{prefix}.{fqn}" if prefix else fqn), param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's buffers under its own names; every rank has them whole."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Whole tensors under the model's own names on rank zero, {} elsewhere.  Collective."""
+        if args or kwargs:
+            raise TypeError("HetFSDP.state_dict takes no arguments. Drop them.")
+        with self._lifeline.guard():
+            return gather_state_dict(self._flats, self.module, self._comm)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take this rank's rows out of whole tensors, which every rank passes."""
+        if args or kwargs:
+            raise TypeError("HetFSDP.load_state_dict takes one state dict. Drop the rest.")
+        with self._lifeline.guard():
+            load_state_dict(self._flats, self.module, state_dict)
+
+    def sharded_state_dict(self) -> dict[str, RowBox]:
+        """This rank's rows of every parameter, sharing memory with the model."""
+        return sharded_state_dict(self._flats)
+
+    def load_sharded_state_dict(self, boxes: Mapping[str, RowBox]) -> None:
+        """The inverse of ``sharded_state_dict`` under the same plan."""
+        load_sharded_state_dict(self._flats, boxes)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call ``observer`` with an ``Event`` for each computation and wait from now on."""
+        self._runtime.observers.add(observer)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        raise RuntimeError(
+            "HetFSDP: its parameters cannot be moved or cast. Move or cast the module before "
+            "wrapping it, or use param_dtype."
+        )
+
+    # Interception #
+
+    def _intercept(self) -> None:
+        """Put the runtime in front of the forward of every unit's modules."""
+        calls = [
+            (i, each) for i, unit in enumerate(self._runtime.units) for each in unit.modules
+        ]
+        position_by_fqn = {fqn: i for i, (fqn, _) in enumerate(self.module.named_modules())}
+        head = max(calls, key=lambda call: position_by_fqn[call[1].fqn], default=None)
+        for call in calls:
+            is_head = self._loss_fn is not None and call is head
+            forward = self._visit_with_loss(*call) if is_head else self._visit(*call)
+            call[1].module.forward = forward
+
+    def _visit(self, unit: int, module: UnitModule) -> Callable[..., Any]:
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            return self._runtime.visit(unit, module, args, kwargs)
+
+        return visit
+
+    def _visit_with_loss(self, unit: int, module: UnitModule) -> Callable[..., Any]:
+        loss_fn = self._loss_fn
+        assert loss_fn is not None
+
+        def forward(loss_inputs: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+            return loss_fn(module.forward(*args, **kwargs), *loss_inputs)
+
+        with_loss = replace(module, forward=forward)
+
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            return self._runtime.visit(unit, with_loss, (self._loss_inputs, *args), kwargs)
+
+        return visit
+
+    def _warn_of_large_output(self, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        if nbytes > LARGE_OUTPUT_BYTES:
+            warnings.warn(
+                f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and as "
+                f"much again in backward. Pass loss_fn to HetFSDP, so that only one microbatch's "
+                f"are alive at a time.",
+                stacklevel=3,
+            )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    devices = {t.device for t in (*module.parameters(), *module.buffers())} - {
+        torch.device("meta")
+    }
+    if len(devices) > 1:
+        raise ValueError(
+            f"the module lies on {sorted(map(str, devices))}. Move it to one device, or pass device."
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _num_samples(tree: Any) -> int:
+    """Dim 0 of the first tensor; 0 where there is none."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return 0

@@ -1,0 +1,439 @@
+"""The walk of a step over its units: order, prefetch, and what each rank does at each turn.
+
+[Note: Finding the order]
+The first forward with gradients, and the first without, find out in which order the units
+are visited.  Before each visit all ranks tell each other where they are; ranks without
+samples follow the others.  Nothing is prefetched meanwhile.  From then on the schedule is
+fixed, ranks without samples walk it alone, and a visit out of order is an error.
+
+[Note: Turns without compute]
+Every rank takes every turn of the schedule and launches the same collectives.  On a rank
+without samples the turn is only that.  On a computing rank the same happens in backward to
+a unit that autograd passed by, because nothing that it returned was used.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardhet.distributed import Channel, Lifeline
+from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.layered import Visit, run_visit
+from shardhet.fsdp.observer import Activity, Observers
+from shardhet.fsdp.seeds import microbatch_seed, restored_random_state, seed_generators
+from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
+from shardhet.plan import Plan
+from shardhet.schedule import Phase, Schedule, Segment, Turn, make_schedule
+
+MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
+NOT_VISITING = -1
+END_OF_FORWARD = -2
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """What of this step's global batch the rank computes."""
+
+    microbatch_sizes: tuple[int, ...]
+    first_sample: int  # index in the global batch
+    computing: tuple[int, ...]  # positions of all ranks that compute something
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this rank."""
+        return sum(self.microbatch_sizes)
+
+
+class Runtime:
+    """State of the step in progress, shared by all units of one model."""
+
+    def __init__(
+        self,
+        units: Sequence[FSDPUnit],
+        root: FSDPUnit,
+        *,
+        plan: Plan,
+        comm: CommContext,
+        control: Channel,
+        lifeline: Lifeline,
+        seed: int,
+        input_dtype: torch.dtype | None,
+        unbatched: frozenset[str],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        self.units = tuple(units)
+        self.root = root  # what no unit owns; unsharded for the whole step
+        self.observers = Observers()
+        self.step = 0  # optimizer steps finished
+        self._plan = plan
+        self._rank_plan = plan.ranks[control.position]
+        self._comm = comm
+        self._control = control
+        self._lifeline = lifeline
+        self._seed = seed
+        self._input_dtype = input_dtype
+        self._unbatched = unbatched
+        self._buffers = tuple(buffers)
+        self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
+        self._schedules: dict[bool, Schedule] = {}  # by whether gradients are enabled
+
+        # Of the step in progress
+        self.batch: RankBatch | None = None
+        self.awaits_backward = False
+        self._schedule: Schedule | None = None  # None while the order is being found
+        self._found: list[Segment] = []
+        self._cursor = 0  # the turn in progress, or the next one
+        self._calls_by_unit: dict[int, int] = {}
+        self._reductions: deque[FSDPUnit] = deque()
+
+    # Forward #
+
+    def forward(
+        self, run_module: Callable[[], Any], num_samples: int, is_training: bool
+    ) -> Any:
+        """The module's output, or None on a rank without samples.  Collective."""
+        self.abandon()
+        self._agree_on_batch(num_samples)
+        assert self.batch is not None
+        if not self.batch.computing:
+            return None
+        self._comm.receivers = self.batch.computing
+        self._schedule = self._schedules.get(torch.is_grad_enabled())
+        self._cursor = 0
+        self._found = []
+        self._calls_by_unit = {}
+        self._comm.mark_compute()  # gathers read what the optimizer wrote
+        self._take_in(self.root)
+        output = None
+        if self.batch.num_samples:
+            with self._random_state(is_training):
+                self._seed_root(is_training)
+                output = run_module()
+            self._end_visits()
+        else:
+            self._follow_forward()
+        self._end_forward()
+        return output
+
+    def _agree_on_batch(self, num_samples: int) -> None:
+        mine = [num_samples, torch.is_grad_enabled(), self.step]
+        with self.observers.watch("", Activity.AGREE):
+            rows = self._control.exchange(mine)
+        for name, column in (("gradients enabled", 1), ("the number of finished steps", 2)):
+            values = [row[column] for row in rows]
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"model(...): ranks differ in {name}: {values} in plan order. Call it in the "
+                    f"same way on every rank."
+                )
+        sizes = [int(row[0]) for row in rows]
+        position = self._control.position
+        if torch.is_grad_enabled():
+            self._check_fits_plan(sizes)
+        self.batch = RankBatch(
+            microbatch_sizes=self._rank_plan.split(num_samples),
+            first_sample=sum(sizes[:position]),
+            computing=tuple(i for i, size in enumerate(sizes) if size),
+        )
+
+    def _check_fits_plan(self, sizes: Sequence[int]) -> None:
+        for i, (size, rank) in enumerate(zip(sizes, self._plan.ranks, strict=True)):
+            if size > rank.rank_batch_size:
+                raise ValueError(
+                    f"model(...): position {i} of the plan got {size} samples but the plan gives "
+                    f"it {rank.rank_batch_size}, and memory was planned for that. Deal the global "
+                    f"batch as the plan does (see shardhet.data.deal)."
+                )
+
+    def visit(
+        self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of one of the unit's modules: what its intercepted forward does."""
+        unit = self.units[unit_index]
+        if self.batch is None or not self.batch.num_samples:
+            raise RuntimeError(
+                f"unit {unit.fqn!r} was called outside of HetFSDP's forward. Call the HetFSDP "
+                f"model, not the module inside it."
+            )
+        needs_backward = torch.is_grad_enabled() and (
+            unit.is_trainable or _any_requires_grad((args, kwargs))
+        )
+        call = self._calls_by_unit.get(unit_index, 0)
+        self._calls_by_unit[unit_index] = call + 1
+        segment = self._cursor
+        if self._schedule is None:
+            self._adopt(self._agree_on_visit(unit_index, needs_backward))
+        else:
+            self._expect(unit_index, needs_backward)
+            self._begin_turn()
+        whole = self._passed_whole(module, args, kwargs)
+        visit = self._make_visit(unit, module, call, segment, whole)
+        output = run_visit(visit, self._anchor if needs_backward else None, args, kwargs)
+        self._end_turn()
+        return output
+
+    def _passed_whole(
+        self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> frozenset[int]:
+        """Addresses of tensors that are not to be split: buffers, and arguments named so."""
+        tensors = list(self._buffers)
+        if self._unbatched:
+            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            for name in self._unbatched & arguments.keys():
+                leaves = tree_leaves(arguments[name])
+                tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return frozenset(t.untyped_storage().data_ptr() for t in tensors)
+
+    def _make_visit(
+        self,
+        unit: FSDPUnit,
+        module: UnitModule,
+        call: int,
+        segment: int,
+        passed_whole: frozenset[int],
+    ) -> Visit:
+        assert self.batch is not None
+        is_training = module.module.training
+        watch = self.observers.watch
+        return Visit(
+            unit_fqn=unit.fqn,
+            function=module.forward,
+            microbatch_sizes=self.batch.microbatch_sizes,
+            recomputes=self._rank_plan.recomputes(module.fqn),
+            unbatched_addresses=passed_whole,
+            param_addresses=frozenset(flat.unsharded_address for flat in unit.flats),
+            input_dtype=self._input_dtype,
+            device_type=self._comm.device.type,
+            random_state=partial(self._random_state, is_training),
+            seed_microbatch=self._seeder(unit.fqn, call, is_training),
+            watch_forward=partial(watch, unit.fqn, Activity.FORWARD),
+            watch_backward=partial(watch, unit.fqn, Activity.BACKWARD),
+            enter_backward=partial(self._enter_backward, segment, self.step),
+            leave_backward=self._end_turn,
+        )
+
+    # [Note: Finding the order]
+
+    def _adopt(self, visited: Segment) -> None:
+        """All ranks have agreed that this is the next visit."""
+        keeps = not self._plan.reshard_after_forward and torch.is_grad_enabled()
+        for previous in self._found[-1:]:
+            if previous.unit != visited.unit and not keeps:
+                self.units[previous.unit].reshard()
+        self._found.append(visited)
+        self._lifeline.doing = f"forward of unit {self.units[visited.unit].fqn!r}"
+        self._take_in(self.units[visited.unit])
+
+    def _agree_on_visit(self, unit_index: int, needs_backward: bool = False) -> Segment:
+        rows = self._control.exchange([unit_index, needs_backward])
+        visits = {Segment(int(u), bool(b)) for u, b in rows if int(u) != NOT_VISITING}
+        if len(visits) > 1:
+            names = [self._name_of_visit(int(u)) for u, _ in rows]
+            raise RuntimeError(
+                f"model(...): ranks visit different units at place {len(self._found)} of forward: "
+                f"{names} in plan order. The order of units must not depend on the samples."
+            )
+        return visits.pop()
+
+    def _name_of_visit(self, unit_index: int) -> str:
+        names = {NOT_VISITING: "(no samples)", END_OF_FORWARD: "(end of forward)"}
+        return names.get(unit_index) or self.units[unit_index].fqn
+
+    def _follow_forward(self) -> None:
+        if self._schedule is not None:
+            while self._cursor < self._schedule.num_forward:
+                self._begin_turn()
+                self._end_turn()
+            return
+        while (visited := self._agree_on_visit(NOT_VISITING)).unit != END_OF_FORWARD:
+            self._adopt(visited)
+            self._cursor += 1
+
+    def _end_visits(self) -> None:
+        """A computing rank has left the module's forward."""
+        if self._schedule is None:
+            self._agree_on_visit(END_OF_FORWARD)
+        elif self._cursor < self._schedule.num_forward:
+            missing = self.units[self._schedule.turns[self._cursor].unit].fqn
+            raise RuntimeError(
+                f"model(...): forward ended before unit {missing!r} was called, as it was when "
+                f"the order was found. Call the units in the same order at every step."
+            )
+
+    def _expect(self, unit_index: int, needs_backward: bool) -> None:
+        assert self._schedule is not None
+        turns = self._schedule.turns[: self._schedule.num_forward]
+        expected = turns[self._cursor].unit if self._cursor < len(turns) else END_OF_FORWARD
+        if unit_index != expected:
+            raise RuntimeError(
+                f"model(...): unit {self.units[unit_index].fqn!r} was called at place "
+                f"{self._cursor} of forward, where {self._name_of_visit(expected)!r} was when the "
+                f"order was found. Call the units in the same order at every step."
+            )
+        planned = any(
+            turn.segment == self._cursor for turn in self._schedule.turns[len(turns) :]
+        )
+        if torch.is_grad_enabled() and needs_backward != planned:
+            raise RuntimeError(
+                f"model(...): unit {self.units[unit_index].fqn!r} "
+                f"{'needs' if needs_backward else 'does not need'} a backward now, unlike when "
+                f"the order was found. Freeze and unfreeze parameters before HetFSDP."
+            )
+
+    def _end_forward(self) -> None:
+        if self._schedule is None:
+            trainable = frozenset(i for i, unit in enumerate(self.units) if unit.is_trainable)
+            self._schedule = self._schedules[torch.is_grad_enabled()] = make_schedule(
+                self._found,
+                trainable_units=trainable,
+                reshard_after_forward=self._plan.reshard_after_forward,
+            )
+            last_turn_by_unit = {
+                turn.unit: turn for turn in self._schedule.turns[: self._cursor]
+            }
+            for turn in last_turn_by_unit.values():
+                if turn.reshards:
+                    self.units[turn.unit].reshard()
+        self.awaits_backward = torch.is_grad_enabled()
+        if not self.awaits_backward:
+            self.root.reshard()
+            self._comm.wait_all_sent()
+            self.batch = None
+        self._lifeline.doing = "the program around HetFSDP"
+
+    # Turns #
+
+    @property
+    def _turn(self) -> Turn:
+        assert self._schedule is not None
+        return self._schedule.turns[self._cursor]
+
+    def _begin_turn(self) -> None:
+        """Have the turn's unit unsharded and the next one's gather on its way."""
+        assert self._schedule is not None
+        turn = self._turn
+        unit = self.units[turn.unit]
+        self._lifeline.doing = f"{turn.phase.value} of unit {unit.fqn!r}"
+        self._take_in(unit)
+        for following in self._schedule.turns[self._cursor + 1 : self._cursor + 2]:
+            if following.gathers:
+                self.units[following.unit].unshard()
+        if turn.phase is Phase.BACKWARD:
+            unit.begin_backward()
+
+    def _take_in(self, unit: FSDPUnit) -> None:
+        unit.unshard()  # nothing if it was prefetched
+        with self.observers.watch(unit.fqn, Activity.WAIT_GATHER):
+            unit.wait_for_unshard()
+
+    def _end_turn(self) -> None:
+        if self._schedule is not None:
+            turn = self._turn
+            unit = self.units[turn.unit]
+            if turn.reshards:
+                unit.reshard()
+            if turn.reduces:
+                self._reduce(unit)
+        self._cursor += 1
+
+    def _reduce(self, unit: FSDPUnit) -> None:
+        # Finishing the previous one first bounds the gradient buffers alive to two units'.
+        while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._finish_oldest_reduction()
+        unit.reduce()
+        self._reductions.append(unit)
+
+    def _finish_oldest_reduction(self) -> None:
+        unit = self._reductions.popleft()
+        with self.observers.watch(unit.fqn, Activity.WAIT_REDUCE):
+            unit.finish_reduce()
+
+    # Backward #
+
+    def backward(self, run_autograd: Callable[[], None]) -> None:
+        """All turns of backward; ``run_autograd`` is called on computing ranks.  Collective."""
+        assert self.batch is not None and self._schedule is not None
+        self.awaits_backward = False
+        self.root.begin_backward()
+        if self.batch.num_samples:
+            run_autograd()
+        # [Note: Turns without compute]
+        while self._cursor < len(self._schedule.turns):
+            self._begin_turn()
+            self._end_turn()
+        if self.root.is_trainable:
+            self._reduce(self.root)
+        while self._reductions:
+            self._finish_oldest_reduction()
+        self.root.reshard()
+        self._comm.wait_all_sent()
+        self.batch = None
+        self._lifeline.doing = "the program around HetFSDP"
+
+    def _enter_backward(self, segment: int, step: int) -> None:
+        """Autograd has reached a visit; turns before it have been passed by."""
+        if self.batch is None or self.step != step:
+            raise RuntimeError(
+                "backward of an earlier forward. Call model.backward once after each model(...), "
+                "before the next."
+            )
+        while self._turn.segment != segment:
+            self._begin_turn()
+            self._end_turn()
+        self._begin_turn()
+
+    def agree_on_grads(self) -> dict[str, bool]:
+        """Which parameters have a gradient on any rank, by fqn.  Collective."""
+        flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
+        names = [slot.fqn for flat in flats for slot in flat.slots]
+        mine = [float(has) for flat in flats for has in flat.has_grad]
+        with self.observers.watch("", Activity.AGREE):
+            rows = self._control.exchange(mine)
+        return {
+            name: any(column)
+            for name, column in zip(names, zip(*rows, strict=True), strict=True)
+        }
+
+    def abandon(self) -> None:
+        """Leave a step whose backward never came: nothing in flight, everything sharded."""
+        for unit in (*self.units, self.root):
+            if unit.state is not UnitState.SHARDED:
+                unit.reshard()
+            unit.drop_grads()
+        self._comm.wait_all_sent()
+        self.batch = None
+        self.awaits_backward = False
+
+    # Random state #
+
+    def _random_state(self, is_training: bool) -> AbstractContextManager[None]:
+        return restored_random_state(self._comm.device) if is_training else nullcontext()
+
+    def _seed_root(self, is_training: bool) -> None:
+        assert self.batch is not None
+        if is_training:
+            seed = microbatch_seed(self._seed, self.step, "", 0, self.batch.first_sample)
+            seed_generators(self._comm.device, seed)
+
+    def _seeder(self, unit_fqn: str, call: int, is_training: bool) -> Callable[[int], None]:
+        assert self.batch is not None
+        first_sample, step = self.batch.first_sample, self.step
+
+        def seed_microbatch(start: int) -> None:
+            if is_training:
+                seed = microbatch_seed(self._seed, step, unit_fqn, call, first_sample + start)
+                seed_generators(self._comm.device, seed)
+
+        return seed_microbatch
+
+
+def _any_requires_grad(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))

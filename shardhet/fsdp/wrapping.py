@@ -1,0 +1,135 @@
+"""Which modules become units: found in the model's structure, or named by the user."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+
+# A module this much smaller than the largest unit (a final norm, say) is not worth gathers of
+# its own; it stays with the root, which is unsharded for the whole step.
+SMALLEST_PART_OF_LARGEST_UNIT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class UnitModules:
+    """The modules of one future unit; several if they share a parameter."""
+
+    fqns: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+
+def find_units(
+    root: nn.Module,
+    wanted: Sequence[type[nn.Module] | str] | None,
+    *,
+    keeps_last: bool = False,
+) -> list[UnitModules]:
+    """The units of ``root`` in module order; what they leave over belongs to the root.
+
+    Without ``wanted``: the repeated blocks, and every other callable module with parameters
+    that contains no block (embeddings, the head), unless it is tiny; ``keeps_last`` makes the
+    last of them a unit even then.  Raises ``ValueError`` naming the candidates for a miss.
+    """
+    fqn_by_module = {module: fqn for fqn, module in root.named_modules()}  # shared ones once
+    chosen = _automatic(root, keeps_last) if wanted is None else _by_name(root, wanted)
+    chosen = [module for module in fqn_by_module if module in chosen]
+    for module in chosen:
+        inner = [m for m in module.modules() if m is not module and m in chosen]
+        if inner:
+            raise ValueError(
+                f"units: {fqn_by_module[module]!r} contains {fqn_by_module[inner[0]]!r}, which is "
+                f"a unit too. Name one of them, not both."
+            )
+    groups = _merge_tied(root, chosen)
+    return [UnitModules(tuple(fqn_by_module[m] for m in g), tuple(g)) for g in groups]
+
+
+def _automatic(root: nn.Module, keeps_last: bool) -> set[nn.Module]:
+    blocks = set(_outermost_blocks(root))
+    units = blocks | set(_largest_without(root, blocks))
+    largest = max((_numel(unit) for unit in units), default=0)
+    floor = SMALLEST_PART_OF_LARGEST_UNIT * largest
+    last = [module for module in root.modules() if module in units][-1:] if keeps_last else []
+    return {unit for unit in units if _numel(unit) >= floor or unit in last}
+
+
+def _outermost_blocks(module: nn.Module) -> Iterable[nn.Module]:
+    """Children of the outermost containers that hold at least two of one class."""
+    children = [child for child in module.children() if _numel(child)]
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    kinds = [type(child) for child in children]
+    if is_container and any(kinds.count(kind) > 1 for kind in kinds):
+        for child in children:
+            yield from _callable_parts(child)
+        return
+    for child in children:
+        yield from _outermost_blocks(child)
+
+
+def _largest_without(module: nn.Module, blocks: set[nn.Module]) -> Iterable[nn.Module]:
+    """The outermost modules below ``module`` that have parameters and contain no block."""
+    for child in module.children():
+        if child in blocks or not _numel(child):
+            continue
+        if any(inner in blocks for inner in child.modules()):
+            yield from _largest_without(child, blocks)
+        else:
+            yield from _callable_parts(child)
+
+
+def _callable_parts(module: nn.Module) -> Iterable[nn.Module]:
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield module
+        return
+    for child in module.children():
+        if _numel(child):
+            yield from _callable_parts(child)
+
+
+def _by_name(root: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> set[nn.Module]:
+    module_by_fqn = dict(root.named_modules())
+    chosen: set[nn.Module] = set()
+    for each in wanted:
+        if isinstance(each, str):
+            found = [module_by_fqn[each]] if each in module_by_fqn and each else []
+            known = [fqn for fqn in module_by_fqn if fqn]
+        else:
+            found = [module for module in module_by_fqn.values() if isinstance(module, each)]
+            known = sorted({type(module).__name__ for module in module_by_fqn.values()})
+        if not found:
+            name = each if isinstance(each, str) else each.__name__
+            close = get_close_matches(name, known, n=8, cutoff=0.3) or known[:8]
+            raise ValueError(
+                f"units: {name!r} is no module below {type(root).__name__}. "
+                f"Choose among {', '.join(close)}, or leave units out to have them found."
+            )
+        chosen.update(module for module in found if module is not root)
+    return chosen
+
+
+def _merge_tied(root: nn.Module, chosen: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Units that share a parameter become one, unless the root has that parameter too."""
+    inside = {
+        id(p) for module in chosen for m in module.modules() for p in m._parameters.values()
+    }
+    members = {inner for module in chosen for inner in module.modules()}
+    of_root = {
+        id(p) for m in root.modules() if m not in members for p in m._parameters.values()
+    }
+    groups: list[list[nn.Module]] = []
+    shared = inside - of_root
+    for module in chosen:
+        mine = {id(p) for p in module.parameters()} & shared
+        touching = [
+            group for group in groups if mine & {id(p) for m in group for p in m.parameters()}
+        ]
+        merged = [*(m for group in touching for m in group), module]
+        groups = [group for group in groups if group not in touching]
+        groups.append(merged)
+    order = {module: i for i, module in enumerate(chosen)}
+    return sorted(groups, key=lambda group: order[group[0]])
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())

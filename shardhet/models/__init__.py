@@ -1,0 +1,1 @@
+"""The models that examples, tests and experiments train."""

@@ -1,0 +1,359 @@
+"""Who computes what and who stores what: the record that planning ends in and training starts from."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from math import isfinite
+from pathlib import Path
+from typing import Any, Self
+
+from shardhet.cluster import DeviceSpec
+
+PLAN_VERSION = 1
+SHARES_TOLERANCE = 1e-6  # hand-written thirds need not sum to one in the last digit
+EVERY_UNIT = ("*",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one device does in a step and what it keeps between steps."""
+
+    microbatch_sizes: tuple[int, ...]  # samples in each microbatch; empty if it only stores
+    state_share: float  # of all parameters, gradients and optimizer state
+    recomputed_units: tuple[str, ...] = ()  # fnmatch patterns; ("*",) is every unit
+    device: DeviceSpec = DeviceSpec()
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Samples of the global batch that this device computes."""
+        return sum(self.microbatch_sizes)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forward (and backward) passes through each unit per step."""
+        return len(self.microbatch_sizes)
+
+    def recomputes(self, unit_fqn: str) -> bool:
+        """Whether the unit's activations are recomputed in backward instead of kept."""
+        return any(fnmatchcase(unit_fqn, pattern) for pattern in self.recomputed_units)
+
+    def split(self, num_samples: int) -> tuple[int, ...]:
+        """Microbatch sizes for a batch of ``num_samples``, whatever the plan's own batch is."""
+        if num_samples == self.rank_batch_size:
+            return self.microbatch_sizes
+        size = max(self.microbatch_sizes, default=num_samples)
+        whole, rest = divmod(num_samples, size)
+        return (size,) * whole + ((rest,) if rest else ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedUnit:
+    """One FSDP unit of the model that a plan was made for."""
+
+    fqn: str
+    numel: int  # elements of all its parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One entry per device, in an order that the plan itself defines.
+
+    The global batch and every flat tensor are dealt in this order.  ``units`` says which
+    model the plan was made for; a plan without it fits any model.
+    """
+
+    ranks: tuple[RankPlan, ...]
+    units: tuple[PlannedUnit, ...] = ()
+    reshard_after_forward: bool = True  # False keeps every unit unsharded until its backward
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ValueError("plan: it has no devices. Give one entry per device.")
+        for i, rank in enumerate(self.ranks):
+            _check_rank(i, rank)
+        total = sum(rank.state_share for rank in self.ranks)
+        if abs(total - 1) > SHARES_TOLERANCE:
+            raise ValueError(
+                f"plan: state shares {[rank.state_share for rank in self.ranks]} sum to {total} "
+                f"but must sum to 1. Divide each by {total}."
+            )
+        if not any(rank.microbatch_sizes for rank in self.ranks):
+            raise ValueError(
+                "plan: no device computes anything. Give at least one device a microbatch."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """How many devices, and so how many ranks, it is for."""
+        return len(self.ranks)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step, all devices together."""
+        return sum(rank.rank_batch_size for rank in self.ranks)
+
+    @property
+    def state_shares(self) -> tuple[float, ...]:
+        """Each device's part of the state, in plan order; sums to one."""
+        total = sum(rank.state_share for rank in self.ranks)
+        return tuple(rank.state_share / total for rank in self.ranks)
+
+    def first_sample(self, position: int) -> int:
+        """Index in the global batch of the first sample dealt to the device at ``position``."""
+        return sum(rank.rank_batch_size for rank in self.ranks[:position])
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans."""
+        return sha256(self.to_json().encode()).hexdigest()[:16]
+
+    @classmethod
+    def by_hand(
+        cls,
+        *,
+        microbatch_sizes: Sequence[int],
+        state_shares: Sequence[float],
+        num_microbatches: Sequence[int] | None = None,
+        rank_batch_sizes: Sequence[int] | None = None,
+        recompute: bool | Sequence[bool | Sequence[str]] = False,
+        devices: Sequence[DeviceSpec] | None = None,
+        reshard_after_forward: bool = True,
+    ) -> Self:
+        """A plan from one entry per device.
+
+        Give either ``num_microbatches`` (all of them whole) or ``rank_batch_sizes`` (the last
+        microbatch may be smaller); without both, every device with a microbatch size runs one.
+        ``recompute`` is one claim for all devices, or per device a claim or unit patterns.
+        """
+        world_size = len(microbatch_sizes)
+        if num_microbatches is not None and rank_batch_sizes is not None:
+            raise ValueError(
+                "plan: num_microbatches and rank_batch_sizes both given. Drop one of them."
+            )
+        if rank_batch_sizes is None:
+            counts = num_microbatches or [int(size > 0) for size in microbatch_sizes]
+            _check_lengths(world_size, num_microbatches=counts)
+            sizes = [
+                (m,) * n if m else () for m, n in zip(microbatch_sizes, counts, strict=True)
+            ]
+        else:
+            _check_lengths(world_size, rank_batch_sizes=rank_batch_sizes)
+            sizes = [
+                _ragged(b, m) for b, m in zip(rank_batch_sizes, microbatch_sizes, strict=True)
+            ]
+        claims = [recompute] * world_size if isinstance(recompute, bool) else list(recompute)
+        devices = devices or [DeviceSpec()] * world_size
+        _check_lengths(world_size, state_shares=state_shares, recompute=claims, devices=devices)
+        return cls(
+            ranks=tuple(
+                RankPlan(
+                    microbatch_sizes=sizes[i],
+                    state_share=float(state_shares[i]),
+                    recomputed_units=_patterns(claims[i]),
+                    device=devices[i],
+                )
+                for i in range(world_size)
+            ),
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    @classmethod
+    def even(
+        cls,
+        world_size: int,
+        *,
+        microbatch_size: int,
+        num_microbatches: int = 1,
+        recompute: bool = False,
+    ) -> Self:
+        """What stock FSDP does: every device computes and stores the same."""
+        return cls.by_hand(
+            microbatch_sizes=[microbatch_size] * world_size,
+            num_microbatches=[num_microbatches] * world_size,
+            state_shares=[1 / world_size] * world_size,
+            recompute=recompute,
+        )
+
+    @classmethod
+    def proportional(
+        cls,
+        *,
+        speeds: Sequence[float],
+        global_batch_size: int,
+        microbatch_size: int,
+        state_shares: Sequence[float] | None = None,
+        recompute: bool = False,
+    ) -> Self:
+        """Batches in proportion to ``speeds`` (largest remainders), state even or as given."""
+        if not speeds or not all(isfinite(v) and v >= 0 for v in speeds) or not sum(speeds):
+            raise ValueError(
+                f"plan: speeds {list(speeds)} must be finite, at least zero and not all zero."
+            )
+        world_size = len(speeds)
+        exact = [global_batch_size * v / sum(speeds) for v in speeds]
+        batches = [int(b) for b in exact]
+        by_remainder = sorted(range(world_size), key=lambda i: batches[i] - exact[i])
+        for i in by_remainder[: global_batch_size - sum(batches)]:
+            batches[i] += 1
+        return cls.by_hand(
+            microbatch_sizes=[microbatch_size] * world_size,
+            rank_batch_sizes=batches,
+            state_shares=state_shares or [1 / world_size] * world_size,
+            recompute=recompute,
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON text, versioned; equal plans give equal text."""
+        ranks = [
+            {
+                "device": rank.device.to_dict(),
+                "microbatch_sizes": list(rank.microbatch_sizes),
+                "state_share": rank.state_share,
+                "recomputed_units": list(rank.recomputed_units),
+            }
+            for rank in self.ranks
+        ]
+        units = [{"fqn": unit.fqn, "numel": unit.numel} for unit in self.units]
+        document = {
+            "version": PLAN_VERSION,
+            "reshard_after_forward": self.reshard_after_forward,
+            "ranks": ranks,
+            "units": units,
+        }
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "plan") -> Self:
+        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{source}: not JSON ({error}). Write it with Plan.save."
+            ) from None
+        fields = _Fields(document, source)
+        if fields.take("version", int) != PLAN_VERSION:
+            raise ValueError(
+                f"{source}: version {document['version']} but this program reads version "
+                f"{PLAN_VERSION}. Make the plan again with this version of shardhet."
+            )
+        ranks = tuple(
+            _rank_from(_Fields(entry, f"{source}: ranks[{i}]"))
+            for i, entry in enumerate(fields.take("ranks", list))
+        )
+        units = tuple(
+            _unit_from(_Fields(entry, f"{source}: units[{i}]"))
+            for i, entry in enumerate(fields.take("units", list))
+        )
+        reshard_after_forward = fields.take("reshard_after_forward", bool)
+        fields.refuse_unknown()
+        try:
+            return cls(ranks=ranks, units=units, reshard_after_forward=reshard_after_forward)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(), encoding="ascii")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote; raises ``ValueError`` with file, field and mend."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+
+
+class _Fields:
+    """A JSON object whose fields are taken one by one, each with a check that names it."""
+
+    def __init__(self, entry: Any, where: str) -> None:
+        if not isinstance(entry, dict):
+            raise ValueError(f"{where}: {entry!r} but must be an object with named fields.")
+        self._entry = entry
+        self._where = where
+        self._taken: list[str] = []
+
+    def take(self, key: str, kind: type) -> Any:
+        self._taken.append(key)
+        if key not in self._entry:
+            raise ValueError(f"{self._where}: field {key!r} is missing. Add it.")
+        value = self._entry[key]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise ValueError(
+                f"{self._where}: {key} is {value!r} but must be of type {kind.__name__}."
+            )
+        return value
+
+    def take_tuple(self, key: str, kind: type) -> tuple[Any, ...]:
+        values = self.take(key, list)
+        for value in values:
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(
+                    f"{self._where}: {key} holds {value!r} but its entries must be of type "
+                    f"{kind.__name__}."
+                )
+        return tuple(values)
+
+    def refuse_unknown(self) -> None:
+        unknown = sorted(set(self._entry) - set(self._taken))
+        if unknown:
+            raise ValueError(
+                f"{self._where}: unknown fields {unknown}. Known fields: {self._taken}."
+            )
+
+
+def _rank_from(fields: _Fields) -> RankPlan:
+    rank = RankPlan(
+        microbatch_sizes=fields.take_tuple("microbatch_sizes", int),
+        state_share=fields.take("state_share", float),
+        recomputed_units=fields.take_tuple("recomputed_units", str),
+        device=DeviceSpec.from_dict(fields.take("device", dict)),
+    )
+    fields.refuse_unknown()
+    return rank
+
+
+def _unit_from(fields: _Fields) -> PlannedUnit:
+    unit = PlannedUnit(fqn=fields.take("fqn", str), numel=fields.take("numel", int))
+    fields.refuse_unknown()
+    return unit
+
+
+def _check_rank(i: int, rank: RankPlan) -> None:
+    if any(size < 1 for size in rank.microbatch_sizes):
+        raise ValueError(
+            f"plan: ranks[{i}] has microbatch sizes {rank.microbatch_sizes} but each must be at "
+            f"least 1. Leave the list empty if the device only stores."
+        )
+    if not (isfinite(rank.state_share) and 0 <= rank.state_share <= 1 + SHARES_TOLERANCE):
+        raise ValueError(
+            f"plan: ranks[{i}] has state_share {rank.state_share} but it must lie between 0 and 1."
+        )
+
+
+def _check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
+    for name, entries in sequences.items():
+        if len(entries) != world_size:
+            raise ValueError(
+                f"plan: {name} has {len(entries)} entries but microbatch_sizes has "
+                f"{world_size}. Give one entry per device."
+            )
+
+
+def _ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
+    if rank_batch_size and microbatch_size < 1:
+        raise ValueError(
+            f"plan: a device has {rank_batch_size} samples but microbatch size "
+            f"{microbatch_size}. Give it a microbatch size of at least 1."
+        )
+    whole, rest = divmod(rank_batch_size, microbatch_size) if rank_batch_size else (0, 0)
+    return (microbatch_size,) * whole + ((rest,) if rest else ())
+
+
+def _patterns(claim: bool | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(claim, bool):
+        return EVERY_UNIT if claim else ()
+    return tuple(claim)

@@ -1,0 +1,112 @@
+"""In which order a step visits the units, and which collectives it launches when.
+
+The execution order is a list of segments: the visits of forward, one after the other.  A
+unit may be visited several times (tied embedding and head, shared blocks).  From it
+follows one list of turns for the whole step, the same on every rank, and from that the
+launch order of all collectives.  The gather of the next turn is launched when a turn
+begins, so that it overlaps the turn's compute; a reduction when the unit's last backward
+turn ends.  For units a, b, c that are resharded after forward:
+
+    forward             backward
+    a      b      c     c      b      a        the units' turns
+    G(a)                                       launched before the first turn
+    G(b)   G(c)         G(b)   G(a)            launched when a turn begins
+                        R(c)   R(b)   R(a)     launched when a turn ends
+
+c stays unsharded from forward to backward, so it is gathered once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple
+
+
+class Phase(Enum):
+    """Which half of the step a turn belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One visit of a unit in forward."""
+
+    unit: int  # index into the model's units
+    needs_backward: bool  # false where neither inputs nor parameters need a gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One visit of a unit in one phase, and what happens to its parameters around it."""
+
+    segment: int  # index into the segments
+    unit: int
+    phase: Phase
+    gathers: bool  # the unit is sharded before and is gathered for this turn
+    reshards: bool  # the unit is sharded again after it
+    reduces: bool  # its gradients are complete after it and are reduced
+
+
+class Launch(NamedTuple):
+    """One collective of a step."""
+
+    kind: Literal["gather", "reduce"]
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All turns of a step, forward and then backward."""
+
+    turns: tuple[Turn, ...]
+    num_forward: int  # all of them for a forward without gradients
+
+    def launches(self) -> tuple[Launch, ...]:
+        """All collectives of units in launch order (the root's come before and after)."""
+        order = [Launch("gather", turn.unit) for turn in self.turns[:1]]
+        for i, turn in enumerate(self.turns):
+            order += [Launch("gather", t.unit) for t in self.turns[i + 1 : i + 2] if t.gathers]
+            if turn.reduces:
+                order.append(Launch("reduce", turn.unit))
+        return tuple(order)
+
+
+def make_schedule(
+    segments: Sequence[Segment],
+    *,
+    trainable_units: frozenset[int],
+    reshard_after_forward: bool,
+) -> Schedule:
+    """The turns of a step that visits ``segments`` in forward and returns in reverse.
+
+    At most the unit of the current turn and that of the next are unsharded, unless
+    ``reshard_after_forward`` is false, which keeps each until its last backward turn.
+    """
+    visits = [(i, segment.unit, Phase.FORWARD) for i, segment in enumerate(segments)]
+    visits += [
+        (i, segment.unit, Phase.BACKWARD)
+        for i, segment in reversed(list(enumerate(segments)))
+        if segment.needs_backward
+    ]
+    unsharded: set[int] = set()
+    turns = []
+    for i, (segment, unit, phase) in enumerate(visits):
+        later = visits[i + 1 :]
+        keeps = bool(later) and later[0][1] == unit
+        keeps |= not reshard_after_forward and any(visit[1] == unit for visit in later)
+        turns.append(
+            Turn(
+                segment=segment,
+                unit=unit,
+                phase=phase,
+                gathers=unit not in unsharded,
+                reshards=not keeps,
+                reduces=phase is Phase.BACKWARD
+                and unit in trainable_units
+                and all(visit[1] != unit for visit in later),
+            )
+        )
+        unsharded = unsharded | {unit} if keeps else unsharded - {unit}
+    return Schedule(tuple(turns), num_forward=len(segments))

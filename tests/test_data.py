@@ -1,0 +1,180 @@
+"""The corpus, the batches drawn from it, and how a plan deals them out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardhet.data import (
+    VOCAB_SIZE,
+    Corpus,
+    GlobalBatches,
+    PySource,
+    TokenBatch,
+    deal,
+    held_out_windows,
+    is_held_out,
+    table_scores,
+)
+from shardhet.plan import Plan
+
+GLOBAL_BATCH_SIZE = 12
+PLANS = {
+    "even": Plan.even(4, microbatch_size=3),
+    "one computes": Plan.by_hand(microbatch_sizes=[0, 12], state_shares=[1, 0]),
+    "ragged": Plan.by_hand(
+        microbatch_sizes=[4, 2, 0, 1],
+        rank_batch_sizes=[7, 4, 0, 1],
+        state_shares=[0.1, 0, 0.9, 0],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return PySource().load()
+
+
+def toy_corpus(num_bytes: int = 1000) -> Corpus:
+    text = np.random.Generator(np.random.Philox(key=7)).integers(0, 256, num_bytes, np.uint8)
+    return Corpus(train=text, held_out=text[::-1].copy())
+
+
+def toy_batches(*, seed: int = 0) -> GlobalBatches:
+    return GlobalBatches(
+        corpus=toy_corpus(), seq_len=16, global_batch_size=GLOBAL_BATCH_SIZE, seed=seed
+    )
+
+
+def assert_equal(one: TokenBatch, other: TokenBatch) -> None:
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.targets, other.targets)
+
+
+def test_the_standard_library_is_enough_text(corpus: Corpus) -> None:
+    assert corpus.train.size > 5_000_000
+    assert 0.01 < corpus.held_out.size / corpus.train.size < 0.15
+
+
+def test_two_loads_give_the_same_bytes(corpus: Corpus) -> None:
+    assert PySource().load().digest == corpus.digest
+
+
+def test_digest_tells_where_the_held_out_part_begins() -> None:
+    text = np.arange(10, dtype=np.uint8)
+    digests = {Corpus(train=text[:n], held_out=text[n:]).digest for n in range(1, 10)}
+    assert len(digests) == 9
+
+
+def test_no_held_out_file_is_trained_on(tmp_path: Path) -> None:
+    names = [f"package_{i % 7}/module_{i}.py" for i in range(200)]
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"<{name}>")
+    corpus = PySource(root=tmp_path).load()
+    documents = {
+        part: set(getattr(corpus, part).tobytes().decode().split("\0")) - {""}
+        for part in ("train", "held_out")
+    }
+    assert documents["held_out"] == {f"<{name}>" for name in names if is_held_out(name)}
+    assert documents["train"] == {f"<{name}>" for name in names if not is_held_out(name)}
+    assert documents["held_out"]
+
+
+def test_tests_and_installed_packages_are_left_out(tmp_path: Path) -> None:
+    for name in ("a.py", "test/b.py", "c/tests/d.py", "site-packages/e.py", "f/g.py", "h.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    assert [name for name, _ in PySource(root=tmp_path).documents()] == ["a.py", "f/g.py"]
+
+
+def test_a_folder_without_sources_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0 bytes to train on and 0 held out"):
+        PySource(root=tmp_path).load()
+
+
+def test_cache_outlives_the_sources(tmp_path: Path) -> None:
+    root, cache_dir = tmp_path / "sources", tmp_path / "cache"
+    root.mkdir()
+    for i in range(100):
+        (root / f"module_{i}.py").write_text(f"x = {i}\n")
+    first = PySource(root=root).load(cache_dir)
+    (root / "module_0.py").write_text("changed\n")
+    assert PySource(root=root).load(cache_dir).digest == first.digest
+    assert PySource(root=root).load().digest != first.digest
+    assert [path.name for path in cache_dir.iterdir()] == ["py_source.npz"]
+
+
+def test_targets_are_the_tokens_moved_by_one() -> None:
+    batch = toy_batches()[3]
+    assert batch.tokens.shape == batch.targets.shape == (GLOBAL_BATCH_SIZE, 16)
+    np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+
+
+def test_a_batch_depends_on_seed_and_step_alone() -> None:
+    assert_equal(toy_batches()[5], toy_batches()[5])
+    different = [toy_batches()[5], toy_batches()[6], toy_batches(seed=1)[5]]
+    assert len({batch.tokens.tobytes() for batch in different}) == 3
+
+
+def test_samples_of_a_step_are_those_of_every_numpy_release() -> None:
+    corpus = Corpus(train=np.arange(200, dtype=np.uint8), held_out=np.zeros(9, np.uint8))
+    batches = GlobalBatches(corpus=corpus, seq_len=4, global_batch_size=4, seed=1)
+    assert batches[0].tokens[:, 0].tolist() == [3, 115, 38, 154]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_dealt_parts_join_to_the_global_batch(name: str) -> None:
+    plan, batch = PLANS[name], toy_batches()[0]
+    parts = [deal(batch, plan, position) for position in range(plan.world_size)]
+    assert [part.num_samples for part in parts] == [r.rank_batch_size for r in plan.ranks]
+    joined = TokenBatch(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
+    )
+    assert_equal(joined, batch)
+
+
+def test_a_batch_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 12 samples but the plan deals out 4"):
+        deal(toy_batches()[0], Plan.even(2, microbatch_size=2), 0)
+
+
+@given(num_bytes=st.integers(9, 40), step=st.integers(0, 10**6))
+def test_every_window_fits_into_a_short_text(num_bytes: int, step: int) -> None:
+    batches = GlobalBatches(corpus=toy_corpus(num_bytes), seq_len=8, global_batch_size=3)
+    assert batches[step].targets.shape == (3, 8)
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 bytes but one window needs 9"):
+        GlobalBatches(corpus=toy_corpus(8), seq_len=8, global_batch_size=3)
+
+
+def test_held_out_windows_reach_from_the_first_byte_to_the_last() -> None:
+    corpus = toy_corpus()
+    batch = held_out_windows(corpus, seq_len=9, num_samples=20)
+    np.testing.assert_array_equal(batch.tokens[0], corpus.held_out[:9])
+    np.testing.assert_array_equal(batch.targets[-1], corpus.held_out[-9:])
+    assert_equal(batch, held_out_windows(corpus, seq_len=9, num_samples=20))
+
+
+def test_tables_score_a_text_whose_entropy_is_known() -> None:
+    # Two symbols that alternate: one bit each by frequency, none by the symbol before.
+    train = np.tile(np.array([65, 66], dtype=np.uint8), 500_000)
+    corpus = Corpus(train=train, held_out=train)
+    scores = table_scores(train, held_out_windows(corpus, seq_len=10, num_samples=50))
+    assert scores.unigram_bits_per_byte == pytest.approx(1.0, abs=1e-3)
+    assert scores.bigram_bits_per_byte == pytest.approx(0.0, abs=1e-3)
+
+
+def test_tables_on_source_text_leave_room_below(corpus: Corpus) -> None:
+    judged = held_out_windows(corpus, seq_len=128, num_samples=500)
+    scores = table_scores(corpus.train, judged)
+    assert 4.0 < scores.unigram_bits_per_byte < 5.0
+    assert 3.0 < scores.bigram_bits_per_byte < 4.0
+    assert judged.tokens.max() < VOCAB_SIZE

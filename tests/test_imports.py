@@ -1,0 +1,61 @@
+"""``import shardhet`` stays light, and the planning side works where torch is not installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# Put before what a case runs: an environment without these packages.
+BLOCK = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "hydra", "omegaconf"}:
+            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+PLAN_BY_HAND = """
+import shardhet, shardhet.layout, shardhet.plan, shardhet.cluster
+from shardhet.plan import Plan
+
+plan = Plan.by_hand(microbatch_sizes=[4, 2], num_microbatches=[3, 1], state_shares=[0.75, 0.25])
+assert Plan.from_json(plan.to_json()) == plan
+print(plan.global_batch_size)
+"""
+
+LOADED = """
+import sys
+print(sorted({"torch", "scipy", "numpy", "hydra", "omegaconf"} & set(sys.modules)))
+"""
+
+
+def run_python(code: str) -> str:
+    """What a new interpreter prints when it runs ``code`` in the repository root."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_block_does_block() -> None:
+    code = "try:\n    import torch.distributed\nexcept ModuleNotFoundError as e:\n    print(e)"
+    assert run_python(BLOCK + code) == "No module named 'torch' (blocked)"
+
+
+def test_a_plan_is_written_and_read_without_torch() -> None:
+    assert run_python(BLOCK + PLAN_BY_HAND) == "14"
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert run_python("import shardhet" + LOADED) == "[]"
+
+
+def test_the_records_import_nothing_heavy() -> None:
+    assert (
+        run_python("import shardhet.layout, shardhet.plan, shardhet.cluster" + LOADED) == "[]"
+    )

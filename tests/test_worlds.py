@@ -1,0 +1,235 @@
+"""The harness must never let a broken rank pass, and must say which one broke."""
+
+import os
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.worlds import Outcome, rank_cache, run_ranks, run_ranks_expecting_failure
+
+FAILED = pytest.fail.Exception
+
+
+def sum_ranks(rank: int, scale: float) -> float:
+    x = torch.full((), rank * scale)
+    dist.all_reduce(x)
+    return float(x)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_every_rank_joins_the_collective(scale: float) -> None:
+    assert run_ranks(sum_ranks, 3, scale) == [3 * scale] * 3
+
+
+def test_a_world_of_one_rank_is_a_world() -> None:
+    assert run_ranks(sum_ranks, 1, 5.0) == [0.0]
+
+
+def rank_and_tensor(rank: int, x: torch.Tensor) -> tuple[int, torch.Tensor]:
+    time.sleep(0.05 * (2 - rank))  # the last rank answers first
+    return rank, x + rank
+
+
+def test_results_come_back_in_rank_order_with_their_tensors() -> None:
+    results = run_ranks(rank_and_tensor, 3, torch.arange(2.0))
+    assert [(rank, x.tolist()) for rank, x in results] == [
+        (0, [0.0, 1.0]),
+        (1, [1.0, 2.0]),
+        (2, [2.0, 3.0]),
+    ]
+
+
+def pid(rank: int) -> int:
+    return os.getpid()
+
+
+def test_a_world_is_kept_between_cases_and_a_case_costs_milliseconds() -> None:
+    before = run_ranks(pid, 2)
+    assert len({os.getpid(), *before}) == 3
+    started_at_s = time.monotonic()
+    for _ in range(50):
+        assert run_ranks(pid, 2) == before
+    assert (time.monotonic() - started_at_s) / 50 < 0.1
+
+
+def test_a_fresh_world_is_neither_taken_from_the_pool_nor_kept() -> None:
+    kept = run_ranks(pid, 2)
+    fresh = run_ranks(pid, 2, fresh_world=True)
+    assert not set(kept) & set(fresh)
+    assert run_ranks(pid, 2) == kept
+
+
+def count_calls(rank: int) -> int:
+    cache = rank_cache()
+    cache["calls"] = cache.get("calls", 0) + 1
+    return int(cache["calls"])
+
+
+def test_the_rank_cache_lives_as_long_as_its_world() -> None:
+    first, again = run_ranks(count_calls, 2), run_ranks(count_calls, 2)
+    assert again == [calls + 1 for calls in first]
+    assert run_ranks(count_calls, 2, fresh_world=True) == [1, 1]
+    with pytest.raises(RuntimeError, match="outside a rank"):
+        rank_cache()
+
+
+def draw(rank: int) -> float:
+    return float(torch.rand(()))
+
+
+def test_random_state_begins_anew_in_every_case() -> None:
+    assert run_ranks(draw, 2) == run_ranks(draw, 2)
+
+
+def raise_on_rank_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("numels disagree")
+    dist.barrier()
+
+
+def test_the_first_rank_to_fail_is_the_one_reported_and_the_world_is_replaced() -> None:
+    before = run_ranks(pid, 2)
+    started_at_s = time.monotonic()
+    with pytest.raises(FAILED, match=r"(?s)^rank 1 of 2 failed first.*numels disagree"):
+        run_ranks(raise_on_rank_one, 2, grace_s=0.5)
+    assert time.monotonic() - started_at_s < 10.0  # the grace, not the whole timeout
+    after = run_ranks(pid, 2)
+    assert not set(before) & set(after)
+    for killed in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(killed, 0)
+
+
+def raise_in_reverse_order(rank: int) -> None:
+    time.sleep(0.2 * (2 - rank))
+    raise ValueError(f"this is rank {rank}")
+
+
+def test_first_means_first_in_time() -> None:
+    with pytest.raises(FAILED, match=r"(?s)^rank 2 of 3 failed first.*this is rank 2"):
+        run_ranks(raise_in_reverse_order, 3)
+
+
+def die_on_rank_zero(rank: int) -> None:
+    if rank == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_a_rank_that_dies_is_named_before_the_peers_that_it_pulls_down() -> None:
+    with pytest.raises(FAILED, match=r"^ranks died without a traceback; exit codes \{0: 3\}"):
+        run_ranks(die_on_rank_zero, 2)
+
+
+def kill_itself(rank: int) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def test_the_exit_code_of_a_killed_rank_is_its_signal() -> None:
+    with pytest.raises(FAILED, match=r"exit codes \{0: -9, 1: -9\}"):
+        run_ranks(kill_itself, 2)
+
+
+def leave_quietly(rank: int) -> None:
+    raise SystemExit(0)
+
+
+def test_a_rank_that_leaves_with_code_zero_has_failed() -> None:
+    with pytest.raises(FAILED, match="SystemExit"):
+        run_ranks(leave_quietly, 2)
+
+
+def exit_with_zero(rank: int) -> None:
+    if rank == 1:
+        os._exit(0)
+
+
+def test_a_rank_that_dies_with_code_zero_has_failed() -> None:
+    with pytest.raises(FAILED, match=r"exit codes \{1: 0\}"):
+        run_ranks(exit_with_zero, 2)
+
+
+def sleep_on_rank_zero(rank: int) -> None:
+    if rank == 0:
+        time.sleep(30)
+
+
+def test_a_hung_rank_is_named_with_the_place_where_it_hangs() -> None:
+    named = r"(?s)ranks \[0\] were still running after 1\.\d s.*in sleep_on_rank_zero"
+    with pytest.raises(FAILED, match=named):
+        run_ranks(sleep_on_rank_zero, 2, timeout_s=1.0)
+
+
+def warn_of_the_future(rank: int) -> None:
+    warnings.warn("will be removed", FutureWarning, stacklevel=1)
+
+
+def test_a_future_warning_on_a_rank_is_an_error() -> None:
+    with pytest.raises(FAILED, match="will be removed"):
+        run_ranks(warn_of_the_future, 1)
+
+
+def return_something_that_cannot_travel(rank: int) -> Any:
+    return lambda: rank
+
+
+def test_a_result_that_cannot_be_pickled_is_that_ranks_failure() -> None:
+    with pytest.raises(FAILED, match="rank 0 of 1 failed first"):
+        run_ranks(return_something_that_cannot_travel, 1)
+
+
+def die_a_moment_later(rank: int) -> None:
+    import threading
+
+    threading.Timer(0.2, os._exit, args=(7,)).start()
+
+
+def test_a_rank_that_dies_between_cases_is_not_silently_replaced() -> None:
+    run_ranks(die_a_moment_later, 1)
+    time.sleep(1.0)
+    with pytest.raises(FAILED, match=r"after their last case, 'die_a_moment_later'.*\{0: 7\}"):
+        run_ranks(pid, 1)
+    assert len(run_ranks(pid, 1)) == 1
+
+
+def raise_everywhere_but_on_rank_two(rank: int) -> str:
+    if rank == 2:
+        return "fine"
+    raise KeyError(f"rank {rank}")
+
+
+def test_expected_failures_are_told_rank_by_rank() -> None:
+    outcomes = run_ranks_expecting_failure(raise_everywhere_but_on_rank_two, 3)
+    assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
+    assert [outcome.exception_name for outcome in outcomes] == ["KeyError", "KeyError", None]
+    assert [outcome.message for outcome in outcomes] == ["'rank 0'", "'rank 1'", ""]
+    assert outcomes[2].value == "fine"
+    assert outcomes[2].has_returned
+    assert all(outcome.duration_s < 5.0 for outcome in outcomes)
+
+
+def test_an_exit_is_an_expected_failure_with_its_code() -> None:
+    dead, pulled_down = run_ranks_expecting_failure(die_on_rank_zero, 2)
+    assert isinstance(dead, Outcome)
+    assert dead.exit_code == 3
+    assert pulled_down.exception_name == "RuntimeError"  # gloo: connection closed by peer
+
+
+def test_a_rank_that_waits_for_a_failed_one_for_ever_is_a_silent_hang() -> None:
+    with pytest.raises(FAILED, match=r"(?s)numels disagree.*ranks \[0\] were still running"):
+        run_ranks_expecting_failure(raise_on_rank_one, 2, within_s=1.0)
+
+
+def test_a_failed_rank_may_leave_as_a_script_would() -> None:
+    waiting, failed = run_ranks_expecting_failure(raise_on_rank_one, 2, leaves_on_failure=True)
+    assert failed.exception_name == "ValueError"
+    assert waiting.exception_name == "RuntimeError"
+
+
+def test_an_expected_failure_that_does_not_come_fails_the_test() -> None:
+    with pytest.raises(FAILED, match="all 2 ranks returned"):
+        run_ranks_expecting_failure(pid, 2)

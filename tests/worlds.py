@@ -1,0 +1,441 @@
+"""Worlds of ranks that stay alive between test cases, and take a case in milliseconds.
+
+    result_per_rank = run_ranks(fn, world_size, *args)                      # fn(rank, *args)
+    outcomes = run_ranks_expecting_failure(fn, world_size, *args, within_s=10.0)
+
+``fn`` must be a module-level function: it travels to the ranks by name.
+
+Life of a world.  pytest's process hosts the store and starts one process per rank, which
+joins a gloo group and waits at a pipe.  A case is sent to all ranks at once; each answers
+with one ``Outcome``.  A world in which every rank returned is kept for the next case of its
+size; any other is killed, because its ranks may be in the middle of a collective.
+
+    pytest  --case-->  rank 0 .. rank n-1     (pickle of function name and arguments)
+            <-outcome- rank 0 .. rank n-1     (end of file: the process is gone)
+
+The store lives here, as it lives in torchrun's agent, so that no dying rank takes it away.
+"""
+
+import atexit
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import pytest
+
+HOST = "127.0.0.1"
+GROUP_TIMEOUT_S = 60.0  # of every collective, where a case does not choose its own
+START_TIMEOUT_S = 60.0  # the fork server imports torch once, on a busy machine slowly
+DEATH_SLACK_S = 0.5  # a death is noticed after the fact, and peers fail within this of it
+CASES_PER_COLLECTION = 20
+
+# The fork server imports these once; each rank is then a fork of it: a clean process (no
+# threads, nothing of pytest's) that starts in milliseconds. torch.optim imports torch._dynamo.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "pytest"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rank in one case: returned, raised, exited or hung."""
+
+    rank: int
+    value: Any = None  # what fn returned
+    exception_name: str | None = None  # the type's name
+    message: str = ""  # str(exception)
+    traceback: str = ""
+    exit_code: int | None = None  # the process ended without a word; negative: by that signal
+    hung_at: str | None = None  # the stack of a rank that was still running
+    duration_s: float = 0.0
+    ended_at_s: float = 0.0  # by the monotonic clock, which all processes share
+
+    @property
+    def has_returned(self) -> bool:
+        return self.exception_name is None and self.exit_code is None and self.hung_at is None
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float = 10.0,
+    fresh_world: bool = False,
+) -> list[Any]:
+    """What ``fn(rank, *args)`` returned on each rank; fails with the first rank to fail.
+
+    Once a rank has failed, the others get ``grace_s`` before they are killed.
+    ``fresh_world`` is for cases that leave a world unfit for others though they return.
+    """
+    outcomes = _run(
+        fn, args, world_size, timeout_s=timeout_s, grace_s=grace_s, fresh_world=fresh_world
+    )
+    if not all(outcome.has_returned for outcome in outcomes):
+        pytest.fail(_describe_failure(outcomes), pytrace=False)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_expecting_failure(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    within_s: float = 10.0,
+    leaves_on_failure: bool = False,
+) -> list[Outcome]:
+    """What became of each rank, in rank order, where at least one must fail.
+
+    Fails if a rank is still running after ``within_s``: that is the silent hang.  A rank that
+    raises stays alive and silent, so that its peers must learn of it from the library; with
+    ``leaves_on_failure`` its process ends, as a script's would, and gloo tells the peers.
+    """
+    outcomes = _run(
+        fn,
+        args,
+        world_size,
+        timeout_s=within_s,
+        grace_s=within_s,
+        leaves_on_failure=leaves_on_failure,
+    )
+    if any(outcome.hung_at is not None for outcome in outcomes):
+        pytest.fail(_describe_failure(outcomes), pytrace=False)
+    if all(outcome.has_returned for outcome in outcomes):
+        pytest.fail(f"all {world_size} ranks returned; a failure was expected", pytrace=False)
+    return outcomes
+
+
+def rank_cache() -> dict[Any, Any]:
+    """This rank's own dict, kept between the cases of a world (for communicators, say)."""
+    if _rank_cache is None:
+        raise RuntimeError("rank_cache() was called outside a rank. Call it in run_ranks' fn.")
+    return _rank_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """One function to call on every rank, and what to do if it raises."""
+
+    call: bytes  # pickle of (fn, args), opened inside the case's own try
+    leaves_on_failure: bool
+
+
+class World:
+    """``world_size`` processes in one gloo group, each waiting for the next case."""
+
+    def __init__(self, world_size: int) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.world_size = world_size
+        self.last_case = "start-up"
+        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._stacks = tempfile.TemporaryDirectory(prefix="shardhet-world-")
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(
+                target=_serve,
+                args=(rank, world_size, self._store.port, theirs, self._stack_file(rank)),
+                name=f"rank {rank} of {world_size}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()  # else our own copy would keep the end of file from us
+            self._processes.append(process)
+            self._connections.append(ours)
+        started = self._collect(timeout_s=START_TIMEOUT_S, grace_s=1.0)
+        if not all(outcome.has_returned for outcome in started):
+            self.kill()
+            pytest.fail(f"no world: {_describe_failure(started)}", pytrace=False)
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [process.pid for process in self._processes]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        timeout_s: float,
+        grace_s: float,
+        leaves_on_failure: bool = False,
+    ) -> list[Outcome]:
+        """Each rank's outcome, in rank order; if one has not returned, kill this world."""
+        self._check_ranks_are_alive()
+        self.last_case = fn.__qualname__
+        # Plain pickle: multiprocessing's own would send tensors as shared memory, which
+        # ends with the process that made it.
+        case = _Case(call=pickle.dumps((fn, args)), leaves_on_failure=leaves_on_failure)
+        request = pickle.dumps(case)
+        for connection in self._connections:
+            try:
+                connection.send_bytes(request)
+            except OSError:  # this rank has just died; its end of file says so below
+                continue
+        return self._collect(timeout_s=timeout_s, grace_s=grace_s)
+
+    def close(self) -> None:
+        """Let idle ranks go: they leave at the end of file."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(timeout=2.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all ranks, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join()
+            connection.close()
+        self._stacks.cleanup()
+
+    def _check_ranks_are_alive(self) -> None:
+        codes = {r: p.exitcode for r, p in enumerate(self._processes) if not p.is_alive()}
+        if codes:
+            pytest.fail(
+                f"ranks died after their last case, {self.last_case!r}, had returned; "
+                f"exit codes {codes}",
+                pytrace=False,
+            )
+
+    def _collect(self, *, timeout_s: float, grace_s: float) -> list[Outcome]:
+        started_at_s = time.monotonic()
+        deadline_s = started_at_s + timeout_s
+        rank_by_connection = {c: rank for rank, c in enumerate(self._connections)}
+        outcome_by_rank: dict[int, Outcome] = {}
+        while rank_by_connection:
+            ready = wait(list(rank_by_connection), max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = rank_by_connection.pop(connection)
+                outcome_by_rank[rank] = outcome = self._receive(rank, started_at_s)
+                if not outcome.has_returned:
+                    deadline_s = min(deadline_s, time.monotonic() + grace_s)
+        for rank in rank_by_connection.values():
+            outcome_by_rank[rank] = self._hung(rank, started_at_s)
+        return [outcome_by_rank[rank] for rank in range(self.world_size)]
+
+    def _receive(self, rank: int, started_at_s: float) -> Outcome:
+        try:
+            outcome: Outcome = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            ended_at_s = time.monotonic()
+            process = self._processes[rank]
+            process.join(timeout=5.0)
+            return Outcome(
+                rank=rank,
+                exit_code=process.exitcode if process.exitcode is not None else -1,
+                duration_s=ended_at_s - started_at_s,
+                ended_at_s=ended_at_s - DEATH_SLACK_S,
+            )
+        return outcome
+
+    def _hung(self, rank: int, started_at_s: float) -> Outcome:
+        pid, stack = self._processes[rank].pid, Path(self._stack_file(rank))
+        if pid is not None and stack.exists():  # it has told faulthandler where to write
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.1)
+        text = stack.read_text() if stack.exists() else ""
+        threads = [
+            thread for thread in text.split("\n\n") if "_leave_with_parent" not in thread
+        ]
+        return Outcome(
+            rank=rank,
+            hung_at="\n\n".join(threads) or "an unknown place",
+            duration_s=time.monotonic() - started_at_s,
+            ended_at_s=time.monotonic(),
+        )
+
+    def _stack_file(self, rank: int) -> str:
+        return f"{self._stacks.name}/rank{rank}"
+
+
+_world_by_size: dict[int, World] = {}
+
+
+def _run(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    world_size: int,
+    *,
+    timeout_s: float,
+    grace_s: float,
+    fresh_world: bool = False,
+    leaves_on_failure: bool = False,
+) -> list[Outcome]:
+    """Each rank's outcome; the world goes back to the pool only if every rank returned."""
+    world = None if fresh_world else _world_by_size.pop(world_size, None)
+    if world is None:
+        world = World(world_size)
+    is_reusable = False
+    try:
+        outcomes = world.run(
+            fn,
+            args,
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+            leaves_on_failure=leaves_on_failure,
+        )
+        is_reusable = not fresh_world and all(outcome.has_returned for outcome in outcomes)
+    finally:  # also when pytest-timeout interrupts us here
+        if is_reusable:
+            _world_by_size[world_size] = world
+        else:
+            world.kill()
+    return outcomes
+
+
+@atexit.register
+def _close_worlds() -> None:
+    while _world_by_size:
+        _, world = _world_by_size.popitem()
+        world.close()
+
+
+def _describe_failure(outcomes: Sequence[Outcome]) -> str:
+    """Who failed first and how, then whoever died or hung."""
+    world_size = len(outcomes)
+    parts = []
+    raised = [outcome for outcome in outcomes if outcome.exception_name is not None]
+    died = [outcome for outcome in outcomes if outcome.exit_code is not None]
+    hung = [outcome for outcome in outcomes if outcome.hung_at is not None]
+    if raised:
+        first = min(raised, key=lambda outcome: outcome.ended_at_s)
+        word = "failed first" if _is_first(first, died) else "failed too"
+        parts.append(f"rank {first.rank} of {world_size} {word}:\n{first.traceback}")
+    if died:
+        codes = {outcome.rank: outcome.exit_code for outcome in died}
+        deaths = f"ranks died without a traceback; exit codes {codes}"
+        parts.insert(1 if raised and _is_first(first, died) else 0, deaths)
+    if hung:
+        waited_s = max(outcome.duration_s for outcome in hung)
+        ranks = [outcome.rank for outcome in hung]
+        parts.append(f"ranks {ranks} were still running after {waited_s:.1f} s")
+        parts += [f"rank {outcome.rank} was at:\n{outcome.hung_at}" for outcome in hung]
+    return "\n".join(parts)
+
+
+def _is_first(outcome: Outcome, others: Sequence[Outcome]) -> bool:
+    return all(outcome.ended_at_s <= other.ended_at_s for other in others)
+
+
+# Below: what runs in a rank's process.
+
+_rank_cache: dict[Any, Any] | None = None
+
+
+def _serve(
+    rank: int, world_size: int, store_port: int, connection: Connection, stack_path: str
+) -> NoReturn:
+    """Join the world, then answer one case after the other until the pipe ends."""
+    import threading
+
+    global _rank_cache
+    _rank_cache = {}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's, which then ends us
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    stack_file = Path(stack_path).open("w")  # noqa: SIM115 -- open until the process ends
+    outcome = _attempt(rank, partial(_join, rank, world_size, store_port, stack_file))
+    connection.send_bytes(pickle.dumps(outcome))
+    num_cases = 0
+    while True:
+        try:
+            case: _Case = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        outcome = _attempt(rank, partial(_call, rank, case))
+        connection.send_bytes(_pickled(outcome))
+        if case.leaves_on_failure and not outcome.has_returned:
+            os._exit(1)
+        num_cases += 1
+        if num_cases % CASES_PER_COLLECTION == 0:
+            gc.collect()
+
+
+def _leave_with_parent() -> None:
+    """End this process when pytest's is gone, even in the middle of a case."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _join(rank: int, world_size: int, store_port: int, stack_file: IO[str]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    faulthandler.enable()  # a crash leaves its stack on stderr
+    faulthandler.register(signal.SIGUSR1, file=stack_file)
+    torch.set_num_threads(1)
+    store = TCPStore(HOST, store_port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    gc.collect()
+    gc.freeze()  # torch's own objects are never garbage: later collections skip them
+
+
+def _call(rank: int, case: _Case) -> Any:
+    import torch
+
+    fn, args = pickle.loads(case.call)  # may import the test's module, so before the seeds
+    torch.manual_seed(0)
+    random.seed(0)
+    return fn(rank, *args)
+
+
+def _attempt(rank: int, action: Callable[[], Any]) -> Outcome:
+    started_at_s = time.monotonic()
+    try:
+        with warnings.catch_warnings():
+            # pytest's own filter stops at its process
+            warnings.simplefilter("error", FutureWarning)
+            value = action()
+    except BaseException as error:
+        ended_at_s = time.monotonic()
+        return Outcome(
+            rank=rank,
+            exception_name=type(error).__name__,
+            message=str(error),
+            traceback=traceback.format_exc(),
+            duration_s=ended_at_s - started_at_s,
+            ended_at_s=ended_at_s,
+        )
+    ended_at_s = time.monotonic()
+    return Outcome(
+        rank=rank, value=value, duration_s=ended_at_s - started_at_s, ended_at_s=ended_at_s
+    )
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    """The outcome as bytes; a value that cannot travel is that rank's failure."""
+    try:
+        return pickle.dumps(outcome)
+    except Exception:
+        failure = _attempt(outcome.rank, partial(pickle.dumps, outcome.value))
+        return pickle.dumps(failure)
