@@ -41,7 +41,7 @@ class DeviceSpec:
 
     @classmethod
     def from_dict(cls, stated: dict[str, Any]) -> Self:
-        """The inverse of ``to_dict``; raises ``ValueError`` naming an unknown or ill-typed key."""
+        """The inverse of ``to_dict``; raises ``ValueError`` naming the key that is wrong."""
         types = {"host": str, "kind": str, "memory_capacity_bytes": int, "uuid": str}
         for key, value in stated.items():
             if key not in types:

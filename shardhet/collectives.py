@@ -188,7 +188,7 @@ def _reduce_by_send_recv(
 
 
 def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
-    """``parts[0] + parts[1] + ...`` in that order; at most the first two may alias ``output``."""
+    """``parts[0] + parts[1] + ...`` in that order; one of the first two may be ``output``."""
     if not parts:
         output.zero_()
     elif len(parts) == 1:
@@ -201,7 +201,7 @@ def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 class _Messages:
-    """Point-to-point messages to be posted together; empty ones and those to oneself are not."""
+    """Point-to-point messages to be posted together; never empty ones or to oneself."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -214,11 +214,13 @@ class _Messages:
 
     def send(self, tensor: Tensor, position: int) -> None:
         if tensor.numel() and position != self._channel.position:
-            # Each rank starts with its right neighbour, so that no receiver is everybody's first.
+            # Each rank starts with its neighbour, so that no receiver is everybody's first.
             distance = (position - self._channel.position) % self._channel.world_size
             self._sends.append((distance, self._op(dist.isend, tensor, position)))
 
-    def _op(self, op: Callable[..., dist.Work], tensor: Tensor, position: int) -> dist.P2POp:
+    def _op(
+        self, op: Callable[..., dist.Work | None], tensor: Tensor, position: int
+    ) -> dist.P2POp:
         peer = self._channel.rank_by_position[position]
         return dist.P2POp(op, tensor, group=self._channel.group, group_peer=peer)
 
@@ -316,7 +318,7 @@ def _reduce_by_all_to_all(
 def _exchange_pieces(
     pieces: Sequence[Tensor], counts_in: list[int], counts_out: list[int], channel: Channel
 ) -> tuple[list[Tensor], dist.Work]:
-    """Send ``counts_in[i]`` elements of ``pieces[i]`` to position i; what comes, by position."""
+    """Send ``counts_in[i]`` elements of ``pieces[i]`` to position i; returns what comes."""
     ordered = _in_rank_order(
         [piece[:count] for piece, count in zip(pieces, counts_in, strict=True)], channel
     )

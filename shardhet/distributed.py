@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.cluster import DeviceSpec
+from shardhet.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -26,7 +27,7 @@ class LostPeerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A process group seen in plan order: position ``i`` is played by ``rank_by_position[i]``.
+    """A process group in plan order: position ``i`` is played by ``rank_by_position[i]``.
 
     ``group`` is None where there is only one process.
     """
@@ -51,7 +52,7 @@ class Channel:
         return rows
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Every process's ``row``, [n], stacked by position to [world_size, n], on the device."""
+        """Every process's ``row``, [n], stacked by position to [world_size, n]."""
         if self.group is None:
             return row[None]
         gathered = [torch.empty_like(row) for _ in self.rank_by_position]
@@ -187,9 +188,9 @@ class Lifeline:
             return self._look_up_the_cause(error)
         except RuntimeError:  # the store is gone, and with it the process that kept it
             return (
-                f"The process that keeps the rendezvous store is gone while this rank was in "
-                f"{self.doing} ({error}). Look at the log and exit code of the rank or launcher "
-                f"that was started first."
+                "The process that keeps the rendezvous store is gone while this rank was in "
+                f"{self.doing} ({error}). Look at the log and exit code of the rank or "
+                "launcher that was started first."
             )
 
     def _look_up_the_cause(self, error: LostPeerError) -> str:
@@ -214,9 +215,50 @@ class Lifeline:
         )
 
     @property
-    def _store(self) -> dist.Store:
+    def _store(self) -> Any:  # a rendezvous store; torch does not export its type
         assert self._channel.group is not None
         return self._channel.group.get_group_store()
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The processes of a plan, each in the seat that its device fits."""
+
+    gather: Channel
+    reduce: Channel
+    control: Channel
+    lifeline: Lifeline
+
+    @classmethod
+    def meet(
+        cls,
+        group: dist.ProcessGroup | None,
+        plan: Plan,
+        *,
+        device: torch.device,
+        device_spec: DeviceSpec | None,
+    ) -> Self:
+        """Find out who plays which device of ``plan``.  Collective over ``group``.
+
+        Raises ``ValueError`` on every rank where plans differ or devices do not fit.
+        """
+        communicators = Communicators.over(group, device)
+        ranks = tuple(range(1 if group is None else group.size()))
+        rank = 0 if group is None else group.rank()
+        hello = Channel(communicators.control, ranks, rank)
+        with Lifeline(communicators, hello, [f"rank {r}" for r in ranks]).guard():
+            announced = hello.exchange_objects(device_spec or local_device_spec(device))
+            check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
+            seats = match_devices([each.device for each in plan.ranks], announced)
+        position = seats.index(rank)
+        control = Channel(communicators.control, seats, position)
+        names = [f"rank {r} ({announced[r]})" for r in seats]
+        return cls(
+            gather=Channel(communicators.gather, seats, position),
+            reduce=Channel(communicators.reduce, seats, position),
+            control=control,
+            lifeline=Lifeline(communicators, control, names),
+        )
 
 
 def local_device_spec(device: torch.device) -> DeviceSpec:
@@ -287,8 +329,8 @@ def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
         ranks = [channel.rank_by_position[i] for i in odd]
         shown = _first_difference(usual, values[odd[0]])
         raise ValueError(
-            f"{what} differs between ranks: ranks {ranks} have {shown[1]} where the others have "
-            f"{shown[0]}. Give every rank the same {what}."
+            f"{what} differs between ranks: ranks {ranks} have {shown[1]} where the others "
+            f"have {shown[0]}. Give every rank the same {what}."
         )
 
 

@@ -17,7 +17,7 @@ parameter is a box of whole rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Self
 
@@ -107,7 +107,7 @@ class FlatLayout:
             if wanted_numels[i] > 0:
                 break
             borders[i] = self.numel
-        spans = tuple(Span(a, b) for a, b in zip(borders[:-1], borders[1:], strict=True))
+        spans = tuple(Span(a, b) for a, b in pairwise(borders))
         return FlatLayout(self.param_shapes, self.param_spans, spans, self.numel)
 
     def _nearest_row_border(self, target: float) -> int:

@@ -1,4 +1,4 @@
-"""Who computes what and who stores what: the record that planning ends in and training starts from."""
+"""Who computes what and who stores what: where planning ends and training starts."""
 
 import json
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ class Plan:
         total = sum(rank.state_share for rank in self.ranks)
         if abs(total - 1) > SHARES_TOLERANCE:
             raise ValueError(
-                f"plan: state shares {[rank.state_share for rank in self.ranks]} sum to {total} "
-                f"but must sum to 1. Divide each by {total}."
+                f"plan: state shares {[rank.state_share for rank in self.ranks]} sum to "
+                f"{total} but must sum to 1. Divide each by {total}."
             )
         if not any(rank.microbatch_sizes for rank in self.ranks):
             raise ValueError(
@@ -325,12 +325,13 @@ def _unit_from(fields: _Fields) -> PlannedUnit:
 def _check_rank(i: int, rank: RankPlan) -> None:
     if any(size < 1 for size in rank.microbatch_sizes):
         raise ValueError(
-            f"plan: ranks[{i}] has microbatch sizes {rank.microbatch_sizes} but each must be at "
-            f"least 1. Leave the list empty if the device only stores."
+            f"plan: ranks[{i}] has microbatch sizes {rank.microbatch_sizes} but each must be "
+            "at least 1. Leave the list empty if the device only stores."
         )
     if not (isfinite(rank.state_share) and 0 <= rank.state_share <= 1 + SHARES_TOLERANCE):
         raise ValueError(
-            f"plan: ranks[{i}] has state_share {rank.state_share} but it must lie between 0 and 1."
+            f"plan: ranks[{i}] has state_share {rank.state_share} but it must lie between 0 "
+            "and 1."
         )
 
 

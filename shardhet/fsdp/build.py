@@ -161,7 +161,8 @@ def _check_plan_is_for(plan: Plan, drafts: Sequence[_Draft]) -> None:
     if planned == found:
         return
     differing = [
-        f"{fqn or '(root)'}: planned {planned.get(fqn, 'absent')}, found {found.get(fqn, 'absent')}"
+        f"{fqn or '(root)'}: planned {planned.get(fqn, 'absent')}, found "
+        f"{found.get(fqn, 'absent')}"
         for fqn in {**planned, **found}
         if planned.get(fqn) != found.get(fqn)
     ]

@@ -34,7 +34,7 @@ class CommContext:
         # On the compute stream, after the last use of unsharded memory that was freed and
         # after the optimizer's writes; the gather stream waits for it before it writes.
         self.compute_event = self._handle.Event()
-        # The ranks that compute in this step: they receive parameters and contribute gradients.
+        # Who computes in this step: they receive parameters and contribute gradients.
         self.receivers: tuple[int, ...] = ()
         self.buffers = BufferPool()
         self._unsent: deque[Pending] = deque()
@@ -60,7 +60,7 @@ class CommContext:
         return event
 
     def mark_compute(self) -> None:
-        """Let gathers launched from now on wait for what the compute stream was given so far."""
+        """Let gathers launched from now on wait for all that was given to compute so far."""
         self.compute_event = self.record_event(self.current_stream())
 
     def keep_until_sent(self, gather: Pending) -> None:

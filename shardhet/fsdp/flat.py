@@ -75,9 +75,12 @@ class FlatTensor:
         self._position = comm.gather_channel.position
 
         own_numel = layout.shard_numels[self._position]
+        self.rows = [layout.rows(i, self._position) for i in range(len(slots))]
+        self._boxes = [self._own_part(span) for span in layout.param_spans]
         self.flat_shard = torch.empty(own_numel, dtype=orig_dtype, device=comm.device)
         for gap in layout.gap_spans:
-            self._own(self.flat_shard, gap).zero_()
+            part = self._own_part(gap)
+            self.flat_shard[part.start : part.stop].zero_()
         self.sharded_params = [
             nn.Parameter(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
             for i in range(len(slots))
@@ -114,22 +117,17 @@ class FlatTensor:
 
     # Geometry #
 
-    def rows(self, param: int) -> Span:
-        """The rows of parameter ``param`` that this rank stores."""
-        return self.layout.rows(param, self._position)
-
-    def _own(self, shard: Tensor, span: Span) -> Tensor:
-        """The part of ``shard`` that lies in ``span`` of the flat tensor."""
+    def _own_part(self, span: Span) -> Span:
+        """Where in this rank's shard the part of ``span`` that it stores lies."""
         own = self.layout.shard_spans[self._position]
         part = span.intersect(own)
-        return (
-            shard[part.start - own.start : part.stop - own.start] if part.numel else shard[:0]
-        )
+        return Span(part.start - own.start, part.stop - own.start) if part.numel else Span(0, 0)
 
     def _box(self, shard: Tensor, param: int) -> Tensor:
         """Parameter ``param``'s rows in ``shard``, [rows, ...]; scalars are one row."""
-        part = self._own(shard, self.layout.param_spans[param])
-        return part.view(self.rows(param).numel, *self.slots[param].shape[1:])
+        part = self._boxes[param]
+        shape = (self.rows[param].numel, *self.slots[param].shape[1:])
+        return shard[part.start : part.stop].view(shape)
 
     @property
     def _is_alone(self) -> bool:
@@ -139,7 +137,7 @@ class FlatTensor:
     @torch.no_grad()
     def store_rows(self, param: int, full: Tensor) -> None:
         """Keep this rank's rows of ``full``, a whole parameter."""
-        rows = self.rows(param)
+        rows = self.rows[param]
         whole = full.reshape(1) if full.dim() == 0 else full
         self._box(self.flat_shard, param).copy_(whole[rows.start : rows.stop])
 
@@ -272,7 +270,7 @@ class FlatTensor:
 
     @torch.no_grad()
     def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
-        """Give the shards their gradients: None where no rank has one, added to what is there."""
+        """Give the shards their gradients, added to those there; None where no rank has one."""
         reduced, self._reduced = self._reduced, None
         self.has_grad = [False] * len(self.slots)
         if reduced is None:

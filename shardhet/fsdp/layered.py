@@ -71,7 +71,7 @@ def run_visit(
     tensors = [leaves[i] for i in call.tensor_indices]
     call.check_batched(tensors)
     if anchor is not None:
-        joined = _VisitFunction.apply(call, anchor, *tensors)
+        joined = _VisitFunction.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         return call.joined.as_returned(joined)
     with torch.no_grad(), visit.random_state():
         for i in range(len(visit.microbatch_sizes)):
@@ -282,9 +282,9 @@ class _Joined:
     def _check_is_batched(self, tensor: Tensor, span: Span) -> None:
         if tensor.shape[:1] != (span.numel,):
             raise ValueError(
-                f"unit {self._visit.unit_fqn!r}: an output of shape {tuple(tensor.shape)} for a "
-                f"microbatch of {span.numel} samples. Outputs must have the microbatch in dim 0, "
-                f"or be 0-d (they are summed)."
+                f"unit {self._visit.unit_fqn!r}: an output of shape {tuple(tensor.shape)} for "
+                f"a microbatch of {span.numel} samples. Outputs must have the microbatch in "
+                "dim 0, or be 0-d (they are summed)."
             )
 
     def detached_from(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -337,7 +337,8 @@ class _InputGrads:
             if is_single:
                 self._grads[i] = grad
             elif not self._call.is_batched[i]:
-                self._grads[i] = grad if self._grads[i] is None else self._grads[i] + grad
+                sum_before = self._grads[i]
+                self._grads[i] = grad if sum_before is None else sum_before + grad
             else:
                 self._whole(i)[span.start : span.stop].copy_(grad)
 

@@ -48,7 +48,7 @@ def materialize(
             if init_fn is not None:
                 init_fn(module)
             elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+                module.reset_parameters()  # type: ignore[operator]  # has it: see above
     for module in owners:
         _check_filled(module, unit_fqn)
 
@@ -72,6 +72,7 @@ def _check_filled(module: nn.Module, unit_fqn: str) -> None:
     ]
     if unfilled:
         raise ValueError(
-            f"unit {unit_fqn!r}: {unfilled} of {type(module).__name__} came from the meta device "
-            f"and were not initialised. Give the class a reset_parameters(), or pass init_fn."
+            f"unit {unit_fqn!r}: {unfilled} of {type(module).__name__} came from the meta "
+            "device and were not initialised. Give the class a reset_parameters(), or pass "
+            "init_fn."
         )

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardhet.cluster import DeviceSpec
-from shardhet.distributed import (
-    Channel,
-    Communicators,
-    Lifeline,
-    check_same_on_all_ranks,
-    local_device_spec,
-    match_devices,
-)
+from shardhet.distributed import Members
 from shardhet.fsdp.build import Precision, build_units, planned_units
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.observer import Observer
@@ -74,8 +67,8 @@ class HetFSDP(nn.Module):
         """Cut ``module`` up among the ranks of ``group``.
 
         Args:
-            module: equal on all ranks, or on the meta device (then initialised from ``seed``
-                by ``init_fn`` or each module's ``reset_parameters``, equally under every plan).
+            module: equal on all ranks, or on the meta device.
+            plan: equal on all ranks; its devices may be in another order than the ranks.
             group: None is the default group, or no group at all for one process.
             device: where to train; None is where the parameters are (the CPU for meta ones).
             units: module classes or fqns; None finds blocks, embeddings and head.
@@ -88,6 +81,8 @@ class HetFSDP(nn.Module):
                 where another tensor's dim 0 happens to equal the rank's batch.
             seed: of dropout and of meta initialisation.
             device_spec: what this rank announces itself as; None asks the driver.
+            init_fn: initialises what was on the meta device, module by module; None is each
+                module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
 
         Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
         """
@@ -95,46 +90,31 @@ class HetFSDP(nn.Module):
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         device = device or _device_of(module)
-        communicators = Communicators.over(group, device)
-        ranks = tuple(range(1 if group is None else group.size()))
-        rank = 0 if group is None else group.rank()
-        hello = Channel(communicators.control, ranks, rank)
-        self._lifeline = Lifeline(communicators, hello, [f"rank {r}" for r in ranks])
+        members = Members.meet(group, plan, device=device, device_spec=device_spec)
+        self._lifeline = members.lifeline
+        self._lifeline.doing = "wrapping the model"
+        self._comm = CommContext(device, members.gather, members.reduce)
+        fqns = [fqn for fqn, _ in module.named_parameters()]
         with self._lifeline.guard():
-            announced = hello.exchange_objects(device_spec or local_device_spec(device))
-            check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
-            seats = match_devices([each.device for each in plan.ranks], announced)
-            position = seats.index(rank)
-            control = Channel(communicators.control, seats, position)
-            names = [f"rank {r} ({announced[r]})" for r in seats]
-            self._lifeline = Lifeline(communicators, control, names)
-        with self._lifeline.guard():
-            self._lifeline.doing = "wrapping the model"
-            self._comm = CommContext(
-                device,
-                Channel(communicators.gather, seats, position),
-                Channel(communicators.reduce, seats, position),
-            )
-            fqn_order = [fqn for fqn, _ in module.named_parameters()]
             *built, root = build_units(
                 module,
                 find_units(module, units, keeps_last=loss_fn is not None),
                 plan,
                 comm=self._comm,
-                control=control,
+                control=members.control,
                 precision=Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
                 seed=seed,
                 init_fn=init_fn,
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
-        self.position = position
+        self.position = members.control.position
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
-        param_by_fqn = {
+        params = {
             slot.fqn: param
             for flat in self._flats
             for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
         }
-        self._param_by_fqn = {fqn: param_by_fqn[fqn] for fqn in fqn_order}
+        self._param_by_fqn = {fqn: params[fqn] for fqn in fqns}
         self.module = module
         self._loss_fn = loss_fn
         self._loss_inputs: tuple[Any, ...] = ()
@@ -143,7 +123,7 @@ class HetFSDP(nn.Module):
             root,
             plan=plan,
             comm=self._comm,
-            control=control,
+            control=members.control,
             lifeline=self._lifeline,
             seed=seed,
             input_dtype=param_dtype,
@@ -155,7 +135,7 @@ class HetFSDP(nn.Module):
     # Training #
 
     def forward(self, *args: Any, loss_inputs: Any = (), **kwargs: Any) -> Any:
-        """The module's output for this rank's samples; zeros on a rank without any.  Collective.
+        """The module's output for this rank's samples; zeros on a rank without.  Collective.
 
         Dim 0 of the first tensor among the arguments is the rank's batch.  ``loss_inputs`` (a
         tensor or a tuple) go to ``loss_fn``.
@@ -175,13 +155,13 @@ class HetFSDP(nn.Module):
         return output
 
     def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
-        """Gradients of the mean loss over all tokens of all ranks; returns that mean.  Collective.
+        """Gradients of the mean loss over all tokens of all ranks; returns it.  Collective.
 
         ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their number.
         Gradients are summed over ranks; those already there are added to.  A parameter that
         no rank has a gradient for keeps None.  Returns None, and leaves no gradient, if no rank
-        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not finite;
-        the model may be used again after that.
+        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
+        finite; the model may be used again after that.
         """
         if not self._runtime.awaits_backward:
             raise RuntimeError(
@@ -225,8 +205,8 @@ class HetFSDP(nn.Module):
         if bad:
             raise FloatingPointError(
                 f"step {self._runtime.step}: the loss is not finite at positions {bad} of the "
-                f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, clip "
-                f"gradients, or look for bad samples there."
+                f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
+                "clip gradients, or look for bad samples there."
             )
 
     @torch.no_grad()
@@ -277,7 +257,7 @@ class HetFSDP(nn.Module):
         """The model's buffers under its own names; every rank has them whole."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Whole tensors under the model's own names on rank zero, {} elsewhere.  Collective."""
         if args or kwargs:
             raise TypeError("HetFSDP.state_dict takes no arguments. Drop them.")
@@ -348,8 +328,9 @@ class HetFSDP(nn.Module):
         nbytes = sum(t.numel() * t.element_size() for t in tensors)
         if nbytes > LARGE_OUTPUT_BYTES:
             warnings.warn(
-                f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and as "
-                f"much again in backward. Pass loss_fn to HetFSDP, so that only one microbatch's "
+                f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
+                "as much again in backward. Pass loss_fn to HetFSDP, so that only one "
+                "microbatch's "
                 f"are alive at a time.",
                 stacklevel=3,
             )
@@ -361,7 +342,8 @@ def _device_of(module: nn.Module) -> torch.device:
     }
     if len(devices) > 1:
         raise ValueError(
-            f"the module lies on {sorted(map(str, devices))}. Move it to one device, or pass device."
+            f"the module lies on {sorted(map(str, devices))}. Move it to one device, or pass "
+            "device."
         )
     return devices.pop() if devices else torch.device("cpu")
 

@@ -131,8 +131,8 @@ class Runtime:
             values = [row[column] for row in rows]
             if len(set(values)) > 1:
                 raise ValueError(
-                    f"model(...): ranks differ in {name}: {values} in plan order. Call it in the "
-                    f"same way on every rank."
+                    f"model(...): ranks differ in {name}: {values} in plan order. Call it in "
+                    "the same way on every rank."
                 )
         sizes = [int(row[0]) for row in rows]
         position = self._control.position
@@ -148,9 +148,9 @@ class Runtime:
         for i, (size, rank) in enumerate(zip(sizes, self._plan.ranks, strict=True)):
             if size > rank.rank_batch_size:
                 raise ValueError(
-                    f"model(...): position {i} of the plan got {size} samples but the plan gives "
-                    f"it {rank.rank_batch_size}, and memory was planned for that. Deal the global "
-                    f"batch as the plan does (see shardhet.data.deal)."
+                    f"model(...): position {i} of the plan got {size} samples but the plan "
+                    f"gives it {rank.rank_batch_size}, and memory was planned for that. Deal "
+                    "the global batch as the plan does (see shardhet.data.deal)."
                 )
 
     def visit(
@@ -238,8 +238,9 @@ class Runtime:
         if len(visits) > 1:
             names = [self._name_of_visit(int(u)) for u, _ in rows]
             raise RuntimeError(
-                f"model(...): ranks visit different units at place {len(self._found)} of forward: "
-                f"{names} in plan order. The order of units must not depend on the samples."
+                f"model(...): ranks visit different units at place {len(self._found)} of "
+                f"forward: {names} in plan order. The order of units must not depend on the "
+                "samples."
             )
         return visits.pop()
 
@@ -275,8 +276,8 @@ class Runtime:
         if unit_index != expected:
             raise RuntimeError(
                 f"model(...): unit {self.units[unit_index].fqn!r} was called at place "
-                f"{self._cursor} of forward, where {self._name_of_visit(expected)!r} was when the "
-                f"order was found. Call the units in the same order at every step."
+                f"{self._cursor} of forward, where {self._name_of_visit(expected)!r} was when "
+                "the order was found. Call the units in the same order at every step."
             )
         planned = any(
             turn.segment == self._cursor for turn in self._schedule.turns[len(turns) :]
@@ -360,7 +361,8 @@ class Runtime:
 
     def backward(self, run_autograd: Callable[[], None]) -> None:
         """All turns of backward; ``run_autograd`` is called on computing ranks.  Collective."""
-        assert self.batch is not None and self._schedule is not None
+        assert self.batch is not None
+        assert self._schedule is not None
         self.awaits_backward = False
         self.root.begin_backward()
         if self.batch.num_samples:
@@ -382,8 +384,8 @@ class Runtime:
         """Autograd has reached a visit; turns before it have been passed by."""
         if self.batch is None or self.step != step:
             raise RuntimeError(
-                "backward of an earlier forward. Call model.backward once after each model(...), "
-                "before the next."
+                "backward of an earlier forward. Call model.backward once after each "
+                "model(...), before the next."
             )
         while self._turn.segment != segment:
             self._begin_turn()

@@ -82,7 +82,7 @@ def load_state_dict(
 def sharded_state_dict(flats: Sequence[FlatTensor]) -> dict[str, RowBox]:
     """This rank's rows of every parameter, sharing memory with the model."""
     return {
-        slot.fqn: RowBox(flat.sharded_params[i].detach(), flat.rows(i), tuple(slot.shape))
+        slot.fqn: RowBox(flat.sharded_params[i].detach(), flat.rows[i], tuple(slot.shape))
         for flat in flats
         for i, slot in enumerate(flat.slots)
     }
@@ -100,8 +100,9 @@ def load_sharded_state_dict(flats: Sequence[FlatTensor], boxes: Mapping[str, Row
     for fqn, box in current.items():
         if boxes[fqn].rows != box.rows:
             raise ValueError(
-                f"{fqn}: holds rows {boxes[fqn].rows} but this rank stores {box.rows}. A sharded "
-                f"state dict loads under the plan it was made with; use a checkpoint otherwise."
+                f"{fqn}: holds rows {boxes[fqn].rows} but this rank stores {box.rows}. A "
+                "sharded state dict loads under the plan it was made with; use a checkpoint "
+                "otherwise."
             )
         box.tensor.copy_(boxes[fqn].tensor)
 

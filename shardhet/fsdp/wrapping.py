@@ -32,14 +32,14 @@ def find_units(
     last of them a unit even then.  Raises ``ValueError`` naming the candidates for a miss.
     """
     fqn_by_module = {module: fqn for fqn, module in root.named_modules()}  # shared ones once
-    chosen = _automatic(root, keeps_last) if wanted is None else _by_name(root, wanted)
-    chosen = [module for module in fqn_by_module if module in chosen]
+    found = _automatic(root, keeps_last) if wanted is None else _by_name(root, wanted)
+    chosen = [module for module in fqn_by_module if module in found]
     for module in chosen:
         inner = [m for m in module.modules() if m is not module and m in chosen]
         if inner:
             raise ValueError(
-                f"units: {fqn_by_module[module]!r} contains {fqn_by_module[inner[0]]!r}, which is "
-                f"a unit too. Name one of them, not both."
+                f"units: {fqn_by_module[module]!r} contains {fqn_by_module[inner[0]]!r}, "
+                "which is a unit too. Name one of them, not both."
             )
     groups = _merge_tied(root, chosen)
     return [UnitModules(tuple(fqn_by_module[m] for m in g), tuple(g)) for g in groups]
