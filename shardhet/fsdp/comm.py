@@ -26,6 +26,12 @@ class CommContext:
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
         self._handle = torch.get_device_module(device)
+        if device.index not in (None, self._handle.current_device()) and device.type != "cpu":
+            raise ValueError(
+                f"the model is on {device} but the current device is "
+                f"{self._handle.current_device()}. Call torch.cuda.set_device({device.index}) "
+                f"before init_process_group."
+            )
         high_priority = -1  # or the small copies in and out are queued behind compute
         # The gather of the next unit overlaps the compute of the current one.
         self.all_gather_stream = self._handle.Stream(priority=high_priority)

@@ -277,6 +277,11 @@ class FlatTensor:
             return  # the unit is never visited
         flat_grad = reduced.to(self.orig_dtype)
         for i, param in enumerate(self.sharded_params):
+            if param.requires_grad != self.is_trainable:
+                raise RuntimeError(
+                    f"{self.slots[i].fqn}: requires_grad was changed after HetFSDP was made. "
+                    f"Freeze and unfreeze parameters before wrapping the model."
+                )
             if not has_grad[i]:
                 continue
             grad = self._box(flat_grad, i)
