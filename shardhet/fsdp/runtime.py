@@ -111,6 +111,8 @@ class Runtime:
         self._found = []
         self._calls_by_unit = {}
         self._comm.mark_compute()  # gathers read what the optimizer wrote
+        self.root.unshard()
+        self._launch_ahead()
         self._take_in(self.root)
         output = None
         if self.batch.num_samples:
@@ -304,7 +306,9 @@ class Runtime:
                 if turn.reshards:
                     self.units[turn.unit].reshard()
         self.awaits_backward = torch.is_grad_enabled()
-        if not self.awaits_backward:
+        if self.awaits_backward:
+            self._launch_ahead()  # while the loss is computed and shared
+        else:
             self.root.reshard()
             self._comm.wait_all_sent()
             self.batch = None
@@ -319,19 +323,23 @@ class Runtime:
 
     def _begin_turn(self) -> None:
         """Have the turn's unit unsharded and the next one's gather on its way."""
-        assert self._schedule is not None
         turn = self._turn
         unit = self.units[turn.unit]
         self._lifeline.doing = f"{turn.phase.value} of unit {unit.fqn!r}"
+        self._launch_ahead()
         self._take_in(unit)
-        for following in self._schedule.turns[self._cursor + 1 : self._cursor + 2]:
-            if following.gathers:
-                self.units[following.unit].unshard()
         if turn.phase is Phase.BACKWARD:
             unit.begin_backward()
 
+    def _launch_ahead(self) -> None:
+        """Launch the gathers of this turn and the next, unless that has happened already."""
+        if self._schedule is not None:
+            for turn in self._schedule.turns[self._cursor : self._cursor + 2]:
+                if turn.gathers:
+                    self.units[turn.unit].unshard()
+
     def _take_in(self, unit: FSDPUnit) -> None:
-        unit.unshard()  # nothing if it was prefetched
+        unit.unshard()  # nothing if it was launched ahead
         with self.observers.watch(unit.fqn, Activity.WAIT_GATHER):
             unit.wait_for_unshard()
 
