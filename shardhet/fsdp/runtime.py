@@ -1,11 +1,5 @@
 """The walk of a step over its units: order, prefetch, and what each rank does at each turn.
 
-[Note: Finding the order]
-The first forward with gradients, and the first without, find out in which order the units
-are visited.  Before each visit all ranks tell each other where they are; ranks without
-samples follow the others.  Nothing is prefetched meanwhile.  From then on the schedule is
-fixed, ranks without samples walk it alone, and a visit out of order is an error.
-
 [Note: Turns without compute]
 Every rank takes every turn of the schedule and launches the same collectives.  On a rank
 without samples the turn is only that.  On a computing rank the same happens in backward to
@@ -15,7 +9,6 @@ a unit that autograd passed by, because nothing that it returned was used.
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,14 +21,13 @@ from shardhet.distributed import Channel, Lifeline
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.observer import Activity, Observers
-from shardhet.fsdp.seeds import microbatch_seed, restored_random_state, seed_generators
+from shardhet.fsdp.order import VisitOrder
+from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.plan import Plan
-from shardhet.schedule import Phase, Schedule, Segment, Turn, make_schedule
+from shardhet.schedule import Phase, Segment, Turn
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
-NOT_VISITING = -1
-END_OF_FORWARD = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +70,25 @@ class Runtime:
         self._comm = comm
         self._control = control
         self._lifeline = lifeline
-        self._seed = seed
+        self._random = RandomStates(seed, comm.device)
         self._input_dtype = input_dtype
         self._unbatched = unbatched
         self._buffers = tuple(buffers)
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
-        self._schedules: dict[bool, Schedule] = {}  # by whether gradients are enabled
+        self._order = VisitOrder(
+            [unit.fqn for unit in units],
+            trainable_units=frozenset(i for i, unit in enumerate(units) if unit.is_trainable),
+            reshard_after_forward=plan.reshard_after_forward,
+            control=control,
+        )
 
         # Of the step in progress
         self.batch: RankBatch | None = None
         self.awaits_backward = False
-        self._schedule: Schedule | None = None  # None while the order is being found
-        self._found: list[Segment] = []
         self._cursor = 0  # the turn in progress, or the next one
         self._calls_by_unit: dict[int, int] = {}
         self._reductions: deque[FSDPUnit] = deque()
+        self._is_in_autograd = False
 
     # Forward #
 
@@ -106,9 +102,8 @@ class Runtime:
         if not self.batch.computing:
             return None
         self._comm.receivers = self.batch.computing
-        self._schedule = self._schedules.get(torch.is_grad_enabled())
+        self._order.begin(has_gradients=torch.is_grad_enabled())
         self._cursor = 0
-        self._found = []
         self._calls_by_unit = {}
         self._comm.mark_compute()  # gathers read what the optimizer wrote
         self.root.unshard()
@@ -116,10 +111,10 @@ class Runtime:
         self._take_in(self.root)
         output = None
         if self.batch.num_samples:
-            with self._random_state(is_training):
-                self._seed_root(is_training)
+            with self._random.around(is_training):
+                self._random.seed("", 0, self.step, self.batch.first_sample, is_training)
                 output = run_module()
-            self._end_visits()
+            self._order.end_visits(self._cursor)
         else:
             self._follow_forward()
         self._end_forward()
@@ -171,10 +166,10 @@ class Runtime:
         call = self._calls_by_unit.get(unit_index, 0)
         self._calls_by_unit[unit_index] = call + 1
         segment = self._cursor
-        if self._schedule is None:
-            self._adopt(self._agree_on_visit(unit_index, needs_backward))
+        if self._order.schedule is None:
+            self._adopt(self._order.find(unit_index, needs_backward))
         else:
-            self._expect(unit_index, needs_backward)
+            self._order.expect(segment, unit_index, needs_backward)
             self._begin_turn()
         whole = self._passed_whole(module, args, kwargs)
         visit = self._make_visit(unit, module, call, segment, whole)
@@ -214,7 +209,7 @@ class Runtime:
             param_addresses=frozenset(flat.unsharded_address for flat in unit.flats),
             input_dtype=self._input_dtype,
             device_type=self._comm.device.type,
-            random_state=partial(self._random_state, is_training),
+            random_state=partial(self._random.around, is_training),
             seed_microbatch=self._seeder(unit.fqn, call, is_training),
             watch_forward=partial(watch, unit.fqn, Activity.FORWARD),
             watch_backward=partial(watch, unit.fqn, Activity.BACKWARD),
@@ -222,87 +217,29 @@ class Runtime:
             leave_backward=self._end_turn,
         )
 
-    # [Note: Finding the order]
-
     def _adopt(self, visited: Segment) -> None:
-        """All ranks have agreed that this is the next visit."""
-        keeps = not self._plan.reshard_after_forward and torch.is_grad_enabled()
-        for previous in self._found[-1:]:
-            if previous.unit != visited.unit and not keeps:
+        """All ranks have agreed that this is the next visit ([Note: Finding the order])."""
+        for previous in self._order.found[-2:-1]:
+            if not self._order.keeps_after_forward(previous.unit, visited.unit):
                 self.units[previous.unit].reshard()
-        self._found.append(visited)
         self._lifeline.doing = f"forward of unit {self.units[visited.unit].fqn!r}"
         self._take_in(self.units[visited.unit])
 
-    def _agree_on_visit(self, unit_index: int, needs_backward: bool = False) -> Segment:
-        rows = self._control.exchange([unit_index, needs_backward])
-        visits = {Segment(int(u), bool(b)) for u, b in rows if int(u) != NOT_VISITING}
-        if len(visits) > 1:
-            names = [self._name_of_visit(int(u)) for u, _ in rows]
-            raise RuntimeError(
-                f"model(...): ranks visit different units at place {len(self._found)} of "
-                f"forward: {names} in plan order. The order of units must not depend on the "
-                "samples."
-            )
-        return visits.pop()
-
-    def _name_of_visit(self, unit_index: int) -> str:
-        names = {NOT_VISITING: "(no samples)", END_OF_FORWARD: "(end of forward)"}
-        return names.get(unit_index) or self.units[unit_index].fqn
-
     def _follow_forward(self) -> None:
-        if self._schedule is not None:
-            while self._cursor < self._schedule.num_forward:
+        """The forward of a rank without samples."""
+        if self._order.schedule is None:
+            while (visited := self._order.follow()) is not None:
+                self._adopt(visited)
+                self._cursor += 1
+        else:
+            while self._cursor < self._order.schedule.num_forward:
                 self._begin_turn()
                 self._end_turn()
-            return
-        while (visited := self._agree_on_visit(NOT_VISITING)).unit != END_OF_FORWARD:
-            self._adopt(visited)
-            self._cursor += 1
-
-    def _end_visits(self) -> None:
-        """A computing rank has left the module's forward."""
-        if self._schedule is None:
-            self._agree_on_visit(END_OF_FORWARD)
-        elif self._cursor < self._schedule.num_forward:
-            missing = self.units[self._schedule.turns[self._cursor].unit].fqn
-            raise RuntimeError(
-                f"model(...): forward ended before unit {missing!r} was called, as it was when "
-                f"the order was found. Call the units in the same order at every step."
-            )
-
-    def _expect(self, unit_index: int, needs_backward: bool) -> None:
-        assert self._schedule is not None
-        turns = self._schedule.turns[: self._schedule.num_forward]
-        expected = turns[self._cursor].unit if self._cursor < len(turns) else END_OF_FORWARD
-        if unit_index != expected:
-            raise RuntimeError(
-                f"model(...): unit {self.units[unit_index].fqn!r} was called at place "
-                f"{self._cursor} of forward, where {self._name_of_visit(expected)!r} was when "
-                "the order was found. Call the units in the same order at every step."
-            )
-        planned = any(
-            turn.segment == self._cursor for turn in self._schedule.turns[len(turns) :]
-        )
-        if torch.is_grad_enabled() and needs_backward != planned:
-            raise RuntimeError(
-                f"model(...): unit {self.units[unit_index].fqn!r} "
-                f"{'needs' if needs_backward else 'does not need'} a backward now, unlike when "
-                f"the order was found. Freeze and unfreeze parameters before HetFSDP."
-            )
 
     def _end_forward(self) -> None:
-        if self._schedule is None:
-            trainable = frozenset(i for i, unit in enumerate(self.units) if unit.is_trainable)
-            self._schedule = self._schedules[torch.is_grad_enabled()] = make_schedule(
-                self._found,
-                trainable_units=trainable,
-                reshard_after_forward=self._plan.reshard_after_forward,
-            )
-            last_turn_by_unit = {
-                turn.unit: turn for turn in self._schedule.turns[: self._cursor]
-            }
-            for turn in last_turn_by_unit.values():
+        if self._order.schedule is None:
+            turns = self._order.settle().turns[: self._cursor]
+            for turn in {turn.unit: turn for turn in turns}.values():  # each unit's last one
                 if turn.reshards:
                     self.units[turn.unit].reshard()
         self.awaits_backward = torch.is_grad_enabled()
@@ -318,8 +255,8 @@ class Runtime:
 
     @property
     def _turn(self) -> Turn:
-        assert self._schedule is not None
-        return self._schedule.turns[self._cursor]
+        assert self._order.schedule is not None
+        return self._order.schedule.turns[self._cursor]
 
     def _begin_turn(self) -> None:
         """Have the turn's unit unsharded and the next one's gather on its way."""
@@ -333,8 +270,8 @@ class Runtime:
 
     def _launch_ahead(self) -> None:
         """Launch the gathers of this turn and the next, unless that has happened already."""
-        if self._schedule is not None:
-            for turn in self._schedule.turns[self._cursor : self._cursor + 2]:
+        if self._order.schedule is not None:
+            for turn in self._order.schedule.turns[self._cursor : self._cursor + 2]:
                 if turn.gathers:
                     self.units[turn.unit].unshard()
 
@@ -344,7 +281,7 @@ class Runtime:
             unit.wait_for_unshard()
 
     def _end_turn(self) -> None:
-        if self._schedule is not None:
+        if self._order.schedule is not None:
             turn = self._turn
             unit = self.units[turn.unit]
             if turn.reshards:
@@ -370,13 +307,17 @@ class Runtime:
     def backward(self, run_autograd: Callable[[], None]) -> None:
         """All turns of backward; ``run_autograd`` is called on computing ranks.  Collective."""
         assert self.batch is not None
-        assert self._schedule is not None
+        assert self._order.schedule is not None
         self.awaits_backward = False
         self.root.begin_backward()
         if self.batch.num_samples:
-            run_autograd()
+            self._is_in_autograd = True
+            try:
+                run_autograd()
+            finally:
+                self._is_in_autograd = False
         # [Note: Turns without compute]
-        while self._cursor < len(self._schedule.turns):
+        while self._cursor < len(self._order.schedule.turns):
             self._begin_turn()
             self._end_turn()
         if self.root.is_trainable:
@@ -390,11 +331,13 @@ class Runtime:
 
     def _enter_backward(self, segment: int, step: int) -> None:
         """Autograd has reached a visit; turns before it have been passed by."""
-        if self.batch is None or self.step != step:
-            raise RuntimeError(
-                "backward of an earlier forward. Call model.backward once after each "
-                "model(...), before the next."
-            )
+        if self.batch is None or self.step != step or not self._is_in_autograd:
+            with self._lifeline.guard():  # outside of model.backward nobody else tells peers
+                raise RuntimeError(
+                    "backward of an earlier forward, or not through HetFSDP. Call "
+                    "model.backward(loss_sum, num_tokens) once after each model(...), before "
+                    "the next, instead of loss.backward()."
+                )
         while self._turn.segment != segment:
             self._begin_turn()
             self._end_turn()
@@ -422,25 +365,12 @@ class Runtime:
         self.batch = None
         self.awaits_backward = False
 
-    # Random state #
-
-    def _random_state(self, is_training: bool) -> AbstractContextManager[None]:
-        return restored_random_state(self._comm.device) if is_training else nullcontext()
-
-    def _seed_root(self, is_training: bool) -> None:
-        assert self.batch is not None
-        if is_training:
-            seed = microbatch_seed(self._seed, self.step, "", 0, self.batch.first_sample)
-            seed_generators(self._comm.device, seed)
-
     def _seeder(self, unit_fqn: str, call: int, is_training: bool) -> Callable[[int], None]:
         assert self.batch is not None
         first_sample, step = self.batch.first_sample, self.step
 
         def seed_microbatch(start: int) -> None:
-            if is_training:
-                seed = microbatch_seed(self._seed, step, unit_fqn, call, first_sample + start)
-                seed_generators(self._comm.device, seed)
+            self._random.seed(unit_fqn, call, step, first_sample + start, is_training)
 
         return seed_microbatch
 

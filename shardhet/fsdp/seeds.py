@@ -7,7 +7,7 @@ dropout masks.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 
 import torch
@@ -39,6 +39,26 @@ def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the generators of the host and of ``device``."""
     for generator in _generators(device):
         generator.manual_seed(seed)
+
+
+class RandomStates:
+    """Seeds what a model computes in training mode, and leaves the generators as they were."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+
+    def around(self, is_training: bool) -> AbstractContextManager[None]:
+        """Inside, the generators may be seeded at will."""
+        return restored_random_state(self._device) if is_training else nullcontext()
+
+    def seed(
+        self, unit_fqn: str, call: int, step: int, first_sample: int, is_training: bool
+    ) -> None:
+        """Get ready for a microbatch."""
+        if is_training:
+            seed = microbatch_seed(self._seed, step, unit_fqn, call, first_sample)
+            seed_generators(self._device, seed)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
