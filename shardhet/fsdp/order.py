@@ -58,7 +58,7 @@ class VisitOrder:
 
     def keeps_after_forward(self, unit: int, following: int) -> bool:
         """While finding: whether the unit stays unsharded although another one is visited."""
-        return unit == following or (self._has_gradients and not self._reshard_after_forward)
+        return unit == following or self._keeps_unsharded
 
     def expect(self, place: int, unit: int, needs_backward: bool) -> None:
         """Raise ``RuntimeError`` unless the schedule has this visit at this place."""
@@ -95,9 +95,14 @@ class VisitOrder:
         self.schedule = self._schedules[self._has_gradients] = make_schedule(
             self.found,
             trainable_units=self._trainable_units,
-            reshard_after_forward=self._reshard_after_forward,
+            reshard_after_forward=not self._keeps_unsharded,
         )
         return self.schedule
+
+    @property
+    def _keeps_unsharded(self) -> bool:
+        """Whether units stay unsharded for a later visit; an evaluation saves the memory."""
+        return self._has_gradients and not self._reshard_after_forward
 
     def _agree(self, unit: int, needs_backward: bool) -> Segment:
         rows = self._control.exchange([unit, needs_backward])
