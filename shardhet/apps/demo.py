@@ -1,7 +1,8 @@
 """Train one small model on four unlike devices, and show who computes and who stores what.
 
-    python -m shardhet.apps.demo                                      starts its own ranks
-    torchrun --nproc-per-node=4 -m shardhet.apps.demo                 the same under torchrun
+    python -m shardhet.apps.demo                         starts its own ranks
+    python -m shardhet.apps.demo --even                  an even plan: the same losses
+    torchrun --nproc-per-node=4 -m shardhet.apps.demo    the same program under torchrun
 
 The four devices are processes on this machine's CPU: the plan treats them as unlike, but
 nothing is slowed down or capped.  The text is the interpreter's own standard library, so
@@ -28,7 +29,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.apps.demo_report import Reporter, StepMetrics, WorkDone, plan_table, work_table
+from shardhet.apps.demo_report import (
+    EMULATED,
+    Reporter,
+    StepMetrics,
+    WorkDone,
+    plan_table,
+    work_table,
+)
 from shardhet.data import (
     VOCAB_SIZE,
     Corpus,
@@ -43,6 +51,7 @@ from shardhet.fsdp.observer import Activity, Event
 from shardhet.layout import Span
 from shardhet.models.decoder import Decoder, DecoderConfig, num_params
 
+MODULE = "shardhet.apps.demo"  # which is __main__ where it runs
 MODEL = DecoderConfig(
     vocab_size=VOCAB_SIZE,
     width=128,
@@ -66,26 +75,32 @@ class DemoOptions:
     steps_per_line: int
     num_evaluations: int  # after the one before the first step
     num_judged_batches: int  # global batches of held-out text in each evaluation
+    is_even: bool
     seed: int
     out_dir: Path | None
 
 
-def demo_plan() -> Plan:
+DEVICES = tuple(DeviceSpec(kind=EMULATED + k) for k in ("big", "cramped", "slow", "store"))
+
+
+def uneven_plan() -> Plan:
     """Compute and memory that have nothing to do with each other.
 
-    The fastest device holds little, the one that holds most computes nothing, and only the
-    one with the least memory left recomputes its activations.
+    The device with hardly any memory computes a third and recomputes its activations; the
+    one that stores most computes nothing.
     """
     return Plan.by_hand(
-        devices=[
-            DeviceSpec(kind=f"emulated {kind}")
-            for kind in ("fast, large", "fast, small", "slow, large", "memory only")
-        ],
+        devices=DEVICES,
         microbatch_sizes=[8, 4, 2, 0],
         num_microbatches=[3, 3, 2, 0],
         state_shares=[0.30, 0.05, 0.25, 0.40],
         recompute=[False, True, False, False],
     )
+
+
+def even_plan() -> Plan:
+    """The same global batch, dealt out as if the devices were alike."""
+    return Plan.by_hand(devices=DEVICES, microbatch_sizes=[10] * 4, state_shares=[0.25] * 4)
 
 
 @record
@@ -102,11 +117,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_options(arguments: Sequence[str]) -> DemoOptions:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(
-        prog="python -m shardhet.apps.demo",
+        prog=f"python -m {MODULE}",
         description="Train a small model on four unlike (emulated) devices, on this CPU.",
     )
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: 400, quick: 24)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: 320, quick: 16)")
     parser.add_argument("--quick", action="store_true", help="only a few seconds of training")
+    parser.add_argument(
+        "--even", action="store_true", help="deal evenly instead: the losses stay the same"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="of weights and batches (default: 0)"
     )
@@ -114,14 +132,15 @@ def parse_options(arguments: Sequence[str]) -> DemoOptions:
         "--out", type=Path, metavar="DIR", help="write metrics.jsonl and plan.json there"
     )
     given = parser.parse_args(arguments)
-    num_steps = given.steps if given.steps is not None else 24 if given.quick else 400
+    num_steps = given.steps if given.steps is not None else 16 if given.quick else 320
     if num_steps < 1:
         parser.error(f"--steps: {num_steps} but at least 1 is needed")
     return DemoOptions(
         num_steps=num_steps,
         steps_per_line=min(20, max(1, num_steps // 4)),
         num_evaluations=1 if given.quick else min(4, num_steps),
-        num_judged_batches=5 if given.quick else 25,
+        num_judged_batches=3 if given.quick else 20,
+        is_even=given.even,
         seed=given.seed,
         out_dir=given.out,
     )
@@ -134,7 +153,7 @@ def start_ranks(arguments: Sequence[str]) -> None:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=demo_plan().world_size,
+            nproc_per_node=len(DEVICES),
             run_id=str(uuid4()),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
@@ -143,7 +162,7 @@ def start_ranks(arguments: Sequence[str]) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", __spec__.name, *arguments)
+            elastic_launch(config, sys.executable)("-m", MODULE, *arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             # From a rank that raised, the launcher hands on the error and its traceback.
@@ -164,18 +183,20 @@ def run_rank(options: DemoOptions) -> None:
         out_dir=options.out_dir,
         is_rank_zero=dist.get_rank() == 0,
     )
-    plan = demo_plan()
-    run = Run(options, PySource().load(), plan, device=plan.ranks[dist.get_rank()].device)
+    plan = even_plan() if options.is_even else uneven_plan()
+    # HetFSDP refuses more ranks than devices, and says so.
+    device = DEVICES[dist.get_rank() % len(DEVICES)]
+    run = Run(options, PySource().load(), plan, device=device)
     model = run.model
     title = (
-        f"a step is {plan.global_batch_size} samples of {MODEL.seq_len} bytes; "
-        f"the model has {num_params(MODEL):,} parameters"
+        f"{num_params(MODEL):,} parameters; "
+        f"a step is {plan.global_batch_size} samples of {MODEL.seq_len} bytes"
     )
     state_bytes = gather_by_position(model, run.planned_state_bytes())
     reporter.show_plan(model.plan, plan_table(model.plan, state_bytes, title=title))
     train(run, reporter)
     reporter.show_end(work_table(model.plan, gather_by_position(model, run.work_done())))
-    model.close()
+    dist.barrier()  # a rank that leaves early breaks the others' connections
     dist.destroy_process_group()
 
 
@@ -190,6 +211,7 @@ class Run:
         self.options = options
         self.model = HetFSDP(decoder, plan, seed=options.seed, device_spec=device)
         self.seconds_by_activity = dict.fromkeys(Activity, 0.0)
+        self.grad_bytes = 0  # of the last step
         self.model.add_observer(self._observe)
         self.optimizer = torch.optim.AdamW(decay_groups(self.model), betas=(0.9, 0.95))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -220,7 +242,7 @@ class Run:
             for tensor in state.values()
             if tensor.ndim > 0  # not the step counter
         ]
-        params = list(self.model.parameters())
+        param_bytes = sum(param.nbytes for param in self.model.parameters())
         rank_plan = self.model.plan.ranks[self.model.position]
         seconds = self.seconds_by_activity
         compute_s = seconds[Activity.FORWARD] + seconds[Activity.BACKWARD]
@@ -228,7 +250,7 @@ class Run:
             num_samples=self.model.step * rank_plan.rank_batch_size,
             compute_s=compute_s,
             wait_s=sum(seconds.values()) - compute_s,
-            state_bytes=sum(each.nbytes for each in (*params, *params, *moments)),
+            state_bytes=param_bytes + self.grad_bytes + sum(each.nbytes for each in moments),
         )
 
     def _observe(self, event: Event) -> None:
@@ -280,6 +302,7 @@ def train_step(run: Run) -> StepMetrics:
     assert mean_loss is not None  # every window has targets
     grad_norm = model.clip_grad_norm_(1.0)
     run.optimizer.step()
+    run.grad_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     run.optimizer.zero_grad()
     run.scheduler.step()
     return StepMetrics(

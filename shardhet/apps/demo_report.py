@@ -17,7 +17,7 @@ from rich.table import Table
 from shardhet import Plan, RankPlan
 from shardhet.data import TableScores
 
-MIN_WIDTH = 100  # columns, so that no table breaks where the output is a file
+EMULATED = "emulated "  # how the kind of every device of the demo begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,6 @@ class Reporter:
         self, *, num_steps: int, steps_per_line: int, out_dir: Path | None, is_rank_zero: bool
     ) -> None:
         self.console = Console(quiet=not is_rank_zero, highlight=False)
-        self.console.width = max(self.console.width, MIN_WIDTH)
         self._num_steps = num_steps
         self._steps_per_line = steps_per_line
         self._out_dir = out_dir if is_rank_zero else None
@@ -92,9 +91,8 @@ class Reporter:
         tokens_per_s = sum(s.num_tokens for s in steps) / sum(s.step_time_s for s in steps)
         left_s = (self._num_steps - last.step) * self._train_s / last.step
         self.console.print(
-            f"step {last.step:4d} of {self._num_steps}   "
-            f"train {bits:.3f} bits per byte   grad norm {last.grad_norm:5.2f}   "
-            f"{tokens_per_s:7,.0f} tokens/s   {left_s:3.0f} s left"
+            f"step {last.step:3d}/{self._num_steps}  train {bits:.3f} bits/byte  grad norm "
+            f"{last.grad_norm:.2f}  {tokens_per_s:6,.0f} tokens/s  {left_s:3.0f} s left"
         )
 
     def show_held_out(self, step: int, bits_per_byte: float, tables: TableScores) -> None:
@@ -102,7 +100,7 @@ class Reporter:
         self._write({"step": step, "held_out_bits_per_byte": bits_per_byte, **asdict(tables)})
         self._held_out.append(bits_per_byte)
         self.console.print(
-            f"step {step:4d}   held-out {bits_per_byte:.3f} bits per byte   "
+            f"step {step:3d}  held-out {bits_per_byte:.3f} bits/byte  "
             f"(unigram table {tables.unigram_bits_per_byte:.3f}, "
             f"bigram table {tables.bigram_bits_per_byte:.3f})",
             style="bold",
@@ -112,7 +110,7 @@ class Reporter:
         """What came of it."""
         elapsed_s = time.perf_counter() - self._started_at_s
         self.console.print(
-            f"\nheld-out text: {self._held_out[0]:.3f} bits per byte before, "
+            f"\nheld-out text: {self._held_out[0]:.3f} bits/byte before, "
             f"{self._held_out[-1]:.3f} after {self._num_steps} steps and {elapsed_s:.0f} s\n",
             style="bold",
         )
@@ -133,21 +131,27 @@ def plan_table(plan: Plan, state_bytes: Sequence[int], *, title: str) -> Table:
     num_samples, num_bytes = plan.global_batch_size, sum(state_bytes)
     table = Table(
         title=title,
-        caption="State: parameters, gradients and two AdamW moments. The devices are emulated "
-        "in name only:\nfour like processes on this CPU play them, none slowed down or capped.",
+        caption="Stored: parameters, gradients, two AdamW moments. Emulated in name only:\n"
+        "like processes on this CPU play the devices, none slowed or capped.",
     )
     _add_columns(
-        table, "microbatches", "samples", "recompute", "state", "even: samples", "even: state"
+        table,
+        "micro-\nbatches",
+        "samples\na step",
+        "recom-\nputes",
+        "MiB\nstored",
+        "even\nsamples",
+        "even\nMiB",
     )
     for i, (rank, nbytes) in enumerate(zip(plan.ranks, state_bytes, strict=True)):
         table.add_row(
-            f"{i} {rank.device.kind}",
+            _device(i, rank),
             _microbatches(rank),
             f"{rank.rank_batch_size} ({rank.rank_batch_size / num_samples:.0%})",
             "yes" if rank.recomputed_units else "no",
-            f"{_mib(nbytes)} ({nbytes / num_bytes:.0%})",
+            f"{nbytes / 2**20:.2f} ({nbytes / num_bytes:.0%})",
             f"{num_samples / plan.world_size:g}",
-            _mib(num_bytes / plan.world_size),
+            f"{num_bytes / plan.world_size / 2**20:.2f}",
         )
     return table
 
@@ -155,22 +159,26 @@ def plan_table(plan: Plan, state_bytes: Sequence[int], *, title: str) -> Table:
 def work_table(plan: Plan, work_done: Sequence[WorkDone]) -> Table:
     """Per device what it did in the whole run, as measured."""
     table = Table(title="what each device did (as measured; all of them share this CPU)")
-    _add_columns(table, "samples", "computed", "waited for others", "state held")
+    _add_columns(table, "samples", "computed", "waited for others", "MiB stored")
     for i, (rank, work) in enumerate(zip(plan.ranks, work_done, strict=True)):
         table.add_row(
-            f"{i} {rank.device.kind}",
+            _device(i, rank),
             f"{work.num_samples:,}",
             f"{work.compute_s:.1f} s",
             f"{work.wait_s:.1f} s",
-            _mib(work.state_bytes),
+            f"{work.state_bytes / 2**20:.2f}",
         )
     return table
 
 
 def _add_columns(table: Table, *headers: str) -> None:
-    table.add_column("device", no_wrap=True)
+    table.add_column("emulated\ndevice", no_wrap=True)
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
+
+
+def _device(position: int, rank: RankPlan) -> str:
+    return f"{position} {(rank.device.kind or '?').removeprefix(EMULATED)}"
 
 
 def _microbatches(rank: RankPlan) -> str:
@@ -178,7 +186,3 @@ def _microbatches(rank: RankPlan) -> str:
     rest = rank.microbatch_sizes[whole:]
     parts = [f"{whole} x {rank.microbatch_sizes[0]}"] if whole else ["none"]
     return " + ".join([*parts, *map(str, rest)])
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / 2**20:.2f} MiB"
