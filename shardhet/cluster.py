@@ -48,8 +48,13 @@ class DeviceSpec:
                 raise ValueError(
                     f"device: unknown key {key!r}; known keys are {', '.join(types)}."
                 )
-            if value is not None and (not isinstance(value, types[key]) or value is True):
+            if value is not None and type(value) is not types[key]:
                 raise ValueError(
                     f"device: {key} is {value!r} but must be {types[key].__name__}."
                 )
+        if (stated.get("memory_capacity_bytes") or 0) < 0:
+            raise ValueError(
+                f"device: memory_capacity_bytes is {stated['memory_capacity_bytes']} but must "
+                f"be at least 0."
+            )
         return cls(**stated)

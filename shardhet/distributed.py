@@ -105,8 +105,7 @@ class Communicators:
         """End every collective that any peer waits in, now or later, with an error."""
         for group in (self.gather, self.reduce, self.control):
             if group is not None:
-                with suppress(RuntimeError):
-                    _break(group)
+                _break(group)
 
 
 # None for the control group where the given group can serve: the value must not keep its key.
@@ -132,12 +131,16 @@ def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
 
 def _break(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) != "gloo":
-        group.abort()
+        with suppress(RuntimeError):
+            group.abort()
         return
     # gloo's abort() leaves point-to-point waits alone; a receive that times out closes the
-    # connections to all peers, and their waits end at once (measured with torch 2.13).
-    peer = (group.rank() + 1) % group.size()
-    group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+    # connections to all peers, and their waits end at once (measured with torch 2.13).  One
+    # from a peer that is gone already fails at once and closes nothing, so all are tried.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 class Lifeline:

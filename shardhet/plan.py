@@ -1,6 +1,7 @@
 """Who computes what and who stores what: where planning ends and training starts."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -73,6 +74,7 @@ class Plan:
             raise ValueError("plan: it has no devices. Give one entry per device.")
         for i, rank in enumerate(self.ranks):
             _check_rank(i, rank)
+        _check_units(self.units)
         total = sum(rank.state_share for rank in self.ranks)
         if abs(total - 1) > SHARES_TOLERANCE:
             raise ValueError(
@@ -135,9 +137,7 @@ class Plan:
         if rank_batch_sizes is None:
             counts = num_microbatches or [int(size > 0) for size in microbatch_sizes]
             _check_lengths(world_size, num_microbatches=counts)
-            sizes = [
-                (m,) * n if m else () for m, n in zip(microbatch_sizes, counts, strict=True)
-            ]
+            sizes = [_repeated(m, n) for m, n in zip(microbatch_sizes, counts, strict=True)]
         else:
             _check_lengths(world_size, rank_batch_sizes=rank_batch_sizes)
             sizes = [
@@ -172,7 +172,7 @@ class Plan:
         return cls.by_hand(
             microbatch_sizes=[microbatch_size] * world_size,
             num_microbatches=[num_microbatches] * world_size,
-            state_shares=[1 / world_size] * world_size,
+            state_shares=[1 / max(1, world_size)] * world_size,
             recompute=recompute,
         )
 
@@ -229,7 +229,7 @@ class Plan:
         """The inverse of ``to_json``; ``source`` is the file that errors name."""
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{source}: not JSON ({error}). Write it with Plan.save."
             ) from None
@@ -261,7 +261,11 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what ``save`` wrote; raises ``ValueError`` with file, field and mend."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not text ({error}). Write it with Plan.save.") from None
+        return cls.from_json(text, source=str(path))
 
 
 class _Fields:
@@ -271,19 +275,19 @@ class _Fields:
         if not isinstance(entry, dict):
             raise ValueError(f"{where}: {entry!r} but must be an object with named fields.")
         self._entry = entry
-        self._where = where
+        self.where = where
         self._taken: list[str] = []
 
     def take(self, key: str, kind: type) -> Any:
         self._taken.append(key)
         if key not in self._entry:
-            raise ValueError(f"{self._where}: field {key!r} is missing. Add it.")
+            raise ValueError(f"{self.where}: field {key!r} is missing. Add it.")
         value = self._entry[key]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and type(value) is int and abs(value) <= sys.maxsize:
             return float(value)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise ValueError(
-                f"{self._where}: {key} is {value!r} but must be of type {kind.__name__}."
+                f"{self.where}: {key} is {value!r} but must be of type {kind.__name__}."
             )
         return value
 
@@ -292,7 +296,7 @@ class _Fields:
         for value in values:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(
-                    f"{self._where}: {key} holds {value!r} but its entries must be of type "
+                    f"{self.where}: {key} holds {value!r} but its entries must be of type "
                     f"{kind.__name__}."
                 )
         return tuple(values)
@@ -301,7 +305,7 @@ class _Fields:
         unknown = sorted(set(self._entry) - set(self._taken))
         if unknown:
             raise ValueError(
-                f"{self._where}: unknown fields {unknown}. Known fields: {self._taken}."
+                f"{self.where}: unknown fields {unknown}. Known fields: {self._taken}."
             )
 
 
@@ -310,10 +314,18 @@ def _rank_from(fields: _Fields) -> RankPlan:
         microbatch_sizes=fields.take_tuple("microbatch_sizes", int),
         state_share=fields.take("state_share", float),
         recomputed_units=fields.take_tuple("recomputed_units", str),
-        device=DeviceSpec.from_dict(fields.take("device", dict)),
+        device=_device_from(fields),
     )
     fields.refuse_unknown()
     return rank
+
+
+def _device_from(fields: _Fields) -> DeviceSpec:
+    stated = fields.take("device", dict)
+    try:
+        return DeviceSpec.from_dict(stated)
+    except ValueError as error:
+        raise ValueError(f"{fields.where}: {error}") from None
 
 
 def _unit_from(fields: _Fields) -> PlannedUnit:
@@ -335,6 +347,16 @@ def _check_rank(i: int, rank: RankPlan) -> None:
         )
 
 
+def _check_units(units: Sequence[PlannedUnit]) -> None:
+    fqns = [unit.fqn for unit in units]
+    for i, unit in enumerate(units):
+        if unit.numel < 0 or unit.fqn in fqns[:i]:
+            raise ValueError(
+                f"plan: units[{i}] has fqn {unit.fqn!r} and numel {unit.numel}, but names must "
+                f"differ and numel be at least 0. Make the plan again for this model."
+            )
+
+
 def _check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
     for name, entries in sequences.items():
         if len(entries) != world_size:
@@ -344,7 +366,24 @@ def _check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
             )
 
 
+def _repeated(microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    if (
+        microbatch_size < 0
+        or num_microbatches < 0
+        or (num_microbatches and not microbatch_size)
+    ):
+        raise ValueError(
+            f"plan: a device has {num_microbatches} microbatches of {microbatch_size} samples. "
+            f"Give it microbatches of at least 1 sample, or none of them."
+        )
+    return (microbatch_size,) * num_microbatches
+
+
 def _ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
+    if rank_batch_size < 0:
+        raise ValueError(
+            f"plan: a device has rank_batch_size {rank_batch_size}. Give it 0 samples or more."
+        )
     if rank_batch_size and microbatch_size < 1:
         raise ValueError(
             f"plan: a device has {rank_batch_size} samples but microbatch size "
@@ -357,4 +396,9 @@ def _ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
 def _patterns(claim: bool | Sequence[str]) -> tuple[str, ...]:
     if isinstance(claim, bool):
         return EVERY_UNIT if claim else ()
+    if isinstance(claim, str):  # a sequence too, of its letters
+        raise ValueError(
+            f"plan: recompute is {claim!r} for a device but must be True, False or a list of "
+            f"patterns. Write [{claim!r}]."
+        )
     return tuple(claim)

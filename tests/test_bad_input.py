@@ -1,0 +1,447 @@
+"""Whatever is wrong on one rank ends every rank within seconds, with a message that helps.
+
+A rank that raises stays alive and silent in these tests, so its peers must learn of it from
+the library and not from the end of its process.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet.plan import PlannedUnit
+from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
+
+WIDTH = 4
+WITHIN_S = 10.0
+HOSTS = ("alpha", "beta", "gamma")
+
+# Ranks 0 and 1 compute, rank 2 only stores; rank 0 computes and stores nothing.
+PLAN = Plan.by_hand(
+    microbatch_sizes=[1, 2, 0], num_microbatches=[2, 1, 0], state_shares=[0.0, 0.4, 0.6]
+)
+# The same with rank 0 playing the last entry, so that ranks and positions differ.
+TURNED = Plan.by_hand(
+    microbatch_sizes=[1, 2, 0],
+    num_microbatches=[2, 1, 0],
+    state_shares=[0.0, 0.4, 0.6],
+    devices=[DeviceSpec(host=host) for host in ("beta", "gamma", "alpha")],
+)
+
+
+class _Trap(torch.autograd.Function):
+    """The identity, with something that happens in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spring: Callable[[], None]) -> Tensor:
+        ctx.spring = spring
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.spring()
+        return grads[0], None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.in_forward: Callable[[], None] = lambda: None
+        self.in_backward: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.in_forward()
+        y: Tensor = _Trap.apply(x + self.linear(x).tanh(), self.in_backward)
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(num_layers)])
+        self.visits = list(range(num_layers))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for i in self.visits:
+            x = self.layers[i](x)
+        return x.square().sum(), len(x)
+
+    def layer(self, i: int) -> Layer:
+        layer = self.layers[i]
+        assert isinstance(layer, Layer)
+        return layer
+
+
+def wrap(rank: int, plan: Plan = PLAN, net: Net | None = None) -> tuple[HetFSDP, Net, Tensor]:
+    """The model, the module inside it, and this rank's samples."""
+    net = Net() if net is None else net
+    model = HetFSDP(net, plan, units=[Layer], device_spec=DeviceSpec(host=HOSTS[rank]))
+    first = plan.first_sample(model.position)
+    batch = torch.linspace(-1, 1, plan.global_batch_size * WIDTH, dtype=torch.float64)
+    samples = batch.view(-1, WIDTH)[first:]
+    return model, net, samples[: plan.ranks[model.position].rank_batch_size]
+
+
+def all_say(outcomes: Sequence[Outcome], exception_name: str, *parts: str) -> None:
+    """Every rank ended in time with this exception and all ``parts`` in its message.
+
+    A rank may hear it from one that found out first.
+    """
+    for outcome in outcomes:
+        assert outcome.exception_name in (exception_name, "RuntimeError"), outcome.traceback
+        if outcome.exception_name != exception_name:
+            assert f"{exception_name}: " in outcome.message
+        for part in parts:
+            assert part in outcome.message
+        assert outcome.duration_s < WITHIN_S
+    assert any(outcome.exception_name == exception_name for outcome in outcomes)
+
+
+def others_hear(outcomes: Sequence[Outcome], culprit: int, error: str, *parts: str) -> None:
+    """The culprit ended with ``error`` itself, the others with who, where and what."""
+    name, _, message = error.partition(": ")
+    for outcome in outcomes:
+        assert outcome.duration_s < WITHIN_S
+        assert message in outcome.message
+        if outcome.rank == culprit:
+            assert outcome.exception_name == name, outcome.traceback
+            heard = outcome.traceback  # where it happened is added as a note
+        else:
+            assert outcome.exception_name == "RuntimeError", outcome.traceback
+            assert outcome.message.startswith(f"rank {culprit} (")
+            assert name in outcome.message
+            assert "Mend the cause on that rank" in outcome.message
+            heard = outcome.message
+        assert all(part in heard for part in parts), heard
+        assert f"any device on {HOSTS[culprit]}" in heard
+
+
+# What does not fit together, found when the model is wrapped
+
+
+def wrap_only(rank: int, plan: Plan) -> None:
+    wrap(rank, plan)
+
+
+def test_a_plan_for_another_model_names_the_units_that_differ() -> None:
+    planned = (PlannedUnit(fqn="layers.0", numel=20), PlannedUnit(fqn="blocks.7", numel=9))
+    plan = Plan(ranks=PLAN.ranks, units=planned)
+    all_say(
+        run_ranks_expecting_failure(wrap_only, 3, plan),
+        "ValueError",
+        "The plan was made for another model",
+        "layers.1: planned absent, found 20",
+        "blocks.7: planned 9, found absent",
+        "Run the planner on this model",
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_a_plan_for_more_devices_than_ranks_shows_both(world_size: int) -> None:
+    outcomes = run_ranks_expecting_failure(wrap_only, world_size, PLAN)
+    all_say(
+        outcomes,
+        "ValueError",
+        f"The plan is for 3 devices but {world_size} ranks were started.",
+        "planned 2: any device",
+        "rank 0: any device on alpha",
+        f"Start 3 ranks or make a plan for {world_size} devices.",
+    )
+
+
+def test_devices_that_do_not_fit_the_plan_are_shown_beside_it() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 1, 1],
+        state_shares=[0.2, 0.2, 0.6],
+        devices=[DeviceSpec(host="alpha"), DeviceSpec(), DeviceSpec(kind="NVIDIA H100")],
+    )
+    all_say(
+        run_ranks_expecting_failure(wrap_only, 3, plan),
+        "ValueError",
+        "The devices found do not fit the plan.",
+        "planned 2: NVIDIA H100",
+        "rank 2: any device on gamma",
+        "Run the planner on this cluster",
+    )
+
+
+def wrap_with_a_plan_of_its_own(rank: int) -> None:
+    shares = [0.5, 0.3, 0.2] if rank == 1 else [0.5, 0.2, 0.3]
+    wrap(rank, Plan.by_hand(microbatch_sizes=[1, 1, 1], state_shares=shares))
+
+
+def test_plans_that_differ_between_ranks_name_the_rank_and_the_difference() -> None:
+    all_say(
+        run_ranks_expecting_failure(wrap_with_a_plan_of_its_own, 3),
+        "ValueError",
+        "plan differs between ranks: ranks [1] have",
+        "state_share",
+        "Give every rank the same plan.",
+    )
+
+
+def wrap_a_model_of_its_own(rank: int, difference: str) -> None:
+    net = Net(num_layers=4 if difference == "layers" and rank == 2 else 3)
+    layer = net.layer(1)
+    if rank == 2 and difference == "shape":
+        layer.linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+    if rank == 2 and difference == "dtype":
+        layer.float()
+    if rank == 2 and difference == "frozen":
+        layer.requires_grad_(requires_grad=False)
+    if rank == 2 and difference == "values":
+        nn.init.zeros_(layer.linear.bias)
+    wrap(rank, PLAN, net)
+
+
+@pytest.mark.parametrize("difference", ["layers", "shape", "dtype", "frozen"])
+def test_models_that_differ_between_ranks_name_the_rank(difference: str) -> None:
+    outcomes = run_ranks_expecting_failure(wrap_a_model_of_its_own, 3, difference)
+    named = "model differs between ranks: ranks [2] have"
+    all_say(outcomes, "ValueError", named, "Give every rank the same model.")
+
+
+def test_initial_values_that_differ_between_ranks_name_the_rank_and_the_parameter() -> None:
+    all_say(
+        run_ranks_expecting_failure(wrap_a_model_of_its_own, 3, "values"),
+        "ValueError",
+        "initial values of the model differs between ranks: ranks [2] have",
+        "layers.1.linear.bias",
+    )
+
+
+def wrap_with_wrong_shares(rank: int) -> None:
+    wrap(rank, Plan.by_hand(microbatch_sizes=[1, 1, 1], state_shares=[0.5, 0.3, 0.3]))
+
+
+def test_shares_that_do_not_sum_to_one_are_refused_everywhere() -> None:
+    outcomes = run_ranks_expecting_failure(wrap_with_wrong_shares, 3)
+    all_say(outcomes, "ValueError", "state shares [0.5, 0.3, 0.3] sum to 1.1", "must sum to 1")
+
+
+def wrap_with_plan_file(rank: int, path: str) -> None:
+    wrap(rank, Plan.load(path))
+
+
+def test_a_malformed_plan_file_is_refused_everywhere_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json().replace("state_share", "state_shard"))
+    outcomes = run_ranks_expecting_failure(wrap_with_plan_file, 3, str(path))
+    all_say(outcomes, "ValueError", f"{path}: ranks[0]: field 'state_share' is missing")
+
+
+def fail_to_wrap_on_one_rank(rank: int) -> None:
+    units: list[Any] = ["layers.9"] if rank == 1 else [Layer]
+    HetFSDP(Net(), PLAN, units=units, device_spec=DeviceSpec(host=HOSTS[rank]))
+
+
+def test_a_rank_that_cannot_wrap_its_model_tells_the_others() -> None:
+    outcomes = run_ranks_expecting_failure(fail_to_wrap_on_one_rank, 3)
+    others_hear(outcomes, 1, "ValueError: units: 'layers.9' is no module", "wrapping the model")
+
+
+# Calls at the wrong moment or with the wrong batch
+
+
+def give_one_rank_too_much(rank: int) -> None:
+    model, _, x = wrap(rank)
+    model(torch.cat([x, x, x[:1]]) if rank == 1 else x)
+
+
+def test_a_batch_larger_than_planned_is_refused_everywhere() -> None:
+    all_say(
+        run_ranks_expecting_failure(give_one_rank_too_much, 3),
+        "ValueError",
+        "position 1 of the plan got 5 samples but the plan gives it 2",
+        "Deal the global batch as the plan does",
+    )
+
+
+def evaluate_on_one_rank(rank: int) -> None:
+    model, _, x = wrap(rank)
+    with torch.set_grad_enabled(rank != 1):
+        model(x)
+
+
+def test_gradients_on_some_ranks_only_are_refused_everywhere() -> None:
+    outcomes = run_ranks_expecting_failure(evaluate_on_one_rank, 3)
+    all_say(outcomes, "ValueError", "ranks differ in gradients enabled", "[1.0, 0.0, 1.0]")
+
+
+def resume_at_another_step_on_one_rank(rank: int) -> None:
+    model, _, x = wrap(rank)
+    model.step = 7 if rank == 2 else 8
+    model(x)
+
+
+def test_steps_that_differ_between_ranks_are_refused_everywhere() -> None:
+    outcomes = run_ranks_expecting_failure(resume_at_another_step_on_one_rank, 3)
+    all_say(outcomes, "ValueError", "number of finished steps", "[8.0, 8.0, 7.0]")
+
+
+def go_back_without_having_gone_forward(rank: int, who: Sequence[int]) -> None:
+    model, _, x = wrap(rank)
+    model.backward(*model(x))
+    if rank in who:
+        model.backward(torch.zeros(()), 1)
+    model(x)
+
+
+def test_a_backward_without_a_forward_is_refused() -> None:
+    outcomes = run_ranks_expecting_failure(go_back_without_having_gone_forward, 3, [0, 1, 2])
+    all_say(
+        outcomes, "RuntimeError", "model.backward: there was no model(...)", "Call the model"
+    )
+
+
+def test_a_backward_without_a_forward_on_one_rank_ends_all() -> None:
+    outcomes = run_ranks_expecting_failure(go_back_without_having_gone_forward, 3, [1])
+    others_hear(outcomes, 1, "RuntimeError: model.backward: there was no model(...)")
+
+
+def call_the_inside(rank: int, who: Sequence[int]) -> None:
+    model, net, x = wrap(rank)
+    if rank in who:
+        net(torch.zeros(2, WIDTH, dtype=torch.float64))
+    model(x)
+
+
+@pytest.mark.parametrize("who", [[0, 1, 2], [1]], ids=["all", "one"])
+def test_calling_the_inner_module_is_refused(who: list[int]) -> None:
+    outcomes = run_ranks_expecting_failure(call_the_inside, 3, who)
+    all_say(
+        outcomes,
+        "RuntimeError",
+        "unit 'layers.0' was called outside of HetFSDP's forward. Call the HetFSDP model",
+    )
+
+
+def go_back_past_the_door(rank: int, who: Sequence[int]) -> None:
+    model, _, x = wrap(rank)
+    loss_sum, num_tokens = model(x)
+    if rank in who:
+        loss_sum.backward()
+    model.backward(loss_sum, num_tokens)
+
+
+def test_loss_backward_is_refused_and_the_others_told() -> None:
+    outcomes = run_ranks_expecting_failure(go_back_past_the_door, 3, [1])
+    others_hear(outcomes, 1, "RuntimeError: ", "instead of loss.backward()")
+
+
+# The order of units
+
+
+def change_the_order(rank: int, step: int, visits_of_rank_one: list[int]) -> None:
+    model, net, x = wrap(rank)
+    for _ in range(4):
+        if model.step == step and rank == 1:
+            net.visits = visits_of_rank_one
+        model.backward(*model(x))
+
+
+@pytest.mark.parametrize(
+    "visits, shown",
+    [
+        ([0, 2, 1], "at place 1 of forward: ['layers.1', 'layers.2', '(no samples)']"),
+        ([0, 1], "at place 2 of forward: ['layers.2', '(end of forward)', '(no samples)']"),
+        (
+            [0, 1, 2, 2],
+            "at place 3 of forward: ['(end of forward)', 'layers.2', '(no samples)']",
+        ),
+    ],
+    ids=["swapped", "missing", "more"],
+)
+def test_ranks_that_visit_different_units_are_all_told_which(
+    visits: list[int], shown: str
+) -> None:
+    outcomes = run_ranks_expecting_failure(change_the_order, 3, 0, visits)
+    all_say(outcomes, "RuntimeError", "ranks visit different units", shown)
+
+
+@pytest.mark.parametrize(
+    "visits, error",
+    [
+        ([0, 2, 1], "unit 'layers.2' was called at place 1 of forward, where 'layers.1' was"),
+        ([0, 1], "forward ended before unit 'layers.2' was called"),
+        ([0, 1, 2, 2], "unit 'layers.2' was called at place 3 of forward, where '(end of"),
+    ],
+    ids=["swapped", "missing", "more"],
+)
+def test_a_unit_called_out_of_order_later_ends_all(visits: list[int], error: str) -> None:
+    outcomes = run_ranks_expecting_failure(change_the_order, 3, 2, visits)
+    others_hear(outcomes, 1, f"RuntimeError: model(...): {error}")
+
+
+# Losses that are no numbers
+
+
+def lose_a_number(rank: int, bad: float) -> list[Any]:
+    model, _, x = wrap(rank, TURNED)
+    told: list[Any] = []
+    for i in range(3):
+        loss_sum, num_tokens = model(x)
+        try:
+            spoiled = loss_sum * bad if i == 1 and model.position == 1 else loss_sum
+            told.append(model.backward(spoiled, num_tokens))
+        except FloatingPointError as error:
+            told.append(str(error))
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            assert all(p.grad is not None for p in model.parameters())
+        norm = float(model.clip_grad_norm_(1e9))
+        told.append(norm)
+        for param in model.parameters():
+            param.grad = None
+    return told
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_told_everywhere_and_the_model_goes_on(bad: float) -> None:
+    for told in run_ranks(lose_a_number, 3, bad):
+        first, first_norm, message, no_norm, last, last_norm = told
+        assert "the loss is not finite at positions [1] of the plan" in message
+        assert "no gradient was set" in message
+        assert (first, first_norm) == (last, last_norm)
+        assert first > 0
+        assert no_norm == 0
+
+
+# Calls that others do not make or cannot
+
+
+def call_what_others_do_not(rank: int) -> None:
+    model, _, x = wrap(rank)
+    model.backward(*model(x))
+    if rank == 1:
+        model(x)
+    else:
+        model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.xfail(reason="ranks do not tell each other which collective call they are in")
+def test_ranks_in_different_calls_are_all_told() -> None:
+    outcomes = run_ranks_expecting_failure(call_what_others_do_not, 3, within_s=3.0)
+    assert all("clip_grad_norm_" in outcome.message for outcome in outcomes)
+
+
+def fail_to_load(rank: int) -> None:
+    model, _, x = wrap(rank)
+    boxes = model.sharded_state_dict()
+    whole = {fqn: torch.zeros(box.global_shape) for fqn, box in boxes.items()}
+    if rank == 1:
+        del whole["layers.1.linear.bias"]
+    model.load_state_dict(whole)
+    model(x)
+
+
+def test_a_state_dict_that_does_not_fit_on_one_rank_is_told_everywhere() -> None:
+    outcomes = run_ranks_expecting_failure(fail_to_load, 3)
+    others_hear(
+        outcomes, 1, "ValueError: does not fit the model: missing ['layers.1.linear.bias']"
+    )

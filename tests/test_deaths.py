@@ -1,0 +1,110 @@
+"""A rank that raises or dies in the middle of training is named by all others in seconds."""
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from shardhet import Plan
+from tests.test_bad_input import HOSTS, PLAN, TURNED, WITHIN_S, others_hear, wrap
+from tests.worlds import Outcome, run_ranks_expecting_failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misdeed:
+    """What one rank does, once, in the middle of training."""
+
+    deed: Literal["raise", "exit", "kill"]
+    place: Literal["forward", "backward", "between", "wait"]
+    rank: int = 1
+    step: int = 2
+    layer: int = 1
+
+    def do(self) -> None:
+        if self.deed == "raise":
+            raise KeyError("sample 17 is missing")
+        if self.deed == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until(rank: int, misdeed: Misdeed, plan: Plan) -> None:
+    model, net, x = wrap(rank, plan)
+
+    def spring(*_: Any) -> None:
+        if rank == misdeed.rank and model.step == misdeed.step:
+            misdeed.do()
+
+    if misdeed.place == "forward":
+        net.layer(misdeed.layer).in_forward = spring
+    if misdeed.place == "backward":
+        net.layer(misdeed.layer).in_backward = spring
+    if misdeed.place == "wait":
+        model.add_observer(lambda event: spring() if event.unit == "layers.1" else None)
+    for _ in range(4):
+        if misdeed.place == "between":
+            spring()
+        model.backward(*model(x))
+
+
+@pytest.mark.parametrize("plan", [PLAN, TURNED], ids=["plain", "turned"])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_in_one_ranks_model_is_told_everywhere_with_rank_and_unit(
+    place: Any, step: int, plan: Plan
+) -> None:
+    misdeed = Misdeed(deed="raise", place=place, step=step)
+    outcomes = run_ranks_expecting_failure(train_until, 3, misdeed, plan)
+    others_hear(outcomes, 1, "KeyError: 'sample 17 is missing'", f"{place} of unit 'layers.1'")
+
+
+def check_death(outcomes: Sequence[Outcome], misdeed: Misdeed) -> None:
+    host = HOSTS[misdeed.rank]
+    for outcome in outcomes:
+        assert outcome.duration_s < WITHIN_S
+        if outcome.rank == misdeed.rank:
+            assert outcome.exit_code == (3 if misdeed.deed == "exit" else -signal.SIGKILL)
+            continue
+        assert outcome.exception_name == "RuntimeError", outcome.traceback
+        assert outcome.message.startswith(
+            f"rank {misdeed.rank} (any device on {host}) ended without a message while this "
+            f"rank was in "
+        )
+        assert "Look at its exit code and log" in outcome.message
+
+
+@pytest.mark.parametrize("deed", ["exit", "kill"])
+@pytest.mark.parametrize("place", ["forward", "backward", "between"])
+def test_a_rank_that_dies_is_named_by_all_others(place: Any, deed: Any) -> None:
+    misdeed = Misdeed(deed=deed, place=place)
+    check_death(run_ranks_expecting_failure(train_until, 3, misdeed, PLAN), misdeed)
+
+
+def test_a_rank_that_dies_while_the_order_is_found_is_named_by_all_others() -> None:
+    misdeed = Misdeed(deed="exit", place="forward", step=0)
+    check_death(run_ranks_expecting_failure(train_until, 3, misdeed, TURNED), misdeed)
+
+
+@pytest.mark.parametrize("place", ["between", "wait"])
+def test_a_rank_that_only_stores_is_missed_when_it_dies(place: Any) -> None:
+    misdeed = Misdeed(deed="kill", place=place, rank=2)
+    check_death(run_ranks_expecting_failure(train_until, 3, misdeed, PLAN), misdeed)
+
+
+def leave_early(rank: int) -> None:
+    model, _, x = wrap(rank)
+    for step in range(3):
+        if rank == 1 and step == 2:
+            os._exit(0)  # its loader had one batch less
+        model.backward(*model(x))
+
+
+def test_a_rank_that_ends_its_loop_early_is_named_by_all_others() -> None:
+    outcomes = run_ranks_expecting_failure(leave_early, 3)
+    assert outcomes[1].exit_code == 0
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.message.startswith("rank 1 (any device on beta) ended without a message")
+        assert outcome.duration_s < WITHIN_S

@@ -1,0 +1,309 @@
+"""Who plays which device, what ranks agree on, and how the failure of one reaches all."""
+
+import itertools
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardhet import distributed
+from shardhet.cluster import DeviceSpec
+from shardhet.distributed import (
+    Channel,
+    Communicators,
+    Lifeline,
+    LostPeerError,
+    check_same_on_all_ranks,
+    local_device_spec,
+    match_devices,
+)
+from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+def card(kind: str, gib: int, host: str = "a", uuid: str | None = None) -> DeviceSpec:
+    return DeviceSpec(host=host, kind=kind, memory_capacity_bytes=gib * GIB, uuid=uuid)
+
+
+FOUND = [card("A100", 80), card("T4", 16), card("T4", 16, "b"), card("L4", 24, "b", "GPU-9")]
+
+
+# Matching
+
+
+def test_ranks_keep_their_numbers_where_nothing_speaks_against_it() -> None:
+    assert match_devices([DeviceSpec()] * 4, FOUND) == (0, 1, 2, 3)
+    assert match_devices(FOUND, FOUND) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_devices_are_found_whatever_order_the_ranks_came_in(order: tuple[int, ...]) -> None:
+    announced = [FOUND[i] for i in order]
+    seats = match_devices(FOUND, announced)
+    assert [announced[rank] for rank in seats] == FOUND
+
+
+def test_a_device_that_fits_anywhere_gives_way_to_one_that_does_not() -> None:
+    # Only the greedy choice of rank 0 for the unstated device would leave the A100 without.
+    planned = [DeviceSpec(), DeviceSpec(kind="T4"), DeviceSpec(kind="A100")]
+    assert match_devices(planned, FOUND[:3]) in [(1, 2, 0), (2, 1, 0)]
+
+
+def test_a_match_is_found_if_and_only_if_there_is_one() -> None:
+    rng = random.Random(0)
+    kinds, memories = ["A100", "T4", None], [8 * GIB, 16 * GIB, None]
+    num_matched = 0
+    for _ in range(1500):
+        planned = [
+            DeviceSpec(kind=rng.choice(kinds), memory_capacity_bytes=rng.choice(memories))
+            for _ in range(4)
+        ]
+        found = [card(rng.choice(["A100", "T4"]), rng.choice([8, 16])) for _ in range(4)]
+        possible = any(
+            all(p.accepts(found[rank]) for p, rank in zip(planned, ranks, strict=True))
+            for ranks in itertools.permutations(range(4))
+        )
+        if not possible:
+            with pytest.raises(ValueError, match="do not fit the plan"):
+                match_devices(planned, found)
+            continue
+        seats = match_devices(planned, found)
+        assert sorted(seats) == [0, 1, 2, 3]
+        assert all(p.accepts(found[rank]) for p, rank in zip(planned, seats, strict=True))
+        num_matched += 1
+    assert 300 < num_matched < 1200  # both kinds of case were met
+
+
+@pytest.mark.parametrize("num_planned", [1, 3, 5])
+def test_a_wrong_number_of_ranks_is_refused_with_a_table(num_planned: int) -> None:
+    planned = [card("T4", 16)] * num_planned
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 -- looked at below
+        match_devices(planned, FOUND)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"The plan is for {num_planned} devices but 4 ranks were started."
+    assert lines[1 : 1 + num_planned] == [
+        f"  planned {i}: T4 16.0 GiB on a" for i in range(num_planned)
+    ]
+    assert lines[-2] == "  rank 3: L4 24.0 GiB on b (GPU-9)"
+    assert lines[-1] == f"Start {num_planned} ranks or make a plan for 4 devices."
+
+
+def test_devices_that_do_not_fit_are_refused_with_a_table_and_a_mend() -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 -- looked at below
+        match_devices([card("H100", 80), DeviceSpec()], FOUND[:2])
+    assert str(caught.value).splitlines() == [
+        "The devices found do not fit the plan.",
+        "  planned 0: H100 80.0 GiB on a",
+        "  planned 1: any device",
+        "  rank 0: A100 80.0 GiB on a",
+        "  rank 1: T4 16.0 GiB on a",
+        "Run the planner on this cluster, or start the ranks on the planned devices.",
+    ]
+
+
+def test_a_cpu_announces_its_host_and_all_its_memory() -> None:
+    spec = local_device_spec(CPU)
+    assert spec.host
+    assert spec.kind == "cpu"
+    assert spec.memory_capacity_bytes is not None
+    assert spec.memory_capacity_bytes > GIB // 4
+
+
+# Exchanges
+
+
+def exchange_everything(rank: int, seats: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    channel = Channel(dist.group.WORLD, seats, seats.index(rank))
+    numbers = channel.exchange([rank, rank / 3])
+    rows = channel.gather_rows(torch.tensor([rank, 7], dtype=torch.int32))
+    return numbers, rows.tolist(), channel.exchange_objects({"rank": rank})
+
+
+@pytest.mark.parametrize("seats", [(0,), (1, 0), (2, 0, 1), (3, 1, 0, 2)], ids=str)
+def test_what_is_exchanged_comes_in_plan_order_on_every_rank(seats: tuple[int, ...]) -> None:
+    for numbers, rows, objects in run_ranks(exchange_everything, len(seats), seats):
+        assert numbers == [[rank, rank / 3] for rank in seats]
+        assert rows == [[rank, 7] for rank in seats]
+        assert objects == [{"rank": rank} for rank in seats]
+
+
+def test_a_process_without_a_group_exchanges_with_itself() -> None:
+    alone = Channel(None, (0,), 0)
+    assert alone.exchange([1.5]) == [[1.5]]
+    assert alone.exchange_objects("x") == ["x"]
+    nobody = Communicators(gather=None, reduce=None, control=None)
+    assert Communicators.over(None, CPU) == nobody
+
+
+def disagree(rank: int, seats: tuple[int, ...], values: list[Any]) -> str:
+    channel = Channel(dist.group.WORLD, seats, seats.index(rank))
+    try:
+        check_same_on_all_ranks(values[rank], what="plan", channel=channel)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_equal_values_pass() -> None:
+    assert (
+        run_ranks(disagree, 3, (0, 1, 2), [{"a": 1, "b": 2}, {"b": 2, "a": 1}] * 2) == [""] * 3
+    )
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_every_rank_is_told_which_one_differs_and_where(odd: int) -> None:
+    values: list[Any] = [{"layers": list(range(200)), "width": 512}] * 4
+    values[odd] = {"layers": list(range(200)), "width": 256}
+    messages = run_ranks(disagree, 4, (3, 1, 0, 2), values)
+    assert len(set(messages)) == 1
+    assert f"plan differs between ranks: ranks [{odd}] have" in messages[0]
+    assert '"width": 256' in messages[0]
+    assert '"width": 512' in messages[0]
+    assert "Give every rank the same plan." in messages[0]
+    assert len(messages[0]) < 400
+
+
+def test_all_ranks_that_differ_from_the_majority_are_named() -> None:
+    messages = run_ranks(disagree, 4, (0, 1, 2, 3), [1, 2, 1, 3])
+    assert "ranks [1, 3] have" in messages[0]
+
+
+# Communicators
+
+
+def make_communicators_twice(rank: int) -> tuple[bool, int]:
+    group = dist.group.WORLD
+    first, second = Communicators.over(group, CPU), Communicators.over(group, CPU)
+    assert first.gather is not None
+    assert first.reduce is not None
+    assert first.control is group
+    return first == second, len({id(first.gather), id(first.reduce), id(first.control)})
+
+
+def test_models_over_one_group_share_its_communicators() -> None:
+    assert run_ranks(make_communicators_twice, 2) == [(True, 3)] * 2
+
+
+# Lifeline
+
+
+def lifeline(rank: int) -> Lifeline:
+    communicators = Communicators.over(dist.group.WORLD, CPU)
+    ranks = tuple(range(dist.get_world_size()))
+    channel = Channel(communicators.control, ranks, rank)
+    line = Lifeline(communicators, channel, [f"rank {r} (card {r})" for r in ranks])
+    line.doing = f"the work of {rank}"
+    return line
+
+
+def wait_for(peer: int) -> None:
+    """What a gather does that needs ``peer``: a receive on the gather group."""
+    group = Communicators.over(dist.group.WORLD, CPU).gather
+    try:
+        assert group is not None
+        group.recv([torch.empty(1)], peer, 0).wait()
+    except RuntimeError as error:
+        raise LostPeerError(str(error)) from error
+
+
+def raise_while_a_chain_waits(rank: int, failing: int) -> None:
+    """Rank r waits for rank r + 1 only, so most do not touch the one that fails."""
+    with lifeline(rank).guard():
+        dist.barrier()
+        if rank == failing:
+            raise KeyError("no such sample")
+        wait_for((rank + 1) % dist.get_world_size())
+
+
+def told(outcomes: list[Outcome]) -> list[tuple[str | None, str]]:
+    return [(outcome.exception_name, outcome.message) for outcome in outcomes]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_failure_of_one_reaches_ranks_that_wait_for_others(failing: int) -> None:
+    outcomes = run_ranks_expecting_failure(raise_while_a_chain_waits, 4, failing)
+    for rank, (name, message) in enumerate(told(outcomes)):
+        if rank == failing:
+            assert (name, message) == ("KeyError", "'no such sample'")
+            note = f"rank {rank} (card {rank}) failed in the work of {rank}."
+            assert note in outcomes[rank].traceback
+        else:
+            assert name == "RuntimeError"
+            assert message.startswith(
+                f"rank {failing} (card {failing}) failed in the work of {failing}: "
+                f"KeyError: 'no such sample'"
+            )
+            assert "Mend the cause on that rank" in message
+        assert outcomes[rank].duration_s < 5
+
+
+def die_while_a_chain_waits(rank: int, dying: int) -> None:
+    with lifeline(rank).guard():
+        dist.barrier()
+        if rank == dying:
+            os._exit(9)
+        wait_for((rank + 1) % dist.get_world_size())
+
+
+@pytest.mark.parametrize("dying", [0, 3])
+def test_a_death_without_a_word_is_told_by_those_who_are_left(dying: int) -> None:
+    outcomes = run_ranks_expecting_failure(die_while_a_chain_waits, 4, dying)
+    assert outcomes[dying].exit_code == 9
+    for outcome in outcomes:
+        if outcome.rank != dying:
+            assert outcome.exception_name == "RuntimeError"
+            assert outcome.message.startswith(
+                f"rank {dying} (card {dying}) ended without a message while this rank was in "
+                f"the work of {outcome.rank}."
+            )
+            assert outcome.duration_s < 10
+
+
+def fail_on_every_rank(rank: int) -> None:
+    with lifeline(rank).guard():
+        dist.barrier()
+        raise ValueError(f"the fault of {rank}")
+
+
+def test_a_rank_that_finds_a_fault_itself_reports_its_own() -> None:
+    outcomes = run_ranks_expecting_failure(fail_on_every_rank, 3)
+    expected = [("ValueError", f"the fault of {rank}") for rank in range(3)]
+    assert told(outcomes) == expected
+
+
+def die_while_one_computes(rank: int) -> None:
+    distributed.SECONDS_TO_HEAR_THE_CAUSE = 0.3
+    with lifeline(rank).guard():
+        dist.barrier()
+        if rank == 2:
+            os._exit(9)
+        if rank == 1:
+            time.sleep(1.5)  # computes, and notices nothing meanwhile
+        wait_for(2)
+
+
+@pytest.mark.xfail(reason="whoever has not signed off in time is taken for dead")
+def test_a_rank_that_is_busy_is_not_taken_for_dead() -> None:
+    outcomes = run_ranks_expecting_failure(die_while_one_computes, 3)
+    for outcome in outcomes[:2]:
+        assert "rank 2 (card 2)" in outcome.message
+        assert "rank 1 (card 1)" not in outcome.message
+        assert "rank 0 (card 0)" not in outcome.message
+
+
+def fail_without_a_group() -> None:
+    alone = Channel(None, (0,), 0)
+    with Lifeline(Communicators.over(None, CPU), alone, ["rank 0"]).guard():
+        raise ValueError("bad input")
+
+
+def test_alone_an_error_stays_what_it_is_and_says_where() -> None:
+    with pytest.raises(ValueError, match="bad input") as caught:
+        fail_without_a_group()
+    assert caught.value.__notes__ == ["rank 0 failed in starting."]

@@ -1,0 +1,406 @@
+"""What a plan may say, how it is written by hand and to a file, and what is refused."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardhet.cluster import DeviceSpec
+from shardhet.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
+
+Json = Any
+
+WHOLE = Plan(
+    ranks=(
+        RankPlan(
+            microbatch_sizes=(4, 4, 3),
+            state_share=0.5,
+            recomputed_units=("blocks.*", "head"),
+            device=DeviceSpec(host="a", kind="NVIDIA T4", memory_capacity_bytes=2**34),
+        ),
+        RankPlan(microbatch_sizes=(), state_share=0.5, device=DeviceSpec(uuid="GPU-7")),
+        RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT),
+    ),
+    units=(PlannedUnit(fqn="blocks.0", numel=96), PlannedUnit(fqn="", numel=0)),
+    reshard_after_forward=False,
+)
+
+
+def sizes(plan: Plan) -> list[tuple[int, ...]]:
+    return [rank.microbatch_sizes for rank in plan.ranks]
+
+
+# By hand
+
+
+def test_counts_repeat_whole_microbatches() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[4, 2, 0], num_microbatches=[3, 1, 0], state_shares=[0.5, 0.2, 0.3]
+    )
+    assert sizes(plan) == [(4, 4, 4), (2,), ()]
+    assert [rank.rank_batch_size for rank in plan.ranks] == [12, 2, 0]
+    assert [rank.num_microbatches for rank in plan.ranks] == [3, 1, 0]
+    assert plan.global_batch_size == 14
+    assert plan.world_size == 3
+
+
+def test_batches_end_in_a_smaller_microbatch_where_they_do_not_divide() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[4, 2, 9, 5], rank_batch_sizes=[11, 1, 0, 5], state_shares=[0.25] * 4
+    )
+    assert sizes(plan) == [(4, 4, 3), (1,), (), (5,)]
+
+
+def test_without_counts_a_device_with_a_microbatch_size_runs_one() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[3, 0], state_shares=[0.0, 1.0])
+    assert sizes(plan) == [(3,), ()]
+    assert plan.state_shares == (0.0, 1.0)
+
+
+def test_the_global_batch_is_dealt_in_plan_order() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1, 0, 3], rank_batch_sizes=[5, 2, 0, 3], state_shares=[0.25] * 4
+    )
+    assert [plan.first_sample(i) for i in range(4)] == [0, 5, 7, 7]
+
+
+def test_recomputation_is_claimed_for_all_for_each_or_by_unit() -> None:
+    def recomputed(recompute: Any) -> list[tuple[str, ...]]:
+        plan = Plan.by_hand(
+            microbatch_sizes=[1, 1], state_shares=[0.5, 0.5], recompute=recompute
+        )
+        return [rank.recomputed_units for rank in plan.ranks]
+
+    assert recomputed(False) == [(), ()]
+    assert recomputed(True) == [("*",), ("*",)]
+    assert recomputed([True, False]) == [("*",), ()]
+    assert recomputed([["blocks.1?", "head"], ()]) == [("blocks.1?", "head"), ()]
+
+
+def test_recomputed_units_are_patterns_on_whole_names() -> None:
+    rank = RankPlan(
+        microbatch_sizes=(1,), state_share=1.0, recomputed_units=("blocks.?", "Head")
+    )
+    claimed = [fqn for fqn in ("blocks.3", "blocks.10", "head", "Head") if rank.recomputes(fqn)]
+    assert claimed == ["blocks.3", "Head"]
+
+
+def test_shares_that_miss_one_in_the_last_digit_are_made_to_sum_to_one() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[1, 1, 1], state_shares=[0.3333333] * 3)
+    assert sum(plan.state_shares) == pytest.approx(1.0, abs=1e-15)
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 7), max_size=5))
+def test_any_batch_can_be_split_into_no_larger_microbatches(
+    num_samples: int, planned: list[int]
+) -> None:
+    rank = RankPlan(microbatch_sizes=tuple(planned), state_share=1.0)
+    split = rank.split(num_samples)
+    assert sum(split) == num_samples
+    assert all(0 < size <= max(planned, default=num_samples) for size in split)
+    assert num_samples != rank.rank_batch_size or split == rank.microbatch_sizes
+
+
+# Even and proportional
+
+
+def test_even_is_the_same_for_every_device() -> None:
+    plan = Plan.even(4, microbatch_size=2, num_microbatches=3, recompute=True)
+    assert plan.ranks == (plan.ranks[0],) * 4
+    assert plan.ranks[0].microbatch_sizes == (2, 2, 2)
+    assert plan.state_shares == (0.25,) * 4
+    assert plan.ranks[0].recomputes("anything")
+
+
+@given(
+    st.lists(st.floats(0, 100), min_size=1, max_size=8).filter(any),
+    st.integers(1, 200),
+    st.integers(1, 9),
+)
+def test_proportional_batches_are_within_one_sample_of_the_speeds(
+    speeds: list[float], global_batch_size: int, microbatch_size: int
+) -> None:
+    plan = Plan.proportional(
+        speeds=speeds, global_batch_size=global_batch_size, microbatch_size=microbatch_size
+    )
+    assert plan.global_batch_size == global_batch_size
+    for speed, rank in zip(speeds, plan.ranks, strict=True):
+        exact = global_batch_size * speed / sum(speeds)
+        assert abs(rank.rank_batch_size - exact) < 1 + 1e-9
+        assert max(rank.microbatch_sizes, default=0) <= microbatch_size
+    assert plan.state_shares == pytest.approx([1 / len(speeds)] * len(speeds))
+
+
+def test_proportional_takes_the_shares_that_it_is_given() -> None:
+    plan = Plan.proportional(
+        speeds=[3, 1], global_batch_size=8, microbatch_size=4, state_shares=[0.1, 0.9]
+    )
+    assert sizes(plan) == [(4, 2), (2,)]
+    assert plan.state_shares == (0.1, 0.9)
+
+
+# What a plan must not say
+
+
+def by_hand(**changes: Any) -> Plan:
+    stated: dict[str, Any] = {"microbatch_sizes": [2, 1], "state_shares": [0.5, 0.5]}
+    return Plan.by_hand(**stated | changes)
+
+
+def proportional(**changes: Any) -> Plan:
+    stated: dict[str, Any] = {
+        "speeds": [2.0, 1.0],
+        "global_batch_size": 6,
+        "microbatch_size": 2,
+    }
+    return Plan.proportional(**stated | changes)
+
+
+REFUSED: dict[str, tuple[Callable[[], Plan], str]] = {
+    "no devices": (lambda: Plan(ranks=()), "no devices.*one entry per device"),
+    "nobody computes": (lambda: by_hand(microbatch_sizes=[0, 0]), "no device computes"),
+    "nobody has samples": (lambda: by_hand(rank_batch_sizes=[0, 0]), "no device computes"),
+    "shares sum to more": (
+        lambda: by_hand(state_shares=[0.5, 0.6]),
+        r"shares \[0\.5, 0\.6\] sum to 1\.1 but must sum to 1",
+    ),
+    "shares sum to less": (lambda: by_hand(state_shares=[0.5, 0.4]), "sum to 0.9"),
+    "a share is negative": (lambda: by_hand(state_shares=[-0.5, 1.5]), r"ranks\[0\].*-0\.5"),
+    "a share exceeds one": (lambda: by_hand(state_shares=[0.0, 1.5]), r"ranks\[1\].*1\.5"),
+    "a share is not a number": (
+        lambda: by_hand(state_shares=[math.nan, 1]),
+        r"ranks\[0\].*nan",
+    ),
+    "a share is infinite": (lambda: by_hand(state_shares=[0, math.inf]), r"ranks\[1\].*inf"),
+    "a negative microbatch": (lambda: by_hand(microbatch_sizes=[2, -1]), "microbatch"),
+    "an empty microbatch": (
+        lambda: Plan(ranks=(RankPlan(microbatch_sizes=(2, 0), state_share=1.0),)),
+        r"ranks\[0\].*\(2, 0\).*at least 1",
+    ),
+    "a negative count": (
+        lambda: by_hand(num_microbatches=[2, -1]),
+        "num_microbatches|microbatch",
+    ),
+    "a count without a size": (
+        lambda: by_hand(microbatch_sizes=[2, 0], num_microbatches=[1, 3]),
+        "microbatch",
+    ),
+    "a negative batch": (lambda: by_hand(rank_batch_sizes=[2, -1]), "samples|rank_batch_size"),
+    "a batch without a size": (
+        lambda: by_hand(microbatch_sizes=[2, 0], rank_batch_sizes=[2, 3]),
+        "3 samples but microbatch size 0",
+    ),
+    "both counts and batches": (
+        lambda: by_hand(num_microbatches=[1, 1], rank_batch_sizes=[2, 1]),
+        "num_microbatches and rank_batch_sizes both given",
+    ),
+    "too few shares": (lambda: by_hand(state_shares=[1.0]), "state_shares has 1 entries"),
+    "too many counts": (lambda: by_hand(num_microbatches=[1] * 3), "num_microbatches has 3"),
+    "too few batches": (lambda: by_hand(rank_batch_sizes=[1]), "rank_batch_sizes has 1"),
+    "too few claims": (lambda: by_hand(recompute=[True]), "recompute has 1"),
+    "too many devices": (lambda: by_hand(devices=[DeviceSpec()] * 3), "devices has 3"),
+    "a word where patterns belong": (lambda: by_hand(recompute=["head", ()]), "recompute"),
+    "an even plan for nobody": (lambda: Plan.even(0, microbatch_size=1), "no devices"),
+    "even without samples": (lambda: Plan.even(2, microbatch_size=0), "microbatches of 0"),
+    "no speeds": (lambda: proportional(speeds=[]), r"speeds \[\]"),
+    "all speeds zero": (lambda: proportional(speeds=[0, 0]), "speeds.*not all zero"),
+    "a negative speed": (lambda: proportional(speeds=[2, -1]), "speeds.*at least zero"),
+    "an infinite speed": (lambda: proportional(speeds=[2, math.inf]), "speeds.*finite"),
+    "proportional without samples": (lambda: proportional(global_batch_size=0), "no device"),
+    "proportional to a debt": (lambda: proportional(global_batch_size=-6), "batch|samples"),
+    "microbatches of nothing": (lambda: proportional(microbatch_size=0), "microbatch size 0"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_plan_that_cannot_be_is_refused_with_what_is_wrong(fault: str) -> None:
+    make, message = REFUSED[fault]
+    with pytest.raises(ValueError, match=f"plan: .*(?:{message})"):
+        make()
+
+
+# As a file
+
+
+@pytest.mark.parametrize(
+    "plan", [WHOLE, Plan.even(2, microbatch_size=3)], ids=["whole", "even"]
+)
+def test_a_plan_survives_the_way_to_a_file_and_back(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert Plan.load(str(path)).to_json() == plan.to_json() == path.read_text()
+    assert json.loads(plan.to_json())["version"] == 1
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
+    st.integers(1, 10**6),
+    st.booleans(),
+)
+def test_shares_survive_to_the_last_bit(batches: list[int], parts: int, reshards: bool) -> None:
+    world_size = len(batches)
+    shares = [1 / (parts * world_size)] * world_size
+    shares[-1] = 1 - sum(shares[:-1])
+    plan = Plan.by_hand(
+        microbatch_sizes=[2] * world_size,
+        rank_batch_sizes=batches,
+        state_shares=shares,
+        reshard_after_forward=reshards,
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_names_beyond_ascii_survive(tmp_path: Path) -> None:
+    name = "Gr\u00f6\u00dfe"
+    plan = Plan.by_hand(microbatch_sizes=[1], state_shares=[1], devices=[DeviceSpec(host=name)])
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").ranks[0].device.host == name
+
+
+def test_equal_plans_have_equal_digests_and_any_difference_shows() -> None:
+    document = json.loads(WHOLE.to_json())
+    digests = {WHOLE.digest, Plan.from_json(json.dumps(document, indent=7)).digest}
+    assert len(digests) == 1
+    for change in VALID_CHANGES:
+        changed = copy.deepcopy(document)
+        change(changed)
+        digests.add(Plan.from_json(json.dumps(changed)).digest)
+    assert len(digests) == 1 + len(VALID_CHANGES)
+
+
+def put(*path_and_value: Any) -> Callable[[Json], None]:
+    *path, last, value = path_and_value
+
+    def change(document: Json) -> None:
+        for key in path:
+            document = document[key]
+        document[last] = value
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[Json], None]:
+    *outer, last = path
+
+    def change(document: Json) -> None:
+        for key in outer:
+            document = document[key]
+        del document[last]
+
+    return change
+
+
+VALID_CHANGES = [
+    put("reshard_after_forward", True),
+    put("units", []),
+    put("units", 0, "numel", 97),
+    put("units", 0, "fqn", "blocks.1"),
+    put("ranks", 0, "microbatch_sizes", [4, 3, 4]),
+    put("ranks", 0, "recomputed_units", ["blocks.*"]),
+    put("ranks", 0, "device", {}),
+    put("ranks", 0, "device", "host", "b"),
+    put("ranks", 1, "device", "uuid", "GPU-8"),
+]
+
+RANK_FIELDS = ("device", "microbatch_sizes", "state_share", "recomputed_units")
+UNIT_FIELDS = ("fqn", "numel")
+TOP_FIELDS = ("version", "reshard_after_forward", "ranks", "units")
+ILL_TYPED: dict[str, list[Any]] = {
+    "version": [0, 2, "1", 1.0, True, None, [1]],
+    "reshard_after_forward": [0, 1, "true", None, []],
+    "ranks": [None, {}, "", 3, [], [3], [None], [[]], ["rank"]],
+    "units": [None, {}, "", 3, [3], [None], [[]]],
+    "device": [None, [], "T4", 0, {"hots": "a"}, {"host": 1}, {"memory_capacity_bytes": "1"}],
+    "microbatch_sizes": [None, 4, "4", {}, [0], [-1], [1.5], ["1"], [None], [True], [[1]]],
+    "state_share": [None, "0.5", [], True, -0.1, 1.5, 0.9, math.nan, math.inf, 10**400],
+    "recomputed_units": [None, "*", True, {}, [1], [None], [["*"]]],
+    "fqn": [None, 1, [], True],
+    "numel": [None, "96", 9.5, True, -1],
+}
+
+
+def mutations() -> Iterator[Any]:
+    """A place in the document, what is done there, and the field that the error must name."""
+    places: dict[str, tuple[str | int, ...]] = {field: (field,) for field in TOP_FIELDS}
+    places |= {field: ("ranks", 0, field) for field in RANK_FIELDS}
+    places |= {field: ("units", 0, field) for field in UNIT_FIELDS}
+    for field, place in places.items():
+        yield pytest.param(drop(*place), field, place, id=f"{field} missing")
+        for value in ILL_TYPED[field]:
+            shown = repr(value) if len(repr(value)) < 40 else "huge"
+            yield pytest.param(put(*place, value), field, place, id=f"{field} {shown}")
+    objects: list[tuple[str | int, ...]] = [
+        (),
+        ("ranks", 1),
+        ("units", 1),
+        ("ranks", 0, "device"),
+    ]
+    for place in objects:
+        change = put(*place, "sprices", 1)
+        yield pytest.param(change, "sprices", place, id=f"unknown field at {place}")
+
+
+MUTATIONS = list(mutations())
+
+
+def test_there_are_enough_ways_to_spoil_a_plan_file() -> None:
+    assert len(MUTATIONS) >= 60
+
+
+@pytest.mark.parametrize("change, field, place", MUTATIONS)
+def test_a_spoiled_plan_file_is_refused_with_file_place_and_field(
+    change: Callable[[Json], None], field: str, place: tuple[Any, ...], tmp_path: Path
+) -> None:
+    document = json.loads(WHOLE.to_json())
+    change(document)
+    path = tmp_path / "spoiled.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 -- its message is looked at below
+        Plan.load(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert field in message.replace("state shares", "state_share").replace(
+        "microbatch sizes", "microbatch_sizes"
+    ).replace("no devices", "ranks")
+    if len(place) > 1 and "sum to" not in message:
+        assert f"{place[0]}[{place[1]}]" in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", "[]", "3", '"plan"', "{}", "not json", "[" * 100_000, '{"version": 1}'],
+    ids=lambda text: text[:20] or "empty",
+)
+def test_a_file_that_holds_no_plan_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "spoiled.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"spoiled\.json: "):
+        Plan.load(path)
+
+
+def test_a_file_of_arbitrary_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "spoiled.json"
+    path.write_bytes(b"\xff\xfe\x00\x01plan")
+    with pytest.raises(ValueError, match=r"spoiled\.json: "):
+        Plan.load(path)
+
+
+def test_a_plan_cut_off_anywhere_is_refused_by_name() -> None:
+    text = WHOLE.to_json().rstrip()
+    for stop in range(0, len(text), 7):
+        with pytest.raises(ValueError, match=r"^half\.json: "):
+            Plan.from_json(text[:stop], source="half.json")
+
+
+def test_units_that_share_a_name_are_refused() -> None:
+    unit = PlannedUnit(fqn="head", numel=3)
+    with pytest.raises(ValueError, match=r"plan: .*head"):
+        Plan(ranks=Plan.even(1, microbatch_size=1).ranks, units=(unit, unit))

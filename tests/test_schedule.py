@@ -1,0 +1,189 @@
+"""The order of turns and collectives: literal lists for small models, rules for random ones."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardhet.schedule import Phase, Schedule, Segment, make_schedule
+
+
+def schedule(
+    visits: str,
+    *,
+    frozen: str = "",
+    without_backward: str = "",
+    reshard_after_forward: bool = True,
+) -> Schedule:
+    """The schedule of a forward that visits the units of these letters."""
+    return make_schedule(
+        [Segment(ord(c) - ord("a"), c not in without_backward) for c in visits],
+        trainable_units=frozenset(ord(c) - ord("a") for c in visits if c not in frozen),
+        reshard_after_forward=reshard_after_forward,
+    )
+
+
+def launches(order: Schedule) -> list[str]:
+    return [f"{kind[0].upper()}({chr(ord('a') + unit)})" for kind, unit in order.launches()]
+
+
+# The launches as they follow each other; a line break parts forward from backward.
+PLAIN = """G(a) G(b) G(c)
+           G(b) R(c) G(a) R(b) R(a)"""
+TIED = """G(a) G(b) G(a)
+          G(b) G(a) R(b) R(a)"""
+SHARED_BLOCK = """G(a) G(b) G(c)
+                  G(b) R(c) G(a) R(b) R(a)"""
+ALTERNATING = """G(a) G(b) G(a) G(b)
+                 G(a) G(b) G(a) R(b) R(a)"""
+FROZEN_BOTTOM = """G(a) G(b) G(c)
+                   G(b) R(c) R(b)"""
+FROZEN_MIDDLE = """G(a) G(b) G(c)
+                   G(b) R(c) G(a) R(a)"""
+FROZEN_TOP = """G(a) G(b) G(c)
+                G(b) G(a) R(b) R(a)"""
+KEPT = """G(a) G(b) G(c)
+          R(c) R(b) R(a)"""
+KEPT_AND_TIED = """G(a) G(b)
+                   R(b) R(a)"""
+NO_GRAD = "G(a) G(b) G(c)"
+LAST_WITHOUT_BACKWARD = """G(a) G(b) G(c)
+                           G(b) G(a) R(b) R(a)"""
+
+
+@pytest.mark.parametrize(
+    "order, expected",
+    [
+        (schedule("a"), "G(a) R(a)"),
+        (schedule("abc"), PLAIN),
+        (schedule("aba"), TIED),
+        (schedule("abbbc"), SHARED_BLOCK),
+        (schedule("abab"), ALTERNATING),
+        (schedule("abc", frozen="a", without_backward="a"), FROZEN_BOTTOM),
+        (schedule("abc", frozen="b"), FROZEN_MIDDLE),
+        (schedule("abc", frozen="c"), FROZEN_TOP),
+        (schedule("abc", reshard_after_forward=False), KEPT),
+        (schedule("aba", reshard_after_forward=False), KEPT_AND_TIED),
+        (schedule("abc", without_backward="abc"), NO_GRAD),
+        (schedule("abc", without_backward="c", frozen="c"), LAST_WITHOUT_BACKWARD),
+        (schedule(""), ""),
+    ],
+)
+def test_collectives_are_launched_in_this_very_order(order: Schedule, expected: str) -> None:
+    assert launches(order) == expected.split()
+
+
+def test_a_step_visits_its_units_and_returns_in_reverse() -> None:
+    order = schedule("aba")
+    turns = [
+        (t.segment, t.unit, t.phase, t.gathers, t.reshards, t.reduces) for t in order.turns
+    ]
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    assert turns == [
+        (0, 0, forward, True, True, False),
+        (1, 1, forward, True, True, False),
+        (2, 0, forward, True, False, False),  # stays unsharded: its backward is next
+        (2, 0, backward, False, True, False),  # another backward turn of it is to come
+        (1, 1, backward, True, True, True),
+        (0, 0, backward, True, True, True),
+    ]
+    assert order.num_forward == 3
+
+
+SEGMENTS = st.lists(st.builds(Segment, st.integers(0, 4), st.booleans()), max_size=12)
+TRAINABLE = st.frozensets(st.integers(0, 4))
+
+
+def backward_units(segments: Sequence[Segment]) -> list[int]:
+    return [segment.unit for segment in reversed(segments) if segment.needs_backward]
+
+
+@given(SEGMENTS, TRAINABLE, st.booleans())
+def test_forward_and_backward_are_complete(
+    segments: list[Segment], trainable: frozenset[int], reshards: bool
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
+    forward, backward = order.turns[: order.num_forward], order.turns[order.num_forward :]
+    assert [turn.unit for turn in forward] == [segment.unit for segment in segments]
+    assert [turn.unit for turn in backward] == backward_units(segments)
+    assert all(turn.phase is Phase.FORWARD for turn in forward)
+    assert all(turn.phase is Phase.BACKWARD for turn in backward)
+    assert all(segments[turn.segment].unit == turn.unit for turn in order.turns)
+
+
+@given(SEGMENTS, TRAINABLE, st.booleans())
+def test_every_turn_finds_its_unit_unsharded_and_nothing_is_gathered_twice(
+    segments: list[Segment], trainable: frozenset[int], reshards: bool
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
+    unsharded: set[int] = set()
+    for turn in order.turns:
+        assert turn.gathers == (turn.unit not in unsharded)
+        unsharded.add(turn.unit)
+        if turn.reshards:
+            unsharded.remove(turn.unit)
+    assert not unsharded
+
+
+@given(SEGMENTS, TRAINABLE)
+def test_at_most_the_current_and_the_next_unit_are_unsharded(
+    segments: list[Segment], trainable: frozenset[int]
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=True)
+    unsharded: set[int] = set()
+    for i, turn in enumerate(order.turns):
+        unsharded.add(turn.unit)
+        unsharded |= {following.unit for following in order.turns[i + 1 : i + 2]}
+        assert len(unsharded) <= 2
+        assert unsharded <= {each.unit for each in order.turns[i : i + 2]}
+        if turn.reshards:
+            unsharded.discard(turn.unit)
+
+
+@given(SEGMENTS, TRAINABLE, st.booleans())
+def test_a_trainable_unit_is_reduced_once_after_its_last_backward_turn(
+    segments: list[Segment], trainable: frozenset[int], reshards: bool
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
+    reduced = [i for i, turn in enumerate(order.turns) if turn.reduces]
+    units = [order.turns[i].unit for i in reduced]
+    assert sorted(units) == sorted(trainable & set(backward_units(segments)))
+    for i, unit in zip(reduced, units, strict=True):
+        assert order.turns[i].phase is Phase.BACKWARD
+        assert all(turn.unit != unit for turn in order.turns[i + 1 :])
+
+
+@given(SEGMENTS, TRAINABLE, st.booleans())
+def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
+    segments: list[Segment], trainable: frozenset[int], reshards: bool
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
+    launched = order.launches()
+    gathers = [unit for kind, unit in launched if kind == "gather"]
+    reductions = [unit for kind, unit in launched if kind == "reduce"]
+    assert gathers == [turn.unit for turn in order.turns if turn.gathers]
+    assert reductions == [turn.unit for turn in order.turns if turn.reduces]
+    assert len(launched) == len(gathers) + len(reductions)
+
+
+@given(SEGMENTS, TRAINABLE)
+def test_units_kept_after_forward_are_gathered_once(
+    segments: list[Segment], trainable: frozenset[int]
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=False)
+    gathers = [unit for kind, unit in order.launches() if kind == "gather"]
+    assert sorted(gathers) == sorted({segment.unit for segment in segments})
+
+
+@given(st.integers(1, 12))
+def test_a_plain_stack_costs_two_gathers_and_one_reduction_a_unit_and_one_gather_less(
+    num_units: int,
+) -> None:
+    segments = [Segment(unit, needs_backward=True) for unit in range(num_units)]
+    order = make_schedule(
+        segments, trainable_units=frozenset(range(num_units)), reshard_after_forward=True
+    )
+    kinds = [kind for kind, _ in order.launches()]
+    assert kinds.count("gather") == 2 * num_units - 1
+    assert kinds.count("reduce") == num_units
