@@ -75,10 +75,6 @@ def all_gather_uneven(
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
     _check_splits(shard, output, split_numels, channel)
-    if output is not None:
-        own = _pieces(output, split_numels)[channel.position]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
     return _algorithms(channel, shard).gather(output, shard, split_numels, channel, receivers)
 
 
@@ -151,7 +147,13 @@ def _gather_by_send_recv(
             messages.receive(piece, position)
     for position in receivers:
         messages.send(shard, position)
-    return messages.post()
+    pending = messages.post()
+    if output is not None:
+        # After posting: the peers' shards arrive meanwhile.
+        own = _pieces(output, split_numels)[channel.position]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+    return pending
 
 
 def _reduce_by_send_recv(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -160,12 +161,17 @@ class Lifeline:
         self._channel = channel
         self._names = tuple(names)  # by position
         self._is_broken = False
+        if channel.group is not None:
+            process = json.dumps([socket.gethostname(), os.getpid()])
+            self._store.set(f"shardhet_process_{channel.position}", process)
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self, doing: str | None = None) -> Iterator[None]:
         """Around everything that other ranks may wait for."""
+        self.doing = doing or self.doing
         try:
             yield
+            self.doing = "the program around HetFSDP"
         except LostPeerError as error:
             raise RuntimeError(self._hear_the_cause(error)) from error
         except Exception as error:
@@ -332,7 +338,7 @@ def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
         ranks = [channel.rank_by_position[i] for i in odd]
         shown = _first_difference(usual, values[odd[0]])
         raise ValueError(
-            f"{what} differs between ranks: ranks {ranks} have {shown[1]} where the others "
+            f"{what}: not the same on all ranks. Ranks {ranks} have {shown[1]} where the others "
             f"have {shown[0]}. Give every rank the same {what}."
         )
 

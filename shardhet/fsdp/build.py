@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardhet.distributed import Channel, check_same_on_all_ranks
 from shardhet.fsdp.comm import CommContext
@@ -92,7 +94,7 @@ def build_units(
             flats.append(flat)
             flat.show_shards()  # frees the whole parameters
         unit_modules = [
-            UnitModule(fqn, each, each.forward)
+            UnitModule(fqn, each, _casting(each.forward, precision.param_dtype))
             for fqn, each in zip(draft.modules.fqns, draft.modules.modules, strict=True)
         ]
         units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=comm))
@@ -142,6 +144,24 @@ def _describe(drafts: Sequence[_Draft]) -> list[Any]:
         for draft in drafts
         for slot in draft.slots
     ]
+
+
+def _casting(
+    forward: Callable[..., Any], param_dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    """``forward`` with its floating-point inputs in the dtype of the parameters in flight."""
+    if param_dtype is None:
+        return forward
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(param_dtype) if tensor.is_floating_point() else tensor
+
+    @wraps(forward)
+    def cast_and_forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return forward(*args, **kwargs)
+
+    return cast_and_forward
 
 
 def _hashes(module: nn.Module) -> list[Any]:

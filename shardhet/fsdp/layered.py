@@ -17,7 +17,7 @@ outputs (losses, token counts) are summed.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -39,7 +39,6 @@ class Visit:
     recomputes: bool
     unbatched_addresses: frozenset[int]  # of storages passed whole whatever their shape
     param_addresses: frozenset[int]  # of storages that are freed when the unit is resharded
-    input_dtype: torch.dtype | None  # floating-point inputs are cast to it
     device_type: str
     random_state: Callable[[], AbstractContextManager[Any]]  # around a visit
     seed_microbatch: Callable[[int], None]
@@ -70,6 +69,9 @@ def run_visit(
     call = _Call(visit, leaves, spec)
     tensors = [leaves[i] for i in call.tensor_indices]
     call.check_batched(tensors)
+    for leaf in leaves:
+        if any(t.requires_grad for t in _hidden_tensors(leaf)):
+            raise TypeError(_hides_tensors(visit.unit_fqn, "is passed", leaf))
     if anchor is not None:
         joined = _VisitFunction.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         return call.joined.as_returned(joined)
@@ -102,11 +104,7 @@ class _VisitFunction(torch.autograd.Function):
                         call.joined.add(i, graph.outputs)
                         graph.outputs = []  # the edges keep what backward needs, no more
         if [t._version for t in tensors] != versions:
-            raise RuntimeError(
-                f"unit {visit.unit_fqn!r} writes in place on its input, which all its "
-                f"microbatches and its recomputation share. Make that operation out of place "
-                f"(inplace=False), or choose units that begin before it."
-            )
+            raise RuntimeError(_writes_on_input(visit.unit_fqn))
         joined = call.joined.detached_from(tensors)
         ctx.mark_non_differentiable(*(t for t in joined if not call.is_differentiable(t)))
         return tuple(joined)
@@ -200,8 +198,6 @@ class _Call:
         visit = self.visit
         leaves = list(self._constants)
         for i, piece in zip(self.tensor_indices, pieces, strict=True):
-            if visit.input_dtype is not None and piece.is_floating_point():
-                piece = piece.to(visit.input_dtype)
             leaves[i] = piece
         args, kwargs = tree_unflatten(leaves, self._spec)
         visit.seed_microbatch(self.spans[microbatch].start)
@@ -216,8 +212,13 @@ class _Call:
             piece.detach().requires_grad_(t.requires_grad)
             for piece, t in zip(self.pieces(microbatch, tensors), tensors, strict=True)
         ]
-        with torch.enable_grad():
-            outputs = self.run(microbatch, inputs)
+        try:
+            with torch.enable_grad():
+                outputs = self.run(microbatch, inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):  # one of our inputs
+                raise RuntimeError(_writes_on_input(self.visit.unit_fqn)) from error
+            raise
         edges = [
             get_gradient_edge(out) if isinstance(out, Tensor) and out.requires_grad else None
             for out in outputs
@@ -250,6 +251,9 @@ class _Joined:
         """Take the flattened output of one microbatch."""
         tensors = [out for out in outputs if isinstance(out, Tensor)]
         constants = [None if isinstance(out, Tensor) else out for out in outputs]
+        for leaf in constants:
+            if _hidden_tensors(leaf):
+                raise TypeError(_hides_tensors(self._visit.unit_fqn, "returns", leaf))
         if microbatch == 0:
             self._leaves = constants
             self.tensor_indices = [i for i, o in enumerate(outputs) if isinstance(o, Tensor)]
@@ -352,6 +356,31 @@ class _InputGrads:
     def result(self) -> list[Tensor | None]:
         """One per input; None where nothing arrived."""
         return self._grads
+
+
+def _hidden_tensors(leaf: Any) -> list[Tensor]:
+    """Tensors in the attributes of an object: neither split nor joined nor cut off."""
+    if leaf is None or isinstance(leaf, Tensor | type):
+        return []
+    held = list(getattr(leaf, "__dict__", {}).values())
+    if is_dataclass(leaf):  # which may have slots
+        held += [getattr(leaf, field.name, None) for field in fields(leaf)]
+    return [each for each in held if isinstance(each, Tensor)]
+
+
+def _hides_tensors(unit_fqn: str, verb: str, leaf: Any) -> str:
+    return (
+        f"unit {unit_fqn!r} {verb} a {type(leaf).__name__}, whose tensors HetFSDP cannot see. "
+        "Use tuples or dicts, or register the class with torch.export.register_dataclass."
+    )
+
+
+def _writes_on_input(unit_fqn: str) -> str:
+    return (
+        f"unit {unit_fqn!r} writes in place on its input, which all its microbatches and its "
+        f"recomputation share. Make that operation out of place (inplace=False), or choose "
+        f"units that begin before it."
+    )
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

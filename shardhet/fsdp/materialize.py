@@ -63,12 +63,17 @@ def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.full(tensor.shape, mark, dtype=tensor.dtype, device=device)
 
 
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
 def _check_filled(module: nn.Module, unit_fqn: str) -> None:
     tensors = {**module._parameters, **module._buffers}
     unfilled = [
         name
         for name, tensor in tensors.items()
-        if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any())
+        # Still on meta: a parameter that the root shares, and fills after all units.
+        if tensor is not None and not tensor.is_meta and _has_nan(tensor)
     ]
     if unfilled:
         raise ValueError(

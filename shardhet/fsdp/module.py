@@ -126,7 +126,6 @@ class HetFSDP(nn.Module):
             control=members.control,
             lifeline=self._lifeline,
             seed=seed,
-            input_dtype=param_dtype,
             unbatched=frozenset(unbatched),
             buffers=list(module.buffers()),
         )
@@ -163,16 +162,17 @@ class HetFSDP(nn.Module):
         has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
         finite; the model may be used again after that.
         """
-        if not self._runtime.awaits_backward:
-            raise RuntimeError(
-                "model.backward: there was no model(...) with gradients enabled since the last "
-                "one. Call the model first."
-            )
         with self._lifeline.guard():
+            if not self._runtime.awaits_backward:
+                raise RuntimeError(
+                    "model.backward: there was no model(...) with gradients enabled since the "
+                    "last one. Call the model first."
+                )
             rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
             # Divided before backward, by the tokens of all ranks; a tensor, so that an
             # accelerator is not waited for.
-            seed_grad = rows[:, 1].sum().clamp(min=1).reciprocal().to(loss_sum.dtype)
+            total = rows[:, 1].sum()
+            seed_grad = torch.where(total == 0, 1.0, total).reciprocal().to(loss_sum.dtype)
 
             def run_autograd() -> None:
                 if loss_sum.requires_grad:

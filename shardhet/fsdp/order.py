@@ -60,8 +60,11 @@ class VisitOrder:
         """While finding: whether the unit stays unsharded although another one is visited."""
         return unit == following or self._keeps_unsharded
 
-    def expect(self, place: int, unit: int, needs_backward: bool) -> None:
-        """Raise ``RuntimeError`` unless the schedule has this visit at this place."""
+    def expect(self, place: int, unit: int, needs_backward: bool) -> bool:
+        """Whether the visit that the schedule has at this place needs a backward.
+
+        Raises ``RuntimeError`` if it has another one, or one without the backward needed.
+        """
         assert self.schedule is not None
         turns = self.schedule.turns[: self.schedule.num_forward]
         expected = turns[place].unit if place < len(turns) else END_OF_FORWARD
@@ -72,12 +75,13 @@ class VisitOrder:
                 "the units in the same order at every step."
             )
         backward = self.schedule.turns[len(turns) :]
-        if self._has_gradients and needs_backward != any(t.segment == place for t in backward):
+        has_backward = any(turn.segment == place for turn in backward)
+        if needs_backward and not has_backward:
             raise RuntimeError(
-                f"model(...): unit {self._name(unit)!r} "
-                f"{'needs' if needs_backward else 'does not need'} a backward now, unlike when "
-                f"the order was found. Freeze and unfreeze parameters before HetFSDP."
+                f"model(...): unit {self._name(unit)!r} needs a backward now, unlike when the "
+                "order was found. Freeze and unfreeze parameters before HetFSDP."
             )
+        return has_backward
 
     def end_visits(self, place: int) -> None:
         """A computing rank has left the module's forward.  Collective while finding."""
@@ -106,15 +110,17 @@ class VisitOrder:
 
     def _agree(self, unit: int, needs_backward: bool) -> Segment:
         rows = self._control.exchange([unit, needs_backward])
-        visits = {Segment(int(u), bool(b)) for u, b in rows if int(u) != NOT_VISITING}
-        if len(visits) > 1:
+        visited = {int(u) for u, _ in rows if int(u) != NOT_VISITING}
+        if len(visited) > 1:
             names = [self._name(int(u)) for u, _ in rows]
             raise RuntimeError(
                 f"model(...): ranks visit different units at place {len(self.found)} of "
                 f"forward: {names} in plan order. The order of units must not depend on the "
                 "samples."
             )
-        return visits.pop()
+        # A rank that recomputes cannot tell which outputs of the unit before need a gradient
+        # and takes all of them to; what one rank holds to need a backward has one on all.
+        return Segment(visited.pop(), any(bool(needs) for _, needs in rows))
 
     def _name(self, unit: int) -> str:
         names = {NOT_VISITING: "(no samples)", END_OF_FORWARD: "(end of forward)"}

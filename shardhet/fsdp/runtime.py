@@ -57,7 +57,6 @@ class Runtime:
         control: Channel,
         lifeline: Lifeline,
         seed: int,
-        input_dtype: torch.dtype | None,
         unbatched: frozenset[str],
         buffers: Sequence[Tensor],
     ) -> None:
@@ -71,7 +70,6 @@ class Runtime:
         self._control = control
         self._lifeline = lifeline
         self._random = RandomStates(seed, comm.device)
-        self._input_dtype = input_dtype
         self._unbatched = unbatched
         self._buffers = tuple(buffers)
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
@@ -156,10 +154,11 @@ class Runtime:
         """A call of one of the unit's modules: what its intercepted forward does."""
         unit = self.units[unit_index]
         if self.batch is None or not self.batch.num_samples:
-            raise RuntimeError(
-                f"unit {unit.fqn!r} was called outside of HetFSDP's forward. Call the HetFSDP "
-                f"model, not the module inside it."
-            )
+            with self._lifeline.guard():  # outside of model(...) nobody else tells peers
+                raise RuntimeError(
+                    f"unit {unit.fqn!r} was called outside of HetFSDP's forward. Call the "
+                    f"HetFSDP model, not the module inside it."
+                )
         needs_backward = torch.is_grad_enabled() and (
             unit.is_trainable or _any_requires_grad((args, kwargs))
         )
@@ -167,9 +166,11 @@ class Runtime:
         self._calls_by_unit[unit_index] = call + 1
         segment = self._cursor
         if self._order.schedule is None:
-            self._adopt(self._order.find(unit_index, needs_backward))
+            found = self._order.find(unit_index, needs_backward)
+            needs_backward = found.needs_backward
+            self._adopt(found)
         else:
-            self._order.expect(segment, unit_index, needs_backward)
+            needs_backward = self._order.expect(segment, unit_index, needs_backward)
             self._begin_turn()
         whole = self._passed_whole(module, args, kwargs)
         visit = self._make_visit(unit, module, call, segment, whole)
@@ -207,7 +208,6 @@ class Runtime:
             recomputes=self._rank_plan.recomputes(module.fqn),
             unbatched_addresses=passed_whole,
             param_addresses=frozenset(flat.unsharded_address for flat in unit.flats),
-            input_dtype=self._input_dtype,
             device_type=self._comm.device.type,
             random_state=partial(self._random.around, is_training),
             seed_microbatch=self._seeder(unit.fqn, call, is_training),

@@ -1,0 +1,58 @@
+"""One step under any plan is the step that one process would take on the whole batch."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.parity import Result, check_covered_once, check_parity, draw_case
+from tests.worlds import run_ranks
+
+CASES_PER_BLOCK = 10
+NUM_BLOCKS_BY_WORLD_SIZE = {1: 5, 2: 12, 3: 9, 4: 6}
+BLOCKS = [
+    (world_size, block)
+    for world_size, num_blocks in NUM_BLOCKS_BY_WORLD_SIZE.items()
+    for block in range(num_blocks)
+]
+
+
+def _run_block(rank: int, world_size: int, block: int) -> list[Result]:
+    """All cases of a block; a failure says which one it was."""
+    results = []
+    for i in range(CASES_PER_BLOCK):
+        case = draw_case(block * CASES_PER_BLOCK + i, world_size=world_size)
+        try:
+            result = check_parity(rank, case.problem, case.plan, case.course)
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+        results.append(Result(result.rows, result.shapes, bits=[]))
+        gc.collect(1)
+    return results
+
+
+@pytest.mark.parametrize("world_size, block", BLOCKS)
+def test_a_step_is_the_step_of_one_process(world_size: int, block: int) -> None:
+    results_by_rank = run_ranks(_run_block, world_size, world_size, block)
+    for results in zip(*results_by_rank, strict=True):
+        check_covered_once(results)
+
+
+def _run_twice(rank: int, world_size: int, seed: int) -> None:
+    case = draw_case(seed, world_size=world_size)
+    try:
+        first = check_parity(rank, case.problem, case.plan, case.course)
+        again = check_parity(rank, case.problem, case.plan, case.course)
+    except Exception as error:
+        error.add_note(str(case))
+        raise
+    assert len(first.bits) == len(again.bits)
+    for one, other in zip(first.bits, again.bits, strict=True):
+        assert torch.equal(one, other), str(case)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [1000, 1001, 1002])
+def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) -> None:
+    run_ranks(_run_twice, world_size, world_size, seed)
