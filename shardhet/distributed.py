@@ -20,6 +20,7 @@ from shardhet.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
+COLLECTIVE_CALLS = ("model(...)", "model.backward", "clip_grad_norm_", "state_dict")
 
 
 class LostPeerError(RuntimeError):
@@ -51,6 +52,21 @@ class Channel:
             torch.tensor(values, dtype=torch.float64)
         ).tolist()
         return rows
+
+    def enter(self, call: str, values: Sequence[float] = ()) -> list[list[float]]:
+        """Every process's ``values`` (at most three), once all have entered the same call.
+
+        Raises ``RuntimeError`` on all of them where they have not.
+        """
+        row = [float(COLLECTIVE_CALLS.index(call)), *values, 0.0, 0.0, 0.0]
+        rows = self.exchange(row[:4])
+        names = [COLLECTIVE_CALLS[int(row[0])] for row in rows]
+        if len(set(names)) > 1:
+            raise RuntimeError(
+                f"ranks are in different calls: {names} in plan order. Each of these is a call "
+                f"that all ranks make together; make them in the same order on every rank."
+            )
+        return [row[1 : 1 + len(values)] for row in rows]
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Every process's ``row``, [n], stacked by position to [world_size, n]."""
@@ -215,13 +231,25 @@ class Lifeline:
             name
             for position, name in enumerate(self._names)
             if not store.check([f"shardhet_signed_off_{position}"])
+            and not self._is_known_to_run(position)
         ]
         if not silent:
-            return f"All ranks lost each other in {self.doing}: {error}. Check the network."
+            return f"The ranks lost each other in {self.doing}: {error}. Check the network."
         return (
-            f"{', '.join(silent)} ended without a message while this rank was in {self.doing}. "
-            f"Look at its exit code and log: killed, out of memory, or cut off."
+            f"{', '.join(silent)} ended without a message while this rank was in "
+            f"{self.doing}. Look at its exit code and log: killed, out of memory, or cut off."
         )
+
+    def _is_known_to_run(self, position: int) -> bool:
+        """Whether the rank is a living process of this host, busy with something else."""
+        host, pid = json.loads(self._store.get(f"shardhet_process_{position}"))
+        if host != socket.gethostname():
+            return False
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] not in "ZX"  # neither zombie nor dead
 
     @property
     def _store(self) -> Any:  # a rendezvous store; torch does not export its type
@@ -338,8 +366,8 @@ def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
         ranks = [channel.rank_by_position[i] for i in odd]
         shown = _first_difference(usual, values[odd[0]])
         raise ValueError(
-            f"{what}: not the same on all ranks. Ranks {ranks} have {shown[1]} where the others "
-            f"have {shown[0]}. Give every rank the same {what}."
+            f"{what}: not the same on all ranks. Ranks {ranks} have {shown[1]} where the "
+            f"others have {shown[0]}. Give every rank the same {what}."
         )
 
 

@@ -162,7 +162,7 @@ def test_every_rank_is_told_which_one_differs_and_where(odd: int) -> None:
     values[odd] = {"layers": list(range(200)), "width": 256}
     messages = run_ranks(disagree, 4, (3, 1, 0, 2), values)
     assert len(set(messages)) == 1
-    assert f"plan differs between ranks: ranks [{odd}] have" in messages[0]
+    assert f"plan: not the same on all ranks. Ranks [{odd}] have" in messages[0]
     assert '"width": 256' in messages[0]
     assert '"width": 512' in messages[0]
     assert "Give every rank the same plan." in messages[0]
@@ -288,7 +288,6 @@ def die_while_one_computes(rank: int) -> None:
         wait_for(2)
 
 
-@pytest.mark.xfail(reason="whoever has not signed off in time is taken for dead")
 def test_a_rank_that_is_busy_is_not_taken_for_dead() -> None:
     outcomes = run_ranks_expecting_failure(die_while_one_computes, 3)
     for outcome in outcomes[:2]:

@@ -85,6 +85,9 @@ class FlatTensor:
             nn.Parameter(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
             for i in range(len(slots))
         ]
+        if self.is_trainable:
+            for slot, param in zip(slots, self.sharded_params, strict=True):
+                param.register_post_accumulate_grad_hook(partial(_refuse_grad, slot.fqn))
 
         self._is_whole = own_numel == layout.numel  # this rank stores all of it
         self._is_shard_itself = self._is_whole and self.param_dtype == orig_dtype
@@ -298,3 +301,12 @@ class FlatTensor:
         self._grad_views = []
         self._reduced = None
         self.has_grad = [False] * len(self.slots)
+
+
+def _refuse_grad(fqn: str, sharded_param: Tensor) -> None:
+    # Autograd never reaches the shards, unless a module's parameter is used without calling it.
+    sharded_param.grad = None
+    raise RuntimeError(
+        f"{fqn} is used outside of the forward of its unit, where this rank sees only its own "
+        f"rows. Use it inside, or make the module that uses it a unit: HetFSDP(units=[...])."
+    )

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.cluster import DeviceSpec
 from shardhet.distributed import Members
+from shardhet.fsdp.batching import BatchRule, first_length
 from shardhet.fsdp.build import Precision, build_units, planned_units
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.observer import Observer
@@ -59,6 +60,7 @@ class HetFSDP(nn.Module):
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         loss_fn: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        batched: Sequence[str] = (),
         unbatched: Sequence[str] = (),
         seed: int = 0,
         device_spec: DeviceSpec | None = None,
@@ -77,8 +79,10 @@ class HetFSDP(nn.Module):
             loss_fn: for models that return logits.  It is applied to the output of the last
                 unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
                 ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.
-            unbatched: names of parameters of units' forwards that are never split, needed only
-                where another tensor's dim 0 happens to equal the rank's batch.
+            batched: names of parameters of units' forwards that have one row per sample
+                although they were not computed from the model's inputs.
+            unbatched: names of those that are never split, needed only where dim 0 of such a
+                tensor happens to equal the rank's batch.
             seed: of dropout and of meta initialisation.
             device_spec: what this rank announces itself as; None asks the driver.
             init_fn: initialises what was on the meta device, module by module; None is each
@@ -92,10 +96,10 @@ class HetFSDP(nn.Module):
         device = device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
         self._lifeline = members.lifeline
-        self._lifeline.doing = "wrapping the model"
+        self._control = members.control
         self._comm = CommContext(device, members.gather, members.reduce)
         fqns = [fqn for fqn, _ in module.named_parameters()]
-        with self._lifeline.guard():
+        with self._lifeline.guard("wrapping the model"):
             *built, root = build_units(
                 module,
                 find_units(module, units, keeps_last=loss_fn is not None),
@@ -126,8 +130,9 @@ class HetFSDP(nn.Module):
             control=members.control,
             lifeline=self._lifeline,
             seed=seed,
-            unbatched=frozenset(unbatched),
-            buffers=list(module.buffers()),
+            batch_rule=BatchRule(
+                batched=batched, unbatched=unbatched, buffers=list(module.buffers())
+            ),
         )
         self._intercept()
 
@@ -140,14 +145,14 @@ class HetFSDP(nn.Module):
         tensor or a tuple) go to ``loss_fn``.
         """
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
-        num_samples = _num_samples((args, kwargs))
-        with self._lifeline.guard():
+        inputs = (args, kwargs, loss_inputs)
+        with self._lifeline.guard("model(...)"):
             self._loss_inputs = loss_inputs
             output = self._runtime.forward(
-                lambda: self.module(*args, **kwargs), num_samples, self.module.training
+                lambda: self.module(*args, **kwargs), inputs, self.module.training
             )
             self._loss_inputs = ()
-        if num_samples == 0:
+        if first_length(inputs) == 0:
             zero = torch.zeros((), device=self._comm.device)
             return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
         self._warn_of_large_output(output)
@@ -162,12 +167,13 @@ class HetFSDP(nn.Module):
         has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
         finite; the model may be used again after that.
         """
-        with self._lifeline.guard():
+        with self._lifeline.guard("model.backward"):
             if not self._runtime.awaits_backward:
                 raise RuntimeError(
                     "model.backward: there was no model(...) with gradients enabled since the "
                     "last one. Call the model first."
                 )
+            self._control.enter("model.backward")
             rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
             # Divided before backward, by the tokens of all ranks; a tensor, so that an
             # accelerator is not waited for.
@@ -221,11 +227,14 @@ class HetFSDP(nn.Module):
         if grads:
             norms = torch.stack(torch._foreach_norm(grads, 2.0))
             total += norms.double().square().sum()
-        with self._lifeline.guard():
+        with self._lifeline.guard("clip_grad_norm_"):
+            self._control.enter("clip_grad_norm_")
             total_norm = self._comm.reduce_channel.gather_rows(total).sum().sqrt()
         scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
         if grads:
-            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+            for dtype in {grad.dtype for grad in grads}:
+                same = [grad for grad in grads if grad.dtype == dtype]
+                torch._foreach_mul_(same, scale.to(dtype))
         return total_norm
 
     @property
@@ -261,14 +270,15 @@ class HetFSDP(nn.Module):
         """Whole tensors under the model's own names on rank zero, {} elsewhere.  Collective."""
         if args or kwargs:
             raise TypeError("HetFSDP.state_dict takes no arguments. Drop them.")
-        with self._lifeline.guard():
+        with self._lifeline.guard("state_dict"):
+            self._control.enter("state_dict")
             return gather_state_dict(self._flats, self.module, self._comm)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take this rank's rows out of whole tensors, which every rank passes."""
         if args or kwargs:
             raise TypeError("HetFSDP.load_state_dict takes one state dict. Drop the rest.")
-        with self._lifeline.guard():
+        with self._lifeline.guard("load_state_dict"):
             load_state_dict(self._flats, self.module, state_dict)
 
     def sharded_state_dict(self) -> dict[str, RowBox]:
@@ -346,11 +356,3 @@ def _device_of(module: nn.Module) -> torch.device:
             "device."
         )
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _num_samples(tree: Any) -> int:
-    """Dim 0 of the first tensor; 0 where there is none."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return 0

@@ -6,9 +6,9 @@ without samples the turn is only that.  On a computing rank the same happens in 
 a unit that autograd passed by, because nothing that it returned was used.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardhet.distributed import Channel, Lifeline
+from shardhet.fsdp.batching import BatchRule, first_length
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.observer import Activity, Observers
@@ -57,8 +58,7 @@ class Runtime:
         control: Channel,
         lifeline: Lifeline,
         seed: int,
-        unbatched: frozenset[str],
-        buffers: Sequence[Tensor],
+        batch_rule: BatchRule,
     ) -> None:
         self.units = tuple(units)
         self.root = root  # what no unit owns; unsharded for the whole step
@@ -70,8 +70,7 @@ class Runtime:
         self._control = control
         self._lifeline = lifeline
         self._random = RandomStates(seed, comm.device)
-        self._unbatched = unbatched
-        self._buffers = tuple(buffers)
+        self._batch_rule = batch_rule
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
         self._order = VisitOrder(
             [unit.fqn for unit in units],
@@ -90,10 +89,12 @@ class Runtime:
 
     # Forward #
 
-    def forward(
-        self, run_module: Callable[[], Any], num_samples: int, is_training: bool
-    ) -> Any:
-        """The module's output, or None on a rank without samples.  Collective."""
+    def forward(self, run_module: Callable[[], Any], inputs: Any, is_training: bool) -> Any:
+        """The module's output, or None on a rank without samples.  Collective.
+
+        ``inputs`` are what ``run_module`` computes on; dim 0 of the first tensor is the batch.
+        """
+        num_samples = first_length(inputs)
         self.abandon()
         self._agree_on_batch(num_samples)
         assert self.batch is not None
@@ -109,7 +110,7 @@ class Runtime:
         self._take_in(self.root)
         output = None
         if self.batch.num_samples:
-            with self._random.around(is_training):
+            with self._random.around(is_training), self._following(inputs):
                 self._random.seed("", 0, self.step, self.batch.first_sample, is_training)
                 output = run_module()
             self._order.end_visits(self._cursor)
@@ -118,10 +119,17 @@ class Runtime:
         self._end_forward()
         return output
 
+    def _following(self, inputs: Any) -> AbstractContextManager[Any]:
+        assert self.batch is not None
+        self._batch_rule.end()
+        is_worth_it = self._order.schedule is None and len(self.batch.microbatch_sizes) > 1
+        num_samples = self.batch.num_samples
+        return self._batch_rule.follow(inputs, num_samples) if is_worth_it else nullcontext()
+
     def _agree_on_batch(self, num_samples: int) -> None:
         mine = [num_samples, torch.is_grad_enabled(), self.step]
         with self.observers.watch("", Activity.AGREE):
-            rows = self._control.exchange(mine)
+            rows = self._control.enter("model(...)", mine)
         for name, column in (("gradients enabled", 1), ("the number of finished steps", 2)):
             values = [row[column] for row in rows]
             if len(set(values)) > 1:
@@ -172,23 +180,15 @@ class Runtime:
         else:
             needs_backward = self._order.expect(segment, unit_index, needs_backward)
             self._begin_turn()
-        whole = self._passed_whole(module, args, kwargs)
+        whole = self._batch_rule.passed_whole(
+            unit.fqn, module.forward, self.batch.num_samples, (args, kwargs)
+        )
         visit = self._make_visit(unit, module, call, segment, whole)
-        output = run_visit(visit, self._anchor if needs_backward else None, args, kwargs)
+        with self._batch_rule.visit():
+            output = run_visit(visit, self._anchor if needs_backward else None, args, kwargs)
+        self._batch_rule.end_visit(output)
         self._end_turn()
         return output
-
-    def _passed_whole(
-        self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> frozenset[int]:
-        """Addresses of tensors that are not to be split: buffers, and arguments named so."""
-        tensors = list(self._buffers)
-        if self._unbatched:
-            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-            for name in self._unbatched & arguments.keys():
-                leaves = tree_leaves(arguments[name])
-                tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return frozenset(t.untyped_storage().data_ptr() for t in tensors)
 
     def _make_visit(
         self,
@@ -249,7 +249,6 @@ class Runtime:
             self.root.reshard()
             self._comm.wait_all_sent()
             self.batch = None
-        self._lifeline.doing = "the program around HetFSDP"
 
     # Turns #
 
@@ -288,6 +287,7 @@ class Runtime:
                 unit.reshard()
             if turn.reduces:
                 self._reduce(unit)
+            self._lifeline.doing = f"{turn.phase.value} outside of units"
         self._cursor += 1
 
     def _reduce(self, unit: FSDPUnit) -> None:
@@ -327,7 +327,6 @@ class Runtime:
         self.root.reshard()
         self._comm.wait_all_sent()
         self.batch = None
-        self._lifeline.doing = "the program around HetFSDP"
 
     def _enter_backward(self, segment: int, step: int) -> None:
         """Autograd has reached a visit; turns before it have been passed by."""
