@@ -171,7 +171,7 @@ def test_every_rank_is_told_which_one_differs_and_where(odd: int) -> None:
 
 def test_all_ranks_that_differ_from_the_majority_are_named() -> None:
     messages = run_ranks(disagree, 4, (0, 1, 2, 3), [1, 2, 1, 3])
-    assert "ranks [1, 3] have" in messages[0]
+    assert "Ranks [1, 3] have" in messages[0]
 
 
 # Communicators
