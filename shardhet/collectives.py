@@ -5,61 +5,25 @@ Only *receivers* (the ranks that compute) get a gathered tensor, and only *contr
 give a gradient; a rank that only stores never holds more than its shard.  Nothing is padded
 and nothing is copied but a rank's own part.
 
-Which algorithm runs is decided in one place, ``_ALGORITHMS``.  For gloo on CPU it was
-measured (``experiments/01_uneven_collectives``): point-to-point messages between all pairs
-beat gloo's own collectives, run on its transport thread while the caller computes, and let
-ranks stay out.  The others have not been compared on more than one machine.
+Which algorithm runs is decided in one place, ``_algorithms``.  For gloo on CPU it was
+measured (``experiments/01_uneven_collectives``): processes of one host read each other's
+memory (``host_memory``); between hosts, point-to-point messages between all pairs beat
+gloo's own collectives, run on its transport thread while the caller computes, and let ranks
+stay out.  The others have not been compared.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.distributed import Channel, LostPeerError
+from shardhet import host_memory
+from shardhet.distributed import Channel
+from shardhet.messages import Messages, Pending, pieces_of
 
 T = TypeVar("T")
-
-
-class Pending:
-    """A collective in flight, and the tensors it reads and writes.
-
-    ``wait`` ends when this rank's result is there; ``wait_sent`` when the peers have taken
-    what this rank sends, so that its input may be overwritten.  On an accelerator both make
-    the current stream wait, not the host (gloo excepted).
-    """
-
-    def __init__(
-        self,
-        *,
-        receiving: Sequence[dist.Work] = (),
-        sending: Sequence[dist.Work] = (),
-        finish: Callable[[], None] | None = None,
-        tensors: Sequence[Tensor] = (),
-    ) -> None:
-        self._receiving = list(receiving)
-        self._sending = list(sending)
-        self._finish = finish
-        self._tensors = list(tensors)  # kept alive while the transport uses them
-
-    def wait(self) -> None:
-        """Until the output of this rank is complete."""
-        _wait_all(self._receiving)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def wait_sent(self) -> None:
-        """Until nothing reads this rank's input any more."""
-        _wait_all(self._sending)
-        self._tensors.clear()
-
-    def is_sent(self) -> bool:
-        """Whether ``wait_sent`` would return at once."""
-        return all(work.is_completed() for work in self._sending)
 
 
 def all_gather_uneven(
@@ -75,7 +39,8 @@ def all_gather_uneven(
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
     _check_splits(shard, output, split_numels, channel)
-    return _algorithms(channel, shard).gather(output, shard, split_numels, channel, receivers)
+    algorithm = _algorithms(channel, shard, sum(split_numels)).gather
+    return algorithm(output, shard, split_numels, channel, receivers)
 
 
 def reduce_scatter_uneven(
@@ -93,7 +58,7 @@ def reduce_scatter_uneven(
     themselves: as far as they promise it).  ``full`` is read until ``wait_sent`` returns.
     """
     _check_splits(output, full, split_numels, channel)
-    algorithm = _algorithms(channel, output).reduce
+    algorithm = _algorithms(channel, output, sum(split_numels)).reduce
     return algorithm(output, full, split_numels, channel, contributors, scratch)
 
 
@@ -141,16 +106,16 @@ def _gather_by_send_recv(
     channel: Channel,
     receivers: Sequence[int],
 ) -> Pending:
-    messages = _Messages(channel)
+    messages = Messages(channel)
     if output is not None:
-        for position, piece in enumerate(_pieces(output, split_numels)):
+        for position, piece in enumerate(pieces_of(output, split_numels)):
             messages.receive(piece, position)
     for position in receivers:
         messages.send(shard, position)
     pending = messages.post()
     if output is not None:
         # After posting: the peers' shards arrive meanwhile.
-        own = _pieces(output, split_numels)[channel.position]
+        own = pieces_of(output, split_numels)[channel.position]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
     return pending
@@ -166,7 +131,7 @@ def _reduce_by_send_recv(
 ) -> Pending:
     # The first part to arrive from elsewhere lands in the output, the others in scratch;
     # this rank's own is read where it lies.
-    messages = _Messages(channel)
+    messages = Messages(channel)
     others = [i for i in contributors if i != channel.position] if output.numel() else []
     buffers = [
         scratch.lend(output.numel(), dtype=output.dtype, device=output.device)
@@ -176,7 +141,7 @@ def _reduce_by_send_recv(
     for position, part in part_by_position.items():
         messages.receive(part, position)
     if full is not None:
-        pieces = _pieces(full, split_numels)
+        pieces = pieces_of(full, split_numels)
         part_by_position[channel.position] = pieces[channel.position]
         for position, piece in enumerate(pieces):
             messages.send(piece, position)
@@ -202,49 +167,6 @@ def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
             output.add_(part)
 
 
-class _Messages:
-    """Point-to-point messages to be posted together; never empty ones or to oneself."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._receives: list[dist.P2POp] = []
-        self._sends: list[tuple[int, dist.P2POp]] = []
-
-    def receive(self, tensor: Tensor, position: int) -> None:
-        if tensor.numel() and position != self._channel.position:
-            self._receives.append(self._op(dist.irecv, tensor, position))
-
-    def send(self, tensor: Tensor, position: int) -> None:
-        if tensor.numel() and position != self._channel.position:
-            # Each rank starts with its neighbour, so that no receiver is everybody's first.
-            distance = (position - self._channel.position) % self._channel.world_size
-            self._sends.append((distance, self._op(dist.isend, tensor, position)))
-
-    def _op(
-        self, op: Callable[..., dist.Work | None], tensor: Tensor, position: int
-    ) -> dist.P2POp:
-        peer = self._channel.rank_by_position[position]
-        return dist.P2POp(op, tensor, group=self._channel.group, group_peer=peer)
-
-    def post(self, *, finish: Callable[[], None] | None = None) -> Pending:
-        sends = [op for _, op in sorted(self._sends, key=lambda entry: entry[0])]
-        ops = [*self._receives, *sends]
-        works: list[dist.Work] = []
-        if ops:
-            try:
-                works = dist.batch_isend_irecv(ops)
-            except RuntimeError as error:
-                raise LostPeerError(str(error)) from error
-        is_one_each = len(works) == len(ops)  # NCCL gives one for the whole group
-        num_receives = len(self._receives)
-        return Pending(
-            receiving=works[:num_receives] if is_one_each else works,
-            sending=works[num_receives:] if is_one_each else works,
-            finish=finish,
-            tensors=[op.tensor for op in ops],
-        )
-
-
 def _gather_by_list(
     output: Tensor | None,
     shard: Tensor,
@@ -255,7 +177,7 @@ def _gather_by_list(
     """NCCL turns a list of unequal tensors into one group of broadcasts."""
     if output is None or len(receivers) < channel.world_size or 0 in split_numels:
         return _gather_by_send_recv(output, shard, split_numels, channel, receivers)
-    pieces = _in_rank_order(_pieces(output, split_numels), channel)
+    pieces = _in_rank_order(pieces_of(output, split_numels), channel)
     work = dist.all_gather(pieces, shard, group=channel.group, async_op=True)
     return Pending(receiving=[work], sending=[work], tensors=[output, shard])
 
@@ -271,7 +193,7 @@ def _reduce_by_list(
     """NCCL turns a list of unequal tensors into one group of reductions."""
     if full is None or len(contributors) < channel.world_size or 0 in split_numels:
         return _reduce_by_send_recv(output, full, split_numels, channel, contributors, scratch)
-    pieces = _in_rank_order(_pieces(full, split_numels), channel)
+    pieces = _in_rank_order(pieces_of(full, split_numels), channel)
     work = dist.reduce_scatter(output, pieces, group=channel.group, async_op=True)
     return Pending(receiving=[work], sending=[work], tensors=[output, full])
 
@@ -306,7 +228,7 @@ def _reduce_by_all_to_all(
     scratch: BufferPool,
 ) -> Pending:
     """For gloo with CUDA tensors, which has no point-to-point messages."""
-    pieces = [output] * channel.world_size if full is None else _pieces(full, split_numels)
+    pieces = [output] * channel.world_size if full is None else pieces_of(full, split_numels)
     counts_in = [0] * channel.world_size if full is None else list(split_numels)
     counts_out = [output.numel() * (i in contributors) for i in range(channel.world_size)]
     received, work = _exchange_pieces(pieces, counts_in, counts_out, channel)
@@ -352,6 +274,18 @@ class _Algorithms(NamedTuple):
     ]
 
 
+def _reduce_by_host_memory(
+    output: Tensor,
+    full: Tensor | None,
+    split_numels: Sequence[int],
+    channel: Channel,
+    contributors: Sequence[int],
+    _scratch: BufferPool,
+) -> Pending:
+    return host_memory.reduce(output, full, split_numels, channel, contributors)
+
+
+_HOST_MEMORY = _Algorithms(host_memory.gather, _reduce_by_host_memory)
 _SEND_RECV = _Algorithms(_gather_by_send_recv, _reduce_by_send_recv)
 _ALGORITHMS = {
     ("gloo", "cpu"): _SEND_RECV,
@@ -360,9 +294,11 @@ _ALGORITHMS = {
 }
 
 
-def _algorithms(channel: Channel, tensor: Tensor) -> _Algorithms:
+def _algorithms(channel: Channel, tensor: Tensor, numel: int) -> _Algorithms:
     if channel.group is None:
         return _SEND_RECV  # with nobody to send to
+    if host_memory.is_worth_it(channel, numel * tensor.element_size(), tensor.device):
+        return _HOST_MEMORY
     backend = channel.group._get_backend(tensor.device).name()
     key = (backend, tensor.device.type)
     if key not in _ALGORITHMS:
@@ -371,20 +307,6 @@ def _algorithms(channel: Channel, tensor: Tensor) -> _Algorithms:
             f"{sorted(_ALGORITHMS)}. Initialise the process group with one of these backends."
         )
     return _ALGORITHMS[key]
-
-
-def _pieces(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
-    stops = accumulate(split_numels)
-    return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
-
-
-def _wait_all(works: list[dist.Work]) -> None:
-    try:
-        while works:
-            works[-1].wait()
-            works.pop()
-    except RuntimeError as error:
-        raise LostPeerError(str(error)) from error
 
 
 def _check_splits(

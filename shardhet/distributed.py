@@ -37,6 +37,7 @@ class Channel:
     group: dist.ProcessGroup | None
     rank_by_position: tuple[int, ...]  # ranks within ``group``
     position: int  # this process's own
+    pids: tuple[int, ...] | None = None  # by position, if each may read the others' memory
 
     @property
     def world_size(self) -> int:

@@ -7,7 +7,8 @@ PYTHONPATH=. python experiments/01_uneven_collectives/run.py --quick    under a 
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from experiments.common import (
 )
 from shardhet.collectives import BufferPool, all_gather_uneven, reduce_scatter_uneven
 from shardhet.distributed import Channel
+from shardhet.host_memory import find_readable_pids
 
 HERE = Path(__file__).parent
 UNEVEN_SHARES = (0.5, 0.25, 0.15, 0.1)
@@ -41,6 +43,7 @@ NUM_REPEATS = 30
 NUM_REPEATS_QUICK = 6
 BYTES_PER_ELEMENT = 4  # float32
 OURS_UNEVEN, OURS_EVEN, GLOO = "shardhet, uneven", "shardhet, even", "gloo's own, even"
+MESSAGES = "shardhet between hosts, uneven"  # what it does where memory cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,7 @@ def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
     gathers: list[tuple[str, candidates.GatherCandidate, list[int]]] = [
         (OURS_UNEVEN, our_gather, uneven),
         (OURS_EVEN, our_gather, even),
+        (MESSAGES, partial(our_gather, reads_memory=False), uneven),
         (GLOO, candidates.gloo_all_gather, even),
         ("broadcasts, uneven", candidates.broadcasts, uneven),
         ("all_to_all, uneven", candidates.all_to_all_gather, uneven),
@@ -156,6 +160,7 @@ def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
     reductions: list[tuple[str, candidates.ReduceCandidate, list[int]]] = [
         (OURS_UNEVEN, our_reduce, uneven),
         (OURS_EVEN, our_reduce, even),
+        (MESSAGES, partial(our_reduce, reads_memory=False), uneven),
         (GLOO, candidates.gloo_reduce_scatter, even),
         ("all_to_all + sum, uneven", candidates.all_to_all_reduce, uneven),
         ("list form, uneven", candidates.list_reduce_scatter, uneven),
@@ -169,9 +174,11 @@ def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
         yield Variant("reduce-scatter", name, run, output, expected)
 
 
-def our_gather(output: Tensor, shard: Tensor, split_numels: Sequence[int]) -> Run:
+def our_gather(
+    output: Tensor, shard: Tensor, split_numels: Sequence[int], *, reads_memory: bool = True
+) -> Run:
     """The library's, as HetFSDP calls it; ended when the shard may be overwritten, too."""
-    channel = everybody()
+    channel = everybody(reads_memory=reads_memory)
 
     def run() -> None:
         pending = all_gather_uneven(
@@ -183,9 +190,11 @@ def our_gather(output: Tensor, shard: Tensor, split_numels: Sequence[int]) -> Ru
     return run
 
 
-def our_reduce(output: Tensor, full: Tensor, split_numels: Sequence[int]) -> Run:
+def our_reduce(
+    output: Tensor, full: Tensor, split_numels: Sequence[int], *, reads_memory: bool = True
+) -> Run:
     """The library's, as HetFSDP calls it; ended when the input may be overwritten, too."""
-    channel, scratch = everybody(), BufferPool()
+    channel, scratch = everybody(reads_memory=reads_memory), BufferPool()
 
     def run() -> None:
         pending = reduce_scatter_uneven(
@@ -202,9 +211,12 @@ def our_reduce(output: Tensor, full: Tensor, split_numels: Sequence[int]) -> Run
     return run
 
 
-def everybody() -> Channel:
+def everybody(*, reads_memory: bool) -> Channel:
     """The default group in the order of its ranks."""
-    return Channel(dist.group.WORLD, tuple(range(WORLD_SIZE)), dist.get_rank())
+    channel = Channel(dist.group.WORLD, tuple(range(WORLD_SIZE)), dist.get_rank())
+    if not reads_memory:
+        return channel
+    return replace(channel, pids=find_readable_pids(channel, torch.device("cpu")))
 
 
 def split_by(shares: Sequence[float], total_numel: int) -> list[int]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from shardhet.collectives import BufferPool, Pending
+from shardhet.collectives import BufferPool
 from shardhet.distributed import Channel
+from shardhet.messages import Pending
 
 MAX_UNSENT_GATHERS = 4
 

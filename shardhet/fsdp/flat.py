@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardhet.collectives import Pending, all_gather_uneven, reduce_scatter_uneven
+from shardhet.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.fsdp.comm import CommContext
 from shardhet.layout import FlatLayout, Span
+from shardhet.messages import Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ class FlatTensor:
         self._gather: Pending | None = None
         self._unsharded_grad: Tensor | None = None  # [layout.numel]
         self._grad_views: list[Tensor] = []
+        self._whole_grads: dict[int, Tensor] = {}  # by parameter; of a rank that is alone
+        self._is_accumulating = False
         self.has_grad = [False] * len(slots)  # of this rank, since begin_backward
         self._reduction: Pending | None = None
         self._reduced: Tensor | None = None  # [own numel], reduce_dtype
@@ -199,34 +202,36 @@ class FlatTensor:
 
     def begin_backward(self) -> None:
         """Get ready to accumulate gradients of this rank's microbatches."""
-        if not self.is_trainable or self._unsharded_grad is not None:
+        if not self.is_trainable or self._is_accumulating:
             return
-        comm = self._comm
-        numel, dtype, device = self.layout.numel, self.reduce_dtype, comm.device
+        self._is_accumulating = True
+        self.has_grad = [False] * len(self.slots)
         if self._is_alone:
-            grad = torch.empty(numel, dtype=dtype, device=device)  # becomes the sharded grad
-        else:
-            grad = comm.buffers.lend(numel, dtype=dtype, device=device)
+            return  # what autograd makes is kept as it is
+        comm = self._comm
+        grad = comm.buffers.lend(self.layout.numel, dtype=self.reduce_dtype, device=comm.device)
         self._unsharded_grad = grad
         self._grad_views = [
             grad[span.start : span.stop].view(slot.shape)
             for slot, span in zip(self.slots, self.layout.param_spans, strict=True)
         ]
-        self.has_grad = [False] * len(self.slots)
 
     def _accumulate(self, index: int, param: Tensor) -> None:
         # Called by autograd right after it has set param.grad, while that is still in cache.
-        if not self._grad_views:
+        if not self._is_accumulating:
             raise RuntimeError(
                 f"{self.slots[index].fqn}: a gradient arrived outside of model.backward(). "
                 f"Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
             )
         assert param.grad is not None
-        if self.has_grad[index]:
-            self._grad_views[index].add_(param.grad)
-        else:
+        if not self.has_grad[index] and self._is_alone:
+            self._whole_grads[index] = param.grad.to(self.reduce_dtype)
+        elif not self.has_grad[index]:
             self._grad_views[index].copy_(param.grad)
-            self.has_grad[index] = True
+        else:
+            into = self._whole_grads if self._is_alone else self._grad_views
+            into[index].add_(param.grad)
+        self.has_grad[index] = True
         param.grad = None
 
     def reduce(self) -> None:
@@ -240,8 +245,8 @@ class FlatTensor:
                 if not has_grad:
                     view.zero_()
         self._grad_views = []
+        self._is_accumulating = False
         if self._is_alone:
-            self._reduced = grad
             return
         own_numel = self.layout.shard_numels[self._position]
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
@@ -275,10 +280,11 @@ class FlatTensor:
     def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
         """Give the shards their gradients, added to those there; None where no rank has one."""
         reduced, self._reduced = self._reduced, None
+        whole_grads, self._whole_grads = self._whole_grads, {}
         self.has_grad = [False] * len(self.slots)
-        if reduced is None:
+        if reduced is None and not whole_grads:
             return  # the unit is never visited
-        flat_grad = reduced.to(self.orig_dtype)
+        flat_grad = None if reduced is None else reduced.to(self.orig_dtype)
         for i, param in enumerate(self.sharded_params):
             if param.requires_grad != self.is_trainable:
                 raise RuntimeError(
@@ -287,7 +293,10 @@ class FlatTensor:
                 )
             if not has_grad[i]:
                 continue
-            grad = self._box(flat_grad, i)
+            if flat_grad is None:
+                grad = whole_grads[i].to(self.orig_dtype).view_as(param)
+            else:
+                grad = self._box(flat_grad, i)
             if param.grad is None:
                 param.grad = grad
             else:
@@ -299,6 +308,8 @@ class FlatTensor:
             self._comm.buffers.take_back(self._unsharded_grad)
         self._unsharded_grad = None
         self._grad_views = []
+        self._whole_grads = {}
+        self._is_accumulating = False
         self._reduced = None
         self.has_grad = [False] * len(self.slots)
 

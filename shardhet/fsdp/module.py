@@ -28,6 +28,7 @@ from shardhet.fsdp.state import (
 )
 from shardhet.fsdp.unit import UnitModule
 from shardhet.fsdp.wrapping import find_units
+from shardhet.host_memory import find_readable_pids
 from shardhet.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,11 @@ class HetFSDP(nn.Module):
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
         self._lifeline = members.lifeline
         self._control = members.control
-        self._comm = CommContext(device, members.gather, members.reduce)
+        with self._lifeline.guard("finding out who can read whose memory"):
+            pids = find_readable_pids(members.control, device)
+        self._comm = CommContext(
+            device, replace(members.gather, pids=pids), replace(members.reduce, pids=pids)
+        )
         fqns = [fqn for fqn, _ in module.named_parameters()]
         with self._lifeline.guard("wrapping the model"):
             *built, root = build_units(

@@ -1,0 +1,120 @@
+"""Point-to-point messages between positions of a channel, and what is in flight."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardhet.distributed import Channel, LostPeerError
+
+
+class Work(Protocol):
+    """Something that another thread, process or stream is doing."""
+
+    def wait(self) -> object:
+        """Until it is done; raises what went wrong."""
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+
+class Pending:
+    """A collective in flight, and the tensors it reads and writes.
+
+    ``wait`` ends when this rank's result is there; ``wait_sent`` when the peers have taken
+    what this rank sends, so that its input may be overwritten.  On an accelerator both make
+    the current stream wait, not the host (gloo excepted).
+    """
+
+    def __init__(
+        self,
+        *,
+        receiving: Sequence[Work] = (),
+        sending: Sequence[Work] = (),
+        finish: Callable[[], None] | None = None,
+        tensors: Sequence[Tensor] = (),
+    ) -> None:
+        self._receiving = list(receiving)
+        self._sending = list(sending)
+        self._finish = finish
+        self._tensors = list(tensors)  # kept alive while the transport uses them
+
+    def wait(self) -> None:
+        """Until the output of this rank is complete."""
+        wait_all(self._receiving)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def wait_sent(self) -> None:
+        """Until nothing reads this rank's input any more."""
+        wait_all(self._sending)
+        self._tensors.clear()
+
+    def is_sent(self) -> bool:
+        """Whether ``wait_sent`` would return at once."""
+        return all(work.is_completed() for work in self._sending)
+
+
+class Messages:
+    """Point-to-point messages to be posted together; never empty ones or to oneself."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._receives: list[dist.P2POp] = []
+        self._sends: list[tuple[int, dist.P2POp]] = []
+
+    def receive(self, tensor: Tensor, position: int) -> None:
+        """``tensor`` is filled by what the peer at ``position`` sends."""
+        if tensor.numel() and position != self._channel.position:
+            self._receives.append(self._op(dist.irecv, tensor, position))
+
+    def send(self, tensor: Tensor, position: int) -> None:
+        """The peer at ``position`` gets ``tensor``."""
+        if tensor.numel() and position != self._channel.position:
+            # Each rank starts with its neighbour, so that no receiver is everybody's first.
+            distance = (position - self._channel.position) % self._channel.world_size
+            self._sends.append((distance, self._op(dist.isend, tensor, position)))
+
+    def _op(
+        self, op: Callable[..., dist.Work | None], tensor: Tensor, position: int
+    ) -> dist.P2POp:
+        peer = self._channel.rank_by_position[position]
+        return dist.P2POp(op, tensor, group=self._channel.group, group_peer=peer)
+
+    def post(self, *, finish: Callable[[], None] | None = None) -> Pending:
+        """Post them; ``finish`` runs when what is received has come."""
+        sends = [op for _, op in sorted(self._sends, key=lambda entry: entry[0])]
+        ops = [*self._receives, *sends]
+        works: list[dist.Work] = []
+        if ops:
+            try:
+                works = dist.batch_isend_irecv(ops)
+            except RuntimeError as error:
+                raise LostPeerError(str(error)) from error
+        is_one_each = len(works) == len(ops)  # NCCL gives one for the whole group
+        num_receives = len(self._receives)
+        return Pending(
+            receiving=works[:num_receives] if is_one_each else works,
+            sending=works[num_receives:] if is_one_each else works,
+            finish=finish,
+            tensors=[op.tensor for op in ops],
+        )
+
+
+def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
+    """The consecutive parts of ``flat``, one per split, as views."""
+    stops = accumulate(split_numels)
+    return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
+
+
+def wait_all(works: list[Work]) -> None:
+    """Wait for all and forget them; a failure means that a peer is lost."""
+    try:
+        while works:
+            works[-1].wait()
+            works.pop()
+    except RuntimeError as error:
+        raise LostPeerError(str(error)) from error
