@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +116,45 @@ def _write_corpus(path: Path, corpus: Corpus) -> None:
     Path(file.name).replace(path)
 
 
+class Batch(Protocol):
+    """Samples in global order, as the arrays that a model is called with."""
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The model's positional arguments; dim 0 of each is the samples."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples it has."""
+        ...
+
+    @property
+    def num_targets(self) -> int:
+        """How many predictions its loss is summed over."""
+        ...
+
+    def samples(self, span: Span) -> Self:
+        """Only the samples in ``span``."""
+        ...
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+class Batches(Protocol):
+    """The global batch of every step, the same under every plan and world size."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in each of them."""
+        ...
+
+    def __getitem__(self, step: int) -> Batch:
+        """The batch of the step that follows ``step`` finished ones."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """Samples in global order: at each place the token that is read and the one to predict."""
@@ -123,8 +163,16 @@ class TokenBatch:
     targets: npt.NDArray[np.int64]  # [samples, seq_len]
 
     @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.tokens, self.targets
+
+    @property
     def num_samples(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets >= 0).sum())
 
     def samples(self, span: Span) -> "TokenBatch":
         """Only the samples in ``span``; views, no copy."""
@@ -184,15 +232,20 @@ def _check_long_enough(text: npt.NDArray[np.uint8], seq_len: int) -> int:
     return last_start
 
 
-def deal(batch: TokenBatch, plan: Plan, position: int) -> TokenBatch:
-    """The samples of the global batch that the plan's entry ``position`` computes."""
-    if batch.num_samples != plan.global_batch_size:
+def deal(batch: BatchT, plan: Plan, position: int) -> BatchT:
+    """The samples of the global batch that the plan's entry ``position`` computes.
+
+    Of a batch that is smaller than the plan's, as at the end of an evaluation, the last
+    positions get less, or nothing.
+    """
+    if batch.num_samples > plan.global_batch_size:
         raise ValueError(
             f"position {position}: the batch has {batch.num_samples} samples but the plan "
             f"deals out {plan.global_batch_size}. Draw batches of plan.global_batch_size."
         )
-    start = plan.first_sample(position)
-    return batch.samples(Span(start, start + plan.ranks[position].rank_batch_size))
+    start = min(plan.first_sample(position), batch.num_samples)
+    stop = min(start + plan.ranks[position].rank_batch_size, batch.num_samples)
+    return batch.samples(Span(start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,7 @@ class HetFSDP(nn.Module):
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
+        self._control = members.control
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         params = {
             slot.fqn: param
@@ -236,6 +237,11 @@ class HetFSDP(nn.Module):
                 same = [grad for grad in grads if grad.dtype == dtype]
                 torch._foreach_mul_(same, scale.to(dtype))
         return total_norm
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``numbers``, by position.  Collective; no accelerator waits for it."""
+        with self._lifeline.guard():
+            return self._control.exchange(numbers)
 
     @property
     def step(self) -> int:
