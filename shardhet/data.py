@@ -15,7 +15,7 @@ between two steps, see the same samples in the same order:
 import hashlib
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -78,28 +78,68 @@ class PySource:
 
     def documents(self) -> Iterator[tuple[str, Path]]:
         """(path relative to ``root`` with forward slashes, path) in the corpus's order."""
-        path_by_name = {
-            path.relative_to(self.root).as_posix(): path for path in self.root.rglob("*.py")
-        }
-        for name in sorted(path_by_name):
+        for name, path in _files_below(self.root, "*.py"):
             if SKIPPED_FOLDERS.isdisjoint(name.split("/")):
-                yield name, path_by_name[name]
+                yield name, path
 
     def _read(self) -> Corpus:
-        train, held_out = bytearray(), bytearray()
-        for name, path in self.documents():
-            part = held_out if is_held_out(name) else train
-            part += path.read_bytes() + bytes([SEPARATOR])
-        if not train or not held_out:
+        corpus = _join(self.documents())
+        if not corpus.train.size or not corpus.held_out.size:
             raise ValueError(
-                f"{self.root}: {len(train)} bytes to train on and {len(held_out)} held out, "
-                f"but both are needed. Name a folder with Python sources as root, or a "
-                f"cache_dir that was filled on another machine."
+                f"{self.root}: {corpus.train.size} bytes to train on and "
+                f"{corpus.held_out.size} held out, but both are needed. Name a folder with "
+                f"Python sources as root, or a cache_dir that was filled on another machine."
             )
-        return Corpus(
-            train=np.frombuffer(bytes(train), dtype=np.uint8),
-            held_out=np.frombuffer(bytes(held_out), dtype=np.uint8),
-        )
+        return corpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDir:
+    """All files below ``root`` whose names fit ``pattern``, held out by a hash of the path."""
+
+    root: Path
+    pattern: str = "*.txt"
+
+    def load(self, cache_dir: Path) -> Corpus:
+        """The corpus, mapped from the token files in ``cache_dir``; built there if absent."""
+        paths = [cache_dir / f"{part}.npy" for part in ("train", "held_out")]
+        if not all(path.exists() for path in paths):
+            corpus = self._read()
+            for path, text in zip(paths, (corpus.train, corpus.held_out), strict=True):
+                _write_array(path, text)
+        train, held_out = (np.load(path, mmap_mode="r") for path in paths)
+        return Corpus(train=train, held_out=held_out)
+
+    def _read(self) -> Corpus:
+        documents = list(_files_below(self.root, self.pattern))
+        corpus = _join(documents)
+        if not corpus.train.size or not corpus.held_out.size:
+            raise ValueError(
+                f"{self.root}: {len(documents)} files fit {self.pattern!r}, with "
+                f"{corpus.train.size} bytes to train on and {corpus.held_out.size} held out "
+                f"(one file in {100 // HELD_OUT_PERCENT}, by a hash of its path), but both are "
+                "needed. Name another folder or pattern, or cut large files into more."
+            )
+        return corpus
+
+
+def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
+    """(path relative to ``root`` with forward slashes, path), sorted by the former."""
+    paths = (path for path in root.rglob(pattern) if path.is_file())
+    path_by_name = {path.relative_to(root).as_posix(): path for path in paths}
+    for name in sorted(path_by_name):
+        yield name, path_by_name[name]
+
+
+def _join(documents: Iterable[tuple[str, Path]]) -> Corpus:
+    train, held_out = bytearray(), bytearray()
+    for name, path in documents:
+        part = held_out if is_held_out(name) else train
+        part += path.read_bytes() + bytes([SEPARATOR])
+    return Corpus(
+        train=np.frombuffer(bytes(train), dtype=np.uint8),
+        held_out=np.frombuffer(bytes(held_out), dtype=np.uint8),
+    )
 
 
 def is_held_out(name: str) -> bool:
@@ -114,6 +154,13 @@ def _write_corpus(path: Path, corpus: Corpus) -> None:
         np.savez(file, train=corpus.train, held_out=corpus.held_out)
     # Ranks that start together may all write; each reader finds a whole file.
     Path(file.name).replace(path)
+
+
+def _write_array(path: Path, array: npt.NDArray[np.uint8]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npy", delete=False) as file:
+        np.save(file, array)
+    Path(file.name).replace(path)  # whole for every reader, as above
 
 
 class Batch(Protocol):
