@@ -1,4 +1,4 @@
-"""Training from a command line: one run folder, whoever starts the ranks; one panel at worst."""
+"""Training from a command line: one run folder, whoever starts the ranks; a panel at worst."""
 
 import json
 import os
@@ -189,7 +189,7 @@ def test_the_root_cause_is_what_is_seen_last(tmp_path: Path) -> None:
     [run_dir] = run_dirs(tmp_path)
     log = (run_dir / "logs" / "rank1.log").read_text()
     assert "Traceback (most recent call last)" in log
-    assert "these samples are bad" in (run_dir / "logs" / "rank2.log").read_text()
+    assert "these samples are bad" in log
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from rich.console import Console
 from shardhet.apps.crash import Failure, crash_panel, read_failures, root_cause
 from shardhet.apps.run_folder import RunFolder
 
+FILE_WIDTH = 200  # columns, so that no path breaks where the output is a file
+
 
 class RunFailedExit(SystemExit):
     """The end of a run that has begun and was told about already."""
@@ -66,7 +68,10 @@ def _show_cause(folder: RunFolder, failures: Mapping[int, Any]) -> None:
     ]
     cause = root_cause(read_failures(folder), silent)
     assert cause is not None
-    Console(stderr=True, highlight=False).print(crash_panel(cause, folder))
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(crash_panel(cause, folder))
 
 
 def _ending(exit_code: int) -> str:

@@ -10,14 +10,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet import DeviceSpec, HetFSDP
 from shardhet.apps.crash import Failure
@@ -34,13 +33,18 @@ from shardhet.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-@record
 def main() -> None:
     """Train as one of the ranks that were launched on the run folder."""
     env = RankEnv.from_environment()
     assert env is not None, "the worker is started by shardhet train"
     folder = RunFolder(Path(sys.argv[1]))
-    run_rank(folder.load_config(), folder, env)
+    conf = folder.load_config()
+    with suppress(KeyboardInterrupt):  # the launcher says so
+        try:
+            run_rank(conf, folder, env)
+        except Exception:
+            # The launcher shows the cause of all; this rank's traceback is in its log.
+            raise SystemExit(1) from None
 
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
@@ -134,7 +138,7 @@ class Run:
                 self._take_step(step, display)
         for each in self._loggers:
             each.close()
-        console.print(f"written to {self._folder.path}")
+        console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     def _show_start(self, console: Console) -> None:
         plan = self._model.plan
@@ -232,7 +236,7 @@ def _redirect(stream: TextIO, file: TextIO) -> None:
 def _report_failure(folder: RunFolder, rank: int, device: torch.device) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:
+    except Exception as error:
         logger.exception("rank %d failed", rank)
         name = f"{device}, {local_device_spec(device)}"
         Failure.of(error, rank=rank, device=name).save(folder)
