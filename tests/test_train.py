@@ -142,6 +142,19 @@ def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path
     assert len(list((run_dir / "logs").glob("rank*.log"))) == 4
 
 
+def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
+    steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
+    done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2", "logger=csv"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    [run_dir] = run_dirs(tmp_path)
+    for rank in range(2):
+        trace = json.loads((run_dir / "traces" / f"rank{rank}.json").read_text())
+        names = [event.get("name") for event in trace["traceEvents"]]
+        for name in ("forward blocks.0 [0]", "backward head [0]", "wait_gather blocks.0"):
+            assert names.count(name) >= 2
+    assert (run_dir / "metrics.csv").read_text().startswith("step,loss,grad_norm,lr,")
+
+
 def test_a_sweep_is_one_run_per_job(tmp_path: Path) -> None:
     done = run([*ALONE, "-m", "optim.lr=1e-3,1e-2", "cluster.num_ranks=1", *SMALL], tmp_path)
     assert done.returncode == 0, done.stderr

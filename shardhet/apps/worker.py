@@ -6,6 +6,7 @@ is what ``shardhet train`` starts once per device; it loads the configuration th
 there and nothing else.
 """
 
+import faulthandler
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ from shardhet.apps.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.task import Task, make_task
+from shardhet.apps.tracing import Tracer
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import DeviceType
 from shardhet.distributed import local_device_spec
@@ -58,6 +60,7 @@ def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
         )
         run = Run(conf, folder, env, device)
         run.train()
+        logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
         dist.destroy_process_group()
 
 
@@ -113,6 +116,10 @@ class Run:
             for rank, budget in zip(plan.ranks, budgets, strict=True)
         ]
         self._loggers: list[MetricsLogger] = []
+        self._tracer: Tracer | None = None
+        if conf.trace:
+            path = folder.trace_dir / f"rank{env.rank}.json"
+            self._tracer = Tracer(conf.trace_steps, self._model, path)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -128,6 +135,9 @@ class Run:
             num_steps=self._conf.num_steps,
             log_every=self._conf.log_every,
             console=console,
+        )
+        logger.info(
+            "rank %d plays position %d of the plan", self._env.rank, self._model.position
         )
         if self.is_rank_zero:
             self._model.plan.save(self._folder.plan_path)
@@ -152,7 +162,11 @@ class Run:
 
     def _take_step(self, step: int, display: Display) -> None:
         conf = self._conf
+        if self._tracer is not None:
+            self._tracer.before_step(step)
         metrics = self.trainer.train_step()
+        if self._tracer is not None:
+            self._tracer.after_step(step)
         values = {
             "loss": metrics.mean_loss,
             "grad_norm": metrics.grad_norm,
@@ -213,6 +227,7 @@ def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
         if rank > 0:
             _redirect(sys.stdout, file)
             _redirect(sys.stderr, file)
+        faulthandler.enable()  # a native crash leaves its Python stack in the log
         handler = logging.StreamHandler(file)
         handler.setFormatter(
             logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -299,6 +299,10 @@ class HetFSDP(nn.Module):
         """Call ``observer`` with an ``Event`` for each computation and wait from now on."""
         self._runtime.observers.add(observer)
 
+    def name_in_trace(self, *, is_traced: bool) -> None:
+        """Name computations and waits, per unit, in what torch.profiler records from now on."""
+        self._runtime.observers.is_traced = is_traced
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         raise RuntimeError(
             "HetFSDP: its parameters cannot be moved or cast. Move or cast the module before "
