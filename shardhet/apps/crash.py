@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from rich import box
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
@@ -89,4 +90,6 @@ def crash_panel(failure: Failure, folder: RunFolder) -> Panel:
         ("log", str(folder.log_path(failure.rank))),
     ]
     lines = [Text.assemble((f"{name:6}", "bold"), text) for name, text in rows]
-    return Panel(Group(*lines), title="the run failed", border_style="red", expand=False)
+    return Panel(
+        Group(*lines), title="the run failed", box=box.ASCII, border_style="red", expand=False
+    )

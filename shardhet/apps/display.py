@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -113,22 +114,20 @@ class Display:
 
 
 def device_table(plan: Plan, uses: Sequence[DeviceUse], budgets_bytes: Sequence[int]) -> Table:
-    """Per device what it computes and stores and, once it is known, how busy it is."""
-    table = Table()
+    """Per device what it computes and stores and, once that is known, how busy it is."""
+    table = Table(box=box.ASCII)  # the same in a file as on a terminal
     table.add_column("device", no_wrap=True)
-    for name in ("microbatches", "state", "busy", "waiting", "peak memory"):
+    names = ["microbatches", "state"] + (["busy", "waiting", "peak memory"] if uses else [])
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for i, (rank, share) in enumerate(zip(plan.ranks, plan.state_shares, strict=True)):
-        measured = ["", "", ""]
+        cells = [f"{i} {rank.device.kind or 'device'}", microbatches(rank), f"{share:.0%}"]
         if uses:
             peak_gib = uses[i].peak_memory_bytes / 2**30
-            measured = [
-                f"{uses[i].busy_share:.0%}",
-                f"{uses[i].waiting_share:.0%}",
-                f"{peak_gib:.2f} of {budgets_bytes[i] / 2**30:.1f} GiB",
-            ]
-        name = rank.device.kind or "device"
-        table.add_row(f"{i} {name}", microbatches(rank), f"{share:.0%}", *measured)
+            budget_gib = budgets_bytes[i] / 2**30
+            cells += [f"{uses[i].busy_share:.0%}", f"{uses[i].waiting_share:.0%}"]
+            cells.append(f"{peak_gib:.2f} of {budget_gib:.1f} GiB")
+        table.add_row(*cells)
     return table
 
 
