@@ -86,6 +86,12 @@ BAD = {
     "lr_scheduler=wsd lr_scheduler.warmup_fraction=0.9": ("lr_scheduler.decay_fraction: 0.2",),
     "plan=demo_4 cluster.num_ranks=3": ("cluster.num_ranks says 3", "plan says 4"),
     "cluster.num_ranks=2 cluster.kinds=[a,b,c]": ("cluster.kinds: 3 names", "is 2"),
+    "model=vit": ("model: vit cannot learn from data=pysource", "data=digits"),
+    "data=digits": ("model: decoder cannot learn from data=digits", "model=vit"),
+    "model=vit data=digits model.patch_side=3": ("model.patch_side: 3", "(1, 2, 4, 8)"),
+    "model=masked_lm model.mask_fraction=0": ("model.mask_fraction: 0.0", "above 0"),
+    "model=masked_lm model.num_heads=3": ("model.width: 128", "num_heads 3"),
+    "model=masked_lm num_sampled_tokens=9": ("num_sampled_tokens: 9", "only a decoder"),
     "trace=true num_steps=5": ("trace_steps", "num_steps is 5", "Lower"),
     BY_HAND + "plan.state_shares=[0.5,0.6]": ("plan: state shares", "sum to 1"),
     BY_HAND + "plan.state_shares=[1]": ("state_shares has 1 entries",),
@@ -149,6 +155,8 @@ CHOICES = [
     for choice in choices
 ]
 NEEDED = {
+    "model=vit": ["data=digits"],
+    "data=digits": ["model=vit"],
     "plan=by_hand": [*BY_HAND.split()[1:], "plan.state_shares=[0.5,0.5]"],
     "plan=proportional": ["plan.speeds=[2,1]"],
     "plan=file": ["plan.path={tmp}/plan.json"],

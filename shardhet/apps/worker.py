@@ -27,12 +27,16 @@ from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.task import Task, make_task
 from shardhet.apps.tracing import Tracer
+from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import DeviceType
 from shardhet.distributed import local_device_spec
+from shardhet.sampling import sample_bytes
 from shardhet.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+SAMPLE_PROMPT = b"def "
 
 
 def main() -> None:
@@ -101,6 +105,7 @@ class Run:
         self._conf = conf
         self._folder = folder
         self._env = env
+        self._device = device
         plan = conf.to_plan(env.world_size)
         self._task: Task = make_task(
             conf, global_batch_size=plan.global_batch_size, cache_dir=folder.path / "tokens"
@@ -147,6 +152,7 @@ class Run:
             self._budgets_bytes,
             num_steps=self._conf.num_steps,
             log_every=self._conf.log_every,
+            target_name=self._task.target_name,
             console=console,
         )
         logger.info(
@@ -161,6 +167,7 @@ class Run:
                 self._take_step(step, display)
         for each in self._loggers:
             each.close()
+        self._show_text(console)
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     def _show_start(self, console: Console) -> None:
@@ -172,6 +179,23 @@ class Run:
         )
         if not console.is_terminal:
             console.print(device_table(plan, (), self._budgets_bytes))
+
+    def _show_text(self, console: Console) -> None:
+        """What the model writes by itself, if asked for."""
+        data, num_tokens = self._conf.data, self._conf.num_sampled_tokens
+        if not num_tokens or not isinstance(data, TextConf):
+            return
+        text = sample_bytes(
+            self._model,
+            SAMPLE_PROMPT,
+            num_tokens,
+            seq_len=data.seq_len,
+            seed=self._conf.seed,
+            device=self._device,
+        )
+        whole = (SAMPLE_PROMPT + text).decode(errors="replace")
+        console.print("a sample of its text:", style="bold")
+        console.print(whole, markup=False, soft_wrap=True)
 
     def _take_step(self, step: int, display: Display) -> None:
         conf = self._conf
@@ -246,12 +270,12 @@ def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
             logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
         )
         root = logging.getLogger()
-        root.addHandler(handler)
+        handlers_before, root.handlers = root.handlers, [handler]  # hydra's prints
         root.setLevel(logging.INFO)
         try:
             yield
         finally:
-            root.removeHandler(handler)
+            root.handlers = handlers_before
 
 
 def _redirect(stream: TextIO, file: TextIO) -> None:

@@ -18,7 +18,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardhet.config.checks import ConfigError
-from shardhet.config.models import DataKind, DecoderConf, ModelKind, PySourceConf, TextDirConf
+from shardhet.config.models import (
+    DataKind,
+    DecoderConf,
+    DigitsConf,
+    MaskedLmConf,
+    ModelKind,
+    PySourceConf,
+    TextDirConf,
+    VitConf,
+)
 from shardhet.config.train import TrainConf
 from shardhet.config.training import (
     AdamWConf,
@@ -41,8 +50,16 @@ VERSION_BASE = "1.3"
 
 # The schema of a group's choice, by the choice's kind; files say /schema/<group>: <kind>.
 SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
-    "model": {ModelKind.DECODER: DecoderConf},
-    "data": {DataKind.PYSOURCE: PySourceConf, DataKind.TEXT_DIR: TextDirConf},
+    "model": {
+        ModelKind.DECODER: DecoderConf,
+        ModelKind.MASKED_LM: MaskedLmConf,
+        ModelKind.VIT: VitConf,
+    },
+    "data": {
+        DataKind.PYSOURCE: PySourceConf,
+        DataKind.TEXT_DIR: TextDirConf,
+        DataKind.DIGITS: DigitsConf,
+    },
     "optim": {OptimKind.ADAMW: AdamWConf, OptimKind.SGD: SgdConf},
     "plan": {
         PlanKind.EVEN: EvenPlanConf,

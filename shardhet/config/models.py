@@ -5,21 +5,27 @@ torch is imported where a record is made, so that help and completion stay quick
 
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import ConfigError, check_at_least, check_below_one
+from shardhet.config.checks import ConfigError, check_above, check_at_least, check_below_one
 
 if TYPE_CHECKING:
     from shardhet.models.decoder import DecoderConfig
+    from shardhet.models.encoder import EncoderConfig
+
+PATCH_SIDES = (1, 2, 4, 8)  # what divides a digit of 8 x 8 pixels
 
 
 class ModelKind(Enum):
     """Which class of model the fields describe; follows from ``model=...``."""
 
     DECODER = "decoder"
+    MASKED_LM = "masked_lm"
+    VIT = "vit"
 
 
 class DataKind(Enum):
@@ -27,6 +33,7 @@ class DataKind(Enum):
 
     PYSOURCE = "pysource"
     TEXT_DIR = "text_dir"
+    DIGITS = "digits"
 
 
 @dataclass(kw_only=True)
@@ -73,6 +80,65 @@ class DecoderConf(ModelConf):
 
 
 @dataclass(kw_only=True)
+class EncoderConf(ModelConf):
+    """Blocks that look both ways."""
+
+    width: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    hidden_width: int = MISSING  # of the MLP
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("width", "num_layers", "num_heads", "hidden_width"):
+            check_at_least(f"model.{key}", getattr(self, key), 1)
+        check_below_one("model.dropout", self.dropout)
+
+    def to_record(self) -> "EncoderConfig":
+        """The shape of the blocks."""
+        from shardhet.models.encoder import EncoderConfig
+
+        try:
+            return EncoderConfig(
+                width=self.width,
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+                hidden_width=self.hidden_width,
+                dropout=self.dropout,
+            )
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from None
+
+
+@dataclass(kw_only=True)
+class MaskedLmConf(EncoderConf):
+    """BERT's task: say what stood at the masked places."""
+
+    kind: ModelKind = ModelKind.MASKED_LM
+    mask_fraction: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above("model.mask_fraction", self.mask_fraction, 0)
+        check_below_one("model.mask_fraction", self.mask_fraction)
+
+
+@dataclass(kw_only=True)
+class VitConf(EncoderConf):
+    """A vision transformer that classifies images."""
+
+    kind: ModelKind = ModelKind.VIT
+    patch_side: int = 2  # pixels
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patch_side not in PATCH_SIDES:
+            raise ConfigError(
+                f"model.patch_side: {self.patch_side} but it must be one of {PATCH_SIDES}."
+            )
+
+
+@dataclass(kw_only=True)
 class DataConf:
     """What every kind of data has."""
 
@@ -116,4 +182,18 @@ class TextDirConf(TextConf):
             raise ConfigError(
                 f"data.pattern: no file below {self.path!r} fits {self.pattern!r}. Give "
                 "another, such as '*.md'."
+            )
+
+
+@dataclass(kw_only=True)
+class DigitsConf(DataConf):
+    """Handwritten digits of 8 x 8 pixels."""
+
+    kind: DataKind = DataKind.DIGITS
+
+    def __post_init__(self) -> None:
+        if find_spec("sklearn") is None:
+            raise ConfigError(
+                "data: digits but scikit-learn is not installed. Say "
+                "pip install 'shardhet[digits]', or data=pysource."
             )

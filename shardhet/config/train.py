@@ -6,7 +6,15 @@ from enum import Enum
 from omegaconf import MISSING
 
 from shardhet.config.checks import ConfigError, check_above, check_at_least
-from shardhet.config.models import DataConf, DecoderConf, ModelConf, TextConf
+from shardhet.config.models import (
+    DataConf,
+    DecoderConf,
+    DigitsConf,
+    EncoderConf,
+    ModelConf,
+    TextConf,
+    VitConf,
+)
 from shardhet.config.training import (
     ClusterConf,
     DeviceType,
@@ -105,12 +113,20 @@ class TrainConf:
 
     def check_model_fits_data(self) -> None:
         """Raise if the model cannot be built, or cannot learn from such samples."""
-        if not isinstance(self.model, DecoderConf) or not isinstance(self.data, TextConf):
+        if isinstance(self.model, VitConf) != isinstance(self.data, DigitsConf):
             raise ConfigError(
                 f"model: {self.model.kind.value} cannot learn from data={self.data.kind.value}."
-                " Choose another model or other data."
+                " Choose model=vit with data=digits, or another model with text."
             )
-        self.model.to_record(vocab_size=NUM_BYTES, seq_len=self.data.seq_len)
+        if self.num_sampled_tokens and not isinstance(self.model, DecoderConf):
+            raise ConfigError(
+                f"num_sampled_tokens: {self.num_sampled_tokens} but only a decoder writes "
+                f"text. Set it to 0 for model={self.model.kind.value}."
+            )
+        if isinstance(self.model, DecoderConf) and isinstance(self.data, TextConf):
+            self.model.to_record(vocab_size=NUM_BYTES, seq_len=self.data.seq_len)
+        elif isinstance(self.model, EncoderConf):
+            self.model.to_record()
 
     def check_device(self) -> None:
         """Raise if the device that is asked for is not here."""
