@@ -15,9 +15,10 @@ between two steps, see the same samples in the same order:
 import hashlib
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -77,28 +78,68 @@ class PySource:
 
     def documents(self) -> Iterator[tuple[str, Path]]:
         """(path relative to ``root`` with forward slashes, path) in the corpus's order."""
-        path_by_name = {
-            path.relative_to(self.root).as_posix(): path for path in self.root.rglob("*.py")
-        }
-        for name in sorted(path_by_name):
+        for name, path in _files_below(self.root, "*.py"):
             if SKIPPED_FOLDERS.isdisjoint(name.split("/")):
-                yield name, path_by_name[name]
+                yield name, path
 
     def _read(self) -> Corpus:
-        train, held_out = bytearray(), bytearray()
-        for name, path in self.documents():
-            part = held_out if is_held_out(name) else train
-            part += path.read_bytes() + bytes([SEPARATOR])
-        if not train or not held_out:
+        corpus = _join(self.documents())
+        if not corpus.train.size or not corpus.held_out.size:
             raise ValueError(
-                f"{self.root}: {len(train)} bytes to train on and {len(held_out)} held out, "
-                f"but both are needed. Name a folder with Python sources as root, or a "
-                f"cache_dir that was filled on another machine."
+                f"{self.root}: {corpus.train.size} bytes to train on and "
+                f"{corpus.held_out.size} held out, but both are needed. Name a folder with "
+                f"Python sources as root, or a cache_dir that was filled on another machine."
             )
-        return Corpus(
-            train=np.frombuffer(bytes(train), dtype=np.uint8),
-            held_out=np.frombuffer(bytes(held_out), dtype=np.uint8),
-        )
+        return corpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDir:
+    """All files below ``root`` whose names fit ``pattern``, held out by a hash of the path."""
+
+    root: Path
+    pattern: str = "*.txt"
+
+    def load(self, cache_dir: Path) -> Corpus:
+        """The corpus, mapped from the token files in ``cache_dir``; built there if absent."""
+        paths = [cache_dir / f"{part}.npy" for part in ("train", "held_out")]
+        if not all(path.exists() for path in paths):
+            corpus = self._read()
+            for path, text in zip(paths, (corpus.train, corpus.held_out), strict=True):
+                _write_array(path, text)
+        train, held_out = (np.load(path, mmap_mode="r") for path in paths)
+        return Corpus(train=train, held_out=held_out)
+
+    def _read(self) -> Corpus:
+        documents = list(_files_below(self.root, self.pattern))
+        corpus = _join(documents)
+        if not corpus.train.size or not corpus.held_out.size:
+            raise ValueError(
+                f"{self.root}: {len(documents)} files fit {self.pattern!r}, with "
+                f"{corpus.train.size} bytes to train on and {corpus.held_out.size} held out "
+                f"(one file in {100 // HELD_OUT_PERCENT}, by a hash of its path), but both are "
+                "needed. Name another folder or pattern, or cut large files into more."
+            )
+        return corpus
+
+
+def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
+    """(path relative to ``root`` with forward slashes, path), sorted by the former."""
+    paths = (path for path in root.rglob(pattern) if path.is_file())
+    path_by_name = {path.relative_to(root).as_posix(): path for path in paths}
+    for name in sorted(path_by_name):
+        yield name, path_by_name[name]
+
+
+def _join(documents: Iterable[tuple[str, Path]]) -> Corpus:
+    train, held_out = bytearray(), bytearray()
+    for name, path in documents:
+        part = held_out if is_held_out(name) else train
+        part += path.read_bytes() + bytes([SEPARATOR])
+    return Corpus(
+        train=np.frombuffer(bytes(train), dtype=np.uint8),
+        held_out=np.frombuffer(bytes(held_out), dtype=np.uint8),
+    )
 
 
 def is_held_out(name: str) -> bool:
@@ -115,6 +156,52 @@ def _write_corpus(path: Path, corpus: Corpus) -> None:
     Path(file.name).replace(path)
 
 
+def _write_array(path: Path, array: npt.NDArray[np.uint8]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npy", delete=False) as file:
+        np.save(file, array)
+    Path(file.name).replace(path)  # whole for every reader, as above
+
+
+class Batch(Protocol):
+    """Samples in global order, as the arrays that a model is called with."""
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The model's positional arguments; dim 0 of each is the samples."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples it has."""
+        ...
+
+    @property
+    def num_targets(self) -> int:
+        """How many predictions its loss is summed over."""
+        ...
+
+    def samples(self, span: Span) -> Self:
+        """Only the samples in ``span``."""
+        ...
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+class Batches(Protocol):
+    """The global batch of every step, the same under every plan and world size."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in each of them."""
+        ...
+
+    def __getitem__(self, step: int) -> Batch:
+        """The batch of the step that follows ``step`` finished ones."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """Samples in global order: at each place the token that is read and the one to predict."""
@@ -123,8 +210,16 @@ class TokenBatch:
     targets: npt.NDArray[np.int64]  # [samples, seq_len]
 
     @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.tokens, self.targets
+
+    @property
     def num_samples(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets >= 0).sum())
 
     def samples(self, span: Span) -> "TokenBatch":
         """Only the samples in ``span``; views, no copy."""
@@ -184,15 +279,20 @@ def _check_long_enough(text: npt.NDArray[np.uint8], seq_len: int) -> int:
     return last_start
 
 
-def deal(batch: TokenBatch, plan: Plan, position: int) -> TokenBatch:
-    """The samples of the global batch that the plan's entry ``position`` computes."""
-    if batch.num_samples != plan.global_batch_size:
+def deal(batch: BatchT, plan: Plan, position: int) -> BatchT:
+    """The samples of the global batch that the plan's entry ``position`` computes.
+
+    Of a batch that is smaller than the plan's, as at the end of an evaluation, the last
+    positions get less, or nothing.
+    """
+    if batch.num_samples > plan.global_batch_size:
         raise ValueError(
             f"position {position}: the batch has {batch.num_samples} samples but the plan "
             f"deals out {plan.global_batch_size}. Draw batches of plan.global_batch_size."
         )
-    start = plan.first_sample(position)
-    return batch.samples(Span(start, start + plan.ranks[position].rank_batch_size))
+    start = min(plan.first_sample(position), batch.num_samples)
+    stop = min(start + plan.ranks[position].rank_batch_size, batch.num_samples)
+    return batch.samples(Span(start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,7 @@ class HetFSDP(nn.Module):
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
+        self._control = members.control
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         params = {
             slot.fqn: param
@@ -242,6 +243,11 @@ class HetFSDP(nn.Module):
                 torch._foreach_mul_(same, scale.to(dtype))
         return total_norm
 
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``numbers``, by position.  Collective; no accelerator waits for it."""
+        with self._lifeline.guard():
+            return self._control.exchange(numbers)
+
     @property
     def step(self) -> int:
         """Optimizer steps finished; set it when a run is resumed (dropout depends on it)."""
@@ -297,6 +303,10 @@ class HetFSDP(nn.Module):
     def add_observer(self, observer: Observer) -> None:
         """Call ``observer`` with an ``Event`` for each computation and wait from now on."""
         self._runtime.observers.add(observer)
+
+    def name_in_trace(self, *, is_traced: bool) -> None:
+        """Name computations and waits, per unit, in what torch.profiler records from now on."""
+        self._runtime.observers.is_traced = is_traced
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         raise RuntimeError(

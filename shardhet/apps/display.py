@@ -1,0 +1,141 @@
+"""What rank zero shows of a run: a live table on a terminal, plain lines anywhere else."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shardhet.plan import Plan, RankPlan
+from shardhet.trainer import DeviceUse, StepMetrics
+
+REFRESHES_PER_S = 2
+NUM_STEPS_IN_MEAN = 20  # of step time, for throughput and the time that is left
+
+
+class Display:
+    """Shows a run as it goes.  On a terminal its table is drawn below the lines."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        budgets_bytes: Sequence[int],  # memory of each device, in plan order
+        *,
+        num_steps: int,
+        log_every: int,
+        target_name: str,  # what throughput counts
+        console: Console,
+    ) -> None:
+        self.console = console
+        self._plan = plan
+        self._budgets_bytes = budgets_bytes
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._target_name = target_name
+        self._latest: StepMetrics | None = None
+        self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_IN_MEAN)
+        self._uses: Sequence[DeviceUse] = ()
+        self._live = Live(
+            console=console,
+            refresh_per_second=REFRESHES_PER_S,
+            get_renderable=self._draw,
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def show_step(self, metrics: StepMetrics) -> None:
+        """A line every ``log_every`` steps; the live table has every step."""
+        self._latest = metrics
+        self._step_times_s.append(metrics.step_time_s)
+        if metrics.step % self._log_every == 0 or metrics.step == self._num_steps:
+            self.console.print(self._line(metrics), soft_wrap=True)
+
+    def show_devices(self, uses: Sequence[DeviceUse]) -> None:
+        """Into the live table; elsewhere one line for all devices."""
+        self._uses = uses
+        if not self.console.is_terminal:
+            shares = "   ".join(
+                f"{i}: {use.busy_share:.0%} busy {use.waiting_share:.0%} waiting"
+                for i, use in enumerate(uses)
+            )
+            self.console.print(f"  devices   {shares}", soft_wrap=True)
+
+    def show_score(
+        self, step: int, name: str, score: float, baselines: Mapping[str, float]
+    ) -> None:
+        """How well the model does on samples it has not seen."""
+        beside = ", ".join(f"{each} {value:.3f}" for each, value in baselines.items())
+        self.console.print(
+            f"step {step:5d}   held-out {score:.3f} {name}"
+            + (f"   ({beside})" if beside else ""),
+            style="bold",
+            soft_wrap=True,
+        )
+
+    def _line(self, metrics: StepMetrics) -> str:
+        loss = "none" if metrics.mean_loss is None else f"{metrics.mean_loss:.4f}"
+        return (
+            f"step {metrics.step:5d} of {self._num_steps}   loss {loss}   "
+            f"grad norm {metrics.grad_norm:.2f}   lr {metrics.learning_rate:.2e}   "
+            f"{metrics.num_targets / self._step_time_s():,.0f} {self._target_name}/s   "
+            f"{1000 * self._step_time_s():.0f} ms/step   {self._time_left(metrics.step)} left"
+        )
+
+    def _step_time_s(self) -> float:
+        return sum(self._step_times_s) / len(self._step_times_s)
+
+    def _time_left(self, step: int) -> str:
+        minutes, seconds = divmod(round((self._num_steps - step) * self._step_time_s()), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+    def _draw(self) -> RenderableType:
+        if self._latest is None:
+            return Text("the first step ...")
+        return Group(
+            device_table(self._plan, self._uses, self._budgets_bytes), self._line(self._latest)
+        )
+
+
+def device_table(plan: Plan, uses: Sequence[DeviceUse], budgets_bytes: Sequence[int]) -> Table:
+    """Per device what it computes and stores and, once that is known, how busy it is."""
+    table = Table(box=box.ASCII)  # the same in a file as on a terminal
+    table.add_column("device", no_wrap=True)
+    names = ["microbatches", "state"] + (["busy", "waiting", "peak memory"] if uses else [])
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for i, (rank, share) in enumerate(zip(plan.ranks, plan.state_shares, strict=True)):
+        cells = [f"{i} {rank.device.kind or 'device'}", microbatches(rank), f"{share:.0%}"]
+        if uses:
+            peak_gib = uses[i].peak_memory_bytes / 2**30
+            budget_gib = budgets_bytes[i] / 2**30
+            cells += [f"{uses[i].busy_share:.0%}", f"{uses[i].waiting_share:.0%}"]
+            cells.append(f"{peak_gib:.2f} of {budget_gib:.1f} GiB")
+        table.add_row(*cells)
+    return table
+
+
+def microbatches(rank: RankPlan) -> str:
+    """``3 x 8``, ``3 x 8 + 5``, or ``none``."""
+    whole = rank.microbatch_sizes.count(max(rank.microbatch_sizes, default=0))
+    rest = rank.microbatch_sizes[whole:]
+    parts = [f"{whole} x {rank.microbatch_sizes[0]}"] if whole else ["none"]
+    return " + ".join([*parts, *map(str, rest)])

@@ -1,0 +1,80 @@
+"""Starting the ranks of a run on this host, and what is said when one of them fails."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from tempfile import TemporaryDirectory
+from typing import Any
+from uuid import uuid4
+
+from rich.console import Console
+
+from shardhet.apps.crash import Failure, crash_panel, read_failures, root_cause
+from shardhet.apps.run_folder import RunFolder
+
+FILE_WIDTH = 200  # columns, so that no path breaks where the output is a file
+
+
+class RunFailedExit(SystemExit):
+    """The end of a run that has begun and was told about already."""
+
+
+def start_ranks(folder: RunFolder, world_size: int) -> None:
+    """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # What the launcher has to say about signals is no news beside the panel.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
+    with TemporaryDirectory() as log_dir:  # the launcher's own; ranks log into the run folder
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            run_id=str(uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+        )
+        worker = ("-m", "shardhet.apps.worker", str(folder.path))
+        try:
+            elastic_launch(config, sys.executable)(*worker)
+        except ChildFailedError as error:
+            _show_cause(folder, error.failures)
+            raise RunFailedExit(1) from None
+        except SignalException as signalled:
+            raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
+
+
+def _show_cause(folder: RunFolder, failures: Mapping[int, Any]) -> None:
+    """One panel, from what the ranks wrote and how the launcher (by rank) saw them end."""
+    ended = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    silent = [
+        Failure(
+            rank=rank,
+            device=f"process {failure.pid}",
+            exception=_ending(failure.exitcode),
+            place="unknown: the process left no traceback",
+            at_s=failure.timestamp,
+            is_consequence=False,
+        )
+        for rank, failure in ended
+    ]
+    cause = root_cause(read_failures(folder), silent)
+    assert cause is not None
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(crash_panel(cause, folder))
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"ended by signal {-exit_code} (9 is often the system, out of memory)"
+    return f"ended with exit code {exit_code}"

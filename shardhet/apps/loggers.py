@@ -1,0 +1,124 @@
+"""Where metrics go: metrics.jsonl always, and one more place if asked for."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from shardhet.apps.run_folder import RunFolder
+from shardhet.config.checks import ConfigError
+from shardhet.config.training import LoggerConf, LoggerKind
+
+
+class MetricsLogger(Protocol):
+    """Takes numbers by name, step by step."""
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Keep what was measured at ``step``."""
+        ...
+
+    def close(self) -> None:
+        """Everything is on disk after it."""
+        ...
+
+
+class JsonLinesLogger:
+    """One JSON object per line, as it was measured."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CsvLogger:
+    """One row per step that measured anything; a column per name, ready for a spreadsheet.
+
+    Names that come later make new columns, so the file is written at the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._rows.setdefault(step, {"step": step}).update(values)
+
+    def close(self) -> None:
+        names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
+        with self._path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names or ["step"])
+            writer.writeheader()
+            writer.writerows(self._rows.values())
+
+
+class TensorBoardLogger:
+    """Event files that ``tensorboard --logdir`` shows."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """A Weights & Biases run; offline ones are sent later with ``wandb sync``."""
+
+    def __init__(self, folder: Path, conf: LoggerConf) -> None:
+        import wandb  # type: ignore[import-not-found]
+
+        mode = "offline" if conf.is_offline else "online"
+        self._run = wandb.init(project=conf.project, dir=str(folder), mode=mode)
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_logger(conf: LoggerConf) -> None:
+    """Raise where the package behind the chosen logger is not installed."""
+    package = {LoggerKind.TENSORBOARD: "tensorboard", LoggerKind.WANDB: "wandb"}.get(conf.kind)
+    if package is None:
+        return
+    try:
+        __import__(package)
+    except ImportError:
+        raise ConfigError(
+            f"logger: {conf.kind.value} but the package {package} is not installed. Say "
+            f"pip install 'shardhet[{package}]', or logger=csv."
+        ) from None
+
+
+def open_loggers(conf: LoggerConf, folder: RunFolder) -> list[MetricsLogger]:
+    """metrics.jsonl, and what ``logger=`` asks for."""
+    loggers: list[MetricsLogger] = [JsonLinesLogger(folder.metrics_path)]
+    if conf.kind is LoggerKind.CSV:
+        loggers.append(CsvLogger(folder.path / "metrics.csv"))
+    if conf.kind is LoggerKind.TENSORBOARD:
+        loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
+    if conf.kind is LoggerKind.WANDB:
+        loggers.append(WandbLogger(folder.path, conf))
+    return loggers
+
+
+def log_all(
+    loggers: Sequence[MetricsLogger], step: int, values: Mapping[str, float | None]
+) -> None:
+    """Tell every one of them."""
+    for each in loggers:
+        each.log(step, values)

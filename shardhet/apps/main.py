@@ -1,0 +1,30 @@
+"""The console script: ``shardhet COMMAND ...``, each command a door of its own."""
+
+import sys
+from importlib import import_module
+
+from rich.console import Console
+
+# Command -> (module with ``main(arguments)``, what it is for).
+COMMANDS = {
+    "train": ("shardhet.apps.train", "train a model on devices that are not alike"),
+    "plot": ("shardhet.apps.plot", "draw loss, throughput and device use of a run"),
+}
+
+
+def main() -> None:
+    """Hand the command line on to the command's own module."""
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in COMMANDS:
+        import_module(COMMANDS[command][0]).main(arguments)
+        return
+    lines = [f"  shardhet {name:6} {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    is_help = command in ("-h", "--help")
+    problem = [] if is_help else [f"{command!r} is no command of shardhet."]
+    text = "\n".join([*problem, *lines, "Each command explains itself with --help."])
+    Console(stderr=not is_help, highlight=False, soft_wrap=True).print(text)
+    raise SystemExit(0 if is_help else 2)
+
+
+if __name__ == "__main__":
+    main()

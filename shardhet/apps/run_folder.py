@@ -1,0 +1,130 @@
+"""RunFolder: the one place that a run writes to, and what it says about itself there."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+import shardhet
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import load_resolved, save_resolved
+from shardhet.config.train import TrainConf
+
+PACKAGES = ("shardhet", "torch", "numpy", "hydra-core", "omegaconf", "rich", "scikit-learn")
+# Names of variables that change how a run computes or communicates.
+VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "SLURM_")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run.
+
+    config.yaml          every key with its value
+    config_sources.json  for each value that is no default: who set it
+    run.json             versions, commit, environment, command line
+    plan.json            who computes and stores what
+    metrics.jsonl        one line per step, look at the devices, and evaluation
+    logs/rank0.log ...   what each rank logged; of ranks above zero all they printed
+    """
+
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trace_dir(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.path / "logs"
+
+    def log_path(self, rank: int) -> Path:
+        """The log of a rank."""
+        return self.logs_dir / f"rank{rank}.log"
+
+    def failure_path(self, rank: int) -> Path:
+        """Where a rank that fails says why."""
+        return self.logs_dir / f"rank{rank}.failure.json"
+
+    def check_unused(self, *, is_restart: bool) -> None:
+        """Raise where another run has written already."""
+        if self.metrics_path.exists() and not is_restart:
+            raise ConfigError(f"run_dir: {self.path} holds a run already. Name another folder.")
+
+    def remove_if_empty(self) -> None:
+        """Take back what hydra has made, if nothing came of it."""
+        with suppress(OSError):  # not empty, or not there
+            self.path.rmdir()
+
+    def begin(self, cfg: DictConfig, sources: dict[str, Any]) -> None:
+        """Make the folder and write what is known before any rank works."""
+        self.logs_dir.mkdir(parents=True, exist_ok=True)
+        save_resolved(cfg, self.config_path)
+        _write_json(self.path / "config_sources.json", sources)
+        _write_json(self.path / "run.json", describe_process())
+
+    def load_config(self) -> TrainConf:
+        """The configuration that ``begin`` wrote."""
+        return load_resolved(self.config_path)
+
+
+def describe_process() -> dict[str, Any]:
+    """With what, from which commit and how this process was started."""
+    variables = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIXES)}
+    return {
+        "command_line": sys.argv,
+        "working_directory": str(Path.cwd()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git": _git_state(),
+        "environment": dict(sorted(variables.items())),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the checkout that shardhet runs from; None for an installed package."""
+    source_dir = Path(shardhet.__file__).parent.parent
+    if not (source_dir / ".git").exists():
+        return None
+    try:
+        commit = _git(source_dir, "rev-parse", "HEAD")
+        changed = _git(source_dir, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):  # no git here, or not ours to read
+        return None
+    return {"commit": commit, "changed_files": changed.splitlines()}
+
+
+def _git(source_dir: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(source_dir), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip()
+
+
+def _write_json(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,46 @@
+"""Tracer: what torch.profiler sees of chosen steps, one file per rank, for Perfetto.
+
+The runtime's own computations and waits stand in it by name, as "forward blocks.2 [1]" (unit,
+microbatch) or "wait_gather blocks.3".
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardhet.config.train import TraceConf
+from shardhet.fsdp import HetFSDP
+
+
+class Tracer:
+    """Records the steps that ``conf`` names; told before and after every step."""
+
+    def __init__(self, conf: TraceConf, model: HetFSDP, path: Path) -> None:
+        self._first_step = conf.first_step
+        self._last_step = conf.first_step + conf.num_steps - 1
+        self._model = model
+        self._path = path
+        self._profile: Any = None
+
+    def before_step(self, step: int) -> None:
+        """Begin to record with the first of the steps."""
+        if step != self._first_step:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._model.name_in_trace(is_traced=True)
+
+    def after_step(self, step: int) -> None:
+        """Write the file after the last of them."""
+        if step != self._last_step or self._profile is None:
+            return
+        self._model.name_in_trace(is_traced=False)
+        self._profile.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._path))
+        self._profile = None

@@ -1,0 +1,110 @@
+"""Training from a command line.
+
+    shardhet train key=value ...                                       starts its own ranks
+    torchrun --nproc-per-node=4 -m shardhet.apps.train key=value ...   is one of the ranks
+
+Hydra composes the configuration.  Without ranks around, that happens once, here, and the
+workers load the result from the run folder; under torchrun every rank composes, in a run
+folder whose name the ranks have agreed on before.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shardhet.apps.launch import RunFailedExit, start_ranks
+from shardhet.apps.loggers import check_logger
+from shardhet.apps.rank_env import RankEnv, agree_on_stamp
+from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.train_help import show_help
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import (
+    CONFIG_NAME,
+    VERSION_BASE,
+    conf_dir,
+    hints,
+    non_default_sources,
+    register_schemas,
+    to_conf,
+)
+from shardhet.config.train import TrainConf
+from shardhet.plan import Plan
+
+
+@hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
+@record  # inside hydra's, or torchrun shows no traceback
+def _train(cfg: DictConfig) -> None:
+    env = RankEnv.from_environment()
+    context = HydraConfig.get()
+    if env is not None and context.mode is RunMode.MULTIRUN:
+        raise SystemExit(
+            "--multirun inside torchrun: ranks of different jobs would meet. Say shardhet "
+            "train -m ..., which starts one torchrun per job."
+        )
+    cfg.run_dir = context.runtime.output_dir
+    folder = RunFolder(Path(cfg.run_dir))
+    try:
+        folder.check_unused(is_restart=env is not None and env.is_restarted)
+        conf = to_conf(cfg)
+        plan = checked_plan(conf, num_launched=None if env is None else env.world_size)
+    except ConfigError as error:
+        folder.remove_if_empty()
+        raise SystemExit(f"{error}\nNothing was started.") from None
+    if env is None or env.rank == 0:
+        cfg.cluster.num_ranks = plan.world_size
+        folder.begin(cfg, non_default_sources(cfg, context.overrides.task))
+    if env is None:
+        start_ranks(folder, plan.world_size)
+    else:
+        from shardhet.apps.worker import leave, run_rank
+
+        run_rank(conf, folder, env)
+        leave()
+
+
+def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:
+    """The plan, if the configuration can be run here at all.
+
+    ``num_launched`` is how many ranks there are; None where they are yet to be started.
+    """
+    check_logger(conf.logger)
+    conf.check_device()
+    conf.check_model_fits_data()
+    return conf.to_plan(conf.world_size(num_launched))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train; hydra reads the command line."""
+    if arguments is not None:
+        sys.argv = ["shardhet train", *arguments]
+    register_schemas()
+    env = RankEnv.from_environment()
+    OmegaConf.register_new_resolver(
+        "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
+    )
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        show_help(Console(highlight=False), _overrides(sys.argv[1:]))
+        return
+    try:
+        _train()
+    except RunFailedExit:
+        raise
+    except SystemExit as error:
+        if error.code == 1 and (mends := hints(_overrides(sys.argv[1:]))):
+            Console(stderr=True, highlight=False, soft_wrap=True).print("\n".join(mends))
+        raise
+
+
+def _overrides(arguments: Sequence[str]) -> list[str]:
+    return [each for each in arguments if "=" in each and not each.startswith("-")]
+
+
+if __name__ == "__main__":
+    main()

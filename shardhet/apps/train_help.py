@@ -1,0 +1,58 @@
+"""What ``shardhet train --help`` says: all groups with their choices, all keys with values."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardhet.config.compose import CONFIG_NAME, VERSION_BASE, conf_dir
+
+USAGE = """\
+[bold]shardhet train key=value ...[/]       train; starts its own ranks
+[bold]shardhet train -m key=v1,v2 ...[/]    one run after the other, every combination
+[bold]torchrun --nproc-per-node=4 -m shardhet.apps.train key=value ...[/]
+                                   the same program, started by torchrun
+"""
+FLAGS = """\
+--cfg job          show the configuration and stop
+--config-dir DIR   your own files, laid out like conf/, searched first
+--hydra-help       everything else that hydra can do\
+"""
+
+
+def show_help(console: Console, overrides: Sequence[str]) -> None:
+    """Print it, with the values that ``overrides`` lead to."""
+    console.print(USAGE)
+    console.print("Choose one of each group, as in model=small:\n")
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for group, choices in choices_by_group(conf_dir()).items():
+        for i, (choice, purpose) in enumerate(choices.items()):
+            table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
+    console.print(table)
+    console.print("\nChange any value, as in optim.lr=1e-3. The values now:\n")
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        cfg = compose(CONFIG_NAME, list(overrides))
+    indented = "".join(f"  {line}\n" for line in OmegaConf.to_yaml(cfg).splitlines())
+    console.print(indented, markup=False, soft_wrap=True)
+    console.print(FLAGS, markup=False)
+
+
+def choices_by_group(folder: Path) -> dict[str, dict[str, str]]:
+    """Per group its files, each with its first line of comment."""
+    groups = sorted(path for path in folder.iterdir() if path.is_dir())
+    return {
+        group.name: {
+            path.stem: _purpose(path.read_text(encoding="utf-8"))
+            for path in sorted(group.glob("*.yaml"))
+        }
+        for group in groups
+    }
+
+
+def _purpose(text: str) -> str:
+    comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
+    return next((line for line in comments if not line.startswith("@")), "")

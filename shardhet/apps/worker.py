@@ -1,0 +1,299 @@
+"""One rank of a training run.
+
+    python -m shardhet.apps.worker RUN_FOLDER
+
+is what ``shardhet train`` starts once per device; it loads the configuration that was written
+there and nothing else.
+"""
+
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from shardhet import DeviceSpec, HetFSDP
+from shardhet.apps.crash import Failure
+from shardhet.apps.display import Display, device_table
+from shardhet.apps.loggers import MetricsLogger, log_all, open_loggers
+from shardhet.apps.rank_env import RankEnv
+from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.task import Task, make_task
+from shardhet.apps.tracing import Tracer
+from shardhet.config.models import TextConf
+from shardhet.config.train import Precision, TrainConf
+from shardhet.config.training import DeviceType
+from shardhet.distributed import local_device_spec
+from shardhet.sampling import sample_bytes
+from shardhet.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_PROMPT = b"def "
+
+
+def main() -> None:
+    """Train as one of the ranks that were launched on the run folder."""
+    env = RankEnv.from_environment()
+    assert env is not None, "the worker is started by shardhet train"
+    folder = RunFolder(Path(sys.argv[1]))
+    conf = folder.load_config()
+    with suppress(KeyboardInterrupt):  # the launcher says so
+        try:
+            run_rank(conf, folder, env)
+        except Exception:
+            # The launcher shows the cause of all; this rank's traceback is in its log.
+            raise SystemExit(1) from None
+        leave()
+
+
+def leave() -> NoReturn:
+    """End this process, whose work is on disk, without the interpreter's own teardown.
+
+    There, native threads of the process groups ended ranks that had finished with SIGABRT
+    ("terminate called without an active exception") in 2 of 60 launches with torch 2.13.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
+    """This process's part of the run, from process group to last metric.  Collective."""
+    device = choose_device(conf, env)
+    with _log_to(folder, env.rank), _report_failure(folder, env.rank, device):
+        torch.set_num_threads(conf.cluster.num_threads)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            device_id=device if device.type == "cuda" else None,
+        )
+        run = Run(conf, folder, env, device)
+        run.train()
+        logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
+        dist.destroy_process_group()
+
+
+def choose_device(conf: TrainConf, env: RankEnv) -> torch.device:
+    """The GPU of this process's local rank where GPUs are wanted, else the CPU."""
+    num_gpus = torch.cuda.device_count()
+    wanted = conf.cluster.device
+    if wanted is DeviceType.CPU or (wanted is DeviceType.AUTO and not num_gpus):
+        return torch.device("cpu")
+    if env.local_rank >= num_gpus:
+        raise ValueError(
+            f"rank {env.rank}: local rank {env.local_rank} but this host has {num_gpus} GPUs. "
+            "Start fewer ranks per host, or set cluster.device=CPU."
+        )
+    torch.cuda.set_device(env.local_rank)
+    return torch.device("cuda", env.local_rank)
+
+
+class Run:
+    """Everything that one rank holds while it trains."""
+
+    def __init__(
+        self, conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
+    ) -> None:
+        self._conf = conf
+        self._folder = folder
+        self._env = env
+        self._device = device
+        plan = conf.to_plan(env.world_size)
+        self._task: Task = make_task(
+            conf, global_batch_size=plan.global_batch_size, cache_dir=folder.path / "tokens"
+        )
+        self._model = HetFSDP(
+            self._task.module,
+            plan,
+            device=device,
+            param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
+            seed=conf.seed,
+            device_spec=announced_device(conf, env, device),
+        )
+        optimizer = conf.optim.to_record().build(list(self._model.parameters()))
+        self.trainer = Trainer(
+            self._model,
+            optimizer,
+            self._task.batches,
+            schedule=conf.lr_scheduler.to_record(conf.num_steps),
+            max_grad_norm=conf.max_grad_norm,
+            device=device,
+        )
+        capacity_bytes = local_device_spec(device).memory_capacity_bytes or 0
+        budgets = [int(row[0]) for row in self._model.exchange([capacity_bytes])]
+        self._budgets_bytes = [
+            rank.device.memory_capacity_bytes or budget
+            for rank, budget in zip(plan.ranks, budgets, strict=True)
+        ]
+        self._loggers: list[MetricsLogger] = []
+        self._tracer: Tracer | None = None
+        if conf.trace:
+            path = folder.trace_dir / f"rank{env.rank}.json"
+            self._tracer = Tracer(conf.trace_steps, self._model, path)
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is the rank that shows and writes."""
+        return self._env.rank == 0
+
+    def train(self) -> None:
+        """All steps, looks and evaluations."""
+        console = Console(quiet=not self.is_rank_zero, highlight=False)
+        display = Display(
+            self._model.plan,
+            self._budgets_bytes,
+            num_steps=self._conf.num_steps,
+            log_every=self._conf.log_every,
+            target_name=self._task.target_name,
+            console=console,
+        )
+        logger.info(
+            "rank %d plays position %d of the plan", self._env.rank, self._model.position
+        )
+        if self.is_rank_zero:
+            self._model.plan.save(self._folder.plan_path)
+            self._loggers = open_loggers(self._conf.logger, self._folder)
+        self._show_start(console)
+        with display:
+            for step in range(self._model.step + 1, self._conf.num_steps + 1):
+                self._take_step(step, display)
+        for each in self._loggers:
+            each.close()
+        self._show_text(console)
+        console.print(f"written to {self._folder.path}", soft_wrap=True)
+
+    def _show_start(self, console: Console) -> None:
+        plan = self._model.plan
+        num_params = sum(unit.numel for unit in plan.units)
+        console.print(
+            f"{self._conf.model.kind.value} with {num_params:,} parameters on "
+            f"{plan.world_size} devices; a step is {plan.global_batch_size} samples"
+        )
+        if not console.is_terminal:
+            console.print(device_table(plan, (), self._budgets_bytes))
+
+    def _show_text(self, console: Console) -> None:
+        """What the model writes by itself, if asked for."""
+        data, num_tokens = self._conf.data, self._conf.num_sampled_tokens
+        if not num_tokens or not isinstance(data, TextConf):
+            return
+        text = sample_bytes(
+            self._model,
+            SAMPLE_PROMPT,
+            num_tokens,
+            seq_len=data.seq_len,
+            seed=self._conf.seed,
+            device=self._device,
+        )
+        whole = (SAMPLE_PROMPT + text).decode(errors="replace")
+        console.print("a sample of its text:", style="bold")
+        console.print(whole, markup=False, soft_wrap=True)
+
+    def _take_step(self, step: int, display: Display) -> None:
+        conf = self._conf
+        if self._tracer is not None:
+            self._tracer.before_step(step)
+        metrics = self.trainer.train_step()
+        if self._tracer is not None:
+            self._tracer.after_step(step)
+        values = {
+            "loss": metrics.mean_loss,
+            "grad_norm": metrics.grad_norm,
+            "lr": metrics.learning_rate,
+            "num_tokens": metrics.num_targets,
+            "step_time_s": metrics.step_time_s,
+        }
+        log_all(self._loggers, step, values)
+        if self.is_rank_zero:
+            display.show_step(metrics)
+        if step % conf.log_every == 0 or step == conf.num_steps:
+            self._look(step, display)
+        if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
+            self._evaluate(step, display)
+
+    def _look(self, step: int, display: Display) -> None:
+        uses = self.trainer.look_at_devices()
+        values: dict[str, float] = {}
+        for i, use in enumerate(uses):
+            values[f"device{i}/busy_share"] = use.busy_share
+            values[f"device{i}/waiting_share"] = use.waiting_share
+            values[f"device{i}/peak_memory_bytes"] = use.peak_memory_bytes
+        log_all(self._loggers, step, values)
+        if self.is_rank_zero:
+            display.show_devices(uses)
+
+    def _evaluate(self, step: int, display: Display) -> None:
+        evaluation = self.trainer.evaluate(self._task.judged)
+        score, name = self._task.score(evaluation), self._task.score_name
+        values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
+        log_all(self._loggers, step, values)
+        if self.is_rank_zero:
+            display.show_score(step, name, score, self._task.baselines)
+
+
+def announced_device(conf: TrainConf, env: RankEnv, device: torch.device) -> DeviceSpec:
+    """What this rank says it is: what the driver says, under its name in the configuration."""
+    found = local_device_spec(device)
+    if not conf.cluster.kinds:
+        return found
+    return DeviceSpec(
+        host=found.host,
+        kind=conf.cluster.kinds[env.rank],
+        memory_capacity_bytes=found.memory_capacity_bytes,
+        uuid=found.uuid,
+    )
+
+
+def _snake(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+@contextmanager
+def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
+    """Log into the run folder; above rank zero all that is printed goes there too."""
+    folder.logs_dir.mkdir(parents=True, exist_ok=True)
+    with folder.log_path(rank).open("a", encoding="utf-8", buffering=1) as file:
+        if rank > 0:
+            _redirect(sys.stdout, file)
+            _redirect(sys.stderr, file)
+        faulthandler.enable()  # a native crash leaves its Python stack in the log
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        )
+        root = logging.getLogger()
+        handlers_before, root.handlers = root.handlers, [handler]  # hydra's prints
+        root.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            root.handlers = handlers_before
+
+
+def _redirect(stream: TextIO, file: TextIO) -> None:
+    """At the level of the system, so that what C++ prints is kept too."""
+    stream.flush()
+    os.dup2(file.fileno(), stream.fileno())
+
+
+@contextmanager
+def _report_failure(folder: RunFolder, rank: int, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.exception("rank %d failed", rank)
+        name = f"{device}, {local_device_spec(device)}"
+        Failure.of(error, rank=rank, device=name).save(folder)
+        raise
+
+
+if __name__ == "__main__":
+    main()

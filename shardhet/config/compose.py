@@ -1,0 +1,228 @@
+"""From files and a command line to a TrainConf, and from a run folder back to it.
+
+``conf/`` holds YAML only; the schemas here say which keys there are and of what type.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from shardhet.config.checks import ConfigError
+from shardhet.config.models import (
+    DataKind,
+    DecoderConf,
+    DigitsConf,
+    MaskedLmConf,
+    ModelKind,
+    PySourceConf,
+    TextDirConf,
+    VitConf,
+)
+from shardhet.config.train import TrainConf
+from shardhet.config.training import (
+    AdamWConf,
+    ByHandPlanConf,
+    ClusterConf,
+    EvenPlanConf,
+    FilePlanConf,
+    LoggerConf,
+    LoggerKind,
+    LrSchedulerConf,
+    LrSchedulerKind,
+    OptimKind,
+    PlanKind,
+    ProportionalPlanConf,
+    SgdConf,
+)
+
+CONFIG_NAME = "train"
+VERSION_BASE = "1.3"
+
+# The schema of a group's choice, by the choice's kind; files say /schema/<group>: <kind>.
+SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
+    "model": {
+        ModelKind.DECODER: DecoderConf,
+        ModelKind.MASKED_LM: MaskedLmConf,
+        ModelKind.VIT: VitConf,
+    },
+    "data": {
+        DataKind.PYSOURCE: PySourceConf,
+        DataKind.TEXT_DIR: TextDirConf,
+        DataKind.DIGITS: DigitsConf,
+    },
+    "optim": {OptimKind.ADAMW: AdamWConf, OptimKind.SGD: SgdConf},
+    "plan": {
+        PlanKind.EVEN: EvenPlanConf,
+        PlanKind.PROPORTIONAL: ProportionalPlanConf,
+        PlanKind.BY_HAND: ByHandPlanConf,
+        PlanKind.FILE: FilePlanConf,
+    },
+    "lr_scheduler": dict.fromkeys(LrSchedulerKind, LrSchedulerConf),
+    "logger": dict.fromkeys(LoggerKind, LoggerConf),
+}
+
+
+def conf_dir() -> Path:
+    """``conf/``, inside the installed package or beside it in a checkout."""
+    package_dir = Path(__file__).parent.parent
+    installed = package_dir / "conf"
+    return installed if installed.is_dir() else package_dir.parent / "conf"
+
+
+def register_schemas() -> None:
+    """Make the schemas known to hydra."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="train", node=TrainConf)
+    store.store(group="schema/cluster", name="cluster", node=ClusterConf)
+    for group, schema_by_kind in SCHEMA_BY_KIND.items():
+        for kind, schema in schema_by_kind.items():
+            store.store(group=f"schema/{group}", name=kind.value, node=schema)
+
+
+def to_conf(cfg: DictConfig) -> TrainConf:
+    """The checked configuration; raises where a value is missing or makes no sense."""
+    try:
+        conf = OmegaConf.to_object(cfg)
+    except MissingMandatoryValue as error:
+        key = error.full_key
+        raise ConfigError(f"{key}: it has no value yet. Give one: {key}=...") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {error}") from None
+    assert isinstance(conf, TrainConf)
+    return conf
+
+
+def save_resolved(cfg: DictConfig, path: Path) -> None:
+    """Write every key with its value."""
+    path.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+
+
+def load_resolved(path: Path) -> TrainConf:
+    """The inverse of ``save_resolved``."""
+    values = OmegaConf.load(path)
+    assert isinstance(values, DictConfig)
+    schema = OmegaConf.structured(TrainConf)
+    for group, schema_by_kind in SCHEMA_BY_KIND.items():
+        by_name = {kind.name: each for kind, each in schema_by_kind.items()}
+        schema[group] = OmegaConf.structured(by_name[str(values[group].kind)])
+    schema.cluster = OmegaConf.structured(ClusterConf)
+    merged = OmegaConf.merge(schema, values)
+    assert isinstance(merged, DictConfig)
+    return to_conf(merged)
+
+
+def non_default_sources(cfg: DictConfig, overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """For each value that differs from its schema's default: the value and who set it.
+
+    Only where hydra has composed ``cfg`` in this process from ``overrides``.
+    """
+    setters: dict[str, str] = {}
+    loader = GlobalHydra.instance().config_loader()
+    tree = loader.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
+    for default in tree.defaults:
+        loaded = loader.repository.load_config(default.config_path)  # type: ignore[attr-defined]
+        if loaded is None or loaded.provider in ("hydra", "schema"):
+            continue
+        package = default.package or ""
+        for key in _leaf_keys(loaded.config):
+            setters[f"{package}.{key}" if package else key] = f"{default.config_path}.yaml"
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        for key in _leaf_keys_below(cfg, override.key_or_group):
+            setters[key] = "command line"
+    defaults = _schema_defaults(cfg)
+    return {
+        key: {"value": value, "source": setters.get(key, "interpolation")}
+        for key, value in _leaves(cfg).items()
+        if defaults.get(key, "???") != value and not key.endswith(".kind")
+    }
+
+
+def _schema_defaults(cfg: DictConfig) -> dict[str, Any]:
+    defaults = _leaves(OmegaConf.structured(TrainConf))
+    for group in ("cluster", *SCHEMA_BY_KIND):
+        schema = OmegaConf.structured(OmegaConf.get_type(cfg[group]))
+        defaults |= {f"{group}.{key}": value for key, value in _leaves(schema).items()}
+    return defaults
+
+
+def _leaves(cfg: Any) -> dict[str, Any]:
+    """Values by dotted key; a list is one value, enums are spelled by name."""
+    plain = OmegaConf.to_container(cfg, resolve=not _has_missing(cfg), enum_to_str=True)
+    return dict(_flat(plain, ""))
+
+
+def _has_missing(cfg: Any) -> bool:
+    return bool(OmegaConf.missing_keys(cfg))
+
+
+def _flat(node: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _leaf_keys(cfg: Any) -> list[str]:
+    if isinstance(cfg, ListConfig):
+        return []
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    return [key for key, _ in _flat(plain, "") if key.partition(".")[0] != "defaults"]
+
+
+def _leaf_keys_below(cfg: DictConfig, key: str) -> list[str]:
+    """The key itself if it is a leaf; nothing for a group's choice, which its file explains."""
+    node = OmegaConf.select(cfg, key)
+    return [] if node is None or isinstance(node, DictConfig) else [key]
+
+
+def hints(overrides: Iterable[str]) -> list[str]:
+    """For each override whose key does not exist: which keys there are in its place.
+
+    Composes again with the choices of groups alone, so only for a command line that failed.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:
+        return []
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        choices = [
+            each.input_line
+            for each in parsed
+            if each.input_line is not None and (conf_dir() / each.key_or_group).is_dir()
+        ]
+        try:
+            cfg = compose(CONFIG_NAME, choices)
+        except (HydraException, OmegaConfBaseException):
+            return []
+    keys = [each.key_or_group for each in parsed if each.input_line not in choices]
+    unknown = [_unknown_part(cfg, key) for key in keys if not key.startswith("hydra")]
+    return [hint for hint in unknown if hint]
+
+
+def _unknown_part(cfg: DictConfig, dotted: str) -> str:
+    node: Any = cfg
+    parts = dotted.split(".")
+    for i, part in enumerate(parts):
+        if not isinstance(node, DictConfig):
+            return ""
+        keys = sorted(map(str, node))
+        if part not in keys:
+            where = ".".join(parts[:i])
+            close = get_close_matches(part, keys, n=1)
+            mend = f" Did you mean {'.'.join([*parts[:i], close[0]])}?" if close else ""
+            there = f"{where or 'the configuration'} has {', '.join(keys)}"
+            return f"{dotted}: no such key; {there}.{mend}"
+        node = node._get_node(part) if OmegaConf.is_missing(node, part) else node[part]
+    return ""

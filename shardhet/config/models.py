@@ -1,0 +1,199 @@
+"""Schemas of ``model=...`` and ``data=...``.
+
+torch is imported where a record is made, so that help and completion stay quick.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import MISSING
+
+from shardhet.config.checks import ConfigError, check_above, check_at_least, check_below_one
+
+if TYPE_CHECKING:
+    from shardhet.models.decoder import DecoderConfig
+    from shardhet.models.encoder import EncoderConfig
+
+PATCH_SIDES = (1, 2, 4, 8)  # what divides a digit of 8 x 8 pixels
+
+
+class ModelKind(Enum):
+    """Which class of model the fields describe; follows from ``model=...``."""
+
+    DECODER = "decoder"
+    MASKED_LM = "masked_lm"
+    VIT = "vit"
+
+
+class DataKind(Enum):
+    """Where samples come from; follows from ``data=...``."""
+
+    PYSOURCE = "pysource"
+    TEXT_DIR = "text_dir"
+    DIGITS = "digits"
+
+
+@dataclass(kw_only=True)
+class ModelConf:
+    """What every model has."""
+
+    kind: ModelKind = MISSING
+
+
+@dataclass(kw_only=True)
+class DecoderConf(ModelConf):
+    """A decoder-only language model: RMSNorm, rotary positions, SwiGLU, grouped queries."""
+
+    kind: ModelKind = ModelKind.DECODER
+    width: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int = MISSING  # equal to num_heads: every query head has its own
+    hidden_width: int = MISSING  # of the MLP
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("width", "num_layers", "num_heads", "num_kv_heads", "hidden_width"):
+            check_at_least(f"model.{key}", getattr(self, key), 1)
+        check_below_one("model.dropout", self.dropout)
+
+    def to_record(self, *, vocab_size: int, seq_len: int) -> "DecoderConfig":
+        """The shape of the decoder."""
+        from shardhet.models.decoder import DecoderConfig
+
+        try:
+            return DecoderConfig(
+                vocab_size=vocab_size,
+                width=self.width,
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                hidden_width=self.hidden_width,
+                seq_len=seq_len,
+                dropout=self.dropout,
+            )
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from None
+
+
+@dataclass(kw_only=True)
+class EncoderConf(ModelConf):
+    """Blocks that look both ways."""
+
+    width: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    hidden_width: int = MISSING  # of the MLP
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("width", "num_layers", "num_heads", "hidden_width"):
+            check_at_least(f"model.{key}", getattr(self, key), 1)
+        check_below_one("model.dropout", self.dropout)
+
+    def to_record(self) -> "EncoderConfig":
+        """The shape of the blocks."""
+        from shardhet.models.encoder import EncoderConfig
+
+        try:
+            return EncoderConfig(
+                width=self.width,
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+                hidden_width=self.hidden_width,
+                dropout=self.dropout,
+            )
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from None
+
+
+@dataclass(kw_only=True)
+class MaskedLmConf(EncoderConf):
+    """BERT's task: say what stood at the masked places."""
+
+    kind: ModelKind = ModelKind.MASKED_LM
+    mask_fraction: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above("model.mask_fraction", self.mask_fraction, 0)
+        check_below_one("model.mask_fraction", self.mask_fraction)
+
+
+@dataclass(kw_only=True)
+class VitConf(EncoderConf):
+    """A vision transformer that classifies images."""
+
+    kind: ModelKind = ModelKind.VIT
+    patch_side: int = 2  # pixels
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patch_side not in PATCH_SIDES:
+            raise ConfigError(
+                f"model.patch_side: {self.patch_side} but it must be one of {PATCH_SIDES}."
+            )
+
+
+@dataclass(kw_only=True)
+class DataConf:
+    """What every kind of data has."""
+
+    kind: DataKind = MISSING
+
+
+@dataclass(kw_only=True)
+class TextConf(DataConf):
+    """Text as bytes, cut into windows."""
+
+    seq_len: int = 64
+    num_judged_samples: int = 1000  # windows of held-out text in an evaluation
+
+    def __post_init__(self) -> None:
+        check_at_least("data.seq_len", self.seq_len, 1)
+        check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
+
+
+@dataclass(kw_only=True)
+class PySourceConf(TextConf):
+    """The Python standard library's own sources."""
+
+    kind: DataKind = DataKind.PYSOURCE
+
+
+@dataclass(kw_only=True)
+class TextDirConf(TextConf):
+    """All files below a folder whose names fit a pattern."""
+
+    kind: DataKind = DataKind.TEXT_DIR
+    path: str = MISSING
+    pattern: str = "*.txt"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not Path(self.path).is_dir():
+            raise ConfigError(
+                f"data.path: {self.path!r} is no folder. Give the folder with your text files."
+            )
+        if not any(Path(self.path).rglob(self.pattern)):
+            raise ConfigError(
+                f"data.pattern: no file below {self.path!r} fits {self.pattern!r}. Give "
+                "another, such as '*.md'."
+            )
+
+
+@dataclass(kw_only=True)
+class DigitsConf(DataConf):
+    """Handwritten digits of 8 x 8 pixels."""
+
+    kind: DataKind = DataKind.DIGITS
+
+    def __post_init__(self) -> None:
+        if find_spec("sklearn") is None:
+            raise ConfigError(
+                "data: digits but scikit-learn is not installed. Say "
+                "pip install 'shardhet[digits]', or data=pysource."
+            )

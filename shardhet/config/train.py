@@ -1,0 +1,139 @@
+"""TrainConf: all that a training run is told, and that it can be done at all."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+from shardhet.config.checks import ConfigError, check_above, check_at_least
+from shardhet.config.models import (
+    DataConf,
+    DecoderConf,
+    DigitsConf,
+    EncoderConf,
+    ModelConf,
+    TextConf,
+    VitConf,
+)
+from shardhet.config.training import (
+    ClusterConf,
+    DeviceType,
+    LoggerConf,
+    LrSchedulerConf,
+    OptimConf,
+    PlanConf,
+)
+from shardhet.plan import Plan
+
+NUM_BYTES = 256  # tokens are bytes
+
+
+class Precision(Enum):
+    """Number formats; gradients are summed in the format of the stored parameters."""
+
+    FP64 = "float64"
+    FP32 = "float32"
+    BF16 = "bfloat16"  # of parameters in flight and activations; stored in float32
+
+
+@dataclass(kw_only=True)
+class TraceConf:
+    """Which steps torch.profiler records, on every rank."""
+
+    first_step: int = 10
+    num_steps: int = 3
+
+    def __post_init__(self) -> None:
+        check_at_least("trace_steps.first_step", self.first_step, 1)
+        check_at_least("trace_steps.num_steps", self.num_steps, 1)
+
+
+@dataclass(kw_only=True)
+class TrainConf:
+    """A training run.  Every key is here or in the class of its group; there are no others."""
+
+    run_dir: str = MISSING
+    seed: int = 0  # of weights, batches and dropout
+    num_steps: int = 200
+    max_grad_norm: float = 1.0
+    precision: Precision = Precision.FP32
+    log_every: int = 10  # steps between two lines, and two looks at the devices
+    eval_every: int = 0  # steps between two evaluations; 0 is only at the end
+    num_sampled_tokens: int = 0  # of text at the end
+    trace: bool = False
+    trace_steps: TraceConf = field(default_factory=TraceConf)
+    model: ModelConf = MISSING
+    data: DataConf = MISSING
+    optim: OptimConf = MISSING
+    lr_scheduler: LrSchedulerConf = MISSING
+    cluster: ClusterConf = MISSING
+    plan: PlanConf = MISSING
+    logger: LoggerConf = MISSING
+
+    def __post_init__(self) -> None:
+        check_at_least("seed", self.seed, 0)
+        check_at_least("num_steps", self.num_steps, 1)
+        check_above("max_grad_norm", self.max_grad_norm, 0)
+        check_at_least("log_every", self.log_every, 1)
+        check_at_least("eval_every", self.eval_every, 0)
+        check_at_least("num_sampled_tokens", self.num_sampled_tokens, 0)
+        last_traced = self.trace_steps.first_step + self.trace_steps.num_steps - 1
+        if self.trace and last_traced > self.num_steps:
+            raise ConfigError(
+                f"trace_steps: steps up to {last_traced} but num_steps is {self.num_steps}. "
+                "Lower trace_steps.first_step or trace_steps.num_steps."
+            )
+
+    def world_size(self, num_launched: int | None) -> int:
+        """How many ranks it needs; ``num_launched`` is how many there are, if any yet."""
+        stated = {
+            "cluster.num_ranks": self.cluster.num_ranks,
+            "plan": self.plan.stated_world_size,
+            "cluster.kinds": len(self.cluster.kinds) or None,
+            "the launcher": num_launched,
+        }
+        known = {key: number for key, number in stated.items() if number is not None}
+        if len(set(known.values())) > 1:
+            said = ", ".join(f"{key} says {number}" for key, number in known.items())
+            raise ConfigError(
+                f"number of ranks: {said}, but all must agree. Change or drop one of them."
+            )
+        return next(iter(known.values()), self._default_world_size())
+
+    def _default_world_size(self) -> int:
+        import torch
+
+        if self.cluster.device is DeviceType.CPU:
+            return 1
+        return max(1, torch.cuda.device_count())
+
+    def to_plan(self, world_size: int) -> Plan:
+        """The plan for ``world_size`` ranks."""
+        return self.plan.to_record(self.cluster.devices(world_size))
+
+    def check_model_fits_data(self) -> None:
+        """Raise if the model cannot be built, or cannot learn from such samples."""
+        if isinstance(self.model, VitConf) != isinstance(self.data, DigitsConf):
+            raise ConfigError(
+                f"model: {self.model.kind.value} cannot learn from data={self.data.kind.value}."
+                " Choose model=vit with data=digits, or another model with text."
+            )
+        if self.num_sampled_tokens and not isinstance(self.model, DecoderConf):
+            raise ConfigError(
+                f"num_sampled_tokens: {self.num_sampled_tokens} but only a decoder writes "
+                f"text. Set it to 0 for model={self.model.kind.value}."
+            )
+        if isinstance(self.model, DecoderConf) and isinstance(self.data, TextConf):
+            self.model.to_record(vocab_size=NUM_BYTES, seq_len=self.data.seq_len)
+        elif isinstance(self.model, EncoderConf):
+            self.model.to_record()
+
+    def check_device(self) -> None:
+        """Raise if the device that is asked for is not here."""
+        import torch
+
+        if self.cluster.device is DeviceType.CUDA and not torch.cuda.is_available():
+            raise ConfigError(
+                "cluster.device: CUDA but torch finds no GPU. Set cluster.device=CPU, or "
+                "install the torch build for your driver."
+            )

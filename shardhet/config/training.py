@@ -1,0 +1,354 @@
+"""Schemas of the groups optim, lr_scheduler, cluster, plan and logger."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import MISSING
+
+from shardhet.cluster import DeviceSpec
+from shardhet.config.checks import (
+    ConfigError,
+    check_above,
+    check_at_least,
+    check_below_one,
+    check_fraction,
+)
+from shardhet.plan import Plan
+
+if TYPE_CHECKING:
+    from shardhet.optim import OptimizerSpec, Schedule
+
+
+class OptimKind(Enum):
+    """Which optimizer; follows from ``optim=...``."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+class LrSchedulerKind(Enum):
+    """Which course the learning rate takes; follows from ``lr_scheduler=...``."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    WSD = "wsd"
+
+
+class PlanKind(Enum):
+    """Who makes the plan; follows from ``plan=...``."""
+
+    EVEN = "even"
+    PROPORTIONAL = "proportional"
+    BY_HAND = "by_hand"
+    FILE = "file"
+
+
+class DeviceType(Enum):
+    """What ranks compute on."""
+
+    AUTO = "auto"  # CUDA where there is any, else the CPU
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class LoggerKind(Enum):
+    """Where metrics go besides metrics.jsonl; follows from ``logger=...``."""
+
+    NONE = "none"
+    CSV = "csv"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+@dataclass(kw_only=True)
+class OptimConf:
+    """What every optimizer has."""
+
+    kind: OptimKind = MISSING
+    lr: float = MISSING  # the peak of the schedule
+    weight_decay: float = 0.0  # of matrices; vectors never decay
+
+    def __post_init__(self) -> None:
+        check_above("optim.lr", self.lr, 0)
+        check_at_least("optim.weight_decay", self.weight_decay, 0)
+
+    def to_record(self) -> "OptimizerSpec":
+        """What builds the optimizer."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class AdamWConf(OptimConf):
+    """Adam with decoupled weight decay."""
+
+    kind: OptimKind = OptimKind.ADAMW
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2:
+            raise ConfigError(f"optim.betas: {list(self.betas)} but it must be two numbers.")
+        for i, beta in enumerate(self.betas):
+            check_below_one(f"optim.betas[{i}]", beta)
+        check_above("optim.eps", self.eps, 0)
+
+    def to_record(self) -> "OptimizerSpec":
+        """What builds the optimizer."""
+        from shardhet.optim import AdamW
+
+        return AdamW(
+            learning_rate=self.lr,
+            betas=(self.betas[0], self.betas[1]),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(kw_only=True)
+class SgdConf(OptimConf):
+    """Stochastic gradient descent."""
+
+    kind: OptimKind = OptimKind.SGD
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_below_one("optim.momentum", self.momentum)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("optim.nesterov: true but momentum is 0. Set optim.momentum=0.9.")
+
+    def to_record(self) -> "OptimizerSpec":
+        """What builds the optimizer."""
+        from shardhet.optim import Sgd
+
+        return Sgd(
+            learning_rate=self.lr,
+            momentum=self.momentum,
+            is_nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(kw_only=True)
+class LrSchedulerConf:
+    """The course of the learning rate; lengths are fractions of ``num_steps``."""
+
+    kind: LrSchedulerKind = MISSING
+    warmup_fraction: float = 0.05
+    final_fraction: float = 0.1  # of the peak, at the end; no meaning for constant
+    decay_fraction: float = 0.2  # of the steps; only wsd has a length of decay
+
+    def __post_init__(self) -> None:
+        check_fraction("lr_scheduler.final_fraction", self.final_fraction)
+        check_fraction("lr_scheduler.warmup_fraction", self.warmup_fraction)
+        check_fraction("lr_scheduler.decay_fraction", self.decay_fraction)
+        is_wsd = self.kind is LrSchedulerKind.WSD
+        if is_wsd and self.warmup_fraction + self.decay_fraction > 1:
+            raise ConfigError(
+                f"lr_scheduler.decay_fraction: {self.decay_fraction} beside a warmup_fraction "
+                f"of {self.warmup_fraction} but together they must not exceed 1."
+            )
+
+    def to_record(self, num_steps: int) -> "Schedule":
+        """The schedule of a run of ``num_steps``."""
+        from shardhet.optim import Constant, Cosine, Linear, WarmupStableDecay
+
+        num_warmup_steps = round(self.warmup_fraction * num_steps)
+        if self.kind is LrSchedulerKind.CONSTANT:
+            return Constant(num_warmup_steps=num_warmup_steps)
+        if self.kind is LrSchedulerKind.WSD:
+            return WarmupStableDecay(
+                num_steps=num_steps,
+                num_decay_steps=round(self.decay_fraction * num_steps),
+                num_warmup_steps=num_warmup_steps,
+                final_fraction=self.final_fraction,
+            )
+        schedule = Linear if self.kind is LrSchedulerKind.LINEAR else Cosine
+        return schedule(
+            num_steps=num_steps,
+            num_warmup_steps=num_warmup_steps,
+            final_fraction=self.final_fraction,
+        )
+
+
+@dataclass(kw_only=True)
+class ClusterConf:
+    """Which processes take part."""
+
+    num_ranks: int | None = None  # None: what the plan says, else one per visible GPU
+    device: DeviceType = DeviceType.AUTO
+    kinds: list[str] = field(default_factory=list)  # what ranks announce themselves as
+    num_threads: int = 1  # of each rank, on the CPU
+
+    def __post_init__(self) -> None:
+        check_at_least("cluster.num_threads", self.num_threads, 1)
+        if self.num_ranks is None:
+            return
+        check_at_least("cluster.num_ranks", self.num_ranks, 1)
+        if self.kinds and len(self.kinds) != self.num_ranks:
+            raise ConfigError(
+                f"cluster.kinds: {len(self.kinds)} names but cluster.num_ranks is "
+                f"{self.num_ranks}. Name every rank's device, or none."
+            )
+
+    def devices(self, world_size: int) -> list[DeviceSpec]:
+        """What the plan expects at each of its positions."""
+        kinds: Sequence[str | None] = self.kinds or [None] * world_size
+        if len(kinds) != world_size:
+            raise ConfigError(
+                f"cluster.kinds: {len(kinds)} names but there are {world_size} ranks. Name "
+                "every rank's device, or none."
+            )
+        return [DeviceSpec(kind=kind) for kind in kinds]
+
+
+@dataclass(kw_only=True)
+class PlanConf:
+    """Who computes and stores what."""
+
+    kind: PlanKind = MISSING
+
+    @property
+    def stated_world_size(self) -> int | None:
+        """How many devices it is for; None where it adapts to what there is."""
+        return None
+
+    def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
+        """The plan for these devices."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class EvenPlanConf(PlanConf):
+    """Every device computes and stores the same, as in stock FSDP."""
+
+    kind: PlanKind = PlanKind.EVEN
+    global_batch_size: int = 32
+    microbatch_size: int = 8
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least("plan.global_batch_size", self.global_batch_size, 1)
+        check_at_least("plan.microbatch_size", self.microbatch_size, 1)
+
+    def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
+        """The plan for these devices; the first take one sample more where it is uneven."""
+        return _proportional(self, [1.0] * len(devices), [], devices)
+
+
+@dataclass(kw_only=True)
+class ProportionalPlanConf(PlanConf):
+    """Batches in proportion to speeds; shares of the state even or as given."""
+
+    kind: PlanKind = PlanKind.PROPORTIONAL
+    speeds: list[float] = MISSING
+    state_shares: list[float] = field(default_factory=list)  # empty: even
+    global_batch_size: int = 32
+    microbatch_size: int = 8
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least("plan.global_batch_size", self.global_batch_size, 1)
+        check_at_least("plan.microbatch_size", self.microbatch_size, 1)
+
+    @property
+    def stated_world_size(self) -> int | None:
+        """One device per speed."""
+        return len(self.speeds)
+
+    def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
+        """The plan for these devices."""
+        return _proportional(self, self.speeds, self.state_shares, devices)
+
+
+@dataclass(kw_only=True)
+class ByHandPlanConf(PlanConf):
+    """One entry per device in every list."""
+
+    kind: PlanKind = PlanKind.BY_HAND
+    microbatch_sizes: list[int] = MISSING
+    num_microbatches: list[int] = MISSING
+    state_shares: list[float] = MISSING
+    recompute: list[bool] = field(default_factory=list)  # empty: nowhere
+    reshard_after_forward: bool = True
+
+    @property
+    def stated_world_size(self) -> int | None:
+        """One device per entry."""
+        return len(self.microbatch_sizes)
+
+    def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
+        """The plan for these devices."""
+        return _named(
+            lambda: Plan.by_hand(
+                devices=devices,
+                microbatch_sizes=self.microbatch_sizes,
+                num_microbatches=self.num_microbatches,
+                state_shares=self.state_shares,
+                recompute=self.recompute or False,
+                reshard_after_forward=self.reshard_after_forward,
+            )
+        )
+
+
+@dataclass(kw_only=True)
+class FilePlanConf(PlanConf):
+    """A plan that was made before, as JSON."""
+
+    kind: PlanKind = PlanKind.FILE
+    path: str = MISSING
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_file():
+            raise ConfigError(f"plan.path: {self.path!r} is no file. Give a plan.json.")
+
+    @property
+    def stated_world_size(self) -> int | None:
+        """As many devices as the file has."""
+        return self.to_record(()).world_size
+
+    def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
+        """The plan as it stands in the file."""
+        return _named(lambda: Plan.load(self.path))
+
+
+@dataclass(kw_only=True)
+class LoggerConf:
+    """Where metrics go besides metrics.jsonl."""
+
+    kind: LoggerKind = LoggerKind.NONE
+    project: str = "shardhet"  # only wandb has projects
+    is_offline: bool = True  # only wandb can be online
+
+
+def _proportional(
+    conf: EvenPlanConf | ProportionalPlanConf,
+    speeds: Sequence[float],
+    state_shares: Sequence[float],
+    devices: Sequence[DeviceSpec],
+) -> Plan:
+    plan = _named(
+        lambda: Plan.proportional(
+            speeds=speeds,
+            global_batch_size=conf.global_batch_size,
+            microbatch_size=conf.microbatch_size,
+            state_shares=state_shares or None,
+            recompute=conf.recompute,
+        )
+    )
+    ranks = zip(plan.ranks, devices, strict=True)
+    return replace(plan, ranks=tuple(replace(rank, device=device) for rank, device in ranks))
+
+
+def _named(make: Callable[[], Plan]) -> Plan:
+    """The plan, or what is wrong with it as an error of the configuration."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,109 @@
+"""Samples for models that look both ways: masked text, and small images with labels.
+
+As with plain text, the global batch of a step is a pure function of (data, seed, step).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardhet.data import Batches, TokenBatch
+from shardhet.layout import Span
+
+MASK_TOKEN = 256  # no byte
+NUM_DIGIT_CLASSES = 10
+DIGIT_SIDE = 8  # pixels
+HELD_OUT_EVERY = 5  # one image in so many is kept from training
+NOT_A_STEP = 2**63  # of the generator, for masks that belong to no step
+
+
+def masked(batch: TokenBatch, *, fraction: float, seed: int, step: int) -> TokenBatch:
+    """Each token hidden with probability ``fraction``; only hidden ones are to be predicted."""
+    words = np.random.Philox(key=[seed + 1, step]).random_raw(batch.tokens.size)
+    is_hidden = (words / 2.0**64 < fraction).reshape(batch.tokens.shape)
+    return TokenBatch(
+        tokens=np.where(is_hidden, MASK_TOKEN, batch.tokens),
+        targets=np.where(is_hidden, batch.tokens, -1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedBatches:
+    """The batches of ``text``, each masked in its own way."""
+
+    text: Batches
+    fraction: float
+    seed: int = 0
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.text.global_batch_size
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        batch = self.text[step]
+        assert isinstance(batch, TokenBatch)
+        return masked(batch, fraction=self.fraction, seed=self.seed, step=step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageBatch:
+    """Images in global order, with their classes."""
+
+    images: npt.NDArray[np.float32]  # [samples, side, side], between 0 and 1
+    labels: npt.NDArray[np.int64]  # [samples]
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.images, self.labels
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.labels)
+
+    def samples(self, span: Span) -> "ImageBatch":
+        """Only the samples in ``span``; views, no copy."""
+        part = slice(span.start, span.stop)
+        return ImageBatch(images=self.images[part], labels=self.labels[part])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digits:
+    """Handwritten digits that come with scikit-learn: no download."""
+
+    train: ImageBatch
+    held_out: ImageBatch
+
+    @classmethod
+    def load(cls) -> "Digits":
+        """All 1797 of them; every fifth is held out."""
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        images = (found.images / found.images.max()).astype(np.float32)
+        labels = found.target.astype(np.int64)
+        is_held_out = np.arange(len(labels)) % HELD_OUT_EVERY == 0
+        return cls(
+            train=ImageBatch(images=images[~is_held_out], labels=labels[~is_held_out]),
+            held_out=ImageBatch(images=images[is_held_out], labels=labels[is_held_out]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigitBatches:
+    """``batches[step]``: training images drawn with replacement for (seed, step)."""
+
+    digits: Digits
+    global_batch_size: int
+    seed: int = 0
+
+    def __getitem__(self, step: int) -> ImageBatch:
+        words = np.random.Philox(key=[self.seed, step]).random_raw(self.global_batch_size)
+        train = self.digits.train
+        chosen = (words % np.uint64(train.num_samples)).astype(np.int64)
+        return ImageBatch(images=train.images[chosen], labels=train.labels[chosen])

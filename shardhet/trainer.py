@@ -1,0 +1,189 @@
+"""Trainer: one optimizer step, an exact evaluation, and what each device did meanwhile."""
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardhet.data import Batch, Batches, deal
+from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.observer import Activity, Event
+from shardhet.layout import Span
+from shardhet.optim import Schedule
+
+COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
+RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) on either
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One finished optimizer step, the same on every rank but for the clock."""
+
+    step: int  # counts from 1
+    mean_loss: float | None  # nats per target; None if no sample had one
+    grad_norm: float  # before clipping
+    learning_rate: float  # of the first parameter group
+    num_targets: int  # tokens, or labels, of all ranks
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Sums over all ranks, so that it does not depend on who computed what."""
+
+    loss_sum: float  # nats
+    num_targets: int
+    num_correct: int | None  # None where the model's head does not count them
+
+    @property
+    def mean_loss(self) -> float:
+        """Nats per target."""
+        return self.loss_sum / self.num_targets
+
+    @property
+    def bits_per_target(self) -> float:
+        """Bits per byte where a target is a byte."""
+        return self.mean_loss / math.log(2)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Fraction of the targets that are predicted first."""
+        return None if self.num_correct is None else self.num_correct / self.num_targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """What one device did since the last look, as fractions of the time of its steps."""
+
+    busy_share: float  # in forward and backward
+    waiting_share: float  # for parameters, gradients or news of other ranks
+    peak_memory_bytes: int  # allocated on an accelerator; resident of a process on a CPU
+
+
+class Trainer:
+    """Takes ``model`` through ``batches``, one optimizer step at a time.
+
+        trainer = Trainer(model, optimizer, batches, schedule=Cosine(num_steps=100))
+        while model.step < 100:
+            metrics = trainer.train_step()
+        evaluation = trainer.evaluate(judged)
+
+    Every method is collective.  The only state besides the model's and the optimizer's is
+    ``model.step``: it says which batch comes next and what the learning rate is.
+    """
+
+    def __init__(
+        self,
+        model: HetFSDP,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        *,
+        schedule: Schedule,
+        max_grad_norm: float = 1.0,
+        device: torch.device | None = None,
+    ) -> None:
+        """Remember what to train on; the optimizer's present learning rates are the peaks."""
+        if batches.global_batch_size != model.plan.global_batch_size:
+            raise ValueError(
+                f"batches: global batches of {batches.global_batch_size} samples but the plan "
+                f"deals out {model.plan.global_batch_size}. Make the two equal."
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self._batches = batches
+        self._schedule = schedule
+        self._max_grad_norm = max_grad_norm
+        self._device = device or torch.device("cpu")
+        self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._seconds = dict.fromkeys(Activity, 0.0)
+        self._steps_s = 0.0  # time of the steps since the last look at the devices
+        self._is_in_step = False
+        model.add_observer(self._observe)
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step on the next global batch."""
+        start_s = time.perf_counter()
+        self._is_in_step = True
+        model = self.model
+        batch = self._batches[model.step]
+        learning_rate = self._set_learning_rates()
+        loss_sum, num_targets, *_ = model(*self._my_part(batch))
+        mean_loss = model.backward(loss_sum, num_targets)
+        grad_norm = float(model.clip_grad_norm_(self._max_grad_norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._is_in_step = False
+        step_time_s = time.perf_counter() - start_s
+        self._steps_s += step_time_s
+        return StepMetrics(
+            step=model.step,
+            mean_loss=mean_loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_targets=batch.num_targets,
+            step_time_s=step_time_s,
+        )
+
+    def _set_learning_rates(self) -> float:
+        fraction = self._schedule(self.model.step)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+            group["lr"] = peak * fraction
+        return self._peak_lrs[0] * fraction
+
+    @torch.no_grad()
+    def evaluate(self, judged: Batch) -> Evaluation:
+        """The loss over all samples of ``judged``, dealt out as training batches are.
+
+        The last part may be smaller than a global batch; ranks at the end get none of it.
+        """
+        sums = [0.0, 0.0, 0.0, 0.0]  # loss, targets, correct, whether anybody counts those
+        size = self.model.plan.global_batch_size
+        self.model.eval()
+        for start in range(0, judged.num_samples, size):
+            batch = judged.samples(Span(start, min(start + size, judged.num_samples)))
+            outputs = self.model(*self._my_part(batch))
+            for i, output in enumerate(outputs[:3]):
+                sums[i] += float(output)
+            sums[3] += len(outputs) > 2
+        self.model.train()
+        rows = self.model.exchange(sums)
+        loss_sum, num_targets, num_correct, num_counts = map(sum, zip(*rows, strict=True))
+        return Evaluation(
+            loss_sum=loss_sum,
+            num_targets=int(num_targets),
+            num_correct=int(num_correct) if num_counts else None,
+        )
+
+    def look_at_devices(self) -> tuple[DeviceUse, ...]:
+        """What each device did in the steps since the last look, in plan order."""
+        busy_s = sum(self._seconds[activity] for activity in COMPUTE)
+        waiting_s = sum(self._seconds.values()) - busy_s
+        steps_s = max(self._steps_s, sys.float_info.min)
+        memory_bytes = peak_memory_bytes(self._device)
+        rows = self.model.exchange([busy_s / steps_s, waiting_s / steps_s, memory_bytes])
+        self._seconds = dict.fromkeys(Activity, 0.0)
+        self._steps_s = 0.0
+        return tuple(
+            DeviceUse(busy_share=busy, waiting_share=waiting, peak_memory_bytes=int(nbytes))
+            for busy, waiting, nbytes in rows
+        )
+
+    def _observe(self, event: Event) -> None:
+        if self._is_in_step:
+            self._seconds[event.activity] += event.end_s - event.start_s
+
+    def _my_part(self, batch: Batch) -> list[Tensor]:
+        """This rank's samples on its device; no rows if it has none."""
+        mine = deal(batch, self.model.plan, self.model.position)
+        return [torch.from_numpy(array).to(self._device) for array in mine.arrays]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has had allocated on ``device``, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT_BYTES

@@ -1,0 +1,235 @@
+"""Configurations: bad ones are refused by key and choice, good ones come back as they were."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from shardhet.apps.train import checked_plan
+from shardhet.apps.train_help import choices_by_group
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import (
+    CONFIG_NAME,
+    VERSION_BASE,
+    conf_dir,
+    hints,
+    load_resolved,
+    non_default_sources,
+    register_schemas,
+    save_resolved,
+    to_conf,
+)
+from shardhet.config.train import Precision, TrainConf
+from shardhet.optim import AdamW, Sgd, WarmupStableDecay
+from shardhet.plan import Plan
+
+BY_HAND = "plan=by_hand plan.microbatch_sizes=[2,1] plan.num_microbatches=[1,2] "
+
+# What a user might type, and what the answer must name.
+BAD = {
+    # keys that do not exist
+    "optim.lrr=1": ("optim.lrr", "lr, weight_decay", "Did you mean optim.lr?"),
+    "modle=tiny": ("modle", "model", "Did you mean model?"),
+    "model.widht=64": ("model.widht", "width", "Did you mean model.width?"),
+    "optim=sgd optim.betas=[0.9,0.9]": ("optim.betas", "momentum", "nesterov"),
+    "num_step=5": ("num_step", "Did you mean num_steps?"),
+    "trace_steps.first=1": ("trace_steps.first", "first_step"),
+    "plan=even plan.speeds=[1,2]": ("plan.speeds", "microbatch_size"),
+    "data.seqlen=3": ("data.seqlen", "seq_len"),
+    # choices that do not exist
+    "model=foo": ("model/foo", "Available options", "tiny"),
+    "optim=adam": ("optim/adam", "adamw", "sgd"),
+    "lr_scheduler=cosin": ("lr_scheduler/cosin", "cosine", "wsd"),
+    "plan=best": ("plan/best", "even", "by_hand"),
+    "cluster=moon": ("cluster/moon", "local"),
+    "logger=mlflow": ("logger/mlflow", "csv", "tensorboard"),
+    "data=imagenet": ("data/imagenet", "pysource"),
+    "precision=FP8": ("precision", "FP64", "FP32", "BF16"),
+    "cluster.device=TPU": ("cluster.device", "AUTO", "CPU", "CUDA"),
+    # values of another type
+    "optim.lr=abc": ("optim.lr", "Float"),
+    "num_steps=1.5": ("num_steps", "Integer"),
+    "trace=perhaps": ("trace", "bool"),
+    "model.width=wide": ("model.width", "Integer"),
+    "plan=proportional plan.speeds=[fast]": ("plan.speeds", "Float"),
+    # values that are missing
+    "plan=by_hand": ("plan.microbatch_sizes=...",),
+    "plan=proportional": ("plan.speeds=...",),
+    "plan=file": ("plan.path=...",),
+    "data=text_dir": ("data.path=...",),
+    # values that make no sense
+    "num_steps=0": ("num_steps: 0", "at least 1"),
+    "seed=-1": ("seed: -1", "at least 0"),
+    "optim.lr=0": ("optim.lr: 0.0", "above 0"),
+    "optim.lr=nan": ("optim.lr: nan",),
+    "optim.betas=[0.9]": ("optim.betas: [0.9]", "two numbers"),
+    "optim.betas=[0.9,1.0]": ("optim.betas[1]: 1.0", "below 1"),
+    "optim=sgd optim.momentum=1": ("optim.momentum: 1.0",),
+    "max_grad_norm=0": ("max_grad_norm: 0.0", "above 0"),
+    "model.dropout=1.5": ("model.dropout: 1.5",),
+    "model.num_layers=0": ("model.num_layers: 0", "at least 1"),
+    "data.seq_len=0": ("data.seq_len: 0", "at least 1"),
+    "data=text_dir data.path=/does/not/exist": ("data.path: '/does/not/exist'", "no folder"),
+    "plan=file plan.path=/does/not/exist.json": ("plan.path", "no file"),
+    "lr_scheduler.warmup_fraction=2": ("lr_scheduler.warmup_fraction: 2.0", "0 and 1"),
+    "plan.microbatch_size=0": ("plan.microbatch_size: 0", "at least 1"),
+    "cluster.num_ranks=0": ("cluster.num_ranks: 0", "at least 1"),
+    # combinations that cannot be
+    "model.num_heads=3": ("model.width: 128", "multiple of 6"),
+    "model.num_kv_heads=3": ("model.num_kv_heads: 3", "divide num_heads 4"),
+    "optim=sgd optim.nesterov=true optim.momentum=0": ("optim.nesterov", "optim.momentum=0.9"),
+    "lr_scheduler=wsd lr_scheduler.warmup_fraction=0.9": ("lr_scheduler.decay_fraction: 0.2",),
+    "plan=demo_4 cluster.num_ranks=3": ("cluster.num_ranks says 3", "plan says 4"),
+    "cluster.num_ranks=2 cluster.kinds=[a,b,c]": ("cluster.kinds: 3 names", "is 2"),
+    "model=vit": ("model: vit cannot learn from data=pysource", "data=digits"),
+    "data=digits": ("model: decoder cannot learn from data=digits", "model=vit"),
+    "model=vit data=digits model.patch_side=3": ("model.patch_side: 3", "(1, 2, 4, 8)"),
+    "model=masked_lm model.mask_fraction=0": ("model.mask_fraction: 0.0", "above 0"),
+    "model=masked_lm model.num_heads=3": ("model.width: 128", "num_heads 3"),
+    "model=masked_lm num_sampled_tokens=9": ("num_sampled_tokens: 9", "only a decoder"),
+    "trace=true num_steps=5": ("trace_steps", "num_steps is 5", "Lower"),
+    BY_HAND + "plan.state_shares=[0.5,0.6]": ("plan: state shares", "sum to 1"),
+    BY_HAND + "plan.state_shares=[1]": ("state_shares has 1 entries",),
+    BY_HAND + "plan.state_shares=[1,0] plan.recompute=[true]": ("recompute has 1 entries",),
+    "plan=proportional plan.speeds=[0,0]": ("speeds [0.0, 0.0]", "not all zero"),
+    "logger=wandb": ("logger: wandb", "pip install 'shardhet[wandb]'", "logger=csv"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _schemas() -> None:
+    OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
+    register_schemas()
+
+
+def compose_with(overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        return compose(CONFIG_NAME, overrides)
+
+
+def conf_with(*overrides: str) -> TrainConf:
+    return to_conf(compose_with(list(overrides)))
+
+
+def complaint(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """All that a user is told about a configuration that cannot be run."""
+    monkeypatch.setitem(
+        __import__("sys").modules, "wandb", None
+    )  # as where it is not installed
+    try:
+        checked_plan(to_conf(compose_with(overrides)), num_launched=None)
+    except ConfigError as error:
+        return str(error)
+    except HydraException as error:
+        return "\n".join([str(error), str(error.__cause__), *hints(overrides)])
+    pytest.fail(f"{overrides} was taken for good")
+
+
+@pytest.mark.parametrize("typed", BAD)
+def test_a_bad_configuration_is_refused_by_name(
+    typed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = complaint(typed.split(), monkeypatch)
+    for part in BAD[typed]:
+        assert part in message
+
+
+def test_enough_bad_configurations_are_tried() -> None:
+    assert len(BAD) >= 40
+
+
+def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    message = complaint(["cluster.device=CUDA"], monkeypatch)
+    assert message.startswith("cluster.device: CUDA but torch finds no GPU")
+
+
+CHOICES = [
+    f"{group}={choice}"
+    for group, choices in choices_by_group(conf_dir()).items()
+    for choice in choices
+]
+NEEDED = {
+    "model=vit": ["data=digits"],
+    "data=digits": ["model=vit"],
+    "plan=by_hand": [*BY_HAND.split()[1:], "plan.state_shares=[0.5,0.5]"],
+    "plan=proportional": ["plan.speeds=[2,1]"],
+    "plan=file": ["plan.path={tmp}/plan.json"],
+    "data=text_dir": ["data.path={tmp}", "data.pattern='*.json'"],
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path) -> None:
+    Plan.even(2, microbatch_size=1).save(tmp_path / "plan.json")
+    more = [each.format(tmp=tmp_path) for each in NEEDED.get(choice, [])]
+    cfg = compose_with([choice, *more])
+    conf = to_conf(cfg)
+    checked_plan(conf, num_launched=None) if choice != "logger=wandb" else None
+    save_resolved(cfg, tmp_path / "config.yaml")
+    assert load_resolved(tmp_path / "config.yaml") == conf
+
+
+def test_every_choice_says_what_it_is_for() -> None:
+    groups = choices_by_group(conf_dir())
+    assert all(purpose for choices in groups.values() for purpose in choices.values())
+
+
+def test_sources_name_who_set_each_value() -> None:
+    overrides = ["experiment=demo", "optim.lr=1e-3", "debug=quick", "model=small"]
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        sources = non_default_sources(compose(CONFIG_NAME, overrides), overrides)
+    assert sources["optim.lr"] == {"value": 1e-3, "source": "command line"}
+    assert sources["num_steps"] == {"value": 5, "source": "debug/quick.yaml"}  # comes last
+    assert sources["eval_every"] == {"value": 80, "source": "experiment/demo.yaml"}
+    assert sources["model.width"] == {"value": 256, "source": "model/small.yaml"}
+    assert sources["cluster.num_ranks"] == {"value": 4, "source": "cluster/demo_4.yaml"}
+    assert "seed" not in sources
+    assert not any(key.endswith(".kind") for key in sources)
+    json.dumps(sources)
+
+
+def test_configurations_become_records() -> None:
+    conf = conf_with("lr_scheduler=wsd", "num_steps=100", "precision=BF16")
+    assert conf.precision is Precision.BF16
+    assert conf.optim.to_record() == AdamW(learning_rate=4e-3, weight_decay=0.1)
+    assert conf.lr_scheduler.to_record(100) == WarmupStableDecay(
+        num_steps=100, num_decay_steps=20, num_warmup_steps=5, final_fraction=0.1
+    )
+    assert conf_with("optim=sgd").optim.to_record() == Sgd(learning_rate=0.1)
+
+
+@pytest.mark.parametrize("world_size", range(1, 5))
+def test_an_even_plan_fits_any_number_of_ranks(world_size: int) -> None:
+    conf = conf_with("plan.global_batch_size=10", "plan.microbatch_size=3")
+    plan = checked_plan(conf, num_launched=world_size)
+    batches = [rank.rank_batch_size for rank in plan.ranks]
+    assert sum(batches) == 10
+    assert max(batches) - min(batches) <= 1
+
+
+def test_ranks_are_counted_from_whatever_is_stated() -> None:
+    assert conf_with("cluster=demo_4").world_size(None) == 4
+    assert conf_with("plan=demo_4").world_size(None) == 4
+    assert conf_with("plan=proportional", "plan.speeds=[1,2,3]").world_size(3) == 3
+    assert conf_with("cluster.device=CPU").world_size(None) == 1
+    with pytest.raises(ConfigError, match="plan says 4, the launcher says 2"):
+        conf_with("plan=demo_4").world_size(2)
+
+
+def test_devices_have_the_names_of_the_cluster() -> None:
+    plan = checked_plan(conf_with("experiment=demo"), num_launched=None)
+    kinds: list[Any] = [rank.device.kind for rank in plan.ranks]
+    assert kinds == ["emulated big", "emulated cramped", "emulated slow", "emulated store"]
+
+
+def test_every_pair_of_optimizer_and_schedule_composes() -> None:
+    groups = choices_by_group(conf_dir())
+    for optim, schedule in itertools.product(groups["optim"], groups["lr_scheduler"]):
+        conf = conf_with(f"optim={optim}", f"lr_scheduler={schedule}")
+        assert conf.lr_scheduler.to_record(conf.num_steps)(0) > 0

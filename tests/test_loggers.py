@@ -1,0 +1,82 @@
+"""Metrics end up where they were asked to, once each."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardhet.apps.loggers import check_logger, log_all, open_loggers
+from shardhet.apps.run_folder import RunFolder
+from shardhet.config.checks import ConfigError
+from shardhet.config.training import LoggerConf, LoggerKind
+
+
+def log_two_steps(kind: LoggerKind, folder: RunFolder) -> None:
+    loggers = open_loggers(LoggerConf(kind=kind), folder)
+    log_all(loggers, 1, {"loss": 2.5, "lr": 0.1})
+    log_all(loggers, 1, {"held_out_loss": 3.0})
+    log_all(loggers, 2, {"loss": None, "lr": 0.2})
+    for each in loggers:
+        each.close()
+
+
+def test_json_lines_are_always_written(tmp_path: Path) -> None:
+    log_two_steps(LoggerKind.NONE, RunFolder(tmp_path))
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert entries == [
+        {"step": 1, "loss": 2.5, "lr": 0.1},
+        {"step": 1, "held_out_loss": 3.0},
+        {"step": 2, "loss": None, "lr": 0.2},
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_csv_has_a_row_per_step(tmp_path: Path) -> None:
+    log_two_steps(LoggerKind.CSV, RunFolder(tmp_path))
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert rows == [
+        {"step": "1", "loss": "2.5", "lr": "0.1", "held_out_loss": "3.0"},
+        {"step": "2", "loss": "", "lr": "0.2", "held_out_loss": ""},
+    ]
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_two_steps(LoggerKind.TENSORBOARD, RunFolder(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
+
+
+def test_wandb_is_told_every_number_and_stays_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        calls.append(settings)
+        return SimpleNamespace(
+            log=lambda values, step: calls.append((step, values)),
+            finish=lambda: calls.append("finished"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    log_two_steps(LoggerKind.WANDB, RunFolder(tmp_path))
+    assert calls[0] == {"project": "shardhet", "dir": str(tmp_path), "mode": "offline"}
+    assert calls[1] == (1, {"loss": 2.5, "lr": 0.1})
+    assert calls[-1] == "finished"
+
+
+@pytest.mark.parametrize("kind", [LoggerKind.TENSORBOARD, LoggerKind.WANDB])
+def test_a_missing_package_is_named_with_its_extra(
+    kind: LoggerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, kind.value, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'shardhet\[{kind.value}\]'"):
+        check_logger(LoggerConf(kind=kind))

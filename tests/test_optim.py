@@ -1,0 +1,81 @@
+"""Schedules are right at their corners; optimizers are built over rows, empty ones included."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from shardhet.optim import (
+    AdamW,
+    Constant,
+    Cosine,
+    Linear,
+    OptimizerSpec,
+    Schedule,
+    Sgd,
+    WarmupStableDecay,
+    decay_groups,
+)
+
+SCHEDULES: dict[str, Schedule] = {
+    "constant": Constant(num_warmup_steps=4),
+    "linear": Linear(num_steps=20, num_warmup_steps=4, final_fraction=0.1),
+    "cosine": Cosine(num_steps=20, num_warmup_steps=4, final_fraction=0.1),
+    "wsd": WarmupStableDecay(
+        num_steps=20, num_decay_steps=5, num_warmup_steps=4, final_fraction=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_warm_up_rises_in_equal_stairs_to_the_peak(name: str) -> None:
+    fractions = [SCHEDULES[name](step) for step in range(4)]
+    assert fractions == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+def test_the_rate_falls_to_its_final_fraction_and_stays_there(name: str) -> None:
+    fractions = [SCHEDULES[name](step) for step in range(3, 30)]
+    assert all(b <= a for a, b in itertools.pairwise(fractions))
+    assert fractions[20 - 3 :] == pytest.approx([0.1] * 10)
+
+
+def test_midways() -> None:
+    assert SCHEDULES["constant"](10**6) == 1
+    assert SCHEDULES["linear"](12) == pytest.approx(0.55)
+    assert SCHEDULES["cosine"](12) == pytest.approx(0.55)
+    assert [SCHEDULES["wsd"](step) for step in (15, 20)] == pytest.approx([1.0, 0.1])
+
+
+def test_a_schedule_without_warm_up_begins_at_the_peak() -> None:
+    assert [make(num_steps=3)(0) for make in (Linear, Cosine)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "spec", [AdamW(learning_rate=0.1), Sgd(learning_rate=0.1, weight_decay=0.1)], ids=repr
+)
+def test_ranks_that_store_nothing_of_a_parameter_can_step(spec: OptimizerSpec) -> None:
+    params = [nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(4, 3))]
+    params.append(nn.Parameter(torch.ones(2)))
+    optimizer = spec.build(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert params[1].detach().max() < 1
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_fused_kernels_do_what_plain_ones_do() -> None:
+    start = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3)
+    fused = nn.Parameter(start.clone())
+    plain = nn.Parameter(start.clone())
+    one = AdamW(learning_rate=0.1).build([fused])
+    other = torch.optim.AdamW(
+        decay_groups([plain], 0.1), lr=0.1, betas=(0.9, 0.95), foreach=False
+    )
+    for _ in range(5):
+        fused.grad, plain.grad = fused.detach().sin(), plain.detach().sin()
+        one.step()
+        other.step()
+    torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,61 @@
+"""Masked text and digits are the same batches under every plan, and hide what they should."""
+
+import numpy as np
+import pytest
+
+from shardhet.data import Corpus, GlobalBatches, TokenBatch, deal
+from shardhet.plan import Plan
+from shardhet.samples import MASK_TOKEN, DigitBatches, Digits, MaskedBatches, masked
+
+PLAN = Plan.by_hand(
+    microbatch_sizes=[2, 0, 1], rank_batch_sizes=[5, 0, 1], state_shares=[0, 1, 0]
+)
+
+
+def text_batches() -> GlobalBatches:
+    text = (np.arange(5000) % 200).astype(np.uint8)
+    corpus = Corpus(train=text, held_out=text)
+    return GlobalBatches(corpus=corpus, seq_len=100, global_batch_size=6)
+
+
+def test_only_hidden_tokens_are_to_be_predicted() -> None:
+    plain = text_batches()[0]
+    batch = masked(plain, fraction=0.15, seed=0, step=0)
+    is_hidden = batch.tokens == MASK_TOKEN
+    np.testing.assert_array_equal(batch.targets[is_hidden], plain.tokens[is_hidden])
+    np.testing.assert_array_equal(batch.tokens[~is_hidden], plain.tokens[~is_hidden])
+    assert (batch.targets[~is_hidden] == -1).all()
+    assert batch.num_targets == is_hidden.sum()
+    assert is_hidden.mean() == pytest.approx(0.15, abs=0.03)
+
+
+def test_masks_depend_on_seed_and_step_alone() -> None:
+    batches = [
+        MaskedBatches(text=text_batches(), fraction=0.15, seed=seed) for seed in (0, 0, 1)
+    ]
+    drawn = [batches[0][3], batches[1][3], batches[2][3], batches[0][4]]
+    hidden = [(batch.tokens == MASK_TOKEN).tobytes() for batch in drawn]
+    assert hidden[0] == hidden[1]
+    assert len(set(hidden)) == 3
+
+
+def test_dealt_parts_of_masked_text_join_to_the_global_batch() -> None:
+    batch = MaskedBatches(text=text_batches(), fraction=0.5)[0]
+    parts: list[TokenBatch] = [deal(batch, PLAN, position) for position in range(3)]
+    joined = np.concatenate([part.targets for part in parts])
+    np.testing.assert_array_equal(joined, batch.targets)
+
+
+def test_no_held_out_digit_is_trained_on() -> None:
+    pytest.importorskip("sklearn")
+    digits = Digits.load()
+    assert digits.train.num_samples + digits.held_out.num_samples == 1797
+    assert digits.held_out.num_samples == 360
+    assert digits.train.images.max() == 1
+    batches = DigitBatches(digits=digits, global_batch_size=6)
+    parts = [deal(batches[7], PLAN, position) for position in range(3)]
+    assert [part.num_samples for part in parts] == [5, 0, 1]
+    joined = np.concatenate([part.images for part in parts])
+    np.testing.assert_array_equal(
+        joined, DigitBatches(digits=digits, global_batch_size=6)[7].images
+    )

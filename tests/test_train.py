@@ -1,0 +1,269 @@
+"""Training from a command line: one run folder, whoever starts the ranks; a panel at worst."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardhet.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+QUICK = ("debug=quick", "cluster.device=CPU", "data.num_judged_samples=2")
+SMALL = (
+    "model.width=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.hidden_width=16",
+    "data.seq_len=8",
+    *QUICK,
+)
+ALONE = [sys.executable, "-m", "shardhet.apps.main", "train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+# Put on the path of all ranks: makes one of them fail in its second step.
+FAILING_RANK = """
+import os
+
+if os.environ.get("RANK") == "1":
+    import shardhet.trainer
+
+    take_step = shardhet.trainer.Trainer.train_step
+
+    def fail(trainer):
+        if trainer.model.step == 1:
+            {failure}
+        return take_step(trainer)
+
+    shardhet.trainer.Trainer.train_step = fail
+"""
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def run_dirs(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "runs").iterdir())
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [entry["loss"] for entry in metrics(run_dir) if "loss" in entry]
+
+
+def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
+    done = run([*ALONE, "experiment=demo", *SMALL, "optim.lr=1e-3"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    [run_dir] = run_dirs(tmp_path)
+    names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
+    assert names == {
+        "config.yaml",
+        "config_sources.json",
+        "run.json",
+        "plan.json",
+        "metrics.jsonl",
+        *(f"logs/rank{rank}.log" for rank in range(4)),
+    }
+    sources = json.loads((run_dir / "config_sources.json").read_text())
+    assert sources["optim.lr"]["source"] == "command line"
+    assert Plan.load(run_dir / "plan.json").world_size == 4
+    about = json.loads((run_dir / "run.json").read_text())
+    assert about["versions"]["torch"]
+    assert about["command_line"][1] == "experiment=demo"
+    entries = metrics(run_dir)
+    assert len(losses(run_dir)) == 5
+    assert "held_out_bits_per_byte" in entries[-1]
+    assert 0 < entries[1]["device0/busy_share"] < 1
+    assert "step     5 of 5" in done.stdout
+    assert f"written to {run_dir}" in done.stdout
+
+
+def test_torchrun_is_the_same_program(tmp_path: Path) -> None:
+    torchrun = [*TORCHRUN, "--nproc-per-node=2", "-m", "shardhet.apps.train", *SMALL]
+    done = run(torchrun, tmp_path)
+    assert done.returncode == 0, done.stderr
+    [run_dir] = run_dirs(tmp_path)
+    done = run([*ALONE, *SMALL, f"run_dir={tmp_path}/alone"], tmp_path)  # one rank, even so
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(run_dir), losses(tmp_path / "alone"), rtol=1e-5)
+
+
+def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path) -> None:
+    agents = [
+        subprocess.Popen(
+            [
+                *TORCHRUN,
+                "--nnodes=2",
+                f"--nproc-per-node={nproc}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=localhost:{29500 + os.getpid() % 1000}",
+                "--local-addr=localhost",
+                "-m",
+                "shardhet.apps.train",
+                *SMALL,
+            ],
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for nproc in (1, 3)
+    ]
+    outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    [run_dir] = run_dirs(tmp_path)
+    assert len(losses(run_dir)) == 5
+    assert len(list((run_dir / "logs").glob("rank*.log"))) == 4
+
+
+def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
+    steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
+    done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2", "logger=csv"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    [run_dir] = run_dirs(tmp_path)
+    for rank in range(2):
+        trace = json.loads((run_dir / "traces" / f"rank{rank}.json").read_text())
+        names = [event.get("name") for event in trace["traceEvents"]]
+        for name in ("forward blocks.0 [0]", "backward head [0]", "wait_gather blocks.0"):
+            assert names.count(name) >= 2
+    assert (run_dir / "metrics.csv").read_text().startswith("step,loss,grad_norm,lr,")
+
+
+def test_a_sweep_is_one_run_per_job(tmp_path: Path) -> None:
+    done = run([*ALONE, "-m", "optim.lr=1e-3,1e-2", "cluster.num_ranks=1", *SMALL], tmp_path)
+    assert done.returncode == 0, done.stderr
+    [sweep_dir] = run_dirs(tmp_path)
+    curves = [losses(sweep_dir / job) for job in ("0", "1")]
+    assert curves[0][0] == curves[1][0]
+    assert curves[0][-1] != curves[1][-1]
+
+
+def test_a_sweep_inside_torchrun_is_refused(tmp_path: Path) -> None:
+    torchrun = [*TORCHRUN, "--nproc-per-node=1", "-m", "shardhet.apps.train"]
+    done = run([*torchrun, "-m", "optim.lr=1,2", *SMALL], tmp_path)
+    assert done.returncode != 0
+    assert "Say shardhet train -m" in done.stderr
+
+
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
+    done = run([*ALONE, "plan=demo_4", "cluster.num_ranks=3"], tmp_path)
+    assert done.returncode == 1
+    assert "cluster.num_ranks says 3, plan says 4" in done.stderr
+    assert done.stderr.endswith("Nothing was started.\n")
+    assert not list((tmp_path / "runs").iterdir())
+    done = run([*ALONE, "optim.lrr=3"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith("Did you mean optim.lr?\n")
+
+
+def test_a_folder_that_holds_a_run_is_not_written_to_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    done = run([*ALONE, *SMALL, f"run_dir={tmp_path}"], tmp_path)
+    assert done.returncode == 1
+    assert "holds a run already" in done.stderr
+
+
+def test_the_root_cause_is_what_is_seen_last(tmp_path: Path) -> None:
+    failure = 'raise ValueError("these samples are bad")'
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
+    done = run([*ALONE, *SMALL, "cluster.num_ranks=3"], tmp_path)
+    assert done.returncode == 1
+    panel = done.stderr.splitlines()[-6:]
+    assert "the run failed" in panel[0]
+    assert "rank  1 (cpu" in panel[1]
+    assert "ValueError: these samples are bad" in panel[2]
+    assert "sitecustomize.py:11" in panel[3]
+    [run_dir] = run_dirs(tmp_path)
+    log = (run_dir / "logs" / "rank1.log").read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "these samples are bad" in log
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    failure = "os.kill(os.getpid(), 9)"
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
+    done = run([*ALONE, *SMALL, "cluster.num_ranks=2"], tmp_path)
+    assert done.returncode == 1
+    panel = "\n".join(done.stderr.splitlines()[-6:])
+    assert "rank  1" in panel
+    assert "ended by signal 9" in panel
+
+
+def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*ALONE, *SMALL, "num_steps=100000", "log_every=1"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == "stopped by SIGINT"
+    assert "Traceback" not in errors
+
+
+def test_help_names_every_group(tmp_path: Path) -> None:
+    started_at_s = time.monotonic()
+    done = run([*ALONE, "--help"], tmp_path)
+    assert done.returncode == 0
+    for group in ("model", "data", "optim", "lr_scheduler", "cluster", "plan", "logger"):
+        assert f"   {group} " in done.stdout
+    assert "schema" not in done.stdout
+    assert time.monotonic() - started_at_s < 60
+
+
+def test_the_configuration_can_be_looked_at(tmp_path: Path) -> None:
+    done = run([*ALONE, "optim=sgd", "--cfg", "job"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "momentum: 0.9" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_ones_own_are_found_first(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "wee.yaml").write_text(
+        "defaults:\n  - tiny\nwidth: 64\nnum_layers: 1\n"
+    )
+    done = run([*ALONE, "--config-dir=mine", "model=wee", "--cfg", "job"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "width: 64" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["fly"]])
+def test_the_console_script_lists_its_commands(arguments: list[str], tmp_path: Path) -> None:
+    done = run([*ALONE[:-1], *arguments], tmp_path)
+    assert done.returncode == (2 if arguments == ["fly"] else 0)
+    assert "shardhet train" in done.stdout + done.stderr

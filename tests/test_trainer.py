@@ -1,0 +1,188 @@
+"""The trainer: one curve under every plan, exact evaluation, true shares of time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shardhet import HetFSDP, Plan
+from shardhet.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
+from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.optim import AdamW, Cosine
+from shardhet.trainer import Evaluation, StepMetrics, Trainer
+from tests.worlds import run_ranks
+
+SEQ_LEN = 8
+GLOBAL_BATCH_SIZE = 6
+NUM_STEPS = 50
+MODEL = DecoderConfig(
+    vocab_size=256,
+    width=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    hidden_width=24,
+    seq_len=SEQ_LEN,
+)
+PLANS = {
+    "one rank": Plan.even(1, microbatch_size=6),
+    "two ranks, ragged": Plan.by_hand(
+        microbatch_sizes=[3, 1], rank_batch_sizes=[5, 1], state_shares=[0.2, 0.8]
+    ),
+    "three ranks, one only stores": Plan.by_hand(
+        microbatch_sizes=[2, 0, 2],
+        num_microbatches=[2, 0, 1],
+        state_shares=[0.0, 0.9, 0.1],
+        recompute=[True, False, False],
+    ),
+    "four ranks, all unlike": Plan.by_hand(
+        microbatch_sizes=[1, 2, 1, 0],
+        num_microbatches=[3, 1, 1, 0],
+        state_shares=[0.5, 0.0, 0.2, 0.3],
+        recompute=[False, True, False, False],
+    ),
+}
+
+
+def toy_corpus() -> Corpus:
+    # Bytes that follow each other by a rule, so that there is something to learn.
+    text = (np.arange(3000) ** 2 // 7 % 13).astype(np.uint8)
+    return Corpus(train=text[:2400], held_out=text[2400:])
+
+
+def make_trainer(plan: Plan, dtype: torch.dtype, num_steps: int = NUM_STEPS) -> Trainer:
+    torch.manual_seed(0)
+    module = Decoder(MODEL).to(dtype)
+    model = HetFSDP(module, plan)
+    optimizer = AdamW(learning_rate=1e-2).build(list(model.parameters()))
+    batches = GlobalBatches(
+        corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=plan.global_batch_size
+    )
+    schedule = Cosine(num_steps=num_steps, num_warmup_steps=5)
+    return Trainer(model, optimizer, batches, schedule=schedule)
+
+
+def judged(num_samples: int) -> TokenBatch:
+    return held_out_windows(toy_corpus(), seq_len=SEQ_LEN, num_samples=num_samples)
+
+
+def train_rank(
+    rank: int, plan: Plan, dtype: torch.dtype, num_steps: int
+) -> tuple[list[StepMetrics], Evaluation]:
+    trainer = make_trainer(plan, dtype)
+    steps = [trainer.train_step() for _ in range(num_steps)]
+    return steps, trainer.evaluate(judged(4))
+
+
+def curve(plan: Plan, dtype: torch.dtype, num_steps: int) -> tuple[np.ndarray, Evaluation]:
+    """Loss and gradient norm of every step, the same on every rank; then an evaluation."""
+    results = run_ranks(train_rank, plan.world_size, plan, dtype, num_steps)
+    curves = [np.array([(s.mean_loss, s.grad_norm) for s in steps]) for steps, _ in results]
+    for other in curves[1:]:
+        np.testing.assert_array_equal(curves[0], other)
+    evaluations = {evaluation for _, evaluation in results}
+    assert len(evaluations) == 1
+    return curves[0], evaluations.pop()
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[np.ndarray, Evaluation]:
+    """Plain PyTorch: one process, one batch, no HetFSDP."""
+    torch.manual_seed(0)
+    module = Decoder(MODEL).double()
+    optimizer = AdamW(learning_rate=1e-2).build(list(module.parameters()))
+    schedule = Cosine(num_steps=NUM_STEPS, num_warmup_steps=5)
+    batches = GlobalBatches(corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=6)
+    curve = []
+    for step in range(NUM_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * schedule(step)
+        loss_sum, num_tokens = module(*tensors(batches[step]))
+        loss = loss_sum / num_tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    with torch.no_grad():
+        loss_sum, num_tokens = module(*tensors(judged(4)))
+    evaluation = Evaluation(
+        loss_sum=float(loss_sum), num_targets=int(num_tokens), num_correct=None
+    )
+    return np.array(curve), evaluation
+
+
+def tensors(batch: TokenBatch) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in batch.arrays]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_loss_curve_is_that_of_one_process(
+    name: str, reference: tuple[np.ndarray, Evaluation]
+) -> None:
+    losses, evaluation = curve(PLANS[name], torch.float64, NUM_STEPS)
+    np.testing.assert_allclose(losses, reference[0], rtol=1e-9, atol=0)
+    assert losses[-1, 0] < losses[0, 0] - 0.5
+    assert evaluation.num_targets == reference[1].num_targets == 4 * SEQ_LEN
+    assert evaluation.mean_loss == pytest.approx(reference[1].mean_loss, rel=1e-9)
+
+
+def test_the_loss_curves_agree_to_rounding_in_float32() -> None:
+    curves = [curve(plan, torch.float32, NUM_STEPS)[0][:, 0] for plan in PLANS.values()]
+    for other in curves[1:]:
+        np.testing.assert_allclose(other, curves[0], rtol=2e-4)
+
+
+def evaluate_rank(rank: int, plan: Plan, num_samples: int) -> tuple[float, int, int]:
+    trainer = make_trainer(plan, torch.float64)
+    evaluation = trainer.evaluate(judged(num_samples))
+    assert trainer.model.training
+    return evaluation.loss_sum, evaluation.num_targets, trainer.model.step
+
+
+@pytest.mark.parametrize("num_samples", [1, 5, 6, 7, 20])
+def test_an_evaluation_counts_every_sample_once(num_samples: int) -> None:
+    plan = PLANS["four ranks, all unlike"]
+    [expected] = run_ranks(evaluate_rank, 1, PLANS["one rank"], num_samples)
+    for loss_sum, num_targets, step in run_ranks(evaluate_rank, 4, plan, num_samples):
+        assert loss_sum == pytest.approx(expected[0], rel=1e-12)
+        assert (num_targets, step) == (num_samples * SEQ_LEN, 0)
+
+
+def look_rank(rank: int, plan: Plan) -> Any:
+    trainer = make_trainer(plan, torch.float32)
+    for _ in range(3):
+        trainer.train_step()
+    trainer.evaluate(judged(6))  # is no part of a step
+    first = trainer.look_at_devices()
+    return first, trainer.look_at_devices()
+
+
+def test_shares_of_busy_and_waiting_time_are_those_of_steps() -> None:
+    plan = PLANS["four ranks, all unlike"]
+    looks = run_ranks(look_rank, 4, plan)
+    assert len({first for first, _ in looks}) == 1  # all ranks are told the same
+    first, second = looks[0]
+    for use, rank in zip(first, plan.ranks, strict=True):
+        assert 0 < use.busy_share + use.waiting_share <= 1
+        assert (use.busy_share > 0) == (rank.rank_batch_size > 0)
+        assert use.peak_memory_bytes > 2**20
+    assert all(use.busy_share == use.waiting_share == 0 for use in second)
+
+
+def test_batches_that_the_plan_does_not_deal_out_are_refused() -> None:
+    plan = PLANS["one rank"]
+    batches = GlobalBatches(corpus=toy_corpus(), seq_len=8, global_batch_size=5)
+    model = HetFSDP(Decoder(MODEL), plan)
+    with pytest.raises(ValueError, match="5 samples but the plan deals out 6"):
+        Trainer(
+            model, torch.optim.SGD(model.parameters()), batches, schedule=Cosine(num_steps=1)
+        )
+
+
+def test_an_evaluation_says_bits_and_accuracy() -> None:
+    evaluation = Evaluation(loss_sum=8 * np.log(2), num_targets=4, num_correct=3)
+    assert evaluation.bits_per_target == pytest.approx(2)
+    assert evaluation.accuracy == 0.75

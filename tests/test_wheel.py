@@ -1,0 +1,45 @@
+"""An installed wheel trains from another directory, with its own conf/."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from hatchling.builders.wheel import WheelBuilder
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_an_installed_wheel_trains_from_anywhere(tmp_path: Path) -> None:
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    site_dir, work_dir = tmp_path / "site", tmp_path / "work"
+    zipfile.ZipFile(wheel).extractall(site_dir)
+    work_dir.mkdir()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "shardhet.apps.main", "train"),
+            *("debug=quick", "model.width=16", "data.seq_len=8", "num_steps=2"),
+            *("data.num_judged_samples=2", "cluster.device=CPU", "cluster.num_ranks=2"),
+        ],
+        cwd=work_dir,
+        env={**os.environ, "PYTHONPATH": str(site_dir)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    [run_dir] = (work_dir / "runs").iterdir()
+    about = json.loads((run_dir / "run.json").read_text())
+    assert about["git"] is None  # not from this checkout
+    assert not (site_dir / "conf").exists()
+    assert (site_dir / "shardhet" / "conf" / "train.yaml").is_file()
+
+
+def test_the_wheel_brings_the_console_script(tmp_path: Path) -> None:
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        assert "shardhet = shardhet.apps.main:main" in archive.read(name).decode()
