@@ -50,9 +50,9 @@ def test_one_point_is_taken_as_proportional_and_its_error_as_unknown() -> None:
 
 
 def test_a_missing_device_or_unit_is_named_beside_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'slower'.*fast, slow"):
+    with pytest.raises(ValueError, match=r"'slower'.*fast, slow"):
         SMALL.unit("slower", "block")
-    with pytest.raises(ValueError, match="'head'.*block"):
+    with pytest.raises(ValueError, match=r"'head'.*block"):
         SMALL.unit("fast", "head")
 
 
