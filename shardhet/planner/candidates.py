@@ -111,11 +111,17 @@ class TableBuilder:
         limits: Mapping[int, DeviceLimits],
         max_microbatch_size: int | None,
         turns: Turns,
+        has_even_state: bool = False,
     ) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
         self.turns = turns
         self.recompute_choices = recompute_choices(model)
+        self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
+        # Whole rows: a device may get this many elements more than its share.
+        self.row_numel = 2.0 * max(kind.max_row_numel for kind in model.workload.kinds)
+        even_numel = self.state_numel / model.cluster.world_size + self.row_numel
+        self.stored_numel = even_numel if has_even_state else None
         self._max_microbatch_size = max_microbatch_size
         self._positions: dict[tuple[str | None, int, DeviceLimits], list[int]] = {}
         for position, device in enumerate(model.cluster.devices):
@@ -153,17 +159,16 @@ class TableBuilder:
         for (group, _, _), positions in zip(built, self._positions.values(), strict=True):
             if not len(group.batch):
                 raise PlanError(self._groups_message(positions))
-        layouts = model.workload.layouts()
-        row_numel = max(kind.max_row_numel for kind in model.workload.kinds)
         excess = model.overlap_excess * sum(
             each.forward_comm_s + each.backward_comm_s for each in self.turns.classes
         )
         problem = Problem(
             groups=tuple(group for group, _, _ in built),
             global_batch_size=self.global_batch_size,
-            state_numel=float(sum(layout.numel for layout in layouts)),
+            # Even shares sum to the state but for rounding.
+            state_numel=self.state_numel * (1 if self.stored_numel is None else 1 - 1e-12),
             fixed_s=excess + self.turns.exposed_comm_s,
-            row_numel=float(2 * row_numel),
+            row_numel=self.row_numel,
         )
         return CandidateTable(
             problem=problem,
@@ -307,6 +312,9 @@ class _GroupTimes:
             + batches[:, None] * float(per_sample)
         )
         left = (self._budget - used) / model.bytes_per_stored_numel
+        stored = self._builder.stored_numel
+        if stored is not None:
+            return np.where(left >= stored, stored, -1.0)
         return np.where(left >= 0, left, -1.0)
 
 

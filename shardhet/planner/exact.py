@@ -6,11 +6,9 @@ with a_i(b) the most room of an allowed candidate of batch b.  It closes what th
 leaves open where that is affordable.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from shardhet.planner.problem import Choice, Floats, Ints, Problem
+from shardhet.planner.problem import Bools, Choice, Floats, Ints, Limits, Problem
 
 
 def effort(problem: Problem) -> float:
@@ -19,16 +17,15 @@ def effort(problem: Problem) -> float:
     return float(problem.counts @ np.array(widths)) * (problem.global_batch_size + 1)
 
 
-def best_choice(
-    problem: Problem, limits: Sequence[float], optimizer_s: float
-) -> tuple[Choice, ...] | None:
+def best_choice(problem: Problem, limits: Limits) -> tuple[Choice, ...] | None:
     """The choice with the most room that meets the batch exactly; None if none meets it."""
     batch_size = problem.global_batch_size
     best = np.full(batch_size + 1, -np.inf)
     best[0] = 0.0
     steps: list[tuple[int, Ints, Ints]] = []
+    allowed = problem.allowed(limits)
     for g, group in enumerate(problem.groups):
-        room, candidate = _room_by_batch(problem, g, limits, optimizer_s)
+        room, candidate = _room_by_batch(problem, g, allowed[g], limits.optimizer_s)
         width = len(room)
         for _ in range(group.count):
             padded = np.concatenate((np.full(width - 1, -np.inf), best))
@@ -51,19 +48,16 @@ def best_choice(
 
 
 def _room_by_batch(
-    problem: Problem, g: int, limits: Sequence[float], optimizer_s: float
+    problem: Problem, g: int, allowed: Bools, optimizer_s: float
 ) -> tuple[Floats, Ints]:
     """[B_g + 1] most room per batch, and which candidate has it; -inf where none is allowed."""
     group = problem.groups[g]
-    allowed = np.ones(len(group.batch), dtype=bool)
-    for d, limit in enumerate(limits):
-        allowed &= group.costs[d] <= limit
     cap = problem.numel_within(g, optimizer_s)
     width = min(int(group.batch.max()), problem.global_batch_size) + 1
     room = np.full(width, -np.inf)
     candidate = np.zeros(width, dtype=np.int64)
     # Sorted by batch, then by most room: written backwards, the best comes last.
-    indices = np.flatnonzero(allowed & (group.batch < width))[::-1]
+    indices = np.flatnonzero(allowed[: len(group.batch)] & (group.batch < width))[::-1]
     room[group.batch[indices]] = np.minimum(group.room[indices], cap)
     candidate[group.batch[indices]] = indices
     return room, candidate

@@ -11,7 +11,7 @@ from shardhet.cost import CostModel, StepCost, Turns
 from shardhet.plan import Plan, PlannedUnit, RankPlan
 from shardhet.planner.candidates import Candidate, CandidateTable, DeviceLimits, TableBuilder
 from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Problem, fill_level
+from shardhet.planner.problem import Limits, Problem, fill_level
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
 from shardhet.planner.solution import PlanError, PlanSolution
 from shardhet.profiles import Profile
@@ -51,12 +51,14 @@ def solve(
     global_batch_size: int,
     limits: Mapping[int, DeviceLimits] | None = None,
     max_microbatch_size: int | None = None,
+    has_even_state: bool = False,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
-    ``limits`` are demands on single devices, by their position in the cluster.  Raises
-    ``PlanError`` with the nearest miss where nothing fits.
+    ``limits`` are demands on single devices, by their position in the cluster; with
+    ``has_even_state`` all of them store the same.  Raises ``PlanError`` with the nearest miss
+    where nothing fits.
     """
     if global_batch_size < 1:
         raise ValueError(
@@ -70,6 +72,7 @@ def solve(
         limits=limits or {},
         max_microbatch_size=max_microbatch_size,
         turns=turns,
+        has_even_state=has_even_state,
     )
     table, found = _search(builder, effort)
     plan, predicted = best_rounding(model, table, found)
@@ -195,4 +198,4 @@ def nearest_miss(problem: Problem, model: CostModel) -> str:
 
 
 def _fits(problem: Problem) -> bool:
-    return Oracle(problem).is_feasible([inf] * problem.num_phases)
+    return Oracle(problem).construct(Limits((inf,) * problem.num_phases)) is not None

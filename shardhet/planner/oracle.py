@@ -14,13 +14,13 @@ between two neighbours of its hull.  L(lambda) < S for any lambda proves that no
 the two choices that meet at the minimum, mixed, are nearly always a plan.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardhet.planner.problem import Bools, Choice, Floats, Ints, Problem
+from shardhet.planner.problem import Bools, Choice, Floats, Ints, Limits, Problem
 
+CALL_OVERHEAD = 2e4  # a call of numpy takes as long as looking at so many candidates
 MAX_TRIMS = 16  # moves of single devices that make a mixture meet the batch exactly
 
 
@@ -42,18 +42,16 @@ class Oracle:
         self._rows = np.arange(len(problem.groups))
         self._scored = np.empty_like(problem.batch)  # a + lambda b of the call in progress
 
-    def is_feasible(self, limits: Sequence[float], optimizer_s: float = np.inf) -> bool:
+    def is_feasible(self, limits: Limits) -> bool:
         """Whether the relaxation fits; false is a proof that no plan does."""
-        return self._meet(limits, optimizer_s, stops_early=True) is not None
+        return self._meet(limits, stops_early=True) is not None
 
-    def construct(
-        self, limits: Sequence[float], optimizer_s: float = np.inf
-    ) -> tuple[Choice, ...] | None:
+    def construct(self, limits: Limits) -> tuple[Choice, ...] | None:
         """A plan within the limits; None if there is none or rounding did not find it."""
-        ends = self._meet(limits, optimizer_s, stops_early=False)
+        ends = self._meet(limits, stops_early=False)
         if ends is None:
             return None
-        allowed, room = self._allowed(limits), self._room(optimizer_s)
+        allowed, room = self.problem.allowed(limits), self.problem.room_within(limits)
         left, right = ends
         best: tuple[Choice, ...] | None = None
         best_room = -np.inf
@@ -69,21 +67,6 @@ class Oracle:
             return None
         return best
 
-    def _allowed(self, limits: Sequence[float]) -> Bools:
-        costs = self.problem.costs
-        allowed = costs[0] <= limits[0]
-        for cost, limit in zip(costs[1:], limits[1:], strict=True):
-            allowed &= cost <= limit
-        return allowed
-
-    def _room(self, optimizer_s: float) -> Floats:
-        problem = self.problem
-        if optimizer_s == np.inf:
-            return problem.room
-        groups = range(len(problem.groups))
-        caps = np.array([problem.numel_within(g, optimizer_s) for g in groups])
-        return np.minimum(problem.room, caps[:, None])
-
     def _point(self, pick: Ints, room: Floats) -> _Point:
         problem, rows = self.problem, self._rows
         return _Point(
@@ -92,14 +75,12 @@ class Oracle:
             float(problem.counts @ room[rows, pick]),
         )
 
-    def _meet(
-        self, limits: Sequence[float], optimizer_s: float, *, stops_early: bool
-    ) -> tuple[_Point, _Point] | None:
+    def _meet(self, limits: Limits, *, stops_early: bool) -> tuple[_Point, _Point] | None:
         """The two choices that meet at the best multiplier; None where the state cannot fit."""
         problem = self.problem
-        self.num_scanned += problem.batch.size * problem.num_phases
+        self.num_scanned += problem.batch.size * problem.num_phases + CALL_OVERHEAD
         demand, wanted = problem.state_numel, problem.global_batch_size
-        allowed, room = self._allowed(limits), self._room(optimizer_s)
+        allowed, room = problem.allowed(limits), problem.room_within(limits)
         if not allowed.any(axis=1).all():
             return None
         # Rows are sorted by batch, then room: the first is the largest batch.
@@ -114,7 +95,7 @@ class Oracle:
             return left, left
         while not (stops_early and right.room >= demand):
             multiplier = (left.room - right.room) / (right.batch - left.batch)
-            self.num_scanned += problem.batch.size
+            self.num_scanned += problem.batch.size + CALL_OVERHEAD
             np.multiply(problem.batch, multiplier, out=self._scored)
             np.add(self._scored, masked, out=self._scored)
             point = self._point(self._scored.argmax(axis=1), room)

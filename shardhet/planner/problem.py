@@ -66,6 +66,16 @@ class Value:
     optimizer_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a choice must stay within."""
+
+    phases_s: tuple[float, ...]
+    optimizer_s: float = inf
+    totals_s: Floats | None = None  # [G, C] what all phases take at least if it is used
+    total_s: float = inf  # candidates with larger totals are not allowed
+
+
 @dataclass(frozen=True)
 class Problem:
     """All groups, padded to matrices [G, C] whose rows are sorted as ``Group.sorted`` does."""
@@ -133,6 +143,30 @@ class Problem:
             for group, k in zip(self.groups, kept, strict=True)
         )
         return replace(self, groups=groups), kept
+
+    def allowed(self, limits: Limits) -> Bools:
+        """[G, C] which candidates stay within the limits."""
+        allowed = self.costs[0] <= limits.phases_s[0]
+        for cost, limit in zip(self.costs[1:], limits.phases_s[1:], strict=True):
+            allowed &= cost <= limit
+        if limits.totals_s is not None:
+            allowed &= limits.totals_s <= limits.total_s
+        return allowed
+
+    def room_within(self, limits: Limits) -> Floats:
+        """[G, C] room that the optimizer can update within its limit."""
+        if limits.optimizer_s == inf:
+            return self.room
+        groups = range(len(self.groups))
+        caps = np.array([self.numel_within(g, limits.optimizer_s) for g in groups])
+        return np.minimum(self.room, caps[:, None])
+
+    def totals_above(self, least_s: Sequence[float]) -> Floats:
+        """[G, C] sum over phases of max(least, cost): what a step takes if one is used."""
+        totals = np.zeros_like(self.batch)
+        for cost, least in zip(self.costs, least_s, strict=True):
+            totals += np.maximum(cost, least)
+        return totals
 
     def _padded(self, rows: Sequence[Floats], filler: float) -> Floats:
         width = max(len(row) for row in rows)

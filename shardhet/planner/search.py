@@ -31,13 +31,14 @@ import numpy as np
 
 from shardhet.planner import exact
 from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Choice, Floats, Problem, Value
+from shardhet.planner.problem import Choice, Floats, Limits, Problem, Value
 
 # Two objectives closer than this are equal: sums of floats in different orders differ more.
 RELATIVE_EPSILON = 1e-12
 RAY_STEPS = 24  # bisections along the diagonal for the first incumbent
 SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
+TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +78,17 @@ class _Box:
 
     lo: tuple[int, ...]
     hi: tuple[int, ...]
-    optimizer_s: float  # no choice in it has a faster optimizer
+    total_s: float  # no choice in it has phases that sum to less
+    optimizer_s: float  # nor a faster optimizer
 
     @property
     def is_point(self) -> bool:
         return self.lo == self.hi
+
+    @property
+    def bound_s(self) -> float:
+        """What no choice in the box can beat."""
+        return self.total_s + self.optimizer_s
 
 
 def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
@@ -94,8 +101,7 @@ def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
     if box is None:
         return first.found(np.inf)
     # What is slower than the first incumbent allows cannot be part of a better one.
-    limits = first.limits(box.hi)
-    smaller, kept = problem.within(limits)
+    smaller, kept = problem.within(first.values_at(box.hi))
     second = _Search(smaller, effort)
     second.value, second.oracle.num_scanned = first.value, first.oracle.num_scanned
     found = second.found(second.search_boxes(second.box_within(box, first)))
@@ -134,19 +140,17 @@ class _Search:
         """What a choice must stay below to be worth finding."""
         return self.incumbent_s * (1 - RELATIVE_EPSILON)
 
-    @property
-    def is_exhausted(self) -> bool:
-        return self.oracle.num_scanned > self.effort.max_scanned
-
     def root(self) -> _Box | None:
         """A first incumbent, and where something better may be; None if nowhere."""
         last = tuple(len(values) - 1 for values in self.values)
-        box = _Box(tuple(0 for _ in last), last, self.problem.least_optimizer_s)
-        if not self.oracle.is_feasible(self.limits(last)):
+        unlimited = Limits(self.values_at(last))
+        if not self.oracle.is_feasible(unlimited):
             raise NothingFitsError
-        self.try_choice(self.oracle.construct(self.limits(last)))
+        self.try_choice(self.oracle.construct(unlimited))
         if self.value is None and self.can_afford_exact:
-            self.try_choice(self.exact_choice(last, np.inf))
+            self.try_choice(self.exact_choice(unlimited))
+        first = tuple(0 for _ in last)
+        box = _Box(first, last, sum(self.values_at(first)), self.problem.least_optimizer_s)
         tight = self.tightened(box)
         if tight is None:
             return None
@@ -157,9 +161,9 @@ class _Search:
         """The box of another search of this problem, whose upper corner is the last here."""
         lo = [
             int(np.searchsorted(values, limit))
-            for values, limit in zip(self.values, other.limits(box.lo), strict=True)
+            for values, limit in zip(self.values, other.values_at(box.lo), strict=True)
         ]
-        return _Box(tuple(lo), tuple(len(v) - 1 for v in self.values), box.optimizer_s)
+        return replace(box, lo=tuple(lo), hi=tuple(len(v) - 1 for v in self.values))
 
     def found(self, bound_s: float) -> Found:
         """The result, given what the search has proven."""
@@ -175,12 +179,13 @@ class _Search:
     def search_boxes(self, root: _Box) -> float:
         """Split until nothing can beat the incumbent; returns the bound that was reached."""
         order = count()
-        boxes = [(self.bound_s(root), next(order), root)]
+        boxes = [(root.bound_s, next(order), root)]
         unresolved_s = np.inf  # least bound of points that could not be settled
         while boxes:
             bound_s, _, box = heapq.heappop(boxes)
             enough_s = self.incumbent_s / (1 + self.effort.relative_gap)
-            if min(bound_s, unresolved_s) >= min(self.target_s, enough_s) or self.is_exhausted:
+            is_exhausted = self.oracle.num_scanned > self.effort.max_scanned
+            if min(bound_s, unresolved_s) >= min(self.target_s, enough_s) or is_exhausted:
                 return min(bound_s, unresolved_s)
             if box.is_point:
                 unresolved_s = min(unresolved_s, self.settle(box))
@@ -188,26 +193,16 @@ class _Search:
             for half in self.halves(box):
                 tight = self.tightened(half)
                 if tight is not None:
-                    self.try_choice(self.oracle.construct(self.limits(tight.hi)))
-                    self.try_choice(self.oracle.construct(self.limits(self.middle(tight))))
-                    heapq.heappush(boxes, (self.bound_s(tight), next(order), tight))
+                    for corner in (tight.hi, self.middle(tight)):
+                        self.try_choice(self.oracle.construct(Limits(self.values_at(corner))))
+                    heapq.heappush(boxes, (tight.bound_s, next(order), tight))
         return min(unresolved_s, self.incumbent_s)
 
     # Boxes #
 
-    def limits(self, index: Sequence[int]) -> list[float]:
-        """The values at indices."""
-        return [float(values[i]) for values, i in zip(self.values, index, strict=True)]
-
-    def bound_s(self, box: _Box) -> float:
-        """What no choice in the box can beat."""
-        return sum(self.limits(box.lo)) + box.optimizer_s
-
-    def optimizer_limit_s(self, box: _Box) -> float:
-        """What the optimizer may take for a choice in the box to beat the incumbent."""
-        if self.value is None:
-            return np.inf
-        return self.target_s - sum(self.limits(box.lo))
+    def values_at(self, index: Sequence[int]) -> tuple[float, ...]:
+        """The limits at indices."""
+        return tuple(float(values[i]) for values, i in zip(self.values, index, strict=True))
 
     def middle(self, box: _Box) -> tuple[int, ...]:
         """Indices half way between the corners, by value."""
@@ -227,60 +222,138 @@ class _Search:
         cut = int(np.searchsorted(values, (values[lo] + values[hi]) / 2, side="right")) - 1
         cut = min(max(cut, lo), hi - 1)
         return [
-            _Box(box.lo, _with(box.hi, d, cut), box.optimizer_s),
-            _Box(_with(box.lo, d, cut + 1), box.hi, box.optimizer_s),
+            replace(box, hi=_with(box.hi, d, cut)),
+            replace(box, lo=_with(box.lo, d, cut + 1)),
         ]
 
     def tightened(self, box: _Box) -> _Box | None:
         """The part of the box that may hold something better; None where nothing does."""
         lo, hi = box.lo, box.hi
-        least_s = self.bound_s(box)
-        if least_s >= self.target_s:
+        least_s = sum(self.values_at(lo))
+        total_s = max(box.total_s, least_s)
+        if total_s + box.optimizer_s >= self.target_s:
             return None
-        if self.value is not None:
-            for d, values in enumerate(self.values):
-                spare_s = self.target_s - (least_s - values[lo[d]])
-                last = int(np.searchsorted(values, spare_s, side="left")) - 1
-                hi = _with(hi, d, min(hi[d], max(last, lo[d])))
-        optimizer_s = self.optimizer_limit_s(box)
-        if not self.fits(hi, optimizer_s):
+        for d, values in enumerate(self.values):
+            spare_s = self.target_s - box.optimizer_s - (least_s - values[lo[d]])
+            last = int(np.searchsorted(values, spare_s, side="left")) - 1
+            hi = _with(hi, d, min(hi[d], max(last, lo[d])))
+        limits = self.limits(lo, hi, total_s, box.optimizer_s)
+        if not self.holds_any(limits):
             return None
         for d in range(len(self.values)):
-            lo = _with(lo, d, self.least_index(d, lo[d], hi, optimizer_s))
-        floor_s = self.least_optimizer_s(hi, box.optimizer_s, optimizer_s)
-        tight = _Box(lo, hi, floor_s)
-        return tight if self.bound_s(tight) < self.target_s else None
+            lo = _with(lo, d, self.least_index(d, lo[d], hi, limits))
+        total_s = max(total_s, sum(self.values_at(lo)))
+        limits = self.limits(lo, hi, total_s, box.optimizer_s)
+        optimizer_s = self.least_optimizer_s(limits, box.optimizer_s)
+        tight = _Box(lo, hi, self.least_total_s(limits, total_s), optimizer_s)
+        return tight if tight.bound_s < self.target_s else None
 
-    def fits(self, hi: tuple[int, ...], optimizer_s: float) -> bool:
-        """Whether something may fit the limits at ``hi``; exact where devices are few.
+    def limits(
+        self, lo: Sequence[int], hi: Sequence[int], total_s: float, optimizer_s: float
+    ) -> Limits:
+        """What a choice in a box must stay within to beat the incumbent.
+
+        Using a candidate costs at least ``max(lo_d, its cost)`` in every phase.
+        """
+        has_totals = len(self.values) > 1 and self.value is not None
+        return Limits(
+            phases_s=self.values_at(hi),
+            optimizer_s=self.target_s - total_s,
+            totals_s=self.problem.totals_above(self.values_at(lo)) if has_totals else None,
+            total_s=self.target_s - optimizer_s,
+        )
+
+    def holds_any(self, limits: Limits) -> bool:
+        """Whether something may fit; what rounding leaves open is settled if affordable."""
+        if not self.fits(limits):
+            return False
+        if self.is_small or self.value is None:
+            return True
+        choices = self.oracle.construct(limits)
+        if choices is None and self.can_afford_exact:
+            choices = self.exact_choice(limits)
+            if choices is None or not self.has_room(choices, limits):
+                return False
+        self.try_choice(choices)
+        return True
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether something may fit the limits; exact where devices are few.
 
         With few devices half of one matters, and there the dynamic programme costs no more
         than the relaxation.
         """
-        if not self.oracle.is_feasible(self.limits(hi), optimizer_s):
+        if not self.oracle.is_feasible(limits):
             return False
-        return not self.is_small or self.fits_exactly(hi, optimizer_s)
-
-    def fits_exactly(self, hi: tuple[int, ...], optimizer_s: float) -> bool:
-        """The same by the dynamic programme, which may also find a better choice."""
-        choices = self.exact_choice(hi, optimizer_s)
+        if not self.is_small:
+            return True
+        choices = self.exact_choice(limits)
         if choices is None:
             return False
         self.try_choice(choices)
-        return _room(self.problem, choices, optimizer_s) >= self.problem.state_numel
+        return self.has_room(choices, limits)
 
-    def least_index(self, d: int, first: int, hi: tuple[int, ...], optimizer_s: float) -> int:
+    def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
+        """Whether the state fits beside the choices and their optimizers keep the limit."""
+        room = sum(
+            choice.count
+            * min(
+                self.problem.room[choice.group, choice.candidate],
+                self.problem.numel_within(choice.group, limits.optimizer_s),
+            )
+            for choice in choices
+        )
+        return bool(room >= self.problem.state_numel)
+
+    def least_index(self, d: int, first: int, hi: tuple[int, ...], limits: Limits) -> int:
         """The least limit on phase ``d`` that fits, the others at ``hi``, which fits."""
+
+        def fits(index: int) -> bool:
+            return self.fits(replace(limits, phases_s=self.values_at(_with(hi, d, index))))
+
         last = hi[d]
-        if self.fits(_with(hi, d, first), optimizer_s):
+        if fits(first):
             return first
         while last - first > 1:
             middle = (first + last) // 2
-            if self.fits(_with(hi, d, middle), optimizer_s):
+            if fits(middle):
                 last = middle
             else:
                 first = middle
         return last
+
+    def least_optimizer_s(self, limits: Limits, least_s: float) -> float:
+        """A bound on the optimizer's time within the limits, which fit."""
+        if limits.optimizer_s == np.inf or self.fits(
+            replace(limits, optimizer_s=least_s * (1 + 1e-9))
+        ):
+            return least_s
+        low, high = least_s, limits.optimizer_s
+        for _ in range(OPTIMIZER_STEPS):
+            middle = (low + high) / 2
+            if self.fits(replace(limits, optimizer_s=middle)):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def least_total_s(self, limits: Limits, least_s: float) -> float:
+        """A bound on the sum of all phases within the limits, which fit.
+
+        Where phases go together, as those of different units do, it is much higher than the
+        sum of what each phase could be alone.
+        """
+        if limits.totals_s is None or self.fits(replace(limits, total_s=least_s)):
+            return least_s
+        low, high = least_s, limits.total_s
+        for _ in range(TOTAL_STEPS):
+            middle = (low + high) / 2
+            if self.fits(replace(limits, total_s=middle)):
+                high = middle
+            else:
+                low = middle
+        self.try_choice(self.oracle.construct(replace(limits, total_s=high)))
+        return low
 
     # Incumbents #
 
@@ -296,14 +369,13 @@ class _Search:
 
     def try_ray(self, box: _Box) -> None:
         """A first incumbent: the least point that fits on the way from ``lo`` to ``hi``."""
-        low, high = np.array(self.limits(box.lo)), np.array(self.limits(box.hi))
-        self.try_choice(self.oracle.construct(list(high)))
+        low, high = np.array(self.values_at(box.lo)), np.array(self.values_at(box.hi))
         near, far = 0.0, 1.0
         # Costs differ by orders of magnitude between good and bad candidates, so the
         # first steps shrink the way by factors.
         for step in range(RAY_STEPS):
             part = far / 8 if near == 0 and step < RAY_STEPS // 2 else (near + far) / 2
-            limits = list(low + part * (high - low))
+            limits = Limits(tuple((low + part * (high - low)).tolist()))
             if self.oracle.is_feasible(limits):
                 self.try_choice(self.oracle.construct(limits))
                 far = part
@@ -315,65 +387,30 @@ class _Search:
         price = exact.effort(self.problem)
         return self.exact_additions + price <= self.effort.max_exact_additions
 
-    def exact_choice(
-        self, hi: tuple[int, ...], optimizer_s: float
-    ) -> tuple[Choice, ...] | None:
-        """The choice with the most room within the limits at ``hi``."""
+    def exact_choice(self, limits: Limits) -> tuple[Choice, ...] | None:
+        """The choice with the most room within the limits."""
         self.exact_additions += exact.effort(self.problem)
-        return exact.best_choice(self.problem, self.limits(hi), optimizer_s)
+        return exact.best_choice(self.problem, limits)
 
     def settle(self, point: _Box) -> float:
         """Exhaust a box of one point; returns its bound, infinite where nothing is left."""
-        phases_s = sum(self.limits(point.lo))
         while True:
-            optimizer_s = self.optimizer_limit_s(point)
-            if optimizer_s < point.optimizer_s or not self.oracle.is_feasible(
-                self.limits(point.hi), optimizer_s
-            ):
+            limits = Limits(self.values_at(point.hi), self.target_s - point.total_s)
+            if limits.optimizer_s < point.optimizer_s or not self.oracle.is_feasible(limits):
                 return np.inf
             before = self.incumbent_s
-            self.try_choice(self.oracle.construct(self.limits(point.hi), optimizer_s))
+            self.try_choice(self.oracle.construct(limits))
             if self.incumbent_s < before:
                 continue
-            if not self.can_afford_exact:
-                return phases_s + self.least_optimizer_s(
-                    point.hi, point.optimizer_s, optimizer_s
-                )
-            choices = self.exact_choice(point.hi, optimizer_s)
-            if choices is None or _room(self.problem, choices, optimizer_s) < (
-                self.problem.state_numel
-            ):
-                return np.inf
-            self.try_choice(choices)
-            if self.incumbent_s == before:  # it fits but for the rounding to rows
-                return phases_s + self.least_optimizer_s(
-                    point.hi, point.optimizer_s, optimizer_s
-                )
-
-    def least_optimizer_s(self, hi: tuple[int, ...], least_s: float, enough_s: float) -> float:
-        """A bound on the optimizer's time within ``hi``, where ``enough_s`` passes."""
-        if enough_s == np.inf or self.fits(hi, least_s * (1 + 1e-9)):
-            return least_s
-        low, high = least_s, enough_s
-        for _ in range(OPTIMIZER_STEPS):
-            middle = (low + high) / 2
-            if self.fits(hi, middle):
-                high = middle
-            else:
-                low = middle
-        return low
-
-
-def _room(problem: Problem, choices: Sequence[Choice], optimizer_s: float) -> float:
-    """State that fits beside the choices while the optimizer stays within its time."""
-    return sum(
-        choice.count
-        * min(
-            problem.room[choice.group, choice.candidate],
-            problem.numel_within(choice.group, optimizer_s),
-        )
-        for choice in choices
-    )
+            if self.can_afford_exact:
+                choices = self.exact_choice(limits)
+                if choices is None or not self.has_room(choices, limits):
+                    return np.inf
+                self.try_choice(choices)
+                if self.incumbent_s < before:
+                    continue
+            # Too many devices to settle it, or it fits but for the rounding to rows.
+            return point.total_s + self.least_optimizer_s(limits, point.optimizer_s)
 
 
 def _with(index: tuple[int, ...], d: int, value: int) -> tuple[int, ...]:
