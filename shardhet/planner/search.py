@@ -35,7 +35,8 @@ from shardhet.planner.problem import Choice, Floats, Limits, Problem, Value
 
 # Two objectives closer than this are equal: sums of floats in different orders differ more.
 RELATIVE_EPSILON = 1e-12
-RAY_STEPS = 24  # bisections along the diagonal for the first incumbent
+RAY_STEPS = 24  # bisections along the diagonal for the first incumbent, at most
+RAY_PRECISION = 1e-3  # of the incumbent; boxes do the rest better
 SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
 TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
@@ -371,9 +372,15 @@ class _Search:
         """A first incumbent: the least point that fits on the way from ``lo`` to ``hi``."""
         low, high = np.array(self.values_at(box.lo)), np.array(self.values_at(box.hi))
         near, far = 0.0, 1.0
+        corner = self.oracle.construct(Limits(self.values_at(box.lo)))
+        self.try_choice(corner)
+        if corner is not None:
+            return
         # Costs differ by orders of magnitude between good and bad candidates, so the
         # first steps shrink the way by factors.
         for step in range(RAY_STEPS):
+            if (far - near) * float((high - low).sum()) < RAY_PRECISION * self.incumbent_s:
+                return
             part = far / 8 if near == 0 and step < RAY_STEPS // 2 else (near + far) / 2
             limits = Limits(tuple((low + part * (high - low)).tolist()))
             if self.oracle.is_feasible(limits):
