@@ -195,6 +195,14 @@ class CostModel:
             exposed_comm_s=gather_s[0] + reduce_s[0] + root_s,
         )
 
+    def unit_collectives(self, plan: Plan) -> tuple[list[float], list[float]]:
+        """Seconds of the gather and the reduction of every visited unit under a plan."""
+        shares = [
+            numel / self.workload.numel for numel in self.stored_numels(plan.state_shares)
+        ]
+        computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
+        return self._collective_seconds(self.unevenness(shares, computes))
+
     def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
         """Indices of units that agree in kind and in who recomputes them."""
         ranks = [

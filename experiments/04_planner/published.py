@@ -6,7 +6,8 @@ Eight GPUs (2x L4, A6000, 3x P40, 2x P100), float32, global batch 128, every mod
 latencies on all four kinds and a memory curve.  Objective, as in their released planner:
 milliseconds per layer, max over GPUs of F + (F + B), 10 ms per extra microbatch, no links.
 Memory, as there: three quarters of each GPU, 2 GiB of it for communication, 16 bytes per
-parameter shared out at will.  Seconds are CPU seconds of one thread, median of REPEATS (ours) and one run (theirs).
+parameter shared out at will.  Seconds are CPU
+seconds of one thread: the median of REPEATS runs for ours, one run for theirs.
 """
 
 import csv
@@ -64,18 +65,19 @@ def group(gpu: str, count: int, entry: list[list[float]], gib: Floats) -> Group:
     batch, size = np.arange(BATCH + 1)[:, None], np.arange(1, largest + 1)[None]
     extra = np.maximum(0, -(-batch // size) - 1) * EXTRA_MS
     total = batch // size * cost[size] + cost[batch % size] + extra
-    left = np.broadcast_to(np.where(batch > 0, room[size], USABLE * GIB_BY_GPU[gpu]), total.shape)
+    left = np.where(batch > 0, room[size], USABLE * GIB_BY_GPU[gpu])
     # Beaten: a smaller microbatch, so with more room, that is no slower.
     fastest = np.minimum.accumulate(total, axis=1)
     kept = (size <= np.maximum(batch, 1)) & (total == fastest)
     kept[:, 1:] &= total[:, 1:] < fastest[:, :-1]
     b, m = np.nonzero(kept)
-    return Group(count, b, total[b, m][None], left[b, m].copy(), 0.0).sorted()[0]
+    return Group(count, b, total[b, m][None], left[b, m], 0.0).sorted()[0]
 
 
 def ours(entries: dict[str, list[list[float]]], gib: Floats, state_gib: float) -> float:
     """Milliseconds of the plan that the search finds."""
-    groups = tuple(group(gpu, GPUS.count(gpu), entries[gpu], gib) for gpu in dict.fromkeys(GPUS))
+    kinds = dict.fromkeys(GPUS)
+    groups = tuple(group(gpu, GPUS.count(gpu), entries[gpu], gib) for gpu in kinds)
     found = search(Problem(groups, BATCH, state_gib))
     assert found.relative_gap <= 1e-9
     return found.value.objective_s
