@@ -194,12 +194,22 @@ class Cluster:
         Written by hand a file may be shorter: a node with ``count: 4`` stands for four of
         them (host "a" becomes "a-0" to "a-3"), and so does a device.
         """
+        kinds = Fields(document, source)
+        described = {}
+        if kinds.has("kinds"):
+            described = {
+                kind.kind: kind for kind in map(_kind_from, kinds.take_objects("kinds"))
+            }
+        return cls._from_document(document, source=source, described=described)
+
+    @classmethod
+    def _from_document(
+        cls, document: Any, *, source: str, described: dict[str, DeviceKind]
+    ) -> Self:
         fields = Fields(document, source)
         fields.take_version(CLUSTER_VERSION)
-        kinds = (
-            tuple(map(_kind_from, fields.take_objects("kinds"))) if fields.has("kinds") else ()
-        )
-        capacities = {kind.kind: kind.memory_capacity_bytes for kind in kinds}
+        fields.has("kinds")  # taken by the caller
+        capacities = {name: kind.memory_capacity_bytes for name, kind in described.items()}
         nodes = []
         for entry in fields.take_objects("nodes"):
             nodes += _nodes(entry, capacities)
@@ -209,10 +219,11 @@ class Cluster:
         if fields.has("usable_memory_fraction"):
             usable = fields.take_number("usable_memory_fraction", above=0.0, maximum=1.0)
         fields.refuse_unknown()
+        used = dict.fromkeys(device.kind for node in nodes for device in node.devices)
         try:
             return cls(
                 nodes=tuple(nodes),
-                kinds=kinds,
+                kinds=tuple(described[kind] for kind in used if kind in described),
                 between_nodes=between_nodes,
                 between_regions=between_regions,
                 usable_memory_fraction=usable,
@@ -226,8 +237,23 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote, or a shorter description in YAML."""
-        return cls.from_document(read_document(path), source=str(path))
+        """Read what ``save`` wrote, or a shorter description in YAML.
+
+        There ``kinds`` may name another file, relative to this one, that lists kinds for
+        several clusters; those that this cluster has are taken.
+        """
+        document = read_document(path)
+        if isinstance(document, dict) and isinstance(document.get("kinds"), str):
+            listed = Path(path).parent / document["kinds"]
+            if not listed.is_file():
+                raise ValueError(
+                    f"{path}: kinds names {listed}, which is no file. Mend the path."
+                )
+            kinds = Fields({"kinds": read_document(listed)}, str(listed)).take_objects("kinds")
+            described = {kind.kind: kind for kind in map(_kind_from, kinds)}
+            document = {**document, "kinds": []}
+            return cls._from_document(document, source=str(path), described=described)
+        return cls.from_document(document, source=str(path))
 
 
 def _stated(value: Any) -> Any:

@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 
 from shardhet.cluster import Cluster
+from shardhet.derive import derive_profile
+from shardhet.planner import solve
+from shardhet.workload import Workload
 
 pytest.importorskip("yaml", reason="descriptions by hand are YAML")
+
+DESCRIBED = Path(__file__).parent.parent / "conf" / "cluster"
 
 TEXT = """
 version: 1
@@ -77,6 +82,30 @@ def test_a_spoiled_description_is_refused_by_file_and_field(
     with pytest.raises(ValueError, match=words) as raised:
         described(tmp_path, TEXT.replace(found, spoiled))
     assert "c.yaml" in str(raised.value)
+
+
+@pytest.mark.parametrize("path", sorted(DESCRIBED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
+    cluster = Cluster.load(path)
+    if not cluster.kinds:
+        pytest.skip("not described by specifications")
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert all(cluster.kind(device.kind).source for device in cluster.devices)
+    assert all(link.source for link in cluster.links)
+    workload = Workload.transformer(
+        num_layers=4, width=512, num_heads=8, seq_len=128, vocab_size=1000
+    )
+    profile = derive_profile(cluster, workload)
+    assert not profile.is_measured
+    solution = solve(cluster, workload, profile, global_batch_size=4 * cluster.world_size)
+    assert solution.relative_gap < 0.01
+    assert all(rank.fits for rank in solution.predicted.ranks)
+
+
+def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: Path) -> None:
+    text = "version: 1\nkinds: absent.yaml\nnodes: []\n"
+    with pytest.raises(ValueError, match=r"kinds names .*absent\.yaml, which is no file"):
+        described(tmp_path, text)
 
 
 def test_a_link_that_is_missing_is_named_when_it_is_needed(tmp_path: Path) -> None:
