@@ -106,9 +106,7 @@ def main() -> None:
     memories = json.loads((DATA / "cephalo" / "model_memory.json").read_text())
     rows = []
     for model, by_gpu in sorted(latencies.items()):
-        entries = {
-            gpu: by_gpu.get(gpu, {}).get("512", {}).get("float32") for gpu in GIB_BY_GPU
-        }
+        entries = {gpu: by_gpu.get(gpu, {}).get("512", {}).get("float32") for gpu in GIB_BY_GPU}
         sources = [
             memories[cluster][model]
             for cluster in ("paper", "paper_4gpu", "aws-16gpu", "aws-8gpu")
@@ -131,8 +129,10 @@ def main() -> None:
             our_ms, seconds = np.inf, [np.nan]
         our_s = float(np.median(seconds))
         rows.append([model, our_ms, their_ms, our_s, their_s, their_s / our_s])
-        print(f"{model:24} {our_ms:10.4f} {their_ms:10.4f} ms   {our_s:.4f} {their_s:.4f} s "
-              f"{their_s / our_s:7.1f} times")
+        print(
+            f"{model:24} {our_ms:10.4f} {their_ms:10.4f} ms   {our_s:.4f} {their_s:.4f} s "
+            f"{their_s / our_s:7.1f} times"
+        )
     with (HERE / "published.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "our_ms", "dp_ms", "our_s", "dp_s", "times_faster"])

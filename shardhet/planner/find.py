@@ -100,10 +100,9 @@ def best_rounding(
     model: CostModel, table: CandidateTable, found: Found
 ) -> tuple[Plan, StepCost]:
     """The better of two ways to spread the state: fastest optimizer, or most even shares."""
-    plans = [
-        _plan(model, table, found, optimizer_s)
-        for optimizer_s in (found.value.optimizer_s, inf)
-    ]
+    plans = [_plan(model, table, found, found.value.optimizer_s)]
+    most_even = _plan(model, table, found, inf)
+    plans += [most_even] * (most_even != plans[0])
     predictions = [model.predict(plan) for plan in plans]
     fitting = [
         (cost.step_time_s, i)
