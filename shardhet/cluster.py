@@ -1,6 +1,7 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Self
 from shardhet.fields import Fields, parse_json, read_document
 
 CLUSTER_VERSION = 1
+MAX_COUNT = 100_000  # of nodes or devices in one line of a description
 USABLE_MEMORY_FRACTION = 0.9  # of the capacity; the rest is the allocator's slack
 MEMORY_TOLERANCE = 0.02  # drivers of different versions reserve different amounts
 
@@ -296,7 +298,7 @@ def _optional_link(fields: Fields, key: str) -> Link | None:
 def _nodes(fields: Fields, capacities: dict[str, int]) -> list[Node]:
     """The node, or the nodes, that an entry describes."""
     host = fields.take("host", str)
-    count = fields.take_int("count", minimum=1) if fields.has("count") else 1
+    count = fields.take_int("count", minimum=1, maximum=MAX_COUNT) if fields.has("count") else 1
     link = _optional_link(fields, "link")
     region = fields.take("region", str) if fields.has("region") else ""
     entries = [(dict(entry), i) for i, entry in enumerate(fields.take_tuple("devices", dict))]
@@ -309,9 +311,14 @@ def _nodes(fields: Fields, capacities: dict[str, int]) -> list[Node]:
             where = f"{fields.where}: devices[{i}]"
             stated = {"host": name, **entry}
             number = stated.pop("count", 1)
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{where}: count is {number!r} but must be at least 1.")
-            if stated.get("kind") in capacities:
+            if type(number) is not int or not 1 <= number <= MAX_COUNT:
+                raise ValueError(
+                    f"{where}: count is {number!r} but must be from 1 to {MAX_COUNT}."
+                )
+            capacity = stated.get("memory_capacity_bytes")
+            if isinstance(capacity, int) and capacity > sys.maxsize:
+                raise ValueError(f"{where}: memory_capacity_bytes is larger than any memory.")
+            if isinstance(stated.get("kind"), str) and stated["kind"] in capacities:
                 stated.setdefault("memory_capacity_bytes", capacities[stated["kind"]])
             try:
                 devices += [DeviceSpec.from_dict(stated)] * number

@@ -33,6 +33,12 @@ def parse_json(text: str, *, source: str) -> Any:
         raise ValueError(f"{source}: not JSON ({error}). Write it with save().") from None
 
 
+def named(error: ValueError, source: str) -> ValueError:
+    """The error, beginning with the file that it is about."""
+    message = str(error)
+    return ValueError(message if message.startswith(source) else f"{source}: {message}")
+
+
 class Fields:
     """An object whose fields are taken one by one, each with a check that names it."""
 
@@ -78,10 +84,14 @@ class Fields:
         self._check_range(key, value, minimum, maximum, above)
         return value
 
-    def take_int(self, key: str, *, minimum: int = 0) -> int:
-        """A whole number of at least ``minimum``."""
+    def take_int(self, key: str, *, minimum: int = 0, maximum: int = sys.maxsize) -> int:
+        """A whole number within ``[minimum, maximum]``."""
         value = int(self.take(key, int))
-        self._check_range(key, value, minimum, inf, -inf)
+        if not minimum <= value <= maximum:
+            raise ValueError(
+                f"{self.where}: {key} is {value} but must be a whole number from {minimum} to "
+                f"{maximum}."
+            )
         return value
 
     def take_choice(self, key: str, choices: Sequence[str]) -> str:

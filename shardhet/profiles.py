@@ -15,13 +15,14 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Self
 
-from shardhet.fields import Fields, parse_json, read_document
+from shardhet.fields import Fields, named, parse_json, read_document
 
 PROFILE_VERSION = 1
 
 # How a layer's time goes on beyond the sizes that were measured.  Chosen on the 424 curves of
-# Cephalo's published profiles (sizes 1-5 predicting the largest), leaving one kind of GPU out:
-# median error 3.1 %, p90 14.7 % (plain least squares: 3.8 and 15.8).
+# Cephalo's published profiles (sizes 1-5 predicting the largest); leaving one kind of GPU out
+# of the choice: median error 2.9 %, p90 14.5 % (plain least squares: 3.8 and 15.8).
+# experiments/05_layer_time
 PROPORTIONAL_PART = 0.1  # of the slope; the rest is that of the fit
 SLOPE_GROWTH = 1.02  # devices under sustained load slow down a little
 
@@ -301,9 +302,7 @@ class Profile:
                 note=fields.take("note", str),
             )
         except ValueError as error:
-            message = str(error)
-            named = message if message.startswith(source) else f"{source}: {message}"
-            raise ValueError(named) from None
+            raise named(error, source) from None
         fields.refuse_unknown()
         return profile
 

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-from shardhet.fields import Fields, parse_json, read_document
+from shardhet.fields import Fields, named, parse_json, read_document
 from shardhet.layout import FlatLayout
 
 WORKLOAD_VERSION = 1
@@ -26,6 +26,7 @@ _FIGURES = (
 )
 ITEMSIZE_BY_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INDEX_BYTES = 8  # of a token or a target, an int64
+MAX_PARAM_NUMEL = 2**48  # far beyond any model; larger ones are slips of the pen
 FLOAT32_BYTES = 4  # of norms' statistics and of everything in the loss
 
 
@@ -43,10 +44,11 @@ class UnitKind:
 
     def __post_init__(self) -> None:
         for shape in self.param_shapes:
-            if any(dim < 0 for dim in shape):
+            if any(dim < 0 for dim in shape) or prod(shape) > MAX_PARAM_NUMEL:
                 raise ValueError(
                     f"workload: kind {self.name!r} has a parameter of shape {shape} but no "
-                    "dimension may be negative. Mend the shape."
+                    f"dimension may be negative, and at most {MAX_PARAM_NUMEL} elements are in "
+                    "one parameter. Mend the shape."
                 )
         for key in _FIGURES:
             if getattr(self, key) < 0:
@@ -161,7 +163,10 @@ class Workload:
         """From what a JSON or YAML file holds; raises ``ValueError`` with file and field."""
         fields = Fields(document, source)
         fields.take_version(WORKLOAD_VERSION)
-        kinds = tuple(_kind_from(entry) for entry in fields.take_objects("kinds"))
+        try:
+            kinds = tuple(_kind_from(entry) for entry in fields.take_objects("kinds"))
+        except ValueError as error:
+            raise named(error, source) from None
         units = tuple(_unit_from(entry) for entry in fields.take_objects("units"))
         dtypes = tuple(ITEMSIZE_BY_DTYPE)
         tokens_per_sample = fields.take_int("tokens_per_sample", minimum=1)
