@@ -8,18 +8,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardhet.cluster import DeviceSpec
+    from shardhet.cluster import Cluster, DeviceSpec
     from shardhet.fsdp import HetFSDP
     from shardhet.plan import Plan, RankPlan
+    from shardhet.planner import PlanError, find_plan
+    from shardhet.profiles import Profile
+    from shardhet.simulator import simulate
+    from shardhet.workload import Workload
 
 _MODULE_BY_NAME = {
+    "Cluster": "shardhet.cluster",
     "DeviceSpec": "shardhet.cluster",
     "HetFSDP": "shardhet.fsdp",
     "Plan": "shardhet.plan",
+    "PlanError": "shardhet.planner",
+    "Profile": "shardhet.profiles",
     "RankPlan": "shardhet.plan",
+    "Workload": "shardhet.workload",
+    "find_plan": "shardhet.planner",
+    "simulate": "shardhet.simulator",
 }
 
-__all__ = ["DeviceSpec", "HetFSDP", "Plan", "RankPlan"]
+__all__ = [
+    "Cluster",
+    "DeviceSpec",
+    "HetFSDP",
+    "Plan",
+    "PlanError",
+    "Profile",
+    "RankPlan",
+    "Workload",
+    "find_plan",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,17 @@
-"""What hardware there is: one record per device."""
+"""What hardware there is: one record per device, and the nodes and links between them."""
 
+import json
+import sys
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
+from shardhet.fields import Fields, parse_json, read_document
+
+CLUSTER_VERSION = 1
+MAX_COUNT = 100_000  # of nodes or devices in one line of a description
+USABLE_MEMORY_FRACTION = 0.9  # of the capacity; the rest is the allocator's slack
 MEMORY_TOLERANCE = 0.02  # drivers of different versions reserve different amounts
 
 
@@ -58,3 +67,262 @@ class DeviceSpec:
                 f"be at least 0."
             )
         return cls(**stated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """The specification of one kind of device, with where the figures come from."""
+
+    kind: str
+    memory_capacity_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    peak_flops_per_s: tuple[tuple[str, float], ...]  # by dtype
+    source: str
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in ``dtype``; raises ``ValueError`` where the device lacks it."""
+        peaks = dict(self.peak_flops_per_s)
+        if not peaks.get(dtype):
+            has = ", ".join(name for name, flops in peaks.items() if flops)
+            raise ValueError(
+                f"cluster: device kind {self.kind!r} has no peak_flops_per_s for {dtype}; it "
+                f"has {has}. Plan in one of these, or leave the device out."
+            )
+        return peaks[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins two devices, nodes or regions, in one direction."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One host: its devices and what joins them."""
+
+    host: str
+    devices: tuple[DeviceSpec, ...]
+    link: Link | None = None  # between its devices
+    region: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All devices and links, in plan order."""
+
+    nodes: tuple[Node, ...]
+    kinds: tuple[DeviceKind, ...] = ()  # specifications; not needed where all is measured
+    between_nodes: Link | None = None
+    between_regions: Link | None = None
+    usable_memory_fraction: float = USABLE_MEMORY_FRACTION
+
+    def __post_init__(self) -> None:
+        hosts = [node.host for node in self.nodes]
+        repeated = sorted({host for host in hosts if hosts.count(host) > 1})
+        if repeated:
+            raise ValueError(f"cluster: hosts {repeated} appear twice. Name each once.")
+        if not self.devices:
+            raise ValueError("cluster: it has no devices. Give at least one node a device.")
+        if not 0 < self.usable_memory_fraction <= 1:
+            raise ValueError(
+                f"cluster: usable_memory_fraction is {self.usable_memory_fraction} but must be "
+                "above 0 and at most 1."
+            )
+
+    @cached_property
+    def devices(self) -> tuple[DeviceSpec, ...]:
+        """All devices in plan order."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def world_size(self) -> int:
+        """How many devices there are."""
+        return len(self.devices)
+
+    def memory_budget_bytes(self, position: int) -> int:
+        """What a plan may use of one device's memory."""
+        device = self.devices[position]
+        if device.memory_capacity_bytes is None:
+            raise ValueError(
+                f"cluster: device {position} ({device}) has no memory_capacity_bytes. State "
+                "it, or describe its kind."
+            )
+        return int(device.memory_capacity_bytes * self.usable_memory_fraction)
+
+    def kind(self, name: str | None) -> DeviceKind:
+        """The specification of a kind; raises ``ValueError`` naming those there are."""
+        for kind in self.kinds:
+            if kind.kind == name:
+                return kind
+        raise ValueError(
+            f"cluster: device kind {name!r} is not described; there are "
+            f"{[kind.kind for kind in self.kinds]}. Describe it in kinds, or measure it."
+        )
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The links that a collective over all devices crosses, without repetition."""
+        links = [node.link for node in self.nodes if len(node.devices) > 1]
+        links += [self.between_nodes] if len(self.nodes) > 1 else []
+        if len({node.region for node in self.nodes}) > 1:
+            links += [self.between_regions]
+        if None in links:
+            raise ValueError(
+                "cluster: a link is not stated between the devices of a node, between nodes or "
+                "between regions. State it, or measure collectives."
+            )
+        return tuple(dict.fromkeys(link for link in links if link is not None))
+
+    def to_json(self) -> str:
+        """The cluster as JSON text, versioned."""
+        document = {"version": CLUSTER_VERSION, **_stated(asdict(self))}
+        for kind in document["kinds"]:
+            kind["peak_flops_per_s"] = dict(kind["peak_flops_per_s"])
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "cluster") -> Self:
+        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        return cls.from_document(parse_json(text, source=source), source=source)
+
+    @classmethod
+    def from_document(cls, document: Any, *, source: str) -> Self:
+        """From what a file holds; raises ``ValueError`` with file and field.
+
+        Written by hand a file may be shorter: a node with ``count: 4`` stands for four of
+        them (host "a" becomes "a-0" to "a-3"), and so does a device.
+        """
+        kinds = Fields(document, source)
+        described = {}
+        if kinds.has("kinds"):
+            described = {
+                kind.kind: kind for kind in map(_kind_from, kinds.take_objects("kinds"))
+            }
+        return cls._from_document(document, source=source, described=described)
+
+    @classmethod
+    def _from_document(
+        cls, document: Any, *, source: str, described: dict[str, DeviceKind]
+    ) -> Self:
+        fields = Fields(document, source)
+        fields.take_version(CLUSTER_VERSION)
+        fields.has("kinds")  # taken by the caller
+        capacities = {name: kind.memory_capacity_bytes for name, kind in described.items()}
+        nodes = []
+        for entry in fields.take_objects("nodes"):
+            nodes += _nodes(entry, capacities)
+        between_nodes = _optional_link(fields, "between_nodes")
+        between_regions = _optional_link(fields, "between_regions")
+        usable = USABLE_MEMORY_FRACTION
+        if fields.has("usable_memory_fraction"):
+            usable = fields.take_number("usable_memory_fraction", above=0.0, maximum=1.0)
+        fields.refuse_unknown()
+        used = dict.fromkeys(device.kind for node in nodes for device in node.devices)
+        try:
+            return cls(
+                nodes=tuple(nodes),
+                kinds=tuple(described[kind] for kind in used if kind in described),
+                between_nodes=between_nodes,
+                between_regions=between_regions,
+                usable_memory_fraction=usable,
+            )
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(), encoding="ascii")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote, or a shorter description in YAML.
+
+        There ``kinds`` may name another file, relative to this one, that lists kinds for
+        several clusters; those that this cluster has are taken.
+        """
+        document = read_document(path)
+        if isinstance(document, dict) and isinstance(document.get("kinds"), str):
+            listed = Path(path).parent / document["kinds"]
+            if not listed.is_file():
+                raise ValueError(
+                    f"{path}: kinds names {listed}, which is no file. Mend the path."
+                )
+            kinds = Fields({"kinds": read_document(listed)}, str(listed)).take_objects("kinds")
+            described = {kind.kind: kind for kind in map(_kind_from, kinds)}
+            document = {**document, "kinds": []}
+            return cls._from_document(document, source=str(path), described=described)
+        return cls.from_document(document, source=str(path))
+
+
+def _stated(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stated(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_stated(each) for each in value]
+    return value
+
+
+def _kind_from(fields: Fields) -> DeviceKind:
+    peaks = fields.take_object("peak_flops_per_s")
+    kind = DeviceKind(
+        kind=fields.take("kind", str),
+        memory_capacity_bytes=fields.take_int("memory_capacity_bytes", minimum=1),
+        memory_bandwidth_bytes_per_s=fields.take_number(
+            "memory_bandwidth_bytes_per_s", above=0
+        ),
+        peak_flops_per_s=tuple((dtype, peaks.take_number(dtype)) for dtype in peaks.names),
+        source=fields.take("source", str),
+    )
+    fields.refuse_unknown()
+    return kind
+
+
+def _link_from(fields: Fields) -> Link:
+    link = Link(
+        latency_s=fields.take_number("latency_s"),
+        bandwidth_bytes_per_s=fields.take_number("bandwidth_bytes_per_s", above=0),
+        source=fields.take("source", str) if fields.has("source") else "",
+    )
+    fields.refuse_unknown()
+    return link
+
+
+def _optional_link(fields: Fields, key: str) -> Link | None:
+    return _link_from(fields.take_object(key)) if fields.has(key) else None
+
+
+def _nodes(fields: Fields, capacities: dict[str, int]) -> list[Node]:
+    """The node, or the nodes, that an entry describes."""
+    host = fields.take("host", str)
+    count = fields.take_int("count", minimum=1, maximum=MAX_COUNT) if fields.has("count") else 1
+    link = _optional_link(fields, "link")
+    region = fields.take("region", str) if fields.has("region") else ""
+    entries = [(dict(entry), i) for i, entry in enumerate(fields.take_tuple("devices", dict))]
+    fields.refuse_unknown()
+    hosts = [host] if count == 1 else [f"{host}-{i}" for i in range(count)]
+    nodes = []
+    for name in hosts:
+        devices = []
+        for entry, i in entries:
+            where = f"{fields.where}: devices[{i}]"
+            stated = {"host": name, **entry}
+            number = stated.pop("count", 1)
+            if type(number) is not int or not 1 <= number <= MAX_COUNT:
+                raise ValueError(
+                    f"{where}: count is {number!r} but must be from 1 to {MAX_COUNT}."
+                )
+            capacity = stated.get("memory_capacity_bytes")
+            if isinstance(capacity, int) and capacity > sys.maxsize:
+                raise ValueError(f"{where}: memory_capacity_bytes is larger than any memory.")
+            if isinstance(stated.get("kind"), str) and stated["kind"] in capacities:
+                stated.setdefault("memory_capacity_bytes", capacities[stated["kind"]])
+            try:
+                devices += [DeviceSpec.from_dict(stated)] * number
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        nodes.append(Node(host=name, devices=tuple(devices), link=link, region=region))
+    return nodes

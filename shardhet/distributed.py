@@ -20,7 +20,7 @@ from shardhet.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
-COLLECTIVE_CALLS = ("model(...)", "model.backward", "clip_grad_norm_", "state_dict")
+COLLECTIVE_CALLS = ("model(...)", "model.backward", "clip_grad_norm_", "state_dict", "exchange")
 
 
 class LostPeerError(RuntimeError):

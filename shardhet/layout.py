@@ -15,11 +15,12 @@ parameter is a box of whole rows.
     device 3                              |--------------------|
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Self
+from typing import NamedTuple, Self
 
 ALIGNMENT_NUMEL = 8  # 16 bytes of the narrowest dtype that travels (bf16)
 
@@ -101,7 +102,13 @@ class FlatLayout:
         total = sum(wanted_numels)
         scale = self.numel / total if total else 0.0
         targets = accumulate(numel * scale for numel in wanted_numels)
-        borders = [0, *(self._nearest_row_border(target) for target in targets)]
+        slots = self._slots()
+        stops = [slot.stop for slot in slots]
+        borders = [0]
+        for target in targets:
+            i = bisect_right(stops, target)
+            is_inside = i < len(slots)
+            borders.append(slots[i].nearest_row_border(target) if is_inside else self.numel)
         borders[-1] = self.numel
         for i in range(len(wanted_numels) - 1, -1, -1):  # the end goes to who wants something
             if wanted_numels[i] > 0:
@@ -110,20 +117,31 @@ class FlatLayout:
         spans = tuple(Span(a, b) for a, b in pairwise(borders))
         return FlatLayout(self.param_shapes, self.param_spans, spans, self.numel)
 
-    def _nearest_row_border(self, target: float) -> int:
+    def _slots(self) -> list["_Slot"]:
+        """The parameters that hold elements, in the order in which they lie."""
         order = sorted(
             (i for i, span in enumerate(self.param_spans) if span.numel),
             key=lambda i: self.param_spans[i].start,
         )
-        following = [*(self.param_spans[i].start for i in order[1:]), self.numel][: len(order)]
-        for i, slot_stop in zip(order, following, strict=True):
-            span = self.param_spans[i]
-            if target < slot_stop:
-                row_numel = self.row_numel(i)
-                row = round((target - span.start) / row_numel)
-                border = span.start + row * row_numel
-                return border if border < span.stop else slot_stop
-        return self.numel
+        stops = [*(self.param_spans[i].start for i in order[1:]), self.numel][: len(order)]
+        return [
+            _Slot(self.param_spans[i], stop, self.row_numel(i))
+            for i, stop in zip(order, stops, strict=True)
+        ]
+
+
+class _Slot(NamedTuple):
+    """One parameter in the flat tensor, with the gap behind it."""
+
+    span: Span
+    stop: int
+    row_numel: int
+
+    def nearest_row_border(self, target: float) -> int:
+        """The border between rows that is nearest to ``target``."""
+        row = round((target - self.span.start) / self.row_numel)
+        border = self.span.start + row * self.row_numel
+        return border if border < self.span.stop else self.stop
 
 
 def cut_by_shares(

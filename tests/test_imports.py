@@ -27,6 +27,19 @@ assert Plan.from_json(plan.to_json()) == plan
 print(plan.global_batch_size)
 """
 
+PLAN_BY_SEARCH = """
+from shardhet import Cluster, Workload, find_plan, simulate
+from shardhet.derive import derive_profile
+
+cluster = Cluster.load("conf/cluster/rtx4090_2x3090.yaml")
+workload = Workload.transformer(
+    num_layers=4, width=256, num_heads=4, seq_len=128, vocab_size=1000, param_dtype="bfloat16"
+)
+profile = derive_profile(cluster, workload)
+plan = find_plan(cluster, workload, profile, global_batch_size=30)
+print(plan.global_batch_size, simulate(plan, cluster, workload, profile).step_time_s > 0)
+"""
+
 LOADED = """
 import sys
 print(sorted({"torch", "scipy", "numpy", "hydra", "omegaconf"} & set(sys.modules)))
@@ -51,11 +64,19 @@ def test_a_plan_is_written_and_read_without_torch() -> None:
     assert run_python(BLOCK + PLAN_BY_HAND) == "14"
 
 
+def test_a_plan_is_found_and_simulated_without_torch() -> None:
+    assert run_python(BLOCK + PLAN_BY_SEARCH) == "30 True"
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     assert run_python("import shardhet" + LOADED) == "[]"
 
 
 def test_the_records_import_nothing_heavy() -> None:
     assert (
-        run_python("import shardhet.layout, shardhet.plan, shardhet.cluster" + LOADED) == "[]"
+        run_python(
+            "import shardhet.layout, shardhet.plan, shardhet.cluster, shardhet.workload, "
+            "shardhet.profiles, shardhet.cost, shardhet.simulator" + LOADED
+        )
+        == "[]"
     )

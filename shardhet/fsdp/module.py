@@ -117,7 +117,6 @@ class HetFSDP(nn.Module):
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
-        self._control = members.control
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         params = {
             slot.fqn: param
@@ -245,7 +244,8 @@ class HetFSDP(nn.Module):
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's ``numbers``, by position.  Collective; no accelerator waits for it."""
-        with self._lifeline.guard():
+        with self._lifeline.guard("exchange"):
+            self._control.enter("exchange")
             return self._control.exchange(numbers)
 
     @property

@@ -1,0 +1,63 @@
+"""The most room for state within given limits, exactly: a dynamic programme over devices.
+
+    best_i(j) = max_b best_{i-1}(j - b) + a_i(b)
+
+with a_i(b) the most room of an allowed candidate of batch b.  It closes what the relaxation
+leaves open where that is affordable.
+"""
+
+import numpy as np
+
+from shardhet.planner.problem import Bools, Choice, Floats, Ints, Limits, Problem
+
+
+def effort(problem: Problem) -> float:
+    """How many additions one call takes."""
+    widths = [group.batch.max() + 1.0 for group in problem.groups]
+    return float(problem.counts @ np.array(widths)) * (problem.global_batch_size + 1)
+
+
+def best_choice(problem: Problem, limits: Limits) -> tuple[Choice, ...] | None:
+    """The choice with the most room that meets the batch exactly; None if none meets it."""
+    batch_size = problem.global_batch_size
+    best = np.full(batch_size + 1, -np.inf)
+    best[0] = 0.0
+    steps: list[tuple[int, Ints, Ints]] = []
+    allowed = problem.allowed(limits)
+    for g, group in enumerate(problem.groups):
+        room, candidate = _room_by_batch(problem, g, allowed[g], limits.optimizer_s)
+        width = len(room)
+        for _ in range(group.count):
+            padded = np.concatenate((np.full(width - 1, -np.inf), best))
+            # Row b holds best shifted by b.
+            shifted = np.lib.stride_tricks.sliding_window_view(padded, batch_size + 1)[::-1]
+            totals = shifted + room[:, None]
+            taken = totals.argmax(axis=0)
+            best = totals[taken, np.arange(batch_size + 1)]
+            steps.append((g, taken, candidate))
+    if best[batch_size] == -np.inf:
+        return None
+    counts: dict[tuple[int, int], int] = {}
+    left = batch_size
+    for g, taken, candidate in reversed(steps):
+        b = int(taken[left])
+        pair = (g, int(candidate[b]))
+        counts[pair] = counts.get(pair, 0) + 1
+        left -= b
+    return tuple(Choice(g, c, n) for (g, c), n in sorted(counts.items()))
+
+
+def _room_by_batch(
+    problem: Problem, g: int, allowed: Bools, optimizer_s: float
+) -> tuple[Floats, Ints]:
+    """[B_g + 1] most room per batch, and which candidate has it; -inf where none is allowed."""
+    group = problem.groups[g]
+    cap = problem.numel_within(g, optimizer_s)
+    width = min(int(group.batch.max()), problem.global_batch_size) + 1
+    room = np.full(width, -np.inf)
+    candidate = np.zeros(width, dtype=np.int64)
+    # Sorted by batch, then by most room: written backwards, the best comes last.
+    indices = np.flatnonzero(allowed[: len(group.batch)] & (group.batch < width))[::-1]
+    room[group.batch[indices]] = np.minimum(group.room[indices], cap)
+    candidate[group.batch[indices]] = indices
+    return room, candidate

@@ -1,0 +1,213 @@
+"""The assignment problem behind a plan: devices in groups, candidates, one batch, one state.
+
+Devices of a group are interchangeable.  Each takes one candidate c: a batch b_c, a cost
+t_dc in every phase d, and room a_c for state that is left beside it.  With n_gc the number
+of devices of group g that take candidate c, and s their shares of the state,
+
+    minimise    sum_d T_d + T_optimizer + fixed
+    such that   T_d >= t_dc                 wherever n_gc > 0
+                T_optimizer >= o_g s        on every device
+                sum n_gc b_c = B,   sum s = S,   s <= a_c,   sum_c n_gc = N_g
+
+Given which candidates are used, T_d and T_optimizer follow (``Problem.evaluate``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Interchangeable devices and what each of them may do."""
+
+    count: int
+    batch: Ints  # [C] samples
+    costs: Floats  # [D, C] seconds
+    room: Floats  # [C] elements of state that fit beside it; never negative
+    optimizer_s_per_numel: float
+
+    def sorted(self) -> tuple["Group", Ints]:
+        """Largest batch first, then most room, and where each candidate was before."""
+        order = np.lexsort((-self.room, -self.batch))
+        group = Group(
+            self.count,
+            self.batch[order],
+            self.costs[:, order],
+            self.room[order],
+            self.optimizer_s_per_numel,
+        )
+        return group, order
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``count`` devices of a group take one candidate."""
+
+    group: int
+    candidate: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a choice for every device costs."""
+
+    objective_s: float
+    phases_s: tuple[float, ...]
+    optimizer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a choice must stay within."""
+
+    phases_s: tuple[float, ...]
+    optimizer_s: float = inf
+    totals_s: Floats | None = None  # [G, C] what all phases take at least if it is used
+    total_s: float = inf  # candidates with larger totals are not allowed
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All groups, padded to matrices [G, C] whose rows are sorted as ``Group.sorted`` does."""
+
+    groups: tuple[Group, ...]
+    global_batch_size: int
+    state_numel: float  # S
+    fixed_s: float = 0.0
+    row_numel: float = 0.0  # room that rounding to whole rows may take from a device
+
+    @property
+    def num_phases(self) -> int:
+        """D."""
+        return self.groups[0].costs.shape[0]
+
+    @cached_property
+    def counts(self) -> Floats:
+        """[G] devices in each group."""
+        return np.array([group.count for group in self.groups], dtype=np.float64)
+
+    @cached_property
+    def batch(self) -> Floats:
+        """[G, C] samples; 0 where padded."""
+        return self._padded([group.batch.astype(np.float64) for group in self.groups], 0.0)
+
+    @cached_property
+    def room(self) -> Floats:
+        """[G, C] elements; 0 where padded."""
+        return self._padded([group.room for group in self.groups], 0.0)
+
+    @cached_property
+    def costs(self) -> tuple[Floats, ...]:
+        """D times [G, C] seconds; inf where padded, so that no limit allows it."""
+        return tuple(
+            self._padded([group.costs[d] for group in self.groups], np.inf)
+            for d in range(self.num_phases)
+        )
+
+    @cached_property
+    def numel_per_optimizer_s(self) -> Floats:
+        """[G] elements that the optimizer updates in a second; inf where it is not counted."""
+        per_numel = np.array([group.optimizer_s_per_numel for group in self.groups])
+        with np.errstate(divide="ignore"):
+            return np.where(per_numel > 0, 1 / per_numel, np.inf)
+
+    def numel_within(self, group: int, optimizer_s: float) -> float:
+        """Elements that a device of the group can update in this time."""
+        rate = float(self.numel_per_optimizer_s[group])
+        return inf if inf in (rate, optimizer_s) else rate * optimizer_s
+
+    @cached_property
+    def least_optimizer_s(self) -> float:
+        """The optimizer's time if memory were no limit: o_g s_g equal on all devices."""
+        rate = float(self.counts @ self.numel_per_optimizer_s)
+        return self.state_numel / rate
+
+    def within(self, limits: Sequence[float]) -> tuple["Problem", tuple[Ints, ...]]:
+        """The problem without candidates beyond the limits, and which are left."""
+        kept = tuple(
+            np.flatnonzero((group.costs <= np.array(limits)[:, None]).all(axis=0))
+            for group in self.groups
+        )
+        groups = tuple(
+            replace(group, batch=group.batch[k], costs=group.costs[:, k], room=group.room[k])
+            for group, k in zip(self.groups, kept, strict=True)
+        )
+        return replace(self, groups=groups), kept
+
+    def allowed(self, limits: Limits) -> Bools:
+        """[G, C] which candidates stay within the limits."""
+        allowed = self.costs[0] <= limits.phases_s[0]
+        for cost, limit in zip(self.costs[1:], limits.phases_s[1:], strict=True):
+            allowed &= cost <= limit
+        if limits.totals_s is not None:
+            allowed &= limits.totals_s <= limits.total_s
+        return allowed
+
+    def room_within(self, limits: Limits) -> Floats:
+        """[G, C] room that the optimizer can update within its limit."""
+        if limits.optimizer_s == inf:
+            return self.room
+        groups = range(len(self.groups))
+        caps = np.array([self.numel_within(g, limits.optimizer_s) for g in groups])
+        return np.minimum(self.room, caps[:, None])
+
+    def totals_above(self, least_s: Sequence[float]) -> Floats:
+        """[G, C] sum over phases of max(least, cost): what a step takes if one is used."""
+        totals = np.zeros_like(self.batch)
+        for cost, least in zip(self.costs, least_s, strict=True):
+            totals += np.maximum(cost, least)
+        return totals
+
+    def _padded(self, rows: Sequence[Floats], filler: float) -> Floats:
+        width = max(len(row) for row in rows)
+        matrix = np.full((len(rows), width), filler)
+        for i, row in enumerate(rows):
+            matrix[i, : len(row)] = row
+        return matrix
+
+    def evaluate(self, choices: Sequence[Choice]) -> Value | None:
+        """The exact objective of integers; None where the state does not fit beside them."""
+        group = [choice.group for choice in choices]
+        candidate = [choice.candidate for choice in choices]
+        number = np.array([choice.count for choice in choices], dtype=np.float64)
+        room = np.maximum(0.0, self.room[group, candidate] - self.row_numel)
+        optimizer_s = fill_level(
+            room, self.numel_per_optimizer_s[group], number, self.state_numel
+        )
+        if optimizer_s is None:
+            return None
+        phases = tuple(float(cost[group, candidate].max()) for cost in self.costs)
+        return Value(sum(phases) + optimizer_s + self.fixed_s, phases, optimizer_s)
+
+
+def fill_level(room: Floats, rate: Floats, number: Floats, demand: float) -> float | None:
+    """The least u with  sum_j number_j min(room_j, u rate_j) >= demand;  None if there is none.
+
+    The left side is concave and piecewise linear in u with kinks at room_j / rate_j.
+    """
+    if float(number @ room) < demand:
+        return None
+    if np.isinf(rate).any():
+        is_free = np.isinf(rate)
+        demand -= float(number[is_free] @ room[is_free])
+        room, rate, number = room[~is_free], rate[~is_free], number[~is_free]
+    if demand <= 0 or not len(room):
+        return 0.0
+    kinks = room / rate
+    order = np.argsort(kinks, kind="stable")
+    full = np.concatenate(([0.0], np.cumsum((number * room)[order])))
+    rates = np.concatenate((np.cumsum((number * rate)[order][::-1])[::-1], [0.0]))
+    # Between kink i-1 and kink i: those before are full, the others take u rate_j.
+    reached = full[1:] + kinks[order] * rates[1:]
+    i = min(int(np.searchsorted(reached, demand)), len(kinks) - 1)
+    return float((demand - full[i]) / rates[i])

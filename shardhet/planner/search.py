@@ -1,0 +1,424 @@
+"""The best choice of candidates for every device, with a bound that proves how good it is.
+
+Fix a limit T_d on every phase: whether the batch can be done within them is the oracle's
+question, and the answer is monotone.  So the search is over boxes of limits, lowest bound
+first.  For a box [lo, hi]:
+
+    nothing fits hi                  -> the box is empty
+    raise each lo_d to the least value that fits with the others at hi
+    bound = sum lo_d + T_optimizer   -> drop it where the incumbent is no worse
+    split the longest edge in two
+
+    T_backward
+        |  .-------.            everything above and right of the staircase fits;
+        |  |  :    |  hi        every box keeps the part of it that may beat the
+        |  |  '-.  |            incumbent, and the corner lo is its bound
+        |  |    '..|
+        |  '-------'
+        |  lo
+        +---------------- T_forward
+
+A box of one point leaves only the optimizer's time open, which grows with the largest part
+of the state; there a dynamic programme settles what rounding leaves open.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+
+from shardhet.planner import exact
+from shardhet.planner.oracle import Oracle
+from shardhet.planner.problem import Choice, Floats, Limits, Problem, Value
+
+# Two objectives closer than this are equal: sums of floats in different orders differ more.
+RELATIVE_EPSILON = 1e-12
+RAY_STEPS = 24  # bisections along the diagonal for the first incumbent, at most
+RAY_PRECISION = 1e-3  # of the incumbent; boxes do the rest better
+SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
+OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
+TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """When the search stops before it has proven its result; the same on every machine."""
+
+    relative_gap: float = 0.0  # good enough
+    max_scanned: float = 3e9  # candidates looked at by the oracle
+    max_exact_additions: float = 3e8  # by dynamic programmes
+
+
+DEFAULT_EFFORT = Effort()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best choices found and what no choice can beat."""
+
+    choices: tuple[Choice, ...]
+    value: Value
+    lower_bound_s: float
+    num_scanned: float  # candidates looked at
+
+    @property
+    def relative_gap(self) -> float:
+        """(objective - bound) / bound; 0 where optimality is proven."""
+        return max(0.0, self.value.objective_s / self.lower_bound_s - 1)
+
+
+class NothingFitsError(Exception):
+    """No choice meets the batch and the state; without limits on time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Limits between the values at indices ``lo`` and ``hi``, both included."""
+
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    total_s: float  # no choice in it has phases that sum to less
+    optimizer_s: float  # nor a faster optimizer
+
+    @property
+    def is_point(self) -> bool:
+        return self.lo == self.hi
+
+    @property
+    def bound_s(self) -> float:
+        """What no choice in the box can beat."""
+        return self.total_s + self.optimizer_s
+
+
+def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
+    """The best choice of candidates; deterministic.
+
+    Raises ``NothingFitsError`` where not even unlimited time is enough.
+    """
+    first = _Search(problem, effort)
+    box = first.root()
+    if box is None:
+        return first.found(np.inf)
+    # What is slower than the first incumbent allows cannot be part of a better one.
+    smaller, kept = problem.within(first.values_at(box.hi))
+    second = _Search(smaller, effort)
+    second.value, second.oracle.num_scanned = first.value, first.oracle.num_scanned
+    found = second.found(second.search_boxes(second.box_within(box, first)))
+    if not second.choices:
+        return replace(found, choices=first.choices)
+    choices = tuple(
+        replace(choice, candidate=int(kept[choice.group][choice.candidate]))
+        for choice in second.choices
+    )
+    return replace(found, choices=choices)
+
+
+@dataclass
+class _Search:
+    problem: Problem
+    effort: Effort
+    choices: tuple[Choice, ...] = ()
+    value: Value | None = None
+    exact_additions: float = 0.0
+    is_small: bool = field(init=False)
+    oracle: Oracle = field(init=False)
+    values: list[Floats] = field(init=False)  # per phase, ascending: what limits may be
+
+    def __post_init__(self) -> None:
+        self.oracle = Oracle(self.problem)
+        self.is_small = exact.effort(self.problem) <= SMALL_ADDITIONS
+        self.values = [np.unique(cost[np.isfinite(cost)]) for cost in self.problem.costs]
+
+    @property
+    def incumbent_s(self) -> float:
+        """Sum of phases and optimizer of the best choice so far."""
+        return np.inf if self.value is None else self.value.objective_s - self.problem.fixed_s
+
+    @property
+    def target_s(self) -> float:
+        """What a choice must stay below to be worth finding."""
+        return self.incumbent_s * (1 - RELATIVE_EPSILON)
+
+    def root(self) -> _Box | None:
+        """A first incumbent, and where something better may be; None if nowhere."""
+        last = tuple(len(values) - 1 for values in self.values)
+        unlimited = Limits(self.values_at(last))
+        if not self.oracle.is_feasible(unlimited):
+            raise NothingFitsError
+        self.try_choice(self.oracle.construct(unlimited))
+        if self.value is None and self.can_afford_exact:
+            self.try_choice(self.exact_choice(unlimited))
+        first = tuple(0 for _ in last)
+        box = _Box(first, last, sum(self.values_at(first)), self.problem.least_optimizer_s)
+        tight = self.tightened(box)
+        if tight is None:
+            return None
+        self.try_ray(tight)
+        return self.tightened(tight)
+
+    def box_within(self, box: _Box, other: "_Search") -> _Box:
+        """The box of another search of this problem, whose upper corner is the last here."""
+        lo = [
+            int(np.searchsorted(values, limit))
+            for values, limit in zip(self.values, other.values_at(box.lo), strict=True)
+        ]
+        return replace(box, lo=tuple(lo), hi=tuple(len(v) - 1 for v in self.values))
+
+    def found(self, bound_s: float) -> Found:
+        """The result, given what the search has proven."""
+        if self.value is None:
+            raise NothingFitsError
+        return Found(
+            choices=self.choices,
+            value=self.value,
+            lower_bound_s=min(bound_s, self.incumbent_s) + self.problem.fixed_s,
+            num_scanned=self.oracle.num_scanned,
+        )
+
+    def search_boxes(self, root: _Box) -> float:
+        """Split until nothing can beat the incumbent; returns the bound that was reached."""
+        order = count()
+        boxes = [(root.bound_s, next(order), root)]
+        unresolved_s = np.inf  # least bound of points that could not be settled
+        while boxes:
+            bound_s, _, box = heapq.heappop(boxes)
+            enough_s = self.incumbent_s / (1 + self.effort.relative_gap)
+            is_exhausted = self.oracle.num_scanned > self.effort.max_scanned
+            if min(bound_s, unresolved_s) >= min(self.target_s, enough_s) or is_exhausted:
+                return min(bound_s, unresolved_s)
+            if box.is_point:
+                unresolved_s = min(unresolved_s, self.settle(box))
+                continue
+            for half in self.halves(box):
+                tight = self.tightened(half)
+                if tight is not None:
+                    for corner in (tight.hi, self.middle(tight)):
+                        self.try_choice(self.oracle.construct(Limits(self.values_at(corner))))
+                    heapq.heappush(boxes, (tight.bound_s, next(order), tight))
+        return min(unresolved_s, self.incumbent_s)
+
+    # Boxes #
+
+    def values_at(self, index: Sequence[int]) -> tuple[float, ...]:
+        """The limits at indices."""
+        return tuple(float(values[i]) for values, i in zip(self.values, index, strict=True))
+
+    def middle(self, box: _Box) -> tuple[int, ...]:
+        """Indices half way between the corners, by value."""
+        return tuple(
+            int(np.searchsorted(values, (values[lo] + values[hi]) / 2))
+            for values, lo, hi in zip(self.values, box.lo, box.hi, strict=True)
+        )
+
+    def halves(self, box: _Box) -> list[_Box]:
+        """The box cut in two across its longest edge."""
+        edges = [
+            values[hi] - values[lo]
+            for values, lo, hi in zip(self.values, box.lo, box.hi, strict=True)
+        ]
+        d = int(np.argmax(edges))
+        values, lo, hi = self.values[d], box.lo[d], box.hi[d]
+        cut = int(np.searchsorted(values, (values[lo] + values[hi]) / 2, side="right")) - 1
+        cut = min(max(cut, lo), hi - 1)
+        return [
+            replace(box, hi=_with(box.hi, d, cut)),
+            replace(box, lo=_with(box.lo, d, cut + 1)),
+        ]
+
+    def tightened(self, box: _Box) -> _Box | None:
+        """The part of the box that may hold something better; None where nothing does."""
+        lo, hi = box.lo, box.hi
+        least_s = sum(self.values_at(lo))
+        total_s = max(box.total_s, least_s)
+        if total_s + box.optimizer_s >= self.target_s:
+            return None
+        for d, values in enumerate(self.values):
+            spare_s = self.target_s - box.optimizer_s - (least_s - values[lo[d]])
+            last = int(np.searchsorted(values, spare_s, side="left")) - 1
+            hi = _with(hi, d, min(hi[d], max(last, lo[d])))
+        limits = self.limits(lo, hi, total_s, box.optimizer_s)
+        if not self.holds_any(limits):
+            return None
+        for d in range(len(self.values)):
+            lo = _with(lo, d, self.least_index(d, lo[d], hi, limits))
+        total_s = max(total_s, sum(self.values_at(lo)))
+        limits = self.limits(lo, hi, total_s, box.optimizer_s)
+        optimizer_s = self.least_optimizer_s(limits, box.optimizer_s)
+        tight = _Box(lo, hi, self.least_total_s(limits, total_s), optimizer_s)
+        return tight if tight.bound_s < self.target_s else None
+
+    def limits(
+        self, lo: Sequence[int], hi: Sequence[int], total_s: float, optimizer_s: float
+    ) -> Limits:
+        """What a choice in a box must stay within to beat the incumbent.
+
+        Using a candidate costs at least ``max(lo_d, its cost)`` in every phase.
+        """
+        has_totals = len(self.values) > 1 and self.value is not None
+        return Limits(
+            phases_s=self.values_at(hi),
+            optimizer_s=self.target_s - total_s,
+            totals_s=self.problem.totals_above(self.values_at(lo)) if has_totals else None,
+            total_s=self.target_s - optimizer_s,
+        )
+
+    def holds_any(self, limits: Limits) -> bool:
+        """Whether something may fit; what rounding leaves open is settled if affordable."""
+        if not self.fits(limits):
+            return False
+        if self.is_small or self.value is None:
+            return True
+        choices = self.oracle.construct(limits)
+        if choices is None and self.can_afford_exact:
+            choices = self.exact_choice(limits)
+            if choices is None or not self.has_room(choices, limits):
+                return False
+        self.try_choice(choices)
+        return True
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether something may fit the limits; exact where devices are few.
+
+        With few devices half of one matters, and there the dynamic programme costs no more
+        than the relaxation.
+        """
+        if not self.oracle.is_feasible(limits):
+            return False
+        if not self.is_small:
+            return True
+        choices = self.exact_choice(limits)
+        if choices is None:
+            return False
+        self.try_choice(choices)
+        return self.has_room(choices, limits)
+
+    def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
+        """Whether the state fits beside the choices and their optimizers keep the limit."""
+        room = sum(
+            choice.count
+            * min(
+                self.problem.room[choice.group, choice.candidate],
+                self.problem.numel_within(choice.group, limits.optimizer_s),
+            )
+            for choice in choices
+        )
+        return bool(room >= self.problem.state_numel)
+
+    def least_index(self, d: int, first: int, hi: tuple[int, ...], limits: Limits) -> int:
+        """The least limit on phase ``d`` that fits, the others at ``hi``, which fits."""
+
+        def fits(index: int) -> bool:
+            return self.fits(replace(limits, phases_s=self.values_at(_with(hi, d, index))))
+
+        last = hi[d]
+        if fits(first):
+            return first
+        while last - first > 1:
+            middle = (first + last) // 2
+            if fits(middle):
+                last = middle
+            else:
+                first = middle
+        return last
+
+    def least_optimizer_s(self, limits: Limits, least_s: float) -> float:
+        """A bound on the optimizer's time within the limits, which fit."""
+        if limits.optimizer_s == np.inf or self.fits(
+            replace(limits, optimizer_s=least_s * (1 + 1e-9))
+        ):
+            return least_s
+        low, high = least_s, limits.optimizer_s
+        for _ in range(OPTIMIZER_STEPS):
+            middle = (low + high) / 2
+            if self.fits(replace(limits, optimizer_s=middle)):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def least_total_s(self, limits: Limits, least_s: float) -> float:
+        """A bound on the sum of all phases within the limits, which fit.
+
+        Where phases go together, as those of different units do, it is much higher than the
+        sum of what each phase could be alone.
+        """
+        if limits.totals_s is None or self.fits(replace(limits, total_s=least_s)):
+            return least_s
+        low, high = least_s, limits.total_s
+        for _ in range(TOTAL_STEPS):
+            middle = (low + high) / 2
+            if self.fits(replace(limits, total_s=middle)):
+                high = middle
+            else:
+                low = middle
+        self.try_choice(self.oracle.construct(replace(limits, total_s=high)))
+        return low
+
+    # Incumbents #
+
+    def try_choice(self, choices: tuple[Choice, ...] | None) -> None:
+        """Keep it if it is the best so far."""
+        if choices is None:
+            return
+        value = self.problem.evaluate(choices)
+        if value is not None and (
+            self.value is None or value.objective_s < self.value.objective_s
+        ):
+            self.choices, self.value = choices, value
+
+    def try_ray(self, box: _Box) -> None:
+        """A first incumbent: the least point that fits on the way from ``lo`` to ``hi``."""
+        low, high = np.array(self.values_at(box.lo)), np.array(self.values_at(box.hi))
+        near, far = 0.0, 1.0
+        corner = self.oracle.construct(Limits(self.values_at(box.lo)))
+        self.try_choice(corner)
+        if corner is not None:
+            return
+        # Costs differ by orders of magnitude between good and bad candidates, so the
+        # first steps shrink the way by factors.
+        for step in range(RAY_STEPS):
+            if (far - near) * float((high - low).sum()) < RAY_PRECISION * self.incumbent_s:
+                return
+            part = far / 8 if near == 0 and step < RAY_STEPS // 2 else (near + far) / 2
+            limits = Limits(tuple((low + part * (high - low)).tolist()))
+            if self.oracle.is_feasible(limits):
+                self.try_choice(self.oracle.construct(limits))
+                far = part
+            else:
+                near = part
+
+    @property
+    def can_afford_exact(self) -> bool:
+        price = exact.effort(self.problem)
+        return self.exact_additions + price <= self.effort.max_exact_additions
+
+    def exact_choice(self, limits: Limits) -> tuple[Choice, ...] | None:
+        """The choice with the most room within the limits."""
+        self.exact_additions += exact.effort(self.problem)
+        return exact.best_choice(self.problem, limits)
+
+    def settle(self, point: _Box) -> float:
+        """Exhaust a box of one point; returns its bound, infinite where nothing is left."""
+        while True:
+            limits = Limits(self.values_at(point.hi), self.target_s - point.total_s)
+            if limits.optimizer_s < point.optimizer_s or not self.oracle.is_feasible(limits):
+                return np.inf
+            before = self.incumbent_s
+            self.try_choice(self.oracle.construct(limits))
+            if self.incumbent_s < before:
+                continue
+            if self.can_afford_exact:
+                choices = self.exact_choice(limits)
+                if choices is None or not self.has_room(choices, limits):
+                    return np.inf
+                self.try_choice(choices)
+                if self.incumbent_s < before:
+                    continue
+            # Too many devices to settle it, or it fits but for the rounding to rows.
+            return point.total_s + self.least_optimizer_s(limits, point.optimizer_s)
+
+
+def _with(index: tuple[int, ...], d: int, value: int) -> tuple[int, ...]:
+    return (*index[:d], value, *index[d + 1 :])

@@ -1,0 +1,29 @@
+"""A plan with the proof of how good it is."""
+
+from dataclasses import dataclass
+
+from shardhet.cost import StepCost
+from shardhet.plan import Plan
+
+
+class PlanError(ValueError):
+    """No plan exists; the message carries the nearest miss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSolution:
+    """The best plan found, what it is predicted to cost, and what no plan can beat."""
+
+    plan: Plan
+    predicted: StepCost  # of the plan as it will run: shares rounded to rows
+    lower_bound_s: float  # of the step time of any plan among the candidates
+
+    @property
+    def relative_gap(self) -> float:
+        """(predicted step time - bound) / bound; 0 where the plan is proven optimal."""
+        return max(0.0, self.predicted.step_time_s / self.lower_bound_s - 1)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted throughput."""
+        return self.plan.global_batch_size / self.predicted.step_time_s

@@ -1,0 +1,419 @@
+"""Measured seconds and bytes per kind of device and kind of unit; looked up, affine beyond.
+
+A profile is *measured* (by the profiler), *imported* from a table that somebody else
+measured, or *derived* from a specification.  It says which, everywhere: a derived figure is
+a guess with a source and not a measurement.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import cached_property
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, Self
+
+from shardhet.fields import Fields, named, parse_json, read_document
+
+PROFILE_VERSION = 1
+
+# How a layer's time goes on beyond the sizes that were measured.  Chosen on the 424 curves of
+# Cephalo's published profiles (sizes 1-5 predicting the largest); leaving one kind of GPU out
+# of the choice: median error 2.9 %, p90 14.5 % (plain least squares: 3.8 and 15.8).
+# experiments/05_layer_time
+PROPORTIONAL_PART = 0.1  # of the slope; the rest is that of the fit
+SLOPE_GROWTH = 1.02  # devices under sustained load slow down a little
+
+
+class Source(Enum):
+    """Where the figures of a profile come from."""
+
+    MEASURED = "measured"
+    IMPORTED = "imported"  # measured by others, read from a table
+    DERIVED = "derived"  # computed from a specification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One duration; ``num_samples`` is 0 where nobody measured it."""
+
+    median_s: float
+    p10_s: float
+    p90_s: float
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        ordered = 0 <= self.p10_s <= self.median_s <= self.p90_s
+        if not ordered or not isfinite(self.p90_s) or self.num_samples < 0:
+            raise ValueError(
+                f"profile: p10 {self.p10_s}, median {self.median_s}, p90 {self.p90_s} of "
+                f"{self.num_samples} samples, but they must be finite, at least 0 and in this "
+                "order. Measure again."
+            )
+
+    @classmethod
+    def single(cls, seconds: float) -> Self:
+        """A figure without samples: read from a table or computed."""
+        return cls(median_s=seconds, p10_s=seconds, p90_s=seconds, num_samples=0)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values at measured positions: looked up there, linear between, affine beyond."""
+
+    positions: tuple[float, ...]  # ascending, positive
+    values: tuple[float, ...]
+
+    def at(self, position: float) -> float:
+        """The value at ``position``; never negative."""
+        i = bisect_left(self.positions, position)
+        if i == len(self.positions):
+            last = self.values[-1]
+            return max(0.0, last + self.slope_beyond * (position - self.positions[-1]))
+        x, y = self.positions[i], self.values[i]
+        if x == position:
+            return y
+        # Below the first a latency remains, as far as the fit shows one.
+        x0, y0 = (
+            (self.positions[i - 1], self.values[i - 1]) if i else (0.0, self.intercept_at_zero)
+        )
+        return y0 + (y - y0) * (position - x0) / (x - x0)
+
+    @cached_property
+    def slope_beyond(self) -> float:
+        """Growth per unit of position after the last: that of a fit weighted by position,
+        drawn a little towards proportional.
+        """
+        proportional = self.values[-1] / self.positions[-1]
+        fitted = self._fit[1] if len(self.positions) > 1 else proportional
+        mixed = (1 - PROPORTIONAL_PART) * fitted + PROPORTIONAL_PART * proportional
+        return max(0.0, SLOPE_GROWTH * mixed)
+
+    @cached_property
+    def intercept_at_zero(self) -> float:
+        """What remains at position 0; between nothing and the first value."""
+        return min(max(0.0, self._fit[0]), self.values[0]) if len(self.positions) > 1 else 0.0
+
+    @cached_property
+    def relative_error(self) -> float:
+        """How far the last point lies from where the others put it; inf without others."""
+        if len(self.positions) < 3 or not self.values[-1]:
+            return inf
+        others = Curve(self.positions[:-1], self.values[:-1])
+        return abs(others.at(self.positions[-1]) / self.values[-1] - 1)
+
+    @cached_property
+    def _fit(self) -> tuple[float, float]:
+        """Intercept and slope minimising sum_i x_i (y_i - a - b x_i)^2."""
+        weights = self.positions
+        total = sum(weights)
+        pairs = list(zip(weights, self.positions, self.values, strict=True))
+        mean_x = sum(w * x for w, x, _ in pairs) / total
+        mean_y = sum(w * y for w, _, y in pairs) / total
+        spread = sum(w * (x - mean_x) ** 2 for w, x, _ in pairs)
+        slope = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in pairs) / spread
+        return mean_y - slope * mean_x, slope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePoint:
+    """One unit run forward and backward on one microbatch, nothing recomputed."""
+
+    microbatch_size: int
+    forward: Timing
+    backward: Timing
+    peak_bytes: int | None = None  # highest use above what was there before; None: not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitProfile:
+    """All microbatch sizes measured of one kind of unit on one kind of device."""
+
+    unit_kind: str
+    points: tuple[ComputePoint, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [point.microbatch_size for point in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(
+                f"profile: unit kind {self.unit_kind!r} has microbatch sizes {sizes} but they "
+                "must be ascending, different and at least 1. Sort them."
+            )
+
+    @cached_property
+    def forward_s(self) -> Curve:
+        """Seconds of a forward against the microbatch size."""
+        return self._curve([point.forward.median_s for point in self.points])
+
+    @cached_property
+    def backward_s(self) -> Curve:
+        """Seconds of a backward against the microbatch size."""
+        return self._curve([point.backward.median_s for point in self.points])
+
+    @cached_property
+    def peak_bytes(self) -> Curve | None:
+        """Bytes against the microbatch size; None where nobody measured them."""
+        peaks = [point.peak_bytes for point in self.points]
+        known = [float(peak) for peak in peaks if peak is not None]
+        return self._curve(known) if len(known) == len(peaks) else None
+
+    def _curve(self, values: Sequence[float]) -> Curve:
+        sizes = tuple(float(point.microbatch_size) for point in self.points)
+        return Curve(sizes, tuple(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """What one kind of device does with every kind of unit."""
+
+    device_kind: str
+    source: Source
+    units: tuple[UnitProfile, ...]
+    optimizer_seconds_per_element: float = 0.0
+    reserved_bytes: int = 0  # taken before any tensor: the driver's context, the allocator
+    note: str = ""  # versions and date, the table's address, or the specification's
+
+    @cached_property
+    def unit_by_kind(self) -> dict[str, UnitProfile]:
+        """Its profiles by the kind of unit."""
+        return {unit.unit_kind: unit for unit in self.units}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePoint:
+    """Gather and reduction of one unit's flat tensor with even shards."""
+
+    nbytes: int  # of the whole tensor
+    gather: Timing
+    reduce: Timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """What the links do with a unit's flat tensor.
+
+    A pipelined ring moves the whole tensor past every device, however it is cut; direct
+    messages make the owner of the largest shard send it to every receiver.  The unevenness
+    weight says where between the two (0 and 1) the collectives at hand were measured.
+    """
+
+    source: Source
+    points: tuple[CollectivePoint, ...]
+    gather_unevenness_weight: float = 0.0
+    reduce_unevenness_weight: float = 0.0
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        sizes = [point.nbytes for point in self.points]
+        if sizes != sorted(set(sizes)) or any(nbytes < 1 for nbytes in sizes):
+            raise ValueError(
+                f"profile: collectives have nbytes {sizes} but they must be ascending, "
+                "different and at least 1. Sort them."
+            )
+
+    @cached_property
+    def gather_s(self) -> Curve | None:
+        """Seconds of an even gather against bytes; None where communication is not counted."""
+        return self._curve([point.gather.median_s for point in self.points])
+
+    @cached_property
+    def reduce_s(self) -> Curve | None:
+        """Seconds of an even reduction against bytes; None where it is not counted."""
+        return self._curve([point.reduce.median_s for point in self.points])
+
+    def _curve(self, values: Sequence[float]) -> Curve | None:
+        sizes = tuple(float(point.nbytes) for point in self.points)
+        return Curve(sizes, tuple(values)) if sizes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Everything the planner knows of how fast and how large things are."""
+
+    devices: tuple[DeviceProfile, ...]
+    collectives: Collectives
+    # Compute beside a collective takes this much longer; 1.126 is Cephalo's published figure.
+    overlap_slowdown: float = 1.0
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = [device.device_kind for device in self.devices]
+        repeated = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        if repeated or not kinds:
+            raise ValueError(
+                f"profile: {len(kinds)} device kinds, {repeated} more than once. Give at least "
+                "one, and each once."
+            )
+        if not self.overlap_slowdown >= 1:
+            raise ValueError(
+                f"profile: overlap_slowdown is {self.overlap_slowdown} but must be at least 1."
+            )
+
+    def device(self, device_kind: str | None) -> DeviceProfile:
+        """The profile of one kind of device; raises ``ValueError`` naming those there are."""
+        for device in self.devices:
+            if device.device_kind == device_kind:
+                return device
+        known = ", ".join(device.device_kind for device in self.devices)
+        raise ValueError(
+            f"profile: device kind {device_kind!r} was not profiled; there are {known}. "
+            "Measure it, or derive it from its specification."
+        )
+
+    def unit(self, device_kind: str | None, unit_kind: str) -> UnitProfile:
+        """One kind of unit on one kind of device; raises ``ValueError`` where it is missing."""
+        device = self.device(device_kind)
+        if unit_kind not in device.unit_by_kind:
+            known = ", ".join(device.unit_by_kind)
+            raise ValueError(
+                f"profile: device kind {device_kind!r} has no times of unit kind "
+                f"{unit_kind!r}; there are {known}. Measure it for this model."
+            )
+        return device.unit_by_kind[unit_kind]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether no figure was derived from a specification."""
+        sources = [device.source for device in self.devices] + [self.collectives.source]
+        return Source.DERIVED not in sources
+
+    def to_json(self) -> str:
+        """The profile as JSON text, versioned."""
+        document = {"version": PROFILE_VERSION, **asdict(self)}
+        return json.dumps(document, indent=1, default=lambda source: source.value) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "profile") -> Self:
+        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        return cls.from_document(parse_json(text, source=source), source=source)
+
+    @classmethod
+    def from_document(cls, document: Any, *, source: str) -> Self:
+        """From what a JSON or YAML file holds; raises ``ValueError`` with file and field."""
+        fields = Fields(document, source)
+        fields.take_version(PROFILE_VERSION)
+        try:
+            profile = cls(
+                devices=tuple(map(_device_from, fields.take_objects("devices"))),
+                collectives=_collectives_from(fields.take_object("collectives")),
+                overlap_slowdown=fields.take_number("overlap_slowdown", minimum=1.0),
+                note=fields.take("note", str),
+            )
+        except ValueError as error:
+            raise named(error, source) from None
+        fields.refuse_unknown()
+        return profile
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote, or the same as YAML."""
+        return cls.from_document(read_document(path), source=str(path))
+
+    @classmethod
+    def imported(
+        cls,
+        seconds_by_device: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        *,
+        unit_kind: str,
+        note: str,
+        peak_bytes: Sequence[int] | None = None,
+        overlap_slowdown: float = 1.0,
+    ) -> Self:
+        """From a table: forward and backward seconds of one kind of unit at microbatch sizes
+        1, 2, ..., per kind of device.  Communication and the optimizer are not counted.
+        """
+        devices = []
+        for device_kind, (forward_s, backward_s) in seconds_by_device.items():
+            points = tuple(
+                ComputePoint(
+                    microbatch_size=i + 1,
+                    forward=Timing.single(float(f)),
+                    backward=Timing.single(float(b)),
+                    peak_bytes=peak_bytes[i] if peak_bytes and i < len(peak_bytes) else None,
+                )
+                for i, (f, b) in enumerate(zip(forward_s, backward_s, strict=True))
+            )
+            unit = UnitProfile(unit_kind=unit_kind, points=points)
+            devices.append(
+                DeviceProfile(
+                    device_kind=device_kind, source=Source.IMPORTED, units=(unit,), note=note
+                )
+            )
+        return cls(
+            devices=tuple(devices),
+            collectives=Collectives(source=Source.IMPORTED, points=(), note=note),
+            overlap_slowdown=overlap_slowdown,
+            note=note,
+        )
+
+
+def _timing_from(fields: Fields) -> Timing:
+    timing = Timing(
+        **{key: fields.take_number(key) for key in ("median_s", "p10_s", "p90_s")},
+        num_samples=fields.take_int("num_samples"),
+    )
+    fields.refuse_unknown()
+    return timing
+
+
+def _point_from(fields: Fields) -> ComputePoint:
+    point = ComputePoint(
+        microbatch_size=fields.take_int("microbatch_size", minimum=1),
+        forward=_timing_from(fields.take_object("forward")),
+        backward=_timing_from(fields.take_object("backward")),
+        peak_bytes=fields.take_int("peak_bytes") if fields.has("peak_bytes") else None,
+    )
+    fields.refuse_unknown()
+    return point
+
+
+def _unit_from(fields: Fields) -> UnitProfile:
+    unit = UnitProfile(
+        unit_kind=fields.take("unit_kind", str),
+        points=tuple(map(_point_from, fields.take_objects("points"))),
+    )
+    fields.refuse_unknown()
+    return unit
+
+
+def _source_from(fields: Fields) -> Source:
+    return Source(fields.take_choice("source", [source.value for source in Source]))
+
+
+def _device_from(fields: Fields) -> DeviceProfile:
+    device = DeviceProfile(
+        device_kind=fields.take("device_kind", str),
+        source=_source_from(fields),
+        units=tuple(map(_unit_from, fields.take_objects("units"))),
+        optimizer_seconds_per_element=fields.take_number("optimizer_seconds_per_element"),
+        reserved_bytes=fields.take_int("reserved_bytes"),
+        note=fields.take("note", str),
+    )
+    fields.refuse_unknown()
+    return device
+
+
+def _collectives_from(fields: Fields) -> Collectives:
+    points = tuple(
+        CollectivePoint(
+            nbytes=entry.take_int("nbytes", minimum=1),
+            gather=_timing_from(entry.take_object("gather")),
+            reduce=_timing_from(entry.take_object("reduce")),
+        )
+        for entry in fields.take_objects("points")
+    )
+    collectives = Collectives(
+        source=_source_from(fields),
+        points=points,
+        gather_unevenness_weight=fields.take_number("gather_unevenness_weight", maximum=1.0),
+        reduce_unevenness_weight=fields.take_number("reduce_unevenness_weight", maximum=1.0),
+        note=fields.take("note", str),
+    )
+    fields.refuse_unknown()
+    return collectives

@@ -1,0 +1,373 @@
+"""One step of a plan, event by event: who computes, who waits, what is sent and held when.
+
+Ranks walk the turns of ``shardhet.schedule``, which the runtime walks too:
+
+    begin turn   launch its gather and the next turn's; wait for its own
+    compute      all microbatches; slower by kappa while something is sent
+    end turn     where gradients are complete: wait until at most the last reduction is
+                 under way, launch this one
+    between      forward and backward, and after the last reduction, all ranks agree
+
+A collective starts when all ranks have launched it, the links are free, and those launched
+before it on its stream are done; gathers and reductions share the links one after the other.
+
+Ranks that do the same are simulated once.  The loop looks for the next thing to end, moves
+the clock there, and lets every rank go on as far as it can.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from shardhet.cluster import Cluster
+from shardhet.cost import CostModel
+from shardhet.plan import Plan, RankPlan
+from shardhet.profiles import Profile
+from shardhet.schedule import Phase, Schedule, Segment, Turn, make_schedule
+from shardhet.timeline import Event, MemoryPoint, RankTimeline, Timeline, Work, merged
+from shardhet.workload import Workload
+
+MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate, as the runtime's
+
+
+def simulate(plan: Plan, cluster: Cluster, workload: Workload, profile: Profile) -> Timeline:
+    """The predicted timeline of one optimizer step."""
+    return _Simulation(CostModel(cluster, workload, profile), plan).run()
+
+
+class _State(Enum):
+    """What a rank is doing; it leaves each state in ``_Simulation.advance``."""
+
+    BEGIN = auto()  # of a turn: launch gathers
+    WAIT_GATHER = auto()  # until the turn's gather is done
+    COMPUTE = auto()  # until nothing remains
+    END = auto()  # of a turn: launch the reduction
+    WAIT_REDUCE = auto()  # until the reduction before is done
+    FLUSH = auto()  # until the last reduction is done
+    AGREE = auto()  # until all ranks have come
+    OPTIMIZE = auto()  # until nothing remains
+    DONE = auto()
+
+
+@dataclass
+class _Collective:
+    """One gather or reduction, from its first launch to its end."""
+
+    work: Work
+    unit: int
+    seconds: float
+    num_launched: int = 0
+    is_done: bool = False
+
+
+@dataclass
+class _Actor:
+    """Ranks that do the same."""
+
+    rank: RankPlan
+    positions: list[int]
+    seconds: dict[tuple[str, Phase], float]  # compute by kind of unit, recomputation included
+    optimizer_s: float
+    state: _State = _State.BEGIN
+    turn: int = 0
+    num_launched: int = 0  # turns whose gathers it has launched
+    remaining_s: float = 0.0  # of compute, at full speed
+    since_s: float = 0.0  # when the state began
+    held_bytes: int = 0
+    events: list[Event] = field(default_factory=list)
+    memory: list[MemoryPoint] = field(default_factory=list)
+
+
+class _Simulation:
+    """The clock, the links, and all actors."""
+
+    def __init__(self, model: CostModel, plan: Plan) -> None:
+        self.model = model
+        self.plan = plan
+        self.units = model.visited_units
+        self.clock_s = 0.0
+        self.schedule = self._make_schedule()
+        predicted = model.predict(plan)
+        self.predicted = predicted
+        self.actors = self._make_actors()
+        gather_s, reduce_s = model.unit_collectives(plan)
+        self.gathers = {
+            i: _Collective(Work.GATHER, turn.unit, gather_s[turn.unit])
+            for i, turn in enumerate(self.schedule.turns)
+            if turn.gathers
+        }
+        self.reductions = {
+            i: _Collective(Work.REDUCE, turn.unit, reduce_s[turn.unit])
+            for i, turn in enumerate(self.schedule.turns)
+            if turn.reduces
+        }
+        self.queues = (deque(self.gathers.values()), deque(self.reductions.values()))
+        self.sending: _Collective | None = None
+        self.sending_remaining_s = 0.0
+        self.sending_since_s = 0.0
+        self.sent: list[Event] = []
+
+    def run(self) -> Timeline:
+        """Until every rank is done."""
+        for actor in self.actors:
+            self.hold(actor, self._resting_bytes(actor))
+        self.settle()
+        while not all(actor.state is _State.DONE for actor in self.actors):
+            self.pass_time()
+            self.settle()
+        for actor in self.actors:
+            self.leave(actor, Work.AGREE)  # the next step begins when the slowest rank comes
+        actors = {i: actor for actor in self.actors for i in actor.positions}
+        ranks = tuple(
+            RankTimeline(
+                name=self.model.cluster.devices[i].kind or "device",
+                events=merged(actors[i].events),
+                memory=tuple(actors[i].memory),
+            )
+            for i in range(self.plan.world_size)
+        )
+        return Timeline(ranks=ranks, collectives=merged(self.sent), step_time_s=self.clock_s)
+
+    # The loop #
+
+    def settle(self) -> None:
+        """Everything that happens without time passing."""
+        goes_on = True
+        while goes_on:
+            goes_on = self.start_sending()
+            for actor in self.actors:
+                goes_on |= self.advance(actor)
+
+    def pass_time(self) -> None:
+        """Move the clock to the next end of a computation or of a collective."""
+        slowdown = self.model.profile.overlap_slowdown if self.sending else 1.0
+        computing = [
+            actor for actor in self.actors if actor.state in (_State.COMPUTE, _State.OPTIMIZE)
+        ]
+        ends_s = [actor.remaining_s * slowdown for actor in computing]
+        if self.sending:
+            ends_s.append(self.sending_remaining_s)
+        if not ends_s:
+            states = [actor.state.name for actor in self.actors]
+            raise RuntimeError(f"simulate: ranks wait for each other for ever: {states}.")
+        step_s = min(ends_s)
+        self.clock_s += step_s
+        for actor in computing:
+            actor.remaining_s = max(0.0, actor.remaining_s - step_s / slowdown)
+            if actor.remaining_s <= 1e-12 * self.clock_s:
+                actor.remaining_s = 0.0
+        if self.sending:
+            self.sending_remaining_s -= step_s
+            if self.sending_remaining_s <= 1e-12 * self.clock_s:
+                self.finish_sending()
+
+    def start_sending(self) -> bool:
+        """Give the links to the next collective that all ranks have launched."""
+        if self.sending:
+            return False
+        for queue in self.queues:
+            if queue and queue[0].num_launched == len(self.actors):
+                self.sending = queue.popleft()
+                self.sending_remaining_s = self.sending.seconds
+                self.sending_since_s = self.clock_s
+                if self.sending_remaining_s == 0:
+                    self.finish_sending()
+                return True
+        return False
+
+    def finish_sending(self) -> None:
+        """The collective on the links is done."""
+        assert self.sending is not None
+        self.sending.is_done = True
+        self.sent.append(
+            Event(
+                unit=self.units[self.sending.unit].fqn,
+                work=self.sending.work,
+                start_s=self.sending_since_s,
+                end_s=self.clock_s,
+            )
+        )
+        self.sending = None
+
+    # One rank #
+
+    def advance(self, actor: _Actor) -> bool:
+        """Whether the rank could leave its state."""
+        state, turn = actor.state, self._turn(actor)
+        if state is _State.BEGIN:
+            assert turn is not None
+            self.launch_ahead(actor)
+            self.enter(actor, _State.WAIT_GATHER)
+        elif state is _State.WAIT_GATHER:
+            assert turn is not None
+            if turn.gathers and not self.gathers[actor.turn].is_done:
+                return False
+            self.leave(actor, Work.WAIT_GATHER)
+            self.begin_compute(actor, turn)
+        elif state is _State.COMPUTE:
+            assert turn is not None
+            if actor.remaining_s > 0:
+                return False
+            is_forward = turn.phase is Phase.FORWARD
+            self.leave(actor, Work.FORWARD if is_forward else Work.BACKWARD)
+            self.end_compute(actor, turn)
+            self.enter(actor, _State.WAIT_REDUCE if turn.reduces else _State.END)
+        elif state is _State.WAIT_REDUCE:
+            if not self.has_room_for_reduction(actor):
+                return False
+            self.leave(actor, Work.WAIT_REDUCE)
+            self.reductions[actor.turn].num_launched += 1
+            self.enter(actor, _State.END)
+        elif state is _State.END:
+            self.end_turn(actor)
+        else:
+            return self.advance_between(actor)
+        return True
+
+    def end_turn(self, actor: _Actor) -> None:
+        """On to the next turn, or to what comes between phases."""
+        actor.turn += 1
+        if actor.turn == len(self.schedule.turns):
+            self.enter(actor, _State.FLUSH)
+        elif actor.turn == self.schedule.num_forward:
+            self.launch_ahead(actor)  # while the loss is shared
+            self.enter(actor, _State.AGREE)
+        else:
+            self.enter(actor, _State.BEGIN)
+
+    def advance_between(self, actor: _Actor) -> bool:
+        """The states outside of turns."""
+        if actor.state is _State.FLUSH and all(r.is_done for r in self.reductions.values()):
+            self.leave(actor, Work.WAIT_REDUCE)
+            self.enter(actor, _State.AGREE)
+            return True
+        if actor.state is _State.AGREE:
+            return self.agree(actor)
+        if actor.state is _State.OPTIMIZE and actor.remaining_s == 0:
+            self.leave(actor, Work.OPTIMIZER)
+            self.enter(actor, _State.DONE)
+            return True
+        return False
+
+    def agree(self, actor: _Actor) -> bool:
+        """Go on once every rank has come this far."""
+        is_last = actor.turn == len(self.schedule.turns)
+        if any(other.turn < actor.turn for other in self.actors):
+            return False
+        self.leave(actor, Work.AGREE)
+        if is_last:
+            actor.remaining_s = actor.optimizer_s
+        self.enter(actor, _State.OPTIMIZE if is_last else _State.BEGIN)
+        return True
+
+    def launch_ahead(self, actor: _Actor) -> None:
+        """Launch the gathers of this turn and the next, unless that has happened already."""
+        for i in range(actor.num_launched, actor.turn + 2):
+            if i in self.gathers:
+                self.gathers[i].num_launched += 1
+        actor.num_launched = actor.turn + 2
+
+    def has_room_for_reduction(self, actor: _Actor) -> bool:
+        """Whether few enough reductions before this one are under way."""
+        before = [self.reductions[i] for i in sorted(self.reductions) if i < actor.turn]
+        under_way = [each for each in before if not each.is_done]
+        return len(under_way) < MAX_REDUCTIONS_IN_FLIGHT
+
+    def begin_compute(self, actor: _Actor, turn: Turn) -> None:
+        """All microbatches of the turn."""
+        unit = self.units[turn.unit]
+        is_backward = turn.phase is Phase.BACKWARD
+        seconds = actor.seconds[unit.kind, turn.phase]
+        if is_backward and actor.rank.recomputes(unit.fqn):
+            seconds += actor.seconds[unit.kind, Phase.FORWARD]
+        actor.remaining_s = seconds
+        if actor.rank.rank_batch_size:
+            self.hold(actor, self._running_bytes(actor, turn))
+        self.enter(actor, _State.COMPUTE)
+
+    def end_compute(self, actor: _Actor, turn: Turn) -> None:
+        """Free what ran; keep or free what lies between forward and backward."""
+        if not actor.rank.rank_batch_size:
+            return
+        kept = self._kept_bytes(actor, turn)
+        change = kept if turn.phase is Phase.FORWARD else -kept
+        self.hold(actor, change - self._running_bytes(actor, turn))
+
+    def enter(self, actor: _Actor, state: _State) -> None:
+        """Begin a state now."""
+        actor.state = state
+        actor.since_s = self.clock_s
+
+    def leave(self, actor: _Actor, work: Work) -> None:
+        """Note what the time since the state began was spent on."""
+        turn = self._turn(actor)
+        unit = self.units[turn.unit].fqn if turn and work is not Work.AGREE else ""
+        actor.events.append(
+            Event(unit=unit, work=work, start_s=actor.since_s, end_s=self.clock_s)
+        )
+
+    def hold(self, actor: _Actor, change: int) -> None:
+        """Hold so many bytes more from now on."""
+        actor.held_bytes += change
+        actor.memory.append(MemoryPoint(time_s=self.clock_s, nbytes=actor.held_bytes))
+
+    # What is known before #
+
+    def _turn(self, actor: _Actor) -> Turn | None:
+        turns = self.schedule.turns
+        return turns[actor.turn] if actor.turn < len(turns) else None
+
+    def _make_schedule(self) -> Schedule:
+        indices = range(len(self.units))
+        return make_schedule(
+            [Segment(i, True) for i in indices],
+            trainable_units=frozenset(indices),
+            reshard_after_forward=self.plan.reshard_after_forward,
+        )
+
+    def _make_actors(self) -> list[_Actor]:
+        actors: dict[tuple[object, ...], _Actor] = {}
+        for position, rank in enumerate(self.plan.ranks):
+            device = self.model.cluster.devices[position]
+            optimizer_s = self.predicted.ranks[position].optimizer_s
+            key = (device.kind, rank.microbatch_sizes, rank.recomputed_units, optimizer_s)
+            if key not in actors:
+                seconds = {}
+                for kind in self.model.workload.num_units_by_kind:
+                    if any(unit.kind == kind for unit in self.units):
+                        forward_s, backward_s = self.model.unit_seconds(
+                            device.kind, kind, rank.microbatch_sizes
+                        )
+                        seconds[kind, Phase.FORWARD] = forward_s
+                        seconds[kind, Phase.BACKWARD] = backward_s
+                actors[key] = _Actor(rank, [], seconds, optimizer_s)
+            actors[key].positions.append(position)
+        return list(actors.values())
+
+    def _resting_bytes(self, actor: _Actor) -> int:
+        """What is held throughout: state, and what the runtime reserves."""
+        memory = self.predicted.ranks[actor.positions[0]].memory
+        return memory.state_bytes + memory.shard_buffer_bytes + memory.reserved_bytes
+
+    def _running_bytes(self, actor: _Actor, turn: Turn) -> int:
+        """Parameters, gradients and the running microbatch of a turn, with its neighbours."""
+        memory = self.predicted.ranks[actor.positions[0]].memory
+        kind = self.model.workload.kind_of(self.units[turn.unit])
+        grads = memory.grad_bytes if turn.phase is Phase.BACKWARD else 0
+        gradients_of_inputs = (
+            2 * actor.rank.rank_batch_size * kind.input_bytes
+            if turn.phase is Phase.BACKWARD
+            else 0
+        )
+        device = self.model.cluster.devices[actor.positions[0]]
+        running = self.model.running_bytes(
+            actor.rank, device.kind, max(actor.rank.microbatch_sizes)
+        )
+        return memory.unsharded_bytes + grads + gradients_of_inputs + running
+
+    def _kept_bytes(self, actor: _Actor, turn: Turn) -> int:
+        """What lies between a unit's forward and its backward."""
+        unit = self.units[turn.unit]
+        kind = self.model.workload.kind_of(unit)
+        graph = 0 if actor.rank.recomputes(unit.fqn) else kind.activation_bytes
+        return actor.rank.rank_batch_size * (kind.input_bytes + graph)

@@ -1,0 +1,155 @@
+"""What every rank does and holds over one step, as a record and as a Chrome trace."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class Work(Enum):
+    """What a span of time was spent on; the names are those that a real run reports."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # recomputation included
+    OPTIMIZER = "optimizer"
+    WAIT_GATHER = "wait_gather"
+    WAIT_REDUCE = "wait_reduce"
+    AGREE = "agree"  # until the slowest rank comes
+    GATHER = "gather"  # on the links
+    REDUCE = "reduce"
+
+
+BUSY = frozenset({Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER})
+WAITING = frozenset({Work.WAIT_GATHER, Work.WAIT_REDUCE, Work.AGREE})
+STREAM_BY_WORK = {Work.GATHER: "gather", Work.REDUCE: "reduce"}  # all else: compute
+STREAMS = ("compute", "gather", "reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One piece of work or wait."""
+
+    unit: str  # fqn; "" where it is of no unit
+    work: Work
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoint:
+    """From this moment on the rank holds so much."""
+
+    time_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeline:
+    """One rank's step, in order of time."""
+
+    name: str  # of its device
+    events: tuple[Event, ...]
+    memory: tuple[MemoryPoint, ...]
+
+    def seconds(self, kinds: frozenset[Work]) -> float:
+        """Time spent on these."""
+        return sum(event.seconds for event in self.events if event.work in kinds)
+
+    @property
+    def busy_s(self) -> float:
+        """Time spent computing."""
+        return self.seconds(BUSY)
+
+    @property
+    def waiting_s(self) -> float:
+        """Time spent waiting, for links or for other ranks."""
+        return self.seconds(WAITING)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most it holds at any moment."""
+        return max((point.nbytes for point in self.memory), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All ranks of one step, in plan order, and the links that they share."""
+
+    ranks: tuple[RankTimeline, ...]
+    collectives: tuple[Event, ...]
+    step_time_s: float
+
+    def idle_fraction(self, position: int) -> float:
+        """The part of the step in which a rank computes nothing."""
+        return 1 - self.ranks[position].busy_s / self.step_time_s
+
+    def exposed_comm_s(self, position: int) -> float:
+        """Time in which a rank waits while something is being sent.
+
+        The rest of its waiting is for ranks that are slower.
+        """
+        waits = [e for e in self.ranks[position].events if e.work in WAITING]
+        return sum(
+            max(0.0, min(wait.end_s, sent.end_s) - max(wait.start_s, sent.start_s))
+            for wait in waits
+            for sent in self.collectives
+        )
+
+    def to_chrome_trace(self) -> str:
+        """JSON that Perfetto opens: a process per rank, a thread per stream.
+
+        The format is the one that ``torch.profiler`` writes: complete events ("X"), times in
+        microseconds.
+        """
+        events: list[dict[str, Any]] = []
+        for position, rank in enumerate(self.ranks):
+            label = f"rank {position}: {rank.name}"
+            events.append(_named("process_name", position, 0, label))
+            events += [
+                _named("thread_name", position, i, each) for i, each in enumerate(STREAMS)
+            ]
+            for event in (*rank.events, *self.collectives):
+                stream = STREAM_BY_WORK.get(event.work, "compute")
+                events.append(_complete(event, position, STREAMS.index(stream)))
+            events += [_counter(point, position) for point in rank.memory]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+    def save_chrome_trace(self, path: str | Path) -> None:
+        """Write the trace."""
+        Path(path).write_text(self.to_chrome_trace(), encoding="ascii")
+
+
+def merged(events: Sequence[Event]) -> tuple[Event, ...]:
+    """The events in order of time, without empty ones."""
+    kept = [event for event in events if event.end_s > event.start_s]
+    return tuple(sorted(kept, key=lambda event: (event.start_s, event.end_s)))
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _counter(point: MemoryPoint, pid: int) -> dict[str, Any]:
+    ts, args = point.time_s * 1e6, {"bytes": point.nbytes}
+    return {"name": "memory", "ph": "C", "pid": pid, "ts": ts, "args": args}
+
+
+def _complete(event: Event, pid: int, tid: int) -> dict[str, Any]:
+    name = f"{event.work.value} {event.unit}".strip()
+    return {
+        "name": name,
+        "cat": event.work.value,
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "ts": event.start_s * 1e6,
+        "dur": event.seconds * 1e6,
+        "args": {"unit": event.unit},
+    }

@@ -1,0 +1,374 @@
+"""What is trained, as counts and bytes: the units of a model and what one sample costs in each.
+
+Units of one kind (the blocks of a transformer) are alike and are described once.  The
+numbers are of one sample, so that they fit any microbatch; what does not grow with the
+microbatch (parameters, gradients) follows from the shapes.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+from shardhet.fields import Fields, named, parse_json, read_document
+from shardhet.layout import FlatLayout
+
+WORKLOAD_VERSION = 1
+_FIGURES = (
+    "forward_flops",
+    "backward_flops",
+    "input_bytes",
+    "activation_bytes",
+    "transient_bytes",
+)
+ITEMSIZE_BY_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+INDEX_BYTES = 8  # of a token or a target, an int64
+MAX_PARAM_NUMEL = 2**48  # far beyond any model; larger ones are slips of the pen
+FLOAT32_BYTES = 4  # of norms' statistics and of everything in the loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitKind:
+    """What every unit of one kind holds, and what one sample costs in it."""
+
+    name: str
+    param_shapes: tuple[tuple[int, ...], ...]  # in module order
+    forward_flops: int  # of one sample
+    backward_flops: int  # of one sample, recomputation not included
+    input_bytes: int  # of one sample: kept from forward to backward whatever is recomputed
+    activation_bytes: int  # of one sample: what the unit's graph holds besides its inputs
+    transient_bytes: int  # of one sample: what a running microbatch needs besides its graph
+
+    def __post_init__(self) -> None:
+        for shape in self.param_shapes:
+            if any(dim < 0 for dim in shape) or prod(shape) > MAX_PARAM_NUMEL:
+                raise ValueError(
+                    f"workload: kind {self.name!r} has a parameter of shape {shape} but no "
+                    f"dimension may be negative, and at most {MAX_PARAM_NUMEL} elements are in "
+                    "one parameter. Mend the shape."
+                )
+        for key in _FIGURES:
+            if getattr(self, key) < 0:
+                raise ValueError(
+                    f"workload: kind {self.name!r} has {key} {getattr(self, key)} but it must "
+                    "be at least 0. Mend the figure."
+                )
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters of one unit."""
+        return sum(prod(shape) for shape in self.param_shapes)
+
+    @property
+    def max_row_numel(self) -> int:
+        """Elements in the longest row that is stored whole."""
+        return max((max(1, prod(shape[1:])) for shape in self.param_shapes), default=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One unit of the model; fqn ``""`` is the root, which is unsharded for the whole step."""
+
+    fqn: str
+    kind: str  # the name of a UnitKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and the precision it is trained in, in order of execution."""
+
+    kinds: tuple[UnitKind, ...]
+    units: tuple[Unit, ...]
+    tokens_per_sample: int = 1  # for throughput
+    param_dtype: str = "float32"  # of parameters in flight and of compute
+    reduce_dtype: str = "float32"  # of gradients while they are summed
+    state_bytes_per_element: int = 16  # float32 parameter and gradient, two Adam moments
+
+    def __post_init__(self) -> None:
+        names = [kind.name for kind in self.kinds]
+        fqns = [unit.fqn for unit in self.units]
+        for values, what in ((names, "kinds"), (fqns, "units")):
+            repeated = sorted({repr(value) for value in values if values.count(value) > 1})
+            if repeated:
+                raise ValueError(
+                    f"workload: {what} {', '.join(repeated)} appear twice. Name each once."
+                )
+        unknown = sorted({unit.kind for unit in self.units} - set(names))
+        if unknown or not self.units:
+            raise ValueError(
+                f"workload: it has {len(self.units)} units, of unknown kinds {unknown}. List "
+                "at least one unit, and describe the kind of each in kinds."
+            )
+        for key in ("param_dtype", "reduce_dtype"):
+            if getattr(self, key) not in ITEMSIZE_BY_DTYPE:
+                raise ValueError(
+                    f"workload: {key} is {getattr(self, key)!r} but must be one of "
+                    f"{', '.join(ITEMSIZE_BY_DTYPE)}."
+                )
+        if self.numel < 1:
+            raise ValueError("workload: it has no parameters. Give at least one kind some.")
+
+    @cached_property
+    def kind_by_name(self) -> dict[str, UnitKind]:
+        """The kinds by their names."""
+        return {kind.name: kind for kind in self.kinds}
+
+    def kind_of(self, unit: Unit) -> UnitKind:
+        """What the unit costs."""
+        return self.kind_by_name[unit.kind]
+
+    @cached_property
+    def num_units_by_kind(self) -> dict[str, int]:
+        """How many units of each kind compute (the root only holds parameters)."""
+        counts = dict.fromkeys((kind.name for kind in self.kinds), 0)
+        for unit in self.units:
+            counts[unit.kind] += unit.fqn != ""
+        return counts
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters of the model."""
+        return sum(self.kind_of(unit).numel for unit in self.units)
+
+    @property
+    def param_itemsize(self) -> int:
+        """Bytes of a parameter in flight."""
+        return ITEMSIZE_BY_DTYPE[self.param_dtype]
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of an element of a gradient while it is summed."""
+        return ITEMSIZE_BY_DTYPE[self.reduce_dtype]
+
+    def layouts(self) -> tuple[FlatLayout, ...]:
+        """The flat tensor of each unit, in execution order, all of it on one device."""
+        by_kind = {kind.name: FlatLayout.of_shapes(kind.param_shapes) for kind in self.kinds}
+        return tuple(by_kind[unit.kind] for unit in self.units)
+
+    def to_json(self) -> str:
+        """The workload as JSON text, versioned."""
+        document = {"version": WORKLOAD_VERSION, **asdict(self)}
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "workload") -> Self:
+        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        return cls.from_document(parse_json(text, source=source), source=source)
+
+    @classmethod
+    def from_document(cls, document: Any, *, source: str) -> Self:
+        """From what a JSON or YAML file holds; raises ``ValueError`` with file and field."""
+        fields = Fields(document, source)
+        fields.take_version(WORKLOAD_VERSION)
+        try:
+            kinds = tuple(_kind_from(entry) for entry in fields.take_objects("kinds"))
+        except ValueError as error:
+            raise named(error, source) from None
+        units = tuple(_unit_from(entry) for entry in fields.take_objects("units"))
+        dtypes = tuple(ITEMSIZE_BY_DTYPE)
+        tokens_per_sample = fields.take_int("tokens_per_sample", minimum=1)
+        param_dtype = fields.take_choice("param_dtype", dtypes)
+        reduce_dtype = fields.take_choice("reduce_dtype", dtypes)
+        state_bytes_per_element = fields.take_int("state_bytes_per_element", minimum=1)
+        fields.refuse_unknown()
+        try:
+            return cls(
+                kinds=kinds,
+                units=units,
+                tokens_per_sample=tokens_per_sample,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                state_bytes_per_element=state_bytes_per_element,
+            )
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(), encoding="ascii")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote, or the same as YAML."""
+        return cls.from_document(read_document(path), source=str(path))
+
+    @classmethod
+    def transformer(
+        cls,
+        *,
+        num_layers: int,
+        width: int,
+        num_heads: int,
+        vocab_size: int,
+        seq_len: int,
+        num_kv_heads: int | None = None,
+        hidden_width: int | None = None,
+        is_gated: bool = True,
+        has_biases: bool = False,
+        param_dtype: str = "float32",
+        reduce_dtype: str = "float32",
+        state_bytes_per_element: int = 16,
+    ) -> Self:
+        """A decoder as ``shardhet.models.decoder`` builds it: embedding, blocks, head.
+
+        ``is_gated`` is SwiGLU (three matrices in the MLP), without it two matrices and GELU;
+        ``has_biases`` is the form of GPT-2: biases everywhere and LayerNorm.  FLOPs are two
+        per matrix element and token forward, the attention's whole T x T square, and twice
+        that backward (PaLM, appendix B).
+        """
+        for key, value in (("num_layers", num_layers), ("width", width), ("seq_len", seq_len)):
+            if value < 1:
+                raise ValueError(f"workload: {key} is {value} but must be at least 1.")
+        if num_heads < 1 or width % num_heads:
+            raise ValueError(
+                f"workload: width {width} but it must be a multiple of num_heads {num_heads}."
+            )
+        shape = _Shape(
+            width=width,
+            num_heads=num_heads,
+            kv_width=width // num_heads * (num_kv_heads or num_heads),
+            hidden_width=hidden_width or 4 * width,
+            vocab_size=vocab_size,
+            seq_len=seq_len,
+            is_gated=is_gated,
+            has_biases=has_biases,
+            itemsize=ITEMSIZE_BY_DTYPE.get(param_dtype, 4),
+        )
+        blocks = tuple(Unit(fqn=f"blocks.{i}", kind="block") for i in range(num_layers))
+        return cls(
+            kinds=(shape.embedding(), shape.block(), shape.head()),
+            units=(
+                Unit(fqn="embedding", kind="embedding"),
+                *blocks,
+                Unit(fqn="head", kind="head"),
+            ),
+            tokens_per_sample=seq_len,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            state_bytes_per_element=state_bytes_per_element,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """The shape of a transformer; D width, F hidden width, T tokens, V vocabulary."""
+
+    width: int
+    num_heads: int
+    kv_width: int
+    hidden_width: int
+    vocab_size: int
+    seq_len: int
+    is_gated: bool
+    has_biases: bool
+    itemsize: int
+
+    @property
+    def residual_bytes(self) -> int:
+        """One sample of the residual stream, [T, D]."""
+        return self.seq_len * self.width * self.itemsize
+
+    def embedding(self) -> UnitKind:
+        """A row per token."""
+        return UnitKind(
+            name="embedding",
+            param_shapes=((self.vocab_size, self.width),),
+            forward_flops=0,
+            backward_flops=0,
+            input_bytes=self.seq_len * INDEX_BYTES,
+            activation_bytes=0,
+            transient_bytes=self.residual_bytes,
+        )
+
+    def block(self) -> UnitKind:
+        """Attention and MLP, each normed before."""
+        qkv_width = self.width + 2 * self.kv_width
+        up_width = (2 if self.is_gated else 1) * self.hidden_width
+        matrices = [
+            (qkv_width, self.width),
+            (self.width, self.width),
+            (up_width, self.width),
+            (self.width, self.hidden_width),
+        ]
+        attention, mlp = self._with_biases(matrices[:2]), self._with_biases(matrices[2:])
+        norm = self._with_biases([(self.width,)])
+        matrix_flops = 2 * self.seq_len * sum(prod(shape) for shape in matrices)
+        score_flops = 2 * self.seq_len**2 * self.width  # queries times keys; as many for values
+        return UnitKind(
+            name="block",
+            param_shapes=(*norm, *attention, *norm, *mlp),
+            forward_flops=matrix_flops + 2 * score_flops,
+            backward_flops=2 * (matrix_flops + 2 * score_flops),
+            input_bytes=self.residual_bytes,
+            activation_bytes=self._block_activation_bytes(qkv_width, up_width),
+            # gradients of the hidden layer while they are multiplied
+            transient_bytes=2 * self.seq_len * up_width * self.itemsize,
+        )
+
+    def _block_activation_bytes(self, qkv_width: int, up_width: int) -> int:
+        """What backward needs of a block besides its input, for one sample (read off what
+        autograd saves, with an attention that keeps no scores).
+
+        Of each norm its output (RMSNorm keeps it unscaled as well) and statistics; the
+        residual stream between attention and MLP; q, k and v, and q and k once more where
+        they are rotated; what the attention returns and one float32 per head; the hidden
+        layer before and after its nonlinearity, and the product where it is gated.
+        """
+        norms = (2 if self.has_biases else 4) * self.width
+        rotated = 0 if self.has_biases else self.width + self.kv_width
+        hidden = up_width + (2 if self.is_gated else 1) * self.hidden_width
+        elements = norms + self.width + qkv_width + rotated + self.width + hidden
+        statistics = self.num_heads + (4 if self.has_biases else 2)
+        return self.seq_len * (elements * self.itemsize + statistics * FLOAT32_BYTES)
+
+    def head(self) -> UnitKind:
+        """The last norm, the projection to the vocabulary and the loss."""
+        logits = self.seq_len * self.vocab_size
+        matrix_flops = 2 * logits * self.width
+        norm_bytes = (1 if self.has_biases else 2) * self.residual_bytes
+        statistics = (2 if self.has_biases else 1) * FLOAT32_BYTES
+        return UnitKind(
+            name="head",
+            param_shapes=(*self._with_biases([(self.width,)]), (self.vocab_size, self.width)),
+            forward_flops=matrix_flops,
+            backward_flops=2 * matrix_flops,
+            input_bytes=self.residual_bytes + self.seq_len * INDEX_BYTES,
+            # log-probabilities, and the targets with those masked that do not count
+            activation_bytes=norm_bytes
+            + logits * FLOAT32_BYTES
+            + self.seq_len * (statistics + INDEX_BYTES),
+            # the logits, their float32 copy and its gradient
+            transient_bytes=logits * (self.itemsize + 2 * FLOAT32_BYTES),
+        )
+
+    def _with_biases(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        if not self.has_biases:
+            return tuple(shapes)
+        return tuple(part for shape in shapes for part in (shape, shape[:1]))
+
+
+def _kind_from(fields: Fields) -> UnitKind:
+    shapes = []
+    for i, shape in enumerate(fields.take_tuple("param_shapes", list)):
+        if any(type(dim) is not int or dim < 0 for dim in shape):
+            raise ValueError(
+                f"{fields.where}: param_shapes[{i}] is {shape!r} but must be a list of whole "
+                "numbers of at least 0."
+            )
+        shapes.append(tuple(shape))
+    kind = UnitKind(
+        name=fields.take("name", str),
+        param_shapes=tuple(shapes),
+        **{key: fields.take_int(key) for key in _FIGURES},
+    )
+    fields.refuse_unknown()
+    return kind
+
+
+def _unit_from(fields: Fields) -> Unit:
+    unit = Unit(fqn=fields.take("fqn", str), kind=fields.take("kind", str))
+    fields.refuse_unknown()
+    return unit

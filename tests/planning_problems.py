@@ -1,0 +1,158 @@
+"""Small random assignment problems, and an exhaustive search that shares no code with ours."""
+
+import numpy as np
+
+from shardhet.planner.problem import Group, Problem
+
+Row = tuple[float, ...]  # batch, one cost per phase, room
+
+
+def random_problem(
+    rng: np.random.Generator,
+    *,
+    num_groups: int,
+    num_devices: int,
+    global_batch_size: int,
+    memory_binds: bool,
+    num_phases: int = 2,
+    counts_optimizer: bool = True,
+) -> Problem:
+    """Devices of different speed, memory and latency, with uneven curves."""
+    counts = np.ones(num_groups, dtype=int)
+    for _ in range(num_devices - num_groups):
+        counts[rng.integers(num_groups)] += 1
+    groups, capacity = [], 0.0
+    for count in counts:
+        rows, memory = _random_rows(rng, global_batch_size)
+        table = np.array(rows)
+        costs = table[:, 1:3].T if num_phases == 2 else table[:, 1:3].sum(axis=1)[None]
+        optimizer = rng.uniform(0.001, 0.02) if counts_optimizer else 0.0
+        group = Group(
+            int(count), table[:, 0].astype(np.int64), costs.copy(), table[:, 3], optimizer
+        )
+        groups.append(group.sorted()[0])
+        capacity += count * memory
+    part = rng.uniform(0.5, 0.97) if memory_binds else rng.uniform(0.01, 0.2)
+    return Problem(tuple(groups), global_batch_size, capacity * part)
+
+
+def _random_rows(rng: np.random.Generator, batch_size: int) -> tuple[list[Row], float]:
+    speed, memory, per_sample = (
+        np.exp(rng.normal(0, 0.7)),
+        rng.uniform(5, 40),
+        rng.uniform(0.1, 2),
+    )
+    largest = int(rng.integers(1, 7))
+    noise = 1 + 0.1 * rng.normal(size=largest + 1)
+    forward = speed * (np.arange(largest + 1) + rng.uniform(0, 1)) * noise.clip(0.5)
+    forward[0] = 0.0
+    noise = 1 + 0.05 * rng.normal(size=largest + 1)
+    backward = forward * rng.uniform(1.6, 2.4) * noise.clip(0.5)
+    rows: list[Row] = [(0, 0.0, 0.0, memory)]
+    for batch in range(1, batch_size + 1):
+        for size in range(1, min(batch, largest) + 1):
+            whole, rest = divmod(batch, size)
+            f = whole * forward[size] + forward[rest]
+            b = whole * backward[size] + backward[rest]
+            for recomputes in (False, True):
+                used = per_sample * (0.1 * batch + (size if recomputes else batch))
+                if used <= memory:
+                    rows.append((batch, f, b + recomputes * f, memory - used))
+    return rows, memory
+
+
+def devices_of(problem: Problem) -> list[tuple[int, list[Row], float]]:
+    """(group, its candidates without dominated ones, seconds per element) of every device."""
+    devices = []
+    for g, group in enumerate(problem.groups):
+        rows = sorted(
+            {
+                (int(b), *map(float, costs), float(room))
+                for b, costs, room in zip(group.batch, group.costs.T, group.room, strict=True)
+            }
+        )
+        kept = [row for row in rows if not any(_beats(other, row) for other in rows)]
+        devices += [(g, kept, group.optimizer_s_per_numel)] * group.count
+    return devices
+
+
+def _beats(one: Row, other: Row) -> bool:
+    return (
+        one != other
+        and one[0] == other[0]
+        and all(a <= b for a, b in zip(one[1:-1], other[1:-1], strict=True))
+        and one[-1] >= other[-1]
+    )
+
+
+def optimizer_seconds(rooms: list[float], per_numel: list[float], state: float) -> float | None:
+    """The least possible time of the slowest optimizer; None where the state does not fit."""
+    stored = sum(room for room, o in zip(rooms, per_numel, strict=True) if o <= 0)
+    active = [i for i, o in enumerate(per_numel) if o > 0]
+    while stored < state:
+        if not active:
+            return None
+        seconds = (state - stored) / sum(1 / per_numel[i] for i in active)
+        full = [i for i in active if rooms[i] * per_numel[i] < seconds]
+        if not full:
+            return seconds
+        stored += sum(rooms[i] for i in full)
+        active = [i for i in active if i not in full]
+    return 0.0
+
+
+class BruteForce:
+    """Every combination of candidates that could cost no more than ``start``."""
+
+    def __init__(self, problem: Problem, start: float) -> None:
+        self.best = start
+        self.was_reached = False
+        self._state = problem.state_numel
+        self._devices = devices_of(problem)
+        self._per_numel = [o for _, _, o in self._devices]
+        size = len(self._devices)
+        rows = [rows for _, rows, _ in self._devices]
+        self._batch_after = [
+            sum(max(r[0] for r in rows[j]) for j in range(i, size)) for i in range(size + 1)
+        ]
+        self._room_after = [
+            sum(max(r[-1] for r in rows[j]) for j in range(i, size)) for i in range(size + 1)
+        ]
+        phases = (0.0,) * problem.num_phases
+        self._go(0, problem.global_batch_size, phases, 0, [])
+
+    def _go(
+        self, i: int, left: float, phases: tuple[float, ...], first: int, rooms: list[float]
+    ) -> None:
+        if left > self._batch_after[i] or sum(rooms) + self._room_after[i] < self._state:
+            return
+        if i == len(self._devices):
+            seconds = optimizer_seconds(rooms, self._per_numel, self._state)
+            if left == 0 and seconds is not None and sum(phases) + seconds <= self.best:
+                self.best = sum(phases) + seconds
+                self.was_reached = True
+            return
+        group, rows, _ = self._devices[i]
+        is_alike = i > 0 and self._devices[i - 1][0] == group
+        for k in range(first if is_alike else 0, len(rows)):
+            row = rows[k]
+            if row[0] > left:
+                break
+            slowest = tuple(max(a, b) for a, b in zip(phases, row[1:-1], strict=True))
+            if sum(slowest) <= self.best:
+                self._go(i + 1, left - row[0], slowest, k, [*rooms, row[-1]])
+
+
+def recomputed_objective(problem: Problem, choices: list[tuple[int, int, int]]) -> float | None:
+    """The objective of (group, candidate, count), from the integers alone."""
+    batch, rooms, per_numel, costs = 0, [], [], []
+    for g, c, count in choices:
+        group = problem.groups[g]
+        batch += count * int(group.batch[c])
+        rooms += [float(group.room[c])] * count
+        per_numel += [group.optimizer_s_per_numel] * count
+        costs.append([float(cost) for cost in group.costs[:, c]])
+    seconds = optimizer_seconds(rooms, per_numel, problem.state_numel)
+    if batch != problem.global_batch_size or seconds is None:
+        return None
+    return sum(max(column) for column in zip(*costs, strict=True)) + seconds

@@ -1,0 +1,114 @@
+"""How a cluster is described: nodes, links, kinds of devices; short in YAML, whole in JSON."""
+
+from pathlib import Path
+
+import pytest
+
+from shardhet.cluster import Cluster
+from shardhet.derive import derive_profile
+from shardhet.planner import solve
+from shardhet.workload import Workload
+
+pytest.importorskip("yaml", reason="descriptions by hand are YAML")
+
+DESCRIBED = Path(__file__).parent.parent / "conf" / "cluster"
+
+TEXT = """
+version: 1
+kinds:
+  - kind: A
+    memory_capacity_bytes: 1000
+    memory_bandwidth_bytes_per_s: 3.0e+11
+    peak_flops_per_s: {float32: 1.0e+13, bfloat16: 0}
+    source: a datasheet
+nodes:
+  - host: n
+    count: 2
+    link: {latency_s: 1.0e-5, bandwidth_bytes_per_s: 1.0e+10}
+    devices: [{kind: A, count: 3}, {kind: B, memory_capacity_bytes: 70}]
+  - {host: alone, region: far, devices: [{kind: A}]}
+between_nodes: {latency_s: 1.0e-4, bandwidth_bytes_per_s: 1.0e+9, source: measured}
+between_regions: {latency_s: 0.05, bandwidth_bytes_per_s: 1.0e+8}
+usable_memory_fraction: 0.5
+"""
+
+
+def described(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return Cluster.load(path)
+
+
+def test_a_short_description_stands_for_every_device(tmp_path: Path) -> None:
+    cluster = described(tmp_path, TEXT)
+    assert [node.host for node in cluster.nodes] == ["n-0", "n-1", "alone"]
+    assert [device.kind for device in cluster.devices] == [*"AAAB", *"AAAB", "A"]
+    assert cluster.memory_budget_bytes(0) == 500
+    assert cluster.memory_budget_bytes(3) == 35
+    assert [link.latency_s for link in cluster.links] == [1e-5, 1e-4, 0.05]
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_a_kind_without_the_dtype_says_what_it_has(tmp_path: Path) -> None:
+    kind = described(tmp_path, TEXT).kind("A")
+    assert kind.peak("float32") == 1e13
+    with pytest.raises(ValueError, match="bfloat16; it has float32"):
+        kind.peak("bfloat16")
+
+
+@pytest.mark.parametrize(
+    "found, spoiled, words",
+    [
+        ("version: 1", "version: 3", "version 3"),
+        ("count: 2", "count: 0", "count"),
+        ("count: 3", "count: many", "count"),
+        ("{kind: A}", "{kind: A, speed: 3}", "speed"),
+        ("host: alone", "host: n-1", "n-1"),
+        ("latency_s: 0.05", "latency_s: -1", "latency_s"),
+        ("memory_capacity_bytes: 1000", "memory_capacity_bytes: lots", "memory_capacity_bytes"),
+        (
+            "usable_memory_fraction: 0.5",
+            "usable_memory_fraction: 1.5",
+            "usable_memory_fraction",
+        ),
+        ("nodes:", "hosts:", "nodes"),
+        ("region: far", "region: [far", "not YAML"),
+    ],
+)
+def test_a_spoiled_description_is_refused_by_file_and_field(
+    tmp_path: Path, found: str, spoiled: str, words: str
+) -> None:
+    assert found in TEXT
+    with pytest.raises(ValueError, match=words) as raised:
+        described(tmp_path, TEXT.replace(found, spoiled))
+    assert "c.yaml" in str(raised.value)
+
+
+@pytest.mark.parametrize("path", sorted(DESCRIBED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
+    cluster = Cluster.load(path)
+    if not cluster.kinds:
+        pytest.skip("not described by specifications")
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert all(cluster.kind(device.kind).source for device in cluster.devices)
+    assert all(link.source for link in cluster.links)
+    workload = Workload.transformer(
+        num_layers=4, width=512, num_heads=8, seq_len=128, vocab_size=1000
+    )
+    profile = derive_profile(cluster, workload)
+    assert not profile.is_measured
+    solution = solve(cluster, workload, profile, global_batch_size=4 * cluster.world_size)
+    assert solution.relative_gap < 0.01
+    assert all(rank.fits for rank in solution.predicted.ranks)
+
+
+def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: Path) -> None:
+    text = "version: 1\nkinds: absent.yaml\nnodes: []\n"
+    with pytest.raises(ValueError, match=r"kinds names .*absent\.yaml, which is no file"):
+        described(tmp_path, text)
+
+
+def test_a_link_that_is_missing_is_named_when_it_is_needed(tmp_path: Path) -> None:
+    lines = [line for line in TEXT.splitlines() if not line.startswith("between_nodes")]
+    with pytest.raises(ValueError, match="a link is not stated"):
+        _ = described(tmp_path, "\n".join(lines)).links

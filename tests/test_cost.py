@@ -1,0 +1,177 @@
+"""What a step is predicted to take and to hold, against arithmetic done by hand."""
+
+import pytest
+
+from shardhet.cluster import Cluster, DeviceSpec, Node
+from shardhet.cost import CostModel
+from shardhet.plan import Plan
+from shardhet.profiles import (
+    CollectivePoint,
+    Collectives,
+    ComputePoint,
+    DeviceProfile,
+    Profile,
+    Source,
+    Timing,
+    UnitProfile,
+)
+from shardhet.workload import Unit, UnitKind, Workload
+
+BLOCK = UnitKind(
+    name="block",
+    param_shapes=((10, 10),),
+    forward_flops=1,
+    backward_flops=2,
+    input_bytes=7,
+    activation_bytes=100,
+    transient_bytes=3,
+)
+WORKLOAD = Workload(
+    kinds=(BLOCK,), units=tuple(Unit(fqn=f"blocks.{i}", kind="block") for i in range(4))
+)
+CLUSTER = Cluster(
+    nodes=(
+        Node(
+            host="a",
+            devices=(
+                DeviceSpec(kind="fast", memory_capacity_bytes=10_000),
+                DeviceSpec(kind="slow", memory_capacity_bytes=30_000),
+            ),
+        ),
+    ),
+    usable_memory_fraction=1.0,
+)
+
+
+def profile(*, gather_s: float = 0.0, weight: float = 0.0, slowdown: float = 1.0) -> Profile:
+    devices = []
+    for kind, speed in (("fast", 1.0), ("slow", 10.0)):
+        points = tuple(
+            ComputePoint(
+                microbatch_size=m,
+                forward=Timing.single(speed * m),
+                backward=Timing.single(2 * speed * m),
+            )
+            for m in (1, 2, 3)
+        )
+        devices.append(
+            DeviceProfile(
+                device_kind=kind,
+                source=Source.MEASURED,
+                units=(UnitProfile(unit_kind="block", points=points),),
+                optimizer_seconds_per_element=0.01,
+                reserved_bytes=50,
+            )
+        )
+    points = tuple(
+        CollectivePoint(
+            nbytes=nbytes,
+            gather=Timing.single(gather_s * nbytes / 400),
+            reduce=Timing.single(2 * gather_s * nbytes / 400),
+        )
+        for nbytes in (200, 400, 800)
+    )
+    collectives = Collectives(
+        source=Source.MEASURED,
+        points=points,
+        gather_unevenness_weight=weight,
+        reduce_unevenness_weight=weight,
+    )
+    return Profile(devices=tuple(devices), collectives=collectives, overlap_slowdown=slowdown)
+
+
+def plan(*, recompute: bool = False, state_shares: tuple[float, float] = (0.25, 0.75)) -> Plan:
+    return Plan.by_hand(
+        microbatch_sizes=[3, 1],
+        num_microbatches=[2, 1],
+        state_shares=list(state_shares),
+        recompute=recompute,
+    )
+
+
+def test_without_communication_the_slowest_rank_sets_each_phase() -> None:
+    step = CostModel(CLUSTER, WORKLOAD, profile()).predict(plan())
+    assert step.forward_s == 4 * max(2 * 3, 10)
+    assert step.backward_s == 8 * max(2 * 3, 10)
+    assert step.optimizer_s == pytest.approx(0.01 * 300)
+    assert step.step_time_s == pytest.approx(40 + 80 + 3)
+    assert [rank.forward_s for rank in step.ranks] == [24, 40]
+
+
+def test_recomputation_adds_a_forward_to_backward() -> None:
+    model = CostModel(CLUSTER, WORKLOAD, profile())
+    assert model.predict(plan(recompute=True)).backward_s == 8 * 10 + 4 * 10
+
+
+def test_communication_hides_behind_compute_or_sets_the_pace() -> None:
+    hidden = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0)).predict(plan())
+    assert hidden.forward_s == 40  # three gathers of 1 s beside 40 s of compute
+    assert hidden.exposed_comm_s == pytest.approx(1 + 2)
+    # Forward: three gathers; backward: three gathers and three reductions of 2 s each.
+    paced = CostModel(CLUSTER, WORKLOAD, profile(gather_s=100.0)).predict(plan())
+    assert paced.forward_s == pytest.approx(300)
+    assert paced.backward_s == pytest.approx(300 + 600)
+
+
+def test_compute_slows_beside_communication() -> None:
+    step = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0, slowdown=1.25)).predict(plan())
+    assert step.forward_s == pytest.approx(40 + 0.2 * 3)
+
+
+def test_direct_messages_make_uneven_shares_slow_and_rings_do_not() -> None:
+    even, uneven = plan(state_shares=(0.5, 0.5)), plan(state_shares=(0.1, 0.9))
+    ring = CostModel(CLUSTER, WORKLOAD, profile(gather_s=100.0))
+    assert ring.predict(even).forward_s == pytest.approx(ring.predict(uneven).forward_s)
+    direct = CostModel(CLUSTER, WORKLOAD, profile(gather_s=100.0, weight=1.0))
+    assert direct.predict(even).forward_s == pytest.approx(300)
+    # The owner of 0.9 sends 0.9 of each unit where even shares send half of it.
+    assert direct.predict(uneven).forward_s == pytest.approx(300 * 1.8, rel=0.05)
+
+
+def test_nobody_sends_to_a_rank_that_computes_nothing() -> None:
+    model = CostModel(CLUSTER, WORKLOAD, profile())
+    assert model.unevenness([0.5, 0.5], [True, True]) == pytest.approx(1.0)
+    assert model.unevenness([1.0, 0.0], [True, False]) == 0.0
+    assert model.unevenness([0.0, 1.0], [True, False]) == pytest.approx(2.0)
+
+
+def test_memory_is_the_sum_of_its_parts() -> None:
+    fast, slow = CostModel(CLUSTER, WORKLOAD, profile()).predict(plan()).ranks
+    memory = fast.memory
+    assert memory.state_bytes == 100 * 16
+    assert memory.shard_buffer_bytes == 0
+    assert memory.unsharded_bytes == memory.grad_bytes == 2 * 100 * 4
+    assert memory.boundary_bytes == 6 * (4 + 2) * 7
+    assert memory.activation_bytes == 6 * 4 * 100 + 3 * 3  # all graphs, one running
+    assert memory.reserved_bytes == 50
+    assert memory.total_bytes == sum(
+        getattr(memory, name) for name in memory.__slots__ if name.endswith("_bytes")
+    )
+    assert fast.fits
+    assert slow.memory_budget_bytes == 30_000
+
+
+def test_recomputing_ranks_hold_one_microbatch_of_one_unit() -> None:
+    fast, _ = CostModel(CLUSTER, WORKLOAD, profile()).predict(plan(recompute=True)).ranks
+    assert fast.memory.activation_bytes == 3 * (100 + 3)
+
+
+def test_ranks_that_only_store_hold_state_and_nothing_else() -> None:
+    stores = Plan.by_hand(
+        microbatch_sizes=[1, 0], num_microbatches=[1, 0], state_shares=[0.0, 1.0]
+    )
+    memory = CostModel(CLUSTER, WORKLOAD, profile()).predict(stores).ranks[1].memory
+    assert memory.total_bytes == 400 * 16 + 50
+
+
+def test_a_plan_for_other_devices_is_refused() -> None:
+    other = Plan.by_hand(
+        microbatch_sizes=[1, 1],
+        state_shares=[0.5, 0.5],
+        devices=[DeviceSpec(kind="slow"), DeviceSpec(kind="fast")],
+    )
+    model = CostModel(CLUSTER, WORKLOAD, profile())
+    with pytest.raises(ValueError, match=r"ranks\[0\] is for slow"):
+        model.predict(other)
+    with pytest.raises(ValueError, match="it has 1 devices"):
+        model.predict(Plan.even(1, microbatch_size=1))

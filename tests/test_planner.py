@@ -1,0 +1,219 @@
+"""Plans for clusters: within every budget, as predicted, never worse than simpler ones."""
+
+import json
+
+import numpy as np
+import pytest
+
+from shardhet.cluster import Cluster, DeviceSpec, Node
+from shardhet.cost import CostModel
+from shardhet.planner import DeviceLimits, PlanError, find_plan, solve
+from shardhet.planner.baselines import cephalo_choice, compute_only, even, memory_only
+from shardhet.planner.problem import Group, Problem
+from shardhet.planner.search import search
+from shardhet.profiles import (
+    CollectivePoint,
+    Collectives,
+    ComputePoint,
+    DeviceProfile,
+    Profile,
+    Source,
+    Timing,
+    UnitProfile,
+)
+from shardhet.workload import Workload
+from tests.test_profiles import NEEDS_SHARED_DATA, SHARED_DATA
+
+WORKLOAD = Workload.transformer(
+    num_layers=6, width=128, num_heads=4, seq_len=64, vocab_size=512, hidden_width=320
+)
+STATE_BYTES = 16 * WORKLOAD.numel
+
+
+def random_case(seed: int) -> tuple[Cluster, Profile, int]:
+    """Two to five devices of two or three kinds; memory binds in about half of the cases."""
+    rng = np.random.default_rng(seed)
+    names = ["A", "B", "C"][: int(rng.integers(2, 4))]
+    devices, profiles = [], []
+    size = int(rng.integers(len(names), 6))
+    roomy = rng.uniform(0.8, 4)
+    for name in names:
+        speed = float(np.exp(rng.normal(0, 0.8)))
+        points = tuple(
+            ComputePoint(
+                microbatch_size=m,
+                forward=Timing.single(speed * (m + rng.uniform(0, 0.4))),
+                backward=Timing.single(speed * (2 * m + rng.uniform(0, 0.4))),
+            )
+            for m in (1, 2, 4, 8)
+        )
+        units = tuple(
+            UnitProfile(unit_kind=kind, points=points)
+            for kind in ("embedding", "block", "head")
+        )
+        profiles.append(
+            DeviceProfile(
+                device_kind=name,
+                source=Source.MEASURED,
+                units=units,
+                optimizer_seconds_per_element=float(rng.uniform(1e-7, 1e-6)),
+            )
+        )
+    capacities = {name: int(roomy * STATE_BYTES * rng.uniform(0.3, 1)) for name in names}
+    for i in range(size):
+        name = names[i % len(names)]
+        devices.append(DeviceSpec(kind=name, memory_capacity_bytes=capacities[name]))
+    points = tuple(
+        CollectivePoint(
+            nbytes=n, gather=Timing.single(n * 1e-6), reduce=Timing.single(n * 2e-6)
+        )
+        for n in (10**5, 10**6)
+    )
+    profile = Profile(
+        devices=tuple(profiles),
+        collectives=Collectives(source=Source.MEASURED, points=points),
+        overlap_slowdown=1.1,
+    )
+    cluster = Cluster(nodes=(Node(host="a", devices=tuple(devices)),))
+    return cluster, profile, int(rng.integers(4, 40))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
+    cluster, profile, batch = random_case(seed)
+    try:
+        solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
+    except PlanError:
+        for baseline in (even, compute_only, memory_only):
+            with pytest.raises(PlanError):
+                baseline(cluster, WORKLOAD, profile, global_batch_size=batch)
+        return
+    plan, predicted = solution.plan, solution.predicted
+    assert plan.global_batch_size == batch
+    assert CostModel(cluster, WORKLOAD, profile).predict(plan) == predicted
+    assert all(rank.fits for rank in predicted.ranks)
+    assert sum(rank.stored_numel for rank in predicted.ranks) >= WORKLOAD.numel
+    assert solution.lower_bound_s <= predicted.step_time_s * (1 + 1e-9)
+    assert solution.relative_gap <= 1e-3
+    for baseline in (even, compute_only, memory_only):
+        try:
+            simpler = baseline(cluster, WORKLOAD, profile, global_batch_size=batch)
+        except PlanError:
+            continue
+        assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
+
+
+def test_no_plan_by_hand_beats_the_bound() -> None:
+    cluster, profile, batch = random_case(4)
+    solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
+    model = CostModel(cluster, WORKLOAD, profile)
+    rng = np.random.default_rng(0)
+    size, num_fitting = cluster.world_size, 0
+    for _ in range(300):
+        batches = rng.multinomial(batch, rng.dirichlet(np.ones(size)))
+        plan = type(solution.plan).by_hand(
+            microbatch_sizes=[int(rng.integers(1, 9)) for _ in range(size)],
+            rank_batch_sizes=[int(b) for b in batches],
+            state_shares=[float(s) for s in rng.dirichlet(np.ones(size))],
+            recompute=[bool(rng.integers(2)) for _ in range(size)],
+        )
+        step = model.predict(plan)
+        if all(rank.fits for rank in step.ranks):
+            num_fitting += 1
+            assert step.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
+    assert num_fitting > 10
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    cluster, profile, batch = random_case(1)
+    plans = [find_plan(cluster, WORKLOAD, profile, global_batch_size=batch) for _ in range(2)]
+    assert plans[0].to_json() == plans[1].to_json()
+
+
+def test_demands_on_single_devices_are_met() -> None:
+    cluster, profile, batch = random_case(4)
+    whole = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
+    budget = whole.predicted.ranks[1].memory.total_bytes * 3 // 4
+    limits = {
+        0: DeviceLimits(rank_batch_size=2, recomputes=True),
+        1: DeviceLimits(memory_budget_bytes=budget, max_microbatch_size=1),
+    }
+    solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch, limits=limits)
+    first, second = solution.plan.ranks[:2]
+    assert first.rank_batch_size == 2
+    assert first.recomputed_units == ("*",)
+    assert solution.predicted.ranks[1].memory.total_bytes <= budget
+    assert set(second.microbatch_sizes) <= {1}
+    assert solution.predicted.step_time_s >= whole.lower_bound_s
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
+    cluster, profile, _ = random_case(4)
+    with pytest.raises(PlanError, match="Lower global_batch_size to ") as raised:
+        find_plan(cluster, WORKLOAD, profile, global_batch_size=5_000)
+    largest = int(str(raised.value).split("global_batch_size to ")[1].split(",")[0])
+    assert solve(cluster, WORKLOAD, profile, global_batch_size=largest).relative_gap < 0.01
+
+
+def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
+    device = DeviceSpec(kind="A", memory_capacity_bytes=STATE_BYTES // 2)
+    cluster = Cluster(nodes=(Node(host="a", devices=(device,)),))
+    _, profile, _ = random_case(0)
+    with pytest.raises(PlanError, match=r"the state of 0\.02 GiB does not fit"):
+        find_plan(cluster, WORKLOAD, profile, global_batch_size=1)
+
+
+# Published figures
+
+
+def published(model: str, dtype: str, devices: list[str]) -> list[list[list[float]]]:
+    """Milliseconds of each device: [slope, intercept] forward and backward, then lists."""
+    table = json.loads((SHARED_DATA / "cephalo" / "model_latencies.json").read_text())
+    return [table[model][device]["512"][dtype] for device in devices]
+
+
+@NEEDS_SHARED_DATA
+def test_the_published_instance_is_solved_to_its_optimum() -> None:
+    extra_ms, batch = 10.0, 64
+    groups = []
+    for entry in published("deepspeedgpt_2.7b", "float16", ["l4", "l4", "a6000", "p40"]):
+        (f_slope, f_start), (b_slope, b_start) = entry[:2]
+        rows = [(0, 0.0)]
+        for samples in range(1, batch + 1):
+            for size in range(1, samples + 1):
+                number = -(-samples // size)  # the last microbatch may be smaller
+                f = f_slope * samples + number * f_start
+                b = b_slope * samples + number * b_start + (number - 1) * extra_ms
+                rows.append((samples, f + (f + b)))
+        batches, cost_ms = np.array(rows).T
+        room = np.zeros(len(rows))
+        groups.append(Group(1, batches.astype(int), cost_ms[None], room, 0.0).sorted()[0])
+    found = search(Problem(tuple(groups), batch, 0.0))
+    assert round(found.value.objective_s, 4) <= 342.2968
+    assert found.relative_gap <= 1e-9
+
+
+def test_cephalos_programme_finds_the_best_of_whole_microbatches() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        tables = []
+        for _ in range(2):
+            per_size = np.cumsum(rng.uniform(0.5, 1.5, 5))
+            per_size[0] = 0.0
+            tables.append(per_size[:, None] * np.arange(9))
+        batch = int(rng.integers(3, 9))
+        choice = cephalo_choice(
+            tables, [np.zeros(5)] * 2, global_batch_size=batch, total_bytes=1.0
+        )
+        assert choice is not None
+        assert sum(each.size * each.number for each in choice) == batch
+        found = max(t[c.size, c.number] for t, c in zip(tables, choice, strict=True))
+        best = min(
+            max(tables[0][m, n], tables[1][p, q])
+            for m in range(1, 5)
+            for n in range(1, 9)
+            for p in range(1, 5)
+            for q in range(1, 9)
+            if m * n + p * q == batch
+        )
+        assert found == pytest.approx(best)

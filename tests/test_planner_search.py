@@ -1,0 +1,126 @@
+"""The search finds what exhaustive search finds, and its bound is true where it stops early."""
+
+import numpy as np
+import pytest
+
+from shardhet.planner.exact import best_choice
+from shardhet.planner.oracle import Oracle
+from shardhet.planner.problem import Group, Limits, Problem, fill_level
+from shardhet.planner.search import Effort, NothingFitsError, search
+from tests.planning_problems import BruteForce, random_problem, recomputed_objective
+
+NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100  # experiments/04_planner runs ten of these blocks
+
+
+def random_small(rng: np.random.Generator, i: int) -> Problem:
+    num_groups = int(rng.integers(2, 5))
+    return random_problem(
+        rng,
+        num_groups=num_groups,
+        num_devices=int(rng.integers(num_groups, 7)),
+        global_batch_size=int(rng.integers(4, 25)),
+        memory_binds=i % 2 == 0,
+        num_phases=1 if i % 3 == 0 else 2,
+        counts_optimizer=i % 5 > 0,
+    )
+
+
+@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+def test_the_search_equals_brute_force(block: int) -> None:
+    rng = np.random.default_rng(block)
+    num_solved = 0
+    for i in range(PROBLEMS_PER_BLOCK):
+        problem = random_small(rng, i)
+        try:
+            found = search(problem)
+        except NothingFitsError:
+            assert not BruteForce(problem, np.inf).was_reached
+            continue
+        num_solved += 1
+        objective = found.value.objective_s
+        choices = [(each.group, each.candidate, each.count) for each in found.choices]
+        assert recomputed_objective(problem, choices) == pytest.approx(objective, rel=1e-9)
+        brute = BruteForce(problem, objective * (1 + 1e-7))
+        assert brute.was_reached
+        assert brute.best == pytest.approx(objective, rel=1e-9)
+        assert found.relative_gap <= 1e-9
+    assert num_solved > 0.9 * PROBLEMS_PER_BLOCK
+
+
+def test_a_search_that_stops_early_states_a_true_bound() -> None:
+    gaps = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(
+            rng, num_groups=4, num_devices=14, global_batch_size=70, memory_binds=True
+        )
+        best = search(problem)
+        assert best.relative_gap <= 1e-9
+        early = search(problem, Effort(relative_gap=0.2))
+        hurried = search(problem, Effort(max_scanned=1, max_exact_additions=0))
+        for found in (early, hurried):
+            assert found.lower_bound_s <= best.value.objective_s * (1 + 1e-9)
+            assert found.value.objective_s >= best.value.objective_s * (1 - 1e-9)
+        assert early.relative_gap <= 0.2 + 1e-9
+        gaps += [early.relative_gap, hurried.relative_gap]
+    assert max(gaps) > 0.001
+
+
+def test_the_same_problem_gives_the_same_choices() -> None:
+    problem = random_small(np.random.default_rng(3), 0)
+    assert search(problem) == search(problem)
+
+
+def test_the_relaxation_never_denies_what_the_dynamic_programme_finds() -> None:
+    rng = np.random.default_rng(11)
+    outcomes = set()
+    for i in range(200):
+        problem = random_small(rng, i)
+        phases_s = tuple(
+            float(np.quantile(cost[np.isfinite(cost)], rng.uniform(0.05, 1)))
+            for cost in problem.costs
+        )
+        limits = Limits(phases_s)
+        choices = best_choice(problem, limits)
+        room = -np.inf
+        if choices is not None:
+            room = sum(problem.room[c.group, c.candidate] * c.count for c in choices)
+        fits = bool(room >= problem.state_numel)
+        oracle = Oracle(problem)
+        constructed = oracle.construct(limits)
+        outcomes.add((fits, oracle.is_feasible(limits), constructed is not None))
+    assert (True, False, False) not in outcomes
+    assert (True, False, True) not in outcomes
+    assert all(fits for fits, _, was_constructed in outcomes if was_constructed)
+    assert (True, True, True) in outcomes
+    assert (False, False, False) in outcomes
+
+
+def test_a_level_fills_exactly_what_is_demanded() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        size = int(rng.integers(1, 6))
+        room = rng.uniform(0, 10, size) * (rng.random(size) < 0.8)
+        rate = np.where(rng.random(size) < 0.2, np.inf, rng.uniform(0.1, 3, size))
+        number = rng.integers(1, 4, size).astype(float)
+        demand = rng.uniform(0, 1.1) * float(number @ room)
+        level = fill_level(room, rate, number, demand)
+        if float(number @ room) < demand:
+            assert level is None
+            continue
+        assert level is not None
+        with np.errstate(invalid="ignore"):
+            reached = np.where(np.isinf(rate), room, np.minimum(room, level * rate))
+        if level > 0:
+            assert float(number @ reached) == pytest.approx(demand)
+        else:
+            assert float(number @ reached) >= demand
+
+
+def test_devices_that_can_do_nothing_else_are_left_out() -> None:
+    slow = Group(2, np.array([0, 1]), np.array([[0.0, 9.0]]), np.array([0.0, 0.0]), 0.0)
+    fast = Group(1, np.array([0, 3, 4]), np.array([[0.0, 3.0, 4.0]]), np.full(3, 5.0), 0.0)
+    problem = Problem((slow.sorted()[0], fast.sorted()[0]), 4, 5.0)
+    found = search(problem)
+    assert found.value.objective_s == 4.0
+    assert [(each.group, each.count) for each in found.choices] == [(0, 2), (1, 1)]

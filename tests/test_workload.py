@@ -1,0 +1,137 @@
+"""What a workload counts: shapes, FLOPs and bytes, against the decoder that it describes."""
+
+import json
+
+import pytest
+
+from shardhet.workload import Unit, UnitKind, Workload
+
+SMALL = Workload.transformer(
+    num_layers=3,
+    width=128,
+    num_heads=4,
+    num_kv_heads=2,
+    hidden_width=320,
+    seq_len=64,
+    vocab_size=256,
+)
+
+
+def spoiled(**changes: object) -> dict[str, object]:
+    return {**json.loads(SMALL.to_json()), **changes}
+
+
+def test_a_workload_is_read_as_it_was_written() -> None:
+    assert Workload.from_json(SMALL.to_json()) == SMALL
+
+
+def test_the_analytic_decoder_is_the_one_that_is_trained() -> None:
+    torch = pytest.importorskip("torch", reason="compares with the model in torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from shardhet.models.decoder import Decoder, DecoderConfig
+
+    config = DecoderConfig(
+        vocab_size=256,
+        width=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        hidden_width=320,
+        seq_len=64,
+    )
+    with torch.device("meta"):
+        model = Decoder(config)
+        x_BTD = torch.empty(2, 64, 128, requires_grad=True)
+        targets_BT = torch.empty(2, 64, dtype=torch.long)
+    assert SMALL.numel == sum(param.numel() for param in model.parameters())
+    modules = {"embedding": model.embedding, "block": model.blocks[0], "head": model.head}
+    for name, module in modules.items():
+        shapes = [tuple(param.shape) for param in module.parameters()]
+        assert shapes == list(SMALL.kind_by_name[name].param_shapes)
+    for name, args in (("block", (x_BTD,)), ("head", (x_BTD, targets_BT))):
+        kind = SMALL.kind_by_name[name]
+        with FlopCounterMode(display=False) as forward:
+            output = modules[name](*args)
+        with FlopCounterMode(display=False) as backward:
+            (output[0] if name == "head" else output.sum()).backward()
+        assert forward.get_total_flops() == 2 * kind.forward_flops
+        assert backward.get_total_flops() == 2 * kind.backward_flops
+
+
+def test_activation_bytes_are_what_autograd_keeps() -> None:
+    torch = pytest.importorskip("torch", reason="compares with the model in torch")
+    from shardhet.models.decoder import Decoder, DecoderConfig
+
+    model = Decoder(
+        DecoderConfig(
+            vocab_size=256,
+            width=128,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=2,
+            hidden_width=320,
+            seq_len=64,
+        )
+    )
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    inputs = {"block": (torch.randn(2, 64, 128, requires_grad=True),)}
+    inputs["head"] = (*inputs["block"], torch.zeros(2, 64, dtype=torch.long))
+    rotation_bytes = 2 * 64 * 16 * 4  # sine and cosine, the same for every sample
+    loss_bytes = {"block": rotation_bytes, "head": 4}  # the head keeps its token count
+    for name, module in (("block", model.blocks[0]), ("head", model.head)):
+        kept: dict[int, tuple[int, object]] = {}
+
+        def keep(tensor: object, kept: dict[int, tuple[int, object]] = kept) -> object:
+            storage = tensor.untyped_storage()  # type: ignore[attr-defined]
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(*inputs[name])
+        kind = SMALL.kind_by_name[name]
+        of_targets = 2 * 64 * 8 if name == "head" else 0  # replaced by the masked ones
+        expected = 2 * (kind.input_bytes + kind.activation_bytes) - of_targets
+        assert sum(nbytes for nbytes, _ in kept.values()) == expected + loss_bytes[name]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"version": 2}, "version 2"),
+        ({"units": []}, "0 units"),
+        ({"units": [{"fqn": "a", "kind": "nothing"}]}, "nothing"),
+        ({"param_dtype": "int8"}, "param_dtype"),
+        ({"tokens_per_sample": 0}, "tokens_per_sample"),
+        ({"state_bytes_per_element": 1.5}, "state_bytes_per_element"),
+        ({"kinds": 3}, "kinds"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_a_spoiled_workload_is_refused_by_field(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as raised:
+        Workload.from_json(json.dumps(spoiled(**changes)), source="w.json")
+    assert str(raised.value).startswith("w.json")
+
+
+def test_kinds_may_not_hold_negative_figures() -> None:
+    with pytest.raises(ValueError, match="input_bytes"):
+        UnitKind(
+            name="x",
+            param_shapes=((3,),),
+            forward_flops=1,
+            backward_flops=1,
+            input_bytes=-1,
+            activation_bytes=0,
+            transient_bytes=0,
+        )
+
+
+def test_the_root_holds_parameters_and_computes_nothing() -> None:
+    workload = Workload(
+        kinds=SMALL.kinds,
+        units=(Unit(fqn="blocks.0", kind="block"), Unit(fqn="", kind="head")),
+    )
+    assert workload.num_units_by_kind == {"embedding": 0, "block": 1, "head": 0}
+    assert workload.numel == SMALL.kind_by_name["block"].numel + 128 + 256 * 128
