@@ -17,7 +17,9 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -25,12 +27,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.distributed import Channel, LostPeerError
+from shardhet.layout import Span
 from shardhet.messages import Pending, Work, pieces_of, wait_all
 
 ADDRESS_TAG = 1
 DONE_TAG = 2
 CHUNK_BYTES = 256 * 1024  # stays in a core's cache from being read to being added
+SMALLEST_SHARED_BYTES = 2**23  # of a shard that two threads add up: the largest comes last
 SMALLEST_BYTES = 64 * 1024  # of a whole collective; below that messages cost less
+
+
+# It never waits for a peer, so a program that ends may join it.
+_second_hand = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardhet adder")
 
 
 class _IoVec(ctypes.Structure):
@@ -133,25 +141,42 @@ def reduce(
 
     def add_all() -> None:
         addresses = {position: offer() + first for position, offer in offers.items()}
-        scratch = torch.empty(CHUNK_BYTES // output.element_size(), dtype=output.dtype)
-        for start in range(0, output.numel(), scratch.numel()):
-            chunk = output[start : start + scratch.numel()]
-            for i, position in enumerate(contributors):  # in plan order
-                if position == channel.position:
-                    assert own is not None
-                    part = own[start : start + chunk.numel()]
-                else:
-                    part = scratch[: chunk.numel()] if i else chunk
-                    offset = start * output.element_size()
-                    call.read(position, addresses[position] + offset, part)
-                if i:
-                    chunk.add_(part)
-                elif part is not chunk:
-                    chunk.copy_(part)
+        add = partial(_add, call, output, own, addresses, contributors)
+        middle = output.numel() // 2 if output.nbytes >= SMALLEST_SHARED_BYTES else 0
+        halves = [_second_hand.submit(add, Span(0, middle))] if middle else []
+        add(Span(middle, output.numel()))
+        for half in halves:
+            half.result()
         for position in offers:
             call.acknowledge(position)
 
     return call.pending(add_all)
+
+
+def _add(
+    call: "_Call",
+    output: Tensor,
+    own: Tensor | None,  # this rank's contribution to it
+    addresses: Mapping[int, int],  # of the others' contributions to it, by position
+    contributors: Sequence[int],
+    span: Span,
+) -> None:
+    """Sum the contributions to ``span`` of the output, in plan order."""
+    scratch = torch.empty(CHUNK_BYTES // output.element_size(), dtype=output.dtype)
+    for start in range(span.start, span.stop, scratch.numel()):
+        chunk = output[start : min(span.stop, start + scratch.numel())]
+        for i, position in enumerate(contributors):
+            if position == call.position:
+                assert own is not None
+                part = own[start : start + chunk.numel()]
+            else:
+                part = scratch[: chunk.numel()] if i else chunk
+                offset = start * output.element_size()
+                call.read(position, addresses[position] + offset, part)
+            if i:
+                chunk.add_(part)
+            elif part is not chunk:
+                chunk.copy_(part)
 
 
 class _Call:
@@ -160,6 +185,7 @@ class _Call:
     def __init__(self, channel: Channel, tensor: Tensor) -> None:
         assert channel.group is not None
         assert channel.pids is not None
+        self.position = channel.position
         self._channel = channel
         self._group = channel.group
         self._pids = channel.pids

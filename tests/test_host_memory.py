@@ -78,7 +78,7 @@ def test_collectives_give_the_same_bits(world_size: int, kind: str) -> None:
     assert sum(run_ranks(read_all, world_size, cases, kind)) > 0
 
 
-def sum_many_chunks(rank: int) -> None:
+def sum_many_chunks(rank: int, smallest_shared_bytes: int) -> None:
     numel = 3 * host_memory.CHUNK_BYTES // 8 + 5
     seats = (1, 0)
     channel = Channel(
@@ -86,14 +86,16 @@ def sum_many_chunks(rank: int) -> None:
     )
     full = torch.arange(2 * numel, dtype=torch.float64) * (rank + 1)
     output = torch.empty(numel, dtype=torch.float64)
-    pending = host_memory.reduce(output, full, (numel, numel), channel, (0, 1))
-    test_collectives.finish(pending)
+    with mock.patch.object(host_memory, "SMALLEST_SHARED_BYTES", smallest_shared_bytes):
+        pending = host_memory.reduce(output, full, (numel, numel), channel, (0, 1))
+        test_collectives.finish(pending)
     expected = torch.arange(2 * numel, dtype=torch.float64).split(numel)[channel.position] * 3
     assert torch.equal(output, expected)
 
 
-def test_long_shards_are_summed_chunk_by_chunk() -> None:
-    run_ranks(sum_many_chunks, 2)
+@pytest.mark.parametrize("smallest_shared_bytes", [0, 2**40], ids=["two threads", "one"])
+def test_long_shards_are_summed_chunk_by_chunk(smallest_shared_bytes: int) -> None:
+    run_ranks(sum_many_chunks, 2, smallest_shared_bytes)
 
 
 def train_by_memory(rank: int, world_size: int, block: int) -> None:
