@@ -129,7 +129,7 @@ class Environment:
     """What a number was measured on."""
 
     date: str  # UTC
-    commit: str  # with "-dirty" where the working tree differed
+    commit: str  # with "-dirty" where programs differ from it
     cpu: str
     num_cores: int
     memory_gib: float
@@ -175,16 +175,18 @@ def _cpu_model() -> str:
 
 def _commit() -> str:
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--", "*.py", "*.toml")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return described.stdout.strip()
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
 
 
 # Numbers
