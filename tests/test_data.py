@@ -12,6 +12,7 @@ from shardhet.data import (
     Corpus,
     GlobalBatches,
     PySource,
+    TextDir,
     TokenBatch,
     deal,
     held_out_windows,
@@ -107,6 +108,26 @@ def test_cache_outlives_the_sources(tmp_path: Path) -> None:
     assert PySource(root=root).load(cache_dir).digest == first.digest
     assert PySource(root=root).load().digest != first.digest
     assert [path.name for path in cache_dir.iterdir()] == ["py_source.npz"]
+
+
+def test_a_folder_of_text_is_mapped_from_token_files(tmp_path: Path) -> None:
+    root, cache_dir = tmp_path / "text", tmp_path / "tokens"
+    root.mkdir()
+    for i in range(100):
+        (root / f"page_{i}.md").write_text(f"page {i}\n")
+    (root / "page_1.txt").write_text("not asked for")
+    first = TextDir(root=root, pattern="*.md").load(cache_dir)
+    assert isinstance(first.train, np.memmap)
+    assert first.train.size + first.held_out.size == 100 * 8 - 10 + 100
+    (root / "page_0.md").write_text("changed")
+    assert TextDir(root=root, pattern="*.md").load(cache_dir).digest == first.digest
+    assert sorted(path.name for path in cache_dir.iterdir()) == ["held_out.npy", "train.npy"]
+
+
+def test_a_pattern_that_leaves_nothing_is_refused_with_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"0 files fit '\*\.md'"):
+        TextDir(root=tmp_path, pattern="*.md").load(tmp_path / "tokens")
 
 
 def test_targets_are_the_tokens_moved_by_one() -> None:

@@ -1,0 +1,69 @@
+"""What is shown of a run: lines in a file, a table on a terminal."""
+
+import io
+
+from rich.console import Console
+
+from shardhet.apps.display import Display, device_table, microbatches
+from shardhet.plan import Plan
+from shardhet.trainer import DeviceUse, StepMetrics
+
+PLAN = Plan.by_hand(
+    microbatch_sizes=[8, 2, 0], rank_batch_sizes=[24, 5, 0], state_shares=[0.5, 0.2, 0.3]
+)
+USES = tuple(
+    DeviceUse(busy_share=0.1 * i, waiting_share=0.5, peak_memory_bytes=2**29) for i in range(3)
+)
+BUDGETS_BYTES = [2**30] * 3
+
+
+def shown(*, is_terminal: bool) -> str:
+    """All that a run of four steps and one look prints."""
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120, record=True)
+    with Display(
+        PLAN, BUDGETS_BYTES, num_steps=4, log_every=2, target_name="tokens", console=console
+    ) as display:
+        for step in range(1, 5):
+            display.show_step(
+                StepMetrics(
+                    step=step,
+                    mean_loss=None if step == 4 else 5.0 - step,
+                    grad_norm=0.5,
+                    learning_rate=1e-3,
+                    num_targets=300,
+                    step_time_s=30.0,
+                )
+            )
+        display.show_devices(USES)
+        display.show_score(4, "bits per byte", 3.5, {"bigram table": 3.6})
+    return console.export_text()
+
+
+def test_lines_in_a_file_say_everything_once() -> None:
+    lines = shown(is_terminal=False).splitlines()
+    assert lines == [
+        "step     2 of 4   loss 3.0000   grad norm 0.50   lr 1.00e-03   10 tokens/s   "
+        "30000 ms/step   1:00 left",
+        "step     4 of 4   loss none   grad norm 0.50   lr 1.00e-03   10 tokens/s   "
+        "30000 ms/step   0:00 left",
+        "  devices   0: 0% busy 50% waiting   "
+        "1: 10% busy 50% waiting   2: 20% busy 50% waiting",
+        "step     4   held-out 3.500 bits per byte   (bigram table 3.600)",
+    ]
+
+
+def test_a_terminal_shows_devices_in_its_table_alone() -> None:
+    assert "  devices   " not in shown(is_terminal=True)
+
+
+def test_the_table_says_what_each_device_does() -> None:
+    console = Console(file=io.StringIO(), width=120, record=True)
+    console.print(device_table(PLAN, USES, BUDGETS_BYTES))
+    text = console.export_text()
+    assert "| 1 device |    2 x 2 + 1 |   20% |  10% |     50% | 0.50 of 1.0 GiB |" in text
+    console.print(device_table(PLAN, (), BUDGETS_BYTES))
+    assert "busy" not in console.export_text()  # not known before the first look
+
+
+def test_microbatches_are_written_as_sums() -> None:
+    assert [microbatches(rank) for rank in PLAN.ranks] == ["3 x 8", "2 x 2 + 1", "none"]
