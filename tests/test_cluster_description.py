@@ -11,7 +11,7 @@ from shardhet.workload import Workload
 
 pytest.importorskip("yaml", reason="descriptions by hand are YAML")
 
-DESCRIBED = Path(__file__).parent.parent / "conf" / "described_cluster"
+DESCRIBED = Path(__file__).parent.parent / "conf" / "cluster" / "described"
 
 TEXT = """
 version: 1

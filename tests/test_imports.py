@@ -31,7 +31,7 @@ PLAN_BY_SEARCH = """
 from shardhet import Cluster, Workload, find_plan, simulate
 from shardhet.derive import derive_profile
 
-cluster = Cluster.load("conf/described_cluster/rtx4090_2x3090.yaml")
+cluster = Cluster.load("conf/cluster/described/rtx4090_2x3090.yaml")
 workload = Workload.transformer(
     num_layers=4, width=256, num_heads=4, seq_len=128, vocab_size=1000, param_dtype="bfloat16"
 )

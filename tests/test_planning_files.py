@@ -15,7 +15,7 @@ from shardhet.profiles import Profile
 from shardhet.workload import Workload
 
 CLUSTER = Cluster.load(
-    Path(__file__).parent.parent / "conf" / "described_cluster" / "rtx4090_2x3090.yaml"
+    Path(__file__).parent.parent / "conf" / "cluster" / "described" / "rtx4090_2x3090.yaml"
 )
 WORKLOAD = Workload.transformer(
     num_layers=2, width=64, num_heads=2, seq_len=32, vocab_size=100, param_dtype="bfloat16"

@@ -1,7 +1,7 @@
 """With nothing uneven, is HetFSDP as fast and as lean as what stock PyTorch offers?
 
-PYTHONPATH=. python experiments/02_even_against_fsdp2/run.py            about 7 minutes
-PYTHONPATH=. python experiments/02_even_against_fsdp2/run.py --quick    under a minute
+PYTHONPATH=. python experiments/02_even_against_fsdp2/run.py            about 9 minutes
+PYTHONPATH=. python experiments/02_even_against_fsdp2/run.py --quick    one or two minutes
 """
 
 import argparse
