@@ -1,7 +1,6 @@
 """Who computes what and who stores what: where planning ends and training starts."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardhet.cluster import DeviceSpec
+from shardhet.fields import Fields
 
 PLAN_VERSION = 1
 SHARES_TOLERANCE = 1e-6  # hand-written thirds need not sum to one in the last digit
@@ -233,18 +233,18 @@ class Plan:
             raise ValueError(
                 f"{source}: not JSON ({error}). Write it with Plan.save."
             ) from None
-        fields = _Fields(document, source)
+        fields = Fields(document, source)
         if fields.take("version", int) != PLAN_VERSION:
             raise ValueError(
                 f"{source}: version {document['version']} but this program reads version "
                 f"{PLAN_VERSION}. Make the plan again with this version of shardhet."
             )
         ranks = tuple(
-            _rank_from(_Fields(entry, f"{source}: ranks[{i}]"))
+            _rank_from(Fields(entry, f"{source}: ranks[{i}]"))
             for i, entry in enumerate(fields.take("ranks", list))
         )
         units = tuple(
-            _unit_from(_Fields(entry, f"{source}: units[{i}]"))
+            _unit_from(Fields(entry, f"{source}: units[{i}]"))
             for i, entry in enumerate(fields.take("units", list))
         )
         reshard_after_forward = fields.take("reshard_after_forward", bool)
@@ -268,48 +268,7 @@ class Plan:
         return cls.from_json(text, source=str(path))
 
 
-class _Fields:
-    """A JSON object whose fields are taken one by one, each with a check that names it."""
-
-    def __init__(self, entry: Any, where: str) -> None:
-        if not isinstance(entry, dict):
-            raise ValueError(f"{where}: {entry!r} but must be an object with named fields.")
-        self._entry = entry
-        self.where = where
-        self._taken: list[str] = []
-
-    def take(self, key: str, kind: type) -> Any:
-        self._taken.append(key)
-        if key not in self._entry:
-            raise ValueError(f"{self.where}: field {key!r} is missing. Add it.")
-        value = self._entry[key]
-        if kind is float and type(value) is int and abs(value) <= sys.maxsize:
-            return float(value)
-        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise ValueError(
-                f"{self.where}: {key} is {value!r} but must be of type {kind.__name__}."
-            )
-        return value
-
-    def take_tuple(self, key: str, kind: type) -> tuple[Any, ...]:
-        values = self.take(key, list)
-        for value in values:
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ValueError(
-                    f"{self.where}: {key} holds {value!r} but its entries must be of type "
-                    f"{kind.__name__}."
-                )
-        return tuple(values)
-
-    def refuse_unknown(self) -> None:
-        unknown = sorted(set(self._entry) - set(self._taken))
-        if unknown:
-            raise ValueError(
-                f"{self.where}: unknown fields {unknown}. Known fields: {self._taken}."
-            )
-
-
-def _rank_from(fields: _Fields) -> RankPlan:
+def _rank_from(fields: Fields) -> RankPlan:
     rank = RankPlan(
         microbatch_sizes=fields.take_tuple("microbatch_sizes", int),
         state_share=fields.take("state_share", float),
@@ -320,7 +279,7 @@ def _rank_from(fields: _Fields) -> RankPlan:
     return rank
 
 
-def _device_from(fields: _Fields) -> DeviceSpec:
+def _device_from(fields: Fields) -> DeviceSpec:
     stated = fields.take("device", dict)
     try:
         return DeviceSpec.from_dict(stated)
@@ -328,7 +287,7 @@ def _device_from(fields: _Fields) -> DeviceSpec:
         raise ValueError(f"{fields.where}: {error}") from None
 
 
-def _unit_from(fields: _Fields) -> PlannedUnit:
+def _unit_from(fields: Fields) -> PlannedUnit:
     unit = PlannedUnit(fqn=fields.take("fqn", str), numel=fields.take("numel", int))
     fields.refuse_unknown()
     return unit

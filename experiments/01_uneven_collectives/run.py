@@ -1,6 +1,6 @@
 """How fast are uneven all-gather and reduce-scatter, against gloo's own even ones?
 
-PYTHONPATH=. python experiments/01_uneven_collectives/run.py            about 4 minutes
+PYTHONPATH=. python experiments/01_uneven_collectives/run.py            two to four minutes
 PYTHONPATH=. python experiments/01_uneven_collectives/run.py --quick    under a minute
 """
 
