@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet import host_memory
+from shardhet.buffers import BufferPool
 from shardhet.distributed import Channel
 from shardhet.messages import Messages, Pending, pieces_of
 
@@ -39,7 +40,7 @@ def all_gather_uneven(
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
     _check_splits(shard, output, split_numels, channel)
-    algorithm = _algorithms(channel, shard, sum(split_numels)).gather
+    algorithm = _algorithms(channel, shard.device).gather
     return algorithm(output, shard, split_numels, channel, receivers)
 
 
@@ -50,7 +51,7 @@ def reduce_scatter_uneven(
     *,
     channel: Channel,
     contributors: Sequence[int],
-    scratch: "BufferPool",
+    scratch: BufferPool,
 ) -> Pending:
     """Sum the contributors' ``full`` and keep this rank's part of the sum in ``output``.
 
@@ -58,45 +59,8 @@ def reduce_scatter_uneven(
     themselves: as far as they promise it).  ``full`` is read until ``wait_sent`` returns.
     """
     _check_splits(output, full, split_numels, channel)
-    algorithm = _algorithms(channel, output, sum(split_numels)).reduce
+    algorithm = _algorithms(channel, output.device).reduce
     return algorithm(output, full, split_numels, channel, contributors, scratch)
-
-
-class BufferPool:
-    """Flat host tensors lent out again and again.
-
-    Touching fresh host memory costs as much as receiving into it (128 MiB reduced in 110 ms
-    with reused buffers, in 234 ms with fresh ones).  On an accelerator the caching allocator
-    does the same job, so nothing is kept.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}  # by address
-
-    def lend(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of ``numel`` elements with arbitrary content."""
-        fitting = [
-            buffer
-            for buffer in self._free
-            if buffer.dtype == dtype and numel <= buffer.numel() <= numel + numel // 4 + 1024
-        ]
-        if device.type != "cpu" or numel == 0:
-            return torch.empty(numel, dtype=dtype, device=device)
-        buffer = min(fitting, key=Tensor.numel) if fitting else torch.empty(numel, dtype=dtype)
-        self._free = [other for other in self._free if other is not buffer]
-        self._lent[buffer.data_ptr()] = buffer
-        return buffer[:numel]
-
-    def take_back(self, tensor: Tensor) -> None:
-        """``tensor``, as ``lend`` returned it, is not used any more."""
-        buffer = self._lent.pop(tensor.data_ptr(), None)
-        if buffer is not None:
-            self._free.append(buffer)
-
-    def release(self) -> None:
-        """Give the free buffers back to the system."""
-        self._free.clear()
 
 
 def _gather_by_send_recv(
@@ -294,13 +258,13 @@ _ALGORITHMS = {
 }
 
 
-def _algorithms(channel: Channel, tensor: Tensor, numel: int) -> _Algorithms:
+def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
     if channel.group is None:
         return _SEND_RECV  # with nobody to send to
-    if host_memory.is_worth_it(channel, numel * tensor.element_size(), tensor.device):
+    if channel.neighbours is not None and device.type == "cpu":
         return _HOST_MEMORY
-    backend = channel.group._get_backend(tensor.device).name()
-    key = (backend, tensor.device.type)
+    backend = channel.group._get_backend(device).name()
+    key = (backend, device.type)
     if key not in _ALGORITHMS:
         raise ValueError(
             f"No uneven collectives for backend {backend!r} with {key[1]!r} tensors; there are "

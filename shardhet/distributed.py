@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
@@ -17,15 +16,12 @@ import torch
 import torch.distributed as dist
 
 from shardhet.cluster import DeviceSpec
+from shardhet.neighbours import LostPeerError, Neighbours, is_running
 from shardhet.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
 COLLECTIVE_CALLS = ("model(...)", "model.backward", "clip_grad_norm_", "state_dict", "exchange")
-
-
-class LostPeerError(RuntimeError):
-    """A collective ended because another rank is gone; the cause is known elsewhere."""
 
 
 # All records that keep process groups alive, see _let_go_of_groups.
@@ -57,7 +53,7 @@ class Channel:
     group: dist.ProcessGroup | None
     rank_by_position: tuple[int, ...]  # ranks within ``group``
     position: int  # this process's own
-    pids: tuple[int, ...] | None = None  # by position, if each may read the others' memory
+    neighbours: Neighbours | None = None  # the same processes, if they share memory
 
     def __post_init__(self) -> None:
         _holders.append(ref(self, _holders.remove))
@@ -96,6 +92,10 @@ class Channel:
         """Every process's ``row``, [n], stacked by position to [world_size, n]."""
         if self.group is None:
             return row[None]
+        if self.neighbours is not None and row.device.type == "cpu":
+            rows = self.neighbours.exchange(row.tolist())
+            ordered = [rows[rank] for rank in self.rank_by_position]
+            return torch.tensor(ordered, dtype=row.dtype)
         gathered = [torch.empty_like(row) for _ in self.rank_by_position]
         try:
             dist.all_gather(gathered, row, group=self.group)
@@ -126,6 +126,8 @@ class Communicators:
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    # For each of the three, where all processes of the group share a host's memory.
+    neighbours: tuple[Neighbours, ...] | None = None
 
     def __post_init__(self) -> None:
         _holders.append(ref(self, _holders.remove))
@@ -142,18 +144,36 @@ class Communicators:
         made = _made_by_group.setdefault(group, {})
         if device.type not in made:
             made[device.type] = _make_groups(group, device)
-        gather, reduce, control = made[device.type]
-        return cls(gather=gather, reduce=reduce, control=control or group)
+        gather, reduce, control, neighbours = made[device.type]
+        return cls(
+            gather=gather, reduce=reduce, control=control or group, neighbours=neighbours
+        )
+
+    def channels(self, seats: tuple[int, ...], rank: int) -> list[Channel]:
+        """For gathers, for reductions and for agreements, in the order of ``seats``."""
+        groups = (self.gather, self.reduce, self.control)
+        position = seats.index(rank)
+        return [
+            Channel(group, seats, position, neighbours)
+            for group, neighbours in zip(groups, self.neighbours or (None,) * 3, strict=True)
+        ]
 
     def break_connections(self) -> None:
         """End every collective that any peer waits in, now or later, with an error."""
+        for each in self.neighbours or ():
+            each.give_up()
         for group in (self.gather, self.reduce, self.control):
             if group is not None:
                 _break(group)
 
 
 # None for the control group where the given group can serve: the value must not keep its key.
-_Groups = tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup | None]
+_Groups = tuple[
+    dist.ProcessGroup,
+    dist.ProcessGroup,
+    dist.ProcessGroup | None,
+    tuple[Neighbours, ...] | None,
+]
 _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
 
 
@@ -166,11 +186,12 @@ def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
 
     gather, reduce = new_group(backend), new_group(backend)
     if backend == "gloo":
-        return gather, reduce, None
+        is_on_host = device.type == "cpu"
+        return gather, reduce, None, Neighbours.meet(group, 3) if is_on_host else None
     for each in (gather, reduce):
         # NCCL wants all ranks in a communicator's first call; later ones may be of pairs.
         dist.all_reduce(torch.zeros(1, device=device), group=each)
-    return gather, reduce, new_group("gloo")
+    return gather, reduce, new_group("gloo"), None
 
 
 def _break(group: dist.ProcessGroup) -> None:
@@ -270,13 +291,7 @@ class Lifeline:
     def _is_known_to_run(self, position: int) -> bool:
         """Whether the rank is a living process of this host, busy with something else."""
         host, pid = json.loads(self._store.get(f"shardhet_process_{position}"))
-        if host != socket.gethostname():
-            return False
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] not in "ZX"  # neither zombie nor dead
+        return host == socket.gethostname() and is_running(pid)
 
     @property
     def _store(self) -> Any:  # a rendezvous store; torch does not export its type
@@ -309,17 +324,16 @@ class Members:
         communicators = Communicators.over(group, device)
         ranks = tuple(range(1 if group is None else group.size()))
         rank = 0 if group is None else group.rank()
-        hello = Channel(communicators.control, ranks, rank)
+        *_, hello = communicators.channels(ranks, rank)
         with Lifeline(communicators, hello, [f"rank {r}" for r in ranks]).guard():
             announced = hello.exchange_objects(device_spec or local_device_spec(device))
             check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
             seats = match_devices([each.device for each in plan.ranks], announced)
-        position = seats.index(rank)
-        control = Channel(communicators.control, seats, position)
+        gather, reduce, control = communicators.channels(seats, rank)
         names = [f"rank {r} ({announced[r]})" for r in seats]
         return cls(
-            gather=Channel(communicators.gather, seats, position),
-            reduce=Channel(communicators.reduce, seats, position),
+            gather=gather,
+            reduce=reduce,
             control=control,
             lifeline=Lifeline(communicators, control, names),
         )

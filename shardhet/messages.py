@@ -7,7 +7,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.distributed import Channel, LostPeerError
+from shardhet.distributed import Channel
+from shardhet.neighbours import LostPeerError
 
 
 class Work(Protocol):

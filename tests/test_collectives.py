@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet import collectives
-from shardhet.collectives import BufferPool, Pending, all_gather_uneven, reduce_scatter_uneven
+from shardhet.buffers import BufferPool
+from shardhet.collectives import Pending, all_gather_uneven, reduce_scatter_uneven
 from shardhet.distributed import Channel
 from tests.worlds import run_ranks
 

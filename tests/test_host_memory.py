@@ -1,9 +1,9 @@
 """Reading each other's memory gives what messages give, and fails as they do."""
 
+import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet import HetFSDP, Plan, host_memory
-from shardhet.collectives import BufferPool
+from shardhet import HetFSDP, Plan, collectives, host_memory
+from shardhet.buffers import BufferPool
 from shardhet.distributed import Channel
-from shardhet.host_memory import find_readable_pids
+from shardhet.neighbours import NUM_PLACES, ROW_WORDS, Neighbours
+from shardhet.shared_memory import Arena, PeerArena
 from tests import test_collectives, test_deaths, test_parity
+from tests.hosts import on_different_hosts
 from tests.test_bad_input import PLAN
 from tests.worlds import rank_cache, run_ranks, run_ranks_expecting_failure
 
@@ -26,35 +28,25 @@ WORLD_SIZES = [2, 3, 4]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 
 
-@contextmanager
-def whatever_the_length() -> Iterator[None]:
-    """Tests are small, and small tensors travel as messages."""
-    with mock.patch.object(host_memory, "SMALLEST_BYTES", 0):
-        yield
-
-
-def pids(world_size: int) -> tuple[int, ...]:
-    """By rank; asked for once per world."""
-    if "pids" not in rank_cache():
-        everybody = Channel(dist.group.WORLD, tuple(range(world_size)), dist.get_rank())
-        rank_cache()["pids"] = find_readable_pids(everybody, CPU)
-    found: tuple[int, ...] = rank_cache()["pids"]
-    return found
+def neighbours() -> Neighbours:
+    """Met once per world."""
+    if "neighbours" not in rank_cache():
+        assert dist.group.WORLD is not None
+        rank_cache()["neighbours"] = Neighbours.meet(dist.group.WORLD)
+    met: tuple[Neighbours] = rank_cache()["neighbours"]
+    return met[0]
 
 
 def read_all(rank: int, cases: list[test_collectives.Case], kind: str) -> int:
     """The collectives' own tests, by another way; how often memory was read."""
-    by_rank = pids(len(cases[0].split_numels))
-    channel_of = test_collectives.Case.channel
+    channel_of, forget = test_collectives.Case.channel, PeerArena.forget
 
-    def with_pids(case: test_collectives.Case, rank: int) -> Channel:
-        channel = channel_of(case, rank)
-        return replace(channel, pids=tuple(by_rank[r] for r in channel.rank_by_position))
+    def among_neighbours(case: test_collectives.Case, rank: int) -> Channel:
+        return replace(channel_of(case, rank), neighbours=neighbours())
 
     with (
-        whatever_the_length(),
-        mock.patch.object(test_collectives.Case, "channel", with_pids),
-        mock.patch.object(host_memory, "read_memory", wraps=host_memory.read_memory) as read,
+        mock.patch.object(test_collectives.Case, "channel", among_neighbours),
+        mock.patch.object(PeerArena, "forget", autospec=True, side_effect=forget) as read,
     ):
         for case in cases:
             if kind == "gather":
@@ -78,46 +70,74 @@ def test_collectives_give_the_same_bits(world_size: int, kind: str) -> None:
     assert sum(run_ranks(read_all, world_size, cases, kind)) > 0
 
 
-def sum_many_chunks(rank: int, smallest_shared_bytes: int) -> None:
+def sum_many_chunks(rank: int) -> None:
     numel = 3 * host_memory.CHUNK_BYTES // 8 + 5
-    seats = (1, 0)
-    channel = Channel(
-        dist.group.WORLD, seats, seats.index(rank), tuple(pids(2)[r] for r in seats)
-    )
-    full = torch.arange(2 * numel, dtype=torch.float64) * (rank + 1)
+    seats = (1, 2, 0)
+    channel = Channel(dist.group.WORLD, seats, seats.index(rank), neighbours())
+    full = torch.arange(3 * numel, dtype=torch.float64) * (rank + 1)
     output = torch.empty(numel, dtype=torch.float64)
-    with mock.patch.object(host_memory, "SMALLEST_SHARED_BYTES", smallest_shared_bytes):
-        pending = host_memory.reduce(output, full, (numel, numel), channel, (0, 1))
-        test_collectives.finish(pending)
-    expected = torch.arange(2 * numel, dtype=torch.float64).split(numel)[channel.position] * 3
+    pending = host_memory.reduce(output, full, [numel] * 3, channel, (0, 1, 2))
+    test_collectives.finish(pending)
+    expected = torch.arange(3 * numel, dtype=torch.float64).split(numel)[channel.position] * 6
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("smallest_shared_bytes", [0, 2**40], ids=["two threads", "one"])
-def test_long_shards_are_summed_chunk_by_chunk(smallest_shared_bytes: int) -> None:
-    run_ranks(sum_many_chunks, 2, smallest_shared_bytes)
+def test_long_shards_are_summed_chunk_by_chunk() -> None:
+    run_ranks(sum_many_chunks, 3)
 
 
-def train_by_memory(rank: int, world_size: int, block: int) -> None:
-    with whatever_the_length():
-        test_parity._run_block(rank, world_size, block)
+def overtake(rank: int) -> None:
+    """Rank 0 begins more collectives than there are places before rank 1 reads the first."""
+    channel = Channel(dist.group.WORLD, (0, 1), rank, neighbours())
+    shards = [torch.full((8,), float(i)) for i in range(2 * NUM_PLACES)]
+    started = []
+    if rank == 1:
+        time.sleep(0.3)
+    for shard in shards:
+        output = torch.empty(8) if rank == 1 else None
+        own = shard if rank == 0 else torch.empty(0)
+        pending = host_memory.gather(output, own, (8, 0), channel, (1,))
+        started.append((pending, output, shard))
+    for pending, output, shard in started:
+        test_collectives.finish(pending)
+        assert output is None or torch.equal(output, shard)
 
 
-@pytest.mark.parametrize("block", [0, 1])
+def test_more_collectives_than_places_may_be_under_way() -> None:
+    run_ranks(overtake, 2)
+
+
+def exchange_rows(rank: int) -> None:
+    for numel in (0, 1, ROW_WORDS, 2 * ROW_WORDS + 3):
+        for _ in range(3):
+            rows = neighbours().exchange([float(rank + i) for i in range(numel)])
+            assert rows == [[float(other + i) for i in range(numel)] for other in range(3)]
+
+
+def test_rows_of_any_length_are_exchanged() -> None:
+    run_ranks(exchange_rows, 3)
+
+
+def train_by_messages(rank: int, world_size: int) -> None:
+    with on_different_hosts():
+        test_parity._run_block(rank, world_size, 2)
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_is_as_exact(world_size: int, block: int) -> None:
-    run_ranks(train_by_memory, world_size, world_size, block)
+def test_training_across_hosts_is_as_exact(world_size: int) -> None:
+    run_ranks(train_by_messages, world_size, world_size)
 
 
-def die_by_memory(rank: int, misdeed: test_deaths.Misdeed) -> None:
-    with whatever_the_length():
+def die_by_messages(rank: int, misdeed: test_deaths.Misdeed) -> None:
+    with on_different_hosts():
         test_deaths.train_until(rank, misdeed, PLAN)
 
 
+@pytest.mark.parametrize("deed", ["kill", "exit"])
 @pytest.mark.parametrize("place", ["forward", "backward", "between"])
-def test_a_death_is_told_as_soon(place: Any) -> None:
-    misdeed = test_deaths.Misdeed(deed="kill", place=place)
-    outcomes = run_ranks_expecting_failure(die_by_memory, 3, misdeed)
+def test_a_death_on_another_host_is_told_as_soon(place: Any, deed: Any) -> None:
+    misdeed = test_deaths.Misdeed(deed=deed, place=place)
+    outcomes = run_ranks_expecting_failure(die_by_messages, 3, misdeed)
     test_deaths.check_death(outcomes, misdeed)
 
 
@@ -125,25 +145,60 @@ def refuse(*_: object) -> None:
     raise PermissionError("not permitted")
 
 
-def ask_where_one_may_not(rank: int) -> object:
-    everybody = Channel(dist.group.WORLD, (0, 1, 2), rank)
+def ask_where_one_may_not(rank: int) -> bool:
+    assert dist.group.WORLD is not None
     if rank != 1:
-        return find_readable_pids(everybody, CPU)
-    with mock.patch.object(host_memory, "read_memory", refuse):
-        return find_readable_pids(everybody, CPU)
+        return Neighbours.meet(dist.group.WORLD) is None
+    with (
+        mock.patch("shardhet.neighbours._peers", {}),
+        mock.patch("shardhet.neighbours.PeerArena", refuse),
+    ):
+        return Neighbours.meet(dist.group.WORLD) is None
 
 
 def test_all_send_messages_where_one_may_not_read() -> None:
-    assert run_ranks(ask_where_one_may_not, 3) == [None, None, None]
+    assert run_ranks(ask_where_one_may_not, 3) == [True, True, True]
 
 
 def test_alone_or_on_an_accelerator_nothing_is_read() -> None:
     alone = Channel(None, (0,), 0)
-    assert find_readable_pids(alone, CPU) is None
-    assert not host_memory.is_worth_it(alone, 2**30, CPU)
-    several = Channel(None, (0, 1), 0, pids=(1, 2))
-    assert not host_memory.is_worth_it(several, 2**30, torch.device("cuda"))
-    assert host_memory.is_worth_it(several, 2**30, CPU)
+    assert collectives._algorithms(alone, CPU) is collectives._SEND_RECV
+    several = Channel(mock.MagicMock(), (0, 1), 0, mock.create_autospec(Neighbours))
+    several.group._get_backend().name.return_value = "gloo"
+    assert collectives._algorithms(several, CPU) is collectives._HOST_MEMORY
+    on_gpu = collectives._ALGORITHMS[("gloo", "cuda")]
+    assert collectives._algorithms(several, torch.device("cuda")) is on_gpu
+
+
+def test_what_nobody_looks_at_any_more_takes_no_memory() -> None:
+    arena = Arena()
+    kept = arena.empty(1000, torch.float32).fill_(1)
+    before = Path(f"/proc/self/fd/{arena.fd}").stat().st_blocks
+    large = arena.empty(10**6, torch.float32).fill_(2)
+    view = large[10:20].view(2, 5)
+    del large
+    assert view.eq(2).all()
+    del view
+    assert Path(f"/proc/self/fd/{arena.fd}").stat().st_blocks == before
+    again = arena.empty(10**6, torch.float32)
+    assert again.eq(0).all()
+    assert kept.eq(1).all()
+
+
+def test_tensors_of_an_arena_never_overlap() -> None:
+    rng, arena = random.Random(0), Arena()
+    alive: list[tuple[torch.Tensor, int]] = []
+    for mark in range(500):
+        if alive and rng.random() < 0.5:
+            tensor, written = alive.pop(rng.randrange(len(alive)))
+            assert tensor.eq(written).all()
+        else:
+            tensor = arena.empty(rng.choice([0, 5, 900, 3000]), torch.int64)
+            alive.append((tensor.fill_(mark), mark))
+    assert all(each.eq(written).all() for each, written in alive)
+    del tensor
+    alive.clear()
+    assert arena.empty(arena.nbytes // 8, torch.int64).numel() == arena.nbytes // 8
 
 
 def main() -> None:

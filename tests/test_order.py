@@ -23,6 +23,8 @@ from shardhet import DeviceSpec, HetFSDP, Plan, collectives
 from shardhet.fsdp import flat as flat_module
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.schedule import Segment, make_schedule
+from shardhet.shared_memory import PeerArena
+from tests.hosts import on_different_hosts
 from tests.worlds import run_ranks
 
 WIDTH = 4
@@ -205,8 +207,13 @@ def test_a_unit_costs_two_gathers_and_one_reduction_whatever_the_microbatches(
 # Bytes of a step
 
 
-def count_step_bytes(rank: int, plan: Plan) -> tuple[int, int]:
+def count_step_bytes(rank: int, plan: Plan, is_one_host: bool) -> tuple[int, int]:
     """Bytes that arrive in a step, and what the launches allow for this rank."""
+    with nullcontext() if is_one_host else on_different_hosts():
+        return count_bytes(plan)
+
+
+def count_bytes(plan: Plan) -> tuple[int, int]:
     model = HetFSDP(ORDERS["plain"].model(), plan, units=[nn.Linear])
     x = deal(model, global_batch(plan.global_batch_size, seed=1))
     computing = [i for i, each in enumerate(plan.ranks) if each.rank_batch_size]
@@ -228,14 +235,29 @@ def count_step_bytes(rank: int, plan: Plan) -> tuple[int, int]:
         arrived += sum(op.tensor.numel() * 8 for op in ops if op.op is dist.irecv)
         return post(ops)
 
-    with around_collectives(launch), mock.patch.object(dist, "batch_isend_irecv", count):
+    view = PeerArena.view
+
+    def count_read(arena: PeerArena, place: int, numel: int, dtype: torch.dtype) -> Tensor:
+        nonlocal arrived
+        arrived += numel * 8
+        return view(arena, place, numel, dtype)
+
+    with (
+        around_collectives(launch),
+        mock.patch.object(dist, "batch_isend_irecv", count),
+        mock.patch.object(PeerArena, "view", count_read),
+    ):
         model.backward(*model(x))
     return arrived, allowed
 
 
+@pytest.mark.parametrize("is_one_host", [True, False], ids=["memory", "messages"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_step_moves_what_ranks_lack_and_no_byte_more(world_size: int) -> None:
-    counts = run_ranks(count_step_bytes, world_size, plan(world_size, num_microbatches=3))
+def test_a_step_moves_what_ranks_lack_and_no_byte_more(
+    world_size: int, is_one_host: bool
+) -> None:
+    layered = plan(world_size, num_microbatches=3)
+    counts = run_ranks(count_step_bytes, world_size, layered, is_one_host)
     assert all(arrived == allowed for arrived, allowed in counts)
     if world_size == 2:  # the rank that only stores has all and gets gradients once
         numel = 4 * (WIDTH * WIDTH + WIDTH) + WIDTH
@@ -244,7 +266,8 @@ def test_a_step_moves_what_ranks_lack_and_no_byte_more(world_size: int) -> None:
 
 def test_when_one_rank_has_and_does_everything_nothing_moves() -> None:
     on_one = Plan.by_hand(microbatch_sizes=[0, 2, 0], state_shares=[0.0, 1.0, 0.0])
-    assert [arrived for arrived, _ in run_ranks(count_step_bytes, 3, on_one)] == [0, 0, 0]
+    counts = run_ranks(count_step_bytes, 3, on_one, True)
+    assert [arrived for arrived, _ in counts] == [0, 0, 0]
 
 
 # Schedules under random delays

@@ -8,7 +8,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -30,9 +30,10 @@ from experiments.common import (
     write_csv,
     write_results_block,
 )
-from shardhet.collectives import BufferPool, all_gather_uneven, reduce_scatter_uneven
+from shardhet.buffers import BufferPool
+from shardhet.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.distributed import Channel
-from shardhet.host_memory import find_readable_pids
+from shardhet.neighbours import Neighbours
 
 HERE = Path(__file__).parent
 UNEVEN_SHARES = (0.5, 0.25, 0.15, 0.1)
@@ -216,7 +217,15 @@ def everybody(*, reads_memory: bool) -> Channel:
     channel = Channel(dist.group.WORLD, tuple(range(WORLD_SIZE)), dist.get_rank())
     if not reads_memory:
         return channel
-    return replace(channel, pids=find_readable_pids(channel, torch.device("cpu")))
+    return replace(channel, neighbours=neighbours())
+
+
+@cache
+def neighbours() -> Neighbours | None:
+    """The same, through memory."""
+    assert dist.group.WORLD is not None
+    met = Neighbours.meet(dist.group.WORLD)
+    return None if met is None else met[0]
 
 
 def split_by(shares: Sequence[float], total_numel: int) -> list[int]:

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shardhet.apps.run_folder import RunFolder
-from shardhet.distributed import LostPeerError
+from shardhet.neighbours import LostPeerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardhet.collectives import BufferPool
+from shardhet.buffers import BufferPool, host_empty
 from shardhet.distributed import Channel
 from shardhet.messages import Pending
 
@@ -43,8 +44,17 @@ class CommContext:
         self.compute_event = self._handle.Event()
         # Who computes in this step: they receive parameters and contribute gradients.
         self.receivers: tuple[int, ...] = ()
-        self.buffers = BufferPool()
+        neighbours = gather_channel.neighbours
+        # What peers are to read lies where they can, or it would have to be copied there.
+        self._allocate = host_empty if neighbours is None else neighbours.arena.empty
+        self.buffers = BufferPool(self._allocate)
         self._unsent: deque[Pending] = deque()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], arbitrary content, on the device and where peers can read it."""
+        if self.device.type == "cpu":
+            return self._allocate(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     @property
     def is_receiver(self) -> bool:

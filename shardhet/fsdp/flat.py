@@ -78,7 +78,7 @@ class FlatTensor:
         own_numel = layout.shard_numels[self._position]
         self.rows = [layout.rows(i, self._position) for i in range(len(slots))]
         self._boxes = [self._own_part(span) for span in layout.param_spans]
-        self.flat_shard = torch.empty(own_numel, dtype=orig_dtype, device=comm.device)
+        self.flat_shard = comm.empty(own_numel, orig_dtype)
         for gap in layout.gap_spans:
             part = self._own_part(gap)
             self.flat_shard[part.start : part.stop].zero_()
@@ -90,6 +90,7 @@ class FlatTensor:
             for slot, param in zip(slots, self.sharded_params, strict=True):
                 param.register_post_accumulate_grad_hook(partial(_refuse_grad, slot.fqn))
 
+        self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
         self._is_whole = own_numel == layout.numel  # this rank stores all of it
         self._is_shard_itself = self._is_whole and self.param_dtype == orig_dtype
         self._unsharded = self.flat_shard
@@ -136,9 +137,14 @@ class FlatTensor:
         return shard[part.start : part.stop].view(shape)
 
     @property
+    def _is_private(self) -> bool:
+        """Whether one rank alone contributes to and stores the gradient in this step."""
+        return len(self._owners) == 1 and self._comm.receivers == self._owners
+
+    @property
     def _is_alone(self) -> bool:
-        """Whether nobody else contributes to or stores any of the gradient in this step."""
-        return self._is_whole and self._comm.receivers == (self._position,)
+        """Whether this is that rank."""
+        return self._is_whole and self._is_private
 
     @torch.no_grad()
     def store_rows(self, param: int, full: Tensor) -> None:
@@ -246,9 +252,11 @@ class FlatTensor:
                     view.zero_()
         self._grad_views = []
         self._is_accumulating = False
-        if self._is_alone:
-            return
         own_numel = self.layout.shard_numels[self._position]
+        if self._is_private:  # so there is no reduction, on any rank
+            if not own_numel:
+                self._reduced = torch.empty(0, dtype=self.reduce_dtype, device=comm.device)
+            return
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
         with comm.on_stream(comm.reduce_scatter_stream):
             self._reduced = torch.empty(own_numel, dtype=self.reduce_dtype, device=comm.device)

@@ -17,7 +17,7 @@ from shardhet.distributed import Members
 from shardhet.fsdp.batching import BatchRule, first_length
 from shardhet.fsdp.build import Precision, build_units, planned_units
 from shardhet.fsdp.comm import CommContext
-from shardhet.fsdp.observer import Observer
+from shardhet.fsdp.observer import Activity, Observer
 from shardhet.fsdp.runtime import Runtime
 from shardhet.fsdp.state import (
     RowBox,
@@ -28,7 +28,6 @@ from shardhet.fsdp.state import (
 )
 from shardhet.fsdp.unit import UnitModule
 from shardhet.fsdp.wrapping import find_units
-from shardhet.host_memory import find_readable_pids
 from shardhet.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -98,11 +97,7 @@ class HetFSDP(nn.Module):
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
         self._lifeline = members.lifeline
         self._control = members.control
-        with self._lifeline.guard("finding out who can read whose memory"):
-            pids = find_readable_pids(members.control, device)
-        self._comm = CommContext(
-            device, replace(members.gather, pids=pids), replace(members.reduce, pids=pids)
-        )
+        self._comm = CommContext(device, members.gather, members.reduce)
         fqns = [fqn for fqn, _ in module.named_parameters()]
         with self._lifeline.guard("wrapping the model"):
             *built, root = build_units(
@@ -178,8 +173,9 @@ class HetFSDP(nn.Module):
                     "model.backward: there was no model(...) with gradients enabled since the "
                     "last one. Call the model first."
                 )
-            self._control.enter("model.backward")
-            rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
+            with self._runtime.observers.watch("", Activity.AGREE):
+                self._control.enter("model.backward")
+                rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
             # Divided before backward, by the tokens of all ranks; a tensor, so that an
             # accelerator is not waited for.
             total = rows[:, 1].sum()
@@ -232,7 +228,8 @@ class HetFSDP(nn.Module):
         if grads:
             norms = torch.stack(torch._foreach_norm(grads, 2.0))
             total += norms.double().square().sum()
-        with self._lifeline.guard("clip_grad_norm_"):
+        agreeing = self._runtime.observers.watch("", Activity.AGREE)
+        with self._lifeline.guard("clip_grad_norm_"), agreeing:
             self._control.enter("clip_grad_norm_")
             total_norm = self._comm.reduce_channel.gather_rows(total).sum().sqrt()
         scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,139 @@
+"""Host memory that other processes of the same host can read as if it were theirs.
+
+Every process has one arena: a sparse file without a name (memfd), as large as the machine's
+memory, of which only what is in use takes any.  A peer opens it through /proc, where the
+system permits that, and maps it for reading; from then on a tensor that lies in the arena is
+two numbers to the peer, where it begins and how long it is.
+"""
+
+import ctypes
+import mmap
+import os
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardhet.layout import Span
+
+MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class Arena:
+    """This process's own, from which tensors are cut."""
+
+    def __init__(self) -> None:
+        """Raises ``OSError`` or ``AttributeError`` where the system has no such thing."""
+        self.pid = os.getpid()
+        self.nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.fd = os.memfd_create("shardhet")
+        os.ftruncate(self.fd, self.nbytes)
+        self._map = mmap.mmap(self.fd, self.nbytes, flags=MAP_FLAGS)
+        self.base = _address(self._map)
+        self._free = [Span(0, self.nbytes)]  # ascending, never adjacent
+        self._given_back: deque[Span] = deque()  # by whichever thread let go of them last
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], arbitrary content; its memory is given back when its last view is gone."""
+        while self._given_back:
+            self._insert(self._given_back.popleft())
+        nbytes = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        hole = next((span for span in self._free if span.numel >= nbytes), None)
+        if hole is None:
+            raise MemoryError(f"the shared arena has no {nbytes} bytes left in one piece")
+        self._free[self._free.index(hole)] = Span(hole.start + nbytes, hole.stop)
+        span = Span(hole.start, hole.start + nbytes)
+        block = (ctypes.c_char * nbytes).from_address(self.base + span.start)
+        finalize(block, self._give_back, span).atexit = False
+        return torch.frombuffer(block, dtype=dtype, count=numel) if numel else _nothing(dtype)
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """Where in the arena it begins; None where it lies elsewhere."""
+        offset = tensor.data_ptr() - self.base
+        return offset if 0 <= offset < self.nbytes else None
+
+    def _give_back(self, span: Span) -> None:
+        # May run at any moment, also inside of empty(): so only what cannot be disturbed.
+        self._map.madvise(mmap.MADV_REMOVE, span.start, span.numel)
+        self._given_back.append(span)
+
+    def _insert(self, freed: Span) -> None:
+        spans = sorted([*self._free, freed], key=lambda span: span.start)
+        merged: list[Span] = []
+        for span in spans:
+            if merged and merged[-1].stop == span.start:
+                merged[-1] = Span(merged[-1].start, span.stop)
+            else:
+                merged.append(span)
+        self._free = merged
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """How a peer finds an arena, and knows it when it does."""
+
+    boot_id: str  # of the running system; containers on one host share it
+    pid: int
+    fd: int
+    file: tuple[int, int]  # device and inode
+    nbytes: int
+
+    @classmethod
+    def of(cls, arena: Arena) -> Self:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        status = os.fstat(arena.fd)
+        return cls(boot_id, arena.pid, arena.fd, (status.st_dev, status.st_ino), arena.nbytes)
+
+
+class PeerArena:
+    """Another process's arena, to be read."""
+
+    def __init__(self, whereabouts: Whereabouts) -> None:
+        """Raises ``OSError`` where it cannot be found or may not be read."""
+        path = f"/proc/{whereabouts.pid}/fd/{whereabouts.fd}"
+        status = Path(path).stat()  # before opening: in another pid namespace it is anything
+        if (status.st_dev, status.st_ino) != whereabouts.file:
+            raise OSError(f"{path} is another file than the peer's")
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self._map = mmap.mmap(fd, whereabouts.nbytes, flags=MAP_FLAGS, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._base = _address(self._map)
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] of the peer's memory; only to be read, and only while this object lives."""
+        block = (ctypes.c_char * (numel * dtype.itemsize)).from_address(self._base + offset)
+        return torch.frombuffer(block, dtype=dtype)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Let the pages go that reading has mapped: they count as this process's otherwise."""
+        start = offset - offset % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
+
+
+def own_arena() -> Arena | None:
+    """This process's, made on first use; None where the system has no such thing."""
+    if not _own or (_own[0] is not None and _own[0].pid != os.getpid()):
+        _own.clear()  # nothing yet, or that of the process this one was forked from
+        try:
+            _own.append(Arena())
+        except (OSError, AttributeError):
+            _own.append(None)
+    return _own[0]
+
+
+_own: list[Arena | None] = []
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return int(np.frombuffer(mapped, dtype=np.uint8, count=1).ctypes.data)
+
+
+def _nothing(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype)
