@@ -118,6 +118,7 @@ class FlatTensor:
         self._grad_views: list[Tensor] = []
         self._whole_grads: dict[int, Tensor] = {}  # by parameter; of a rank that is alone
         self._is_accumulating = False
+        self._keeps_grads = False  # in _whole_grads instead of _unsharded_grad
         self.has_grad = [False] * len(slots)  # of this rank, since begin_backward
         self._reduction: Pending | None = None
         self._reduced: Tensor | None = None  # [own numel], reduce_dtype
@@ -163,6 +164,8 @@ class FlatTensor:
     def unshard(self) -> None:
         """Start gathering; on a rank that computes nothing, start sending."""
         comm = self._comm
+        if comm.gather_channel.group is None and self._is_shard_itself:
+            return
         with comm.on_stream(comm.all_gather_stream):
             # Memory allocated on this stream may have been freed by the last reshard while
             # kernels of the compute stream still read it; the optimizer wrote the shard there.
@@ -182,13 +185,13 @@ class FlatTensor:
     def wait_for_unshard(self) -> None:
         """Until the compute stream may read the parameters (and the modules see them)."""
         comm = self._comm
-        assert self._gather is not None
-        with comm.on_stream(comm.all_gather_stream):
-            self._gather.wait()
-            event = comm.record_event(comm.all_gather_stream)
-        comm.current_stream().wait_event(event)
-        comm.keep_until_sent(self._gather)
-        self._gather = None
+        if self._gather is not None:
+            with comm.on_stream(comm.all_gather_stream):
+                self._gather.wait()
+                event = comm.record_event(comm.all_gather_stream)
+            comm.current_stream().wait_event(event)
+            comm.keep_until_sent(self._gather)
+            self._gather = None
         if comm.is_receiver:
             for slot, param in zip(self.slots, self.unsharded_params, strict=True):
                 slot.put(param)
@@ -212,7 +215,8 @@ class FlatTensor:
             return
         self._is_accumulating = True
         self.has_grad = [False] * len(self.slots)
-        if self._is_alone:
+        self._keeps_grads = self._is_alone
+        if self._keeps_grads:
             return  # what autograd makes is kept as it is
         comm = self._comm
         grad = comm.buffers.lend(self.layout.numel, dtype=self.reduce_dtype, device=comm.device)
@@ -229,14 +233,15 @@ class FlatTensor:
                 f"{self.slots[index].fqn}: a gradient arrived outside of model.backward(). "
                 f"Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
             )
-        assert param.grad is not None
-        if not self.has_grad[index] and self._is_alone:
-            self._whole_grads[index] = param.grad.to(self.reduce_dtype)
-        elif not self.has_grad[index]:
-            self._grad_views[index].copy_(param.grad)
+        grad = param.grad
+        assert grad is not None
+        if self.has_grad[index]:
+            into = self._whole_grads if self._keeps_grads else self._grad_views
+            into[index].add_(grad)
+        elif self._keeps_grads:
+            self._whole_grads[index] = grad.to(self.reduce_dtype)
         else:
-            into = self._whole_grads if self._is_alone else self._grad_views
-            into[index].add_(param.grad)
+            self._grad_views[index].copy_(grad)
         self.has_grad[index] = True
         param.grad = None
 
