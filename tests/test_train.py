@@ -51,11 +51,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def run(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], tmp_path: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=tmp_path,
-        env=environment(tmp_path),
+        env={**environment(tmp_path), **variables},
         capture_output=True,
         text=True,
         timeout=100,
@@ -153,6 +155,15 @@ def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
         for name in ("forward blocks.0 [0]", "backward head [0]", "wait_gather blocks.0"):
             assert names.count(name) >= 2
     assert (run_dir / "metrics.csv").read_text().startswith("step,loss,grad_norm,lr,")
+
+
+def test_without_a_compiler_a_compiled_run_says_so_and_trains(tmp_path: Path) -> None:
+    command = [*ALONE, *SMALL, "compile=true", "cluster.num_ranks=2"]
+    done = run(command, tmp_path, CXX="/no/such/compiler")
+    assert done.returncode == 0, done.stderr
+    assert "torch.compile does not work on devices [0, 1], which run eagerly" in done.stdout
+    assert "No working C++ compiler" in done.stdout
+    assert len(losses(run_dirs(tmp_path)[0])) == 5
 
 
 def test_a_sweep_is_one_run_per_job(tmp_path: Path) -> None:

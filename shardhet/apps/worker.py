@@ -27,6 +27,7 @@ from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.task import Task, make_task
 from shardhet.apps.tracing import Tracer
+from shardhet.compiling import compile_units
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import DeviceType
@@ -110,6 +111,7 @@ class Run:
         self._task: Task = make_task(
             conf, global_batch_size=plan.global_batch_size, cache_dir=folder.path / "tokens"
         )
+        self._why_eager = compile_units(self._task.module, device) if conf.compile else None
         self._model = HetFSDP(
             self._task.module,
             plan,
@@ -177,8 +179,22 @@ class Run:
             f"{self._conf.model.kind.value} with {num_params:,} parameters on "
             f"{plan.world_size} devices; a step is {plan.global_batch_size} samples"
         )
+        if self._conf.compile:
+            console.print(self._say_who_compiles(), markup=False, soft_wrap=True)
         if not console.is_terminal:
             console.print(device_table(plan, (), self._budgets_bytes))
+
+    def _say_who_compiles(self) -> str:
+        """On which devices torch.compile works, and why not elsewhere.  Collective."""
+        reason = self._why_eager
+        if reason is not None:
+            logger.warning("torch.compile does not work here: %s", reason)
+        rows = self._model.exchange([reason is not None])
+        eager = [position for position, [is_eager] in enumerate(rows) if is_eager]
+        if not eager:
+            return "every unit is compiled; the first steps and evaluation take longer"
+        why = reason or f"see the logs in {self._folder.logs_dir}"
+        return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
 
     def _show_text(self, console: Console) -> None:
         """What the model writes by itself, if asked for."""

@@ -57,6 +57,7 @@ class TrainConf:
     num_steps: int = 200
     max_grad_norm: float = 1.0
     precision: Precision = Precision.FP32
+    compile: bool = False  # each unit, with torch.compile, on ranks where that works
     log_every: int = 10  # steps between two lines, and two looks at the devices
     eval_every: int = 0  # steps between two evaluations; 0 is only at the end
     num_sampled_tokens: int = 0  # of text at the end

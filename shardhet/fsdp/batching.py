@@ -12,7 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,10 +44,16 @@ class BatchProvenance(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside a unit nothing is followed."""
+        """Inside a unit nothing is followed.
+
+        The mode is off there and does not only look away: torch.compile passes code by, for
+        good, that it first meets under any mode.
+        """
         self._is_paused = True
+        is_innermost = _get_current_dispatch_mode() is self
         try:
-            yield
+            with _pop_mode_temporarily() if is_innermost else nullcontext():
+                yield
         finally:
             self._is_paused = False
 

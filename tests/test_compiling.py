@@ -1,0 +1,162 @@
+"""Compiled units give the gradients of eager ones, whatever the plan; failure is no error."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan
+from shardhet.compiling import CompiledForward, compile_units, why_not
+from shardhet.models.decoder import Decoder, DecoderConfig
+from tests.worlds import run_ranks
+
+CPU = torch.device("cpu")
+SEQ_LEN = 6
+CAPTURES = "aot_eager"  # captures and differentiates as inductor does, and generates no code
+PLANS = {
+    "ragged": Plan.by_hand(microbatch_sizes=[3], rank_batch_sizes=[7], state_shares=[1.0]),
+    "recomputed": Plan.by_hand(
+        microbatch_sizes=[3], rank_batch_sizes=[7], state_shares=[1.0], recompute=[True]
+    ),
+    "uneven": Plan.by_hand(
+        microbatch_sizes=[2, 1, 0],
+        rank_batch_sizes=[5, 2, 0],
+        state_shares=[0.5, 0.2, 0.3],
+        recompute=[False, True, False],
+    ),
+}
+TOLERANCE = 1e-5  # of the largest gradient; float32 sums in another order
+
+
+def decoder(dropout: float = 0.0) -> Decoder:
+    torch.manual_seed(0)
+    shape = DecoderConfig(
+        vocab_size=32,
+        width=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        hidden_width=24,
+        seq_len=SEQ_LEN,
+        dropout=dropout,
+    )
+    return Decoder(shape)
+
+
+def step_of_rank(
+    rank: int, plan: Plan, backend: str | None, dropout: float, num_steps: int
+) -> tuple[list[float | None], dict[str, Tensor]]:
+    """Losses of the steps, and this rank's rows of the last step's gradients."""
+    module = decoder(dropout)
+    if backend is not None:
+        assert compile_units(module, CPU, backend=backend) is None
+    model = HetFSDP(module, plan)
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for _ in range(num_steps):
+        model.zero_grad()
+        tokens = torch.randint(32, (plan.global_batch_size, SEQ_LEN + 1), generator=generator)
+        first = plan.first_sample(model.position)
+        mine = tokens[first : first + plan.ranks[model.position].rank_batch_size]
+        loss_sum, num_tokens = model(mine[:, :-1], mine[:, 1:])
+        losses.append(model.backward(loss_sum, num_tokens))
+    grads = {fqn: param.grad for fqn, param in model.named_parameters()}
+    return losses, {fqn: grad for fqn, grad in grads.items() if grad is not None}
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    assert set(found[1]) == set(wanted[1])
+    largest = max(grad.abs().max().item() for grad in wanted[1].values() if grad.numel())
+    for fqn, grad in wanted[1].items():
+        torch.testing.assert_close(found[1][fqn], grad, rtol=0, atol=TOLERANCE * largest)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_compiled_units_give_the_gradients_of_eager_ones(name: str) -> None:
+    plan = PLANS[name]
+    compiled = run_ranks(step_of_rank, plan.world_size, plan, CAPTURES, 0.0, 2)
+    eager = run_ranks(step_of_rank, plan.world_size, plan, None, 0.0, 2)
+    for one, other in zip(compiled, eager, strict=True):
+        assert_close(one, other)
+
+
+def test_what_is_recomputed_drops_what_forward_dropped() -> None:
+    kept = run_ranks(step_of_rank, 1, PLANS["ragged"], CAPTURES, 0.3, 1)
+    recomputed = run_ranks(step_of_rank, 1, PLANS["recomputed"], CAPTURES, 0.3, 1)
+    assert_close(recomputed[0], kept[0])
+
+
+class Layer(nn.Module):
+    """The least that has a matrix and a dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = dropout
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return F.dropout(self.linear(x_BD).tanh(), self.dropout, self.training)
+
+
+class Stack(nn.Module):
+    """Two layers; generated code is dear, and they share it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
+
+    def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x_BD = layer(x_BD)
+        return x_BD.square().sum(), torch.tensor(len(x_BD))
+
+
+def grads_of_stack(dropout: float, *, is_compiled: bool, recomputes: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Stack(dropout)
+    if is_compiled:
+        assert compile_units(module, CPU) is None
+    plan = PLANS["recomputed" if recomputes else "ragged"]
+    model = HetFSDP(module, plan)
+    model.backward(*model(torch.arange(28.0).view(7, 4).sin()))
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_generated_code_does_what_eager_units_do(dropout: float) -> None:
+    kept = grads_of_stack(dropout, is_compiled=True, recomputes=False)
+    assert len(kept) == 4
+    torch.testing.assert_close(
+        grads_of_stack(dropout, is_compiled=True, recomputes=True), kept, rtol=0, atol=1e-6
+    )
+    if not dropout:  # which it draws in its own way
+        eager = grads_of_stack(dropout, is_compiled=False, recomputes=False)
+        torch.testing.assert_close(kept, eager, rtol=0, atol=1e-6)
+
+
+def test_a_unit_that_cannot_be_compiled_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such operation")
+
+    layer = Layer(0.0)
+    forward = CompiledForward("layers.0", layer.forward, breaks)
+    x = torch.ones(2, 4)
+    with caplog.at_level(logging.WARNING):
+        torch.testing.assert_close(forward(x), layer(x))
+    assert "layers.0 runs eagerly" in caplog.text
+    assert "no such operation" in caplog.text
+
+
+def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()  # what is compiled already needs no compiler
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/such/compiler"))
+    reason = why_not(CPU)
+    assert reason is not None
+    assert "No working C++ compiler" in reason
+    module = decoder()
+    assert compile_units(module, CPU) == reason
+    assert not any(isinstance(each.forward, CompiledForward) for each in module.modules())
