@@ -58,6 +58,13 @@ class Channel:
     def __post_init__(self) -> None:
         _holders.append(ref(self, _holders.remove))
 
+    @classmethod
+    def of_world(cls) -> Self:
+        """All ranks in their own order, over the default group: no plan is needed for it."""
+        assert dist.group.WORLD is not None, "init_process_group comes first"
+        ranks = tuple(range(dist.get_world_size()))
+        return cls(dist.group.WORLD, ranks, dist.get_rank())
+
     @property
     def world_size(self) -> int:
         """How many processes speak through it."""
@@ -401,7 +408,7 @@ def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
     The message names the ranks that differ from the majority and the first difference.
     """
     values = [json.dumps(each, sort_keys=True) for each in channel.exchange_objects(value)]
-    usual = max(sorted(set(values)), key=values.count)
+    usual = max(values, key=values.count)  # the first where several are as frequent
     odd = [i for i, each in enumerate(values) if each != usual]
     if odd:
         ranks = [channel.rank_by_position[i] for i in odd]

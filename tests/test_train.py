@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,13 @@ def run(
     )
 
 
+def free_port() -> int:
+    """One that the system has just given out, and so gives nobody else soon."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
 def run_dirs(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "runs").iterdir())
 
@@ -116,6 +125,7 @@ def test_torchrun_is_the_same_program(tmp_path: Path) -> None:
 
 
 def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path) -> None:
+    port = free_port()
     agents = [
         subprocess.Popen(
             [
@@ -123,7 +133,7 @@ def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path
                 "--nnodes=2",
                 f"--nproc-per-node={nproc}",
                 "--rdzv-backend=c10d",
-                f"--rdzv-endpoint=localhost:{29500 + os.getpid() % 1000}",
+                f"--rdzv-endpoint=localhost:{port}",
                 "--local-addr=localhost",
                 "-m",
                 "shardhet.apps.train",
@@ -142,6 +152,69 @@ def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path
     [run_dir] = run_dirs(tmp_path)
     assert len(losses(run_dir)) == 5
     assert len(list((run_dir / "logs").glob("rank*.log"))) == 4
+
+
+def run_unlike_ranks(
+    tmp_path: Path, mine: Sequence[Sequence[str]]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Rank i is told ``mine[i]``; each writes into a folder of its own."""
+    port = str(free_port())
+    ranks = []
+    for rank, arguments in enumerate(mine):
+        variables = {
+            **environment(tmp_path),
+            **{"RANK": str(rank), "WORLD_SIZE": str(len(mine)), "LOCAL_RANK": str(rank)},
+            **{"MASTER_ADDR": "localhost", "MASTER_PORT": port},
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "shardhet.apps.train", f"run_dir={rank}", *arguments],
+                cwd=tmp_path,
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    done = []
+    for rank in ranks:
+        output, errors = rank.communicate(timeout=100)
+        done.append(subprocess.CompletedProcess(rank.args, rank.returncode, output, errors))
+    return done
+
+
+def test_ranks_with_unlike_files_all_stop_with_one_message(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / f"text{rank}"
+        folder.mkdir()
+        for i in range(40):
+            (folder / f"{i}.txt").write_text(f"rank {rank * (i == 7)} reads page {i}")
+    text = [["data=text_dir", f"data.path=text{rank}", *SMALL] for rank in range(2)]
+    done = run_unlike_ranks(tmp_path, text)
+    assert [each.returncode for each in done] == [1, 1]
+    assert "data: not the same on all ranks. Ranks [1] have" in done[0].stderr
+    failures = [(tmp_path / f"{i}/logs/rank{i}.failure.json").read_text() for i in range(2)]
+    assert all("data: not the same on all ranks" in failure for failure in failures)
+
+
+def test_ranks_with_unlike_configurations_all_stop_with_one_message(tmp_path: Path) -> None:
+    done = run_unlike_ranks(tmp_path, [SMALL, [*SMALL, "optim.lr=0.25"]])
+    assert [each.returncode for each in done] == [1, 1]
+    message = done[0].stderr
+    assert "configuration: not the same on all ranks. Ranks [1] have" in message
+    assert '"optim.lr": 0.25' in message
+
+
+def test_ranks_with_unlike_folders_of_the_same_text_train(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / f"text{rank}"
+        folder.mkdir()
+        for i in range(40):
+            (folder / f"{i}.txt").write_text(f"page {i} of a book")
+    text = [["data=text_dir", f"data.path=text{rank}", *SMALL] for rank in range(2)]
+    done = run_unlike_ranks(tmp_path, text)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    assert len(losses(tmp_path / "0")) == 5
 
 
 def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ class Failure:
             exception="".join(traceback.format_exception_only(error)).strip(),
             place=_place(error),
             at_s=time.time(),
-            is_consequence=isinstance(error.__cause__, LostPeerError),
+            is_consequence=any(
+                isinstance(each, LostPeerError) for each in (error, error.__cause__)
+            ),
         )
 
     def save(self, folder: RunFolder) -> None:

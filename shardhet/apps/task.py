@@ -56,6 +56,7 @@ class Task:
     module: nn.Module  # on the meta device
     batches: Batches
     judged: Batch
+    data_digest: str  # equal on two machines exactly if their samples are
     score_name: str  # of what ``score`` returns
     target_name: str = "tokens"  # what throughput counts
     baselines: Mapping[str, float] = field(default_factory=dict)  # by simpler means
@@ -85,6 +86,7 @@ def make_task(conf: TrainConf, *, global_batch_size: int, cache_dir: Path) -> Ta
         module=module,
         batches=batches,
         judged=judged,
+        data_digest=corpus.digest,
         score_name="bits per byte",
         baselines={
             "unigram table": scores.unigram_bits_per_byte,
@@ -106,6 +108,7 @@ def _masked_task(
         module=module,
         batches=MaskedBatches(text=batches, fraction=fraction, seed=conf.seed),
         judged=masked(judged, fraction=fraction, seed=0, step=NOT_A_STEP),
+        data_digest=batches.corpus.digest,
         score_name="bits per masked byte",
     )
 
@@ -125,6 +128,7 @@ def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Tas
             digits=digits, global_batch_size=global_batch_size, seed=conf.seed
         ),
         judged=digits.held_out,
+        data_digest=digits.digest,
         score_name="accuracy",
         target_name="images",
     )

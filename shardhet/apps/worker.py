@@ -28,10 +28,11 @@ from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.task import Task, make_task
 from shardhet.apps.tracing import Tracer
 from shardhet.compiling import compile_units
+from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import DeviceType
-from shardhet.distributed import local_device_spec
+from shardhet.distributed import Channel, check_same_on_all_ranks, local_device_spec
 from shardhet.sampling import sample_bytes
 from shardhet.trainer import Trainer
 
@@ -107,10 +108,13 @@ class Run:
         self._folder = folder
         self._env = env
         self._device = device
+        everyone = Channel.of_world()
+        check_same_on_all_ranks(portable_values(conf), what="configuration", channel=everyone)
         plan = conf.to_plan(env.world_size)
         self._task: Task = make_task(
             conf, global_batch_size=plan.global_batch_size, cache_dir=folder.path / "tokens"
         )
+        check_same_on_all_ranks(self._task.data_digest, what="data", channel=everyone)
         self._why_eager = compile_units(self._task.module, device) if conf.compile else None
         self._model = HetFSDP(
             self._task.module,

@@ -47,6 +47,7 @@ from shardhet.config.training import (
 
 CONFIG_NAME = "train"
 VERSION_BASE = "1.3"
+HOSTS_OWN_KEYS = ("run_dir", "data.path", "plan.path")  # what lies there is compared instead
 
 # The schema of a group's choice, by the choice's kind; files say /schema/<group>: <kind>.
 SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
@@ -105,6 +106,12 @@ def to_conf(cfg: DictConfig) -> TrainConf:
 def save_resolved(cfg: DictConfig, path: Path) -> None:
     """Write every key with its value."""
     path.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+
+
+def portable_values(conf: TrainConf) -> dict[str, Any]:
+    """All that must be equal on every rank, by dotted key; folders may differ among hosts."""
+    values = _leaves(OmegaConf.structured(conf))
+    return {key: value for key, value in values.items() if key not in HOSTS_OWN_KEYS}
 
 
 def load_resolved(path: Path) -> TrainConf:
