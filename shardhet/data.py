@@ -1,7 +1,7 @@
 """Bytes that every machine has, cut into the same global batches under every plan.
 
 The corpus is the running interpreter's standard library: about 9 MB of source text that
-needs no download, no tokenizer and no licence but Python's own.  A token is a byte, so a
+needs no download, no tokenizer and no licence but Python's own.  Where a token is a byte, a
 loss in nats per token divided by ln 2 is bits per byte.
 
 A global batch is a pure function of (corpus, seed, step).  A plan only says which of its
@@ -41,10 +41,10 @@ HELD_OUT_PERCENT = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Text to train on and text to be judged by, as bytes."""
+    """Text to train on and text to be judged by, as bytes or larger tokens."""
 
-    train: npt.NDArray[np.uint8]
-    held_out: npt.NDArray[np.uint8]
+    train: npt.NDArray[Any]  # [tokens], unsigned integers
+    held_out: npt.NDArray[Any]
 
     @property
     def digest(self) -> str:
@@ -227,9 +227,7 @@ class TokenBatch:
         return TokenBatch(tokens=self.tokens[part], targets=self.targets[part])
 
 
-def windows(
-    text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], seq_len: int
-) -> TokenBatch:
+def windows(text: npt.NDArray[Any], starts: npt.NDArray[np.int64], seq_len: int) -> TokenBatch:
     """The ``seq_len`` tokens from each start, and as targets the same moved by one."""
     positions = starts[:, None] + np.arange(seq_len + 1)
     window = text[positions].astype(np.int64)
@@ -268,12 +266,12 @@ def held_out_windows(corpus: Corpus, *, seq_len: int, num_samples: int) -> Token
     return windows(corpus.held_out, starts, seq_len)
 
 
-def _check_long_enough(text: npt.NDArray[np.uint8], seq_len: int) -> int:
+def _check_long_enough(text: npt.NDArray[Any], seq_len: int) -> int:
     """The last place where a window and its targets fit."""
     last_start = text.size - seq_len - 1
     if last_start < 0:
         raise ValueError(
-            f"text: {text.size} bytes but one window needs {seq_len + 1}. "
+            f"text: {text.size} tokens but one window needs {seq_len + 1}. "
             f"Lower seq_len or use a longer corpus."
         )
     return last_start

@@ -1,5 +1,7 @@
 """A little text from a decoder while its parameters stay where they are."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -7,17 +9,17 @@ from shardhet.fsdp import HetFSDP
 
 
 @torch.no_grad()
-def sample_bytes(
+def sample_tokens(
     model: HetFSDP,
-    prompt: bytes,
+    prompt: Sequence[int],
     num_tokens: int,
     *,
     seq_len: int,
     temperature: float = 0.8,
     seed: int = 0,
     device: torch.device | None = None,
-) -> bytes:
-    """``num_tokens`` bytes that the model puts after ``prompt``.  Collective.
+) -> list[int]:
+    """``num_tokens`` tokens that the model puts after ``prompt``.  Collective.
 
     Every rank that computes runs the same one sample; the first of them draws.
     """
@@ -37,4 +39,4 @@ def sample_bytes(
             token = float(generator.choice(len(odds), p=odds))
         text.append(int(model.exchange([token])[drawer][0]))
     model.train()
-    return bytes(text[len(prompt) :])
+    return text[len(prompt) :]

@@ -24,6 +24,7 @@ from shardhet.config.compose import (
     save_resolved,
     to_conf,
 )
+from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.optim import AdamW, Sgd, WarmupStableDecay
 from shardhet.plan import Plan
@@ -74,6 +75,9 @@ BAD = {
     "model.dropout=1.5": ("model.dropout: 1.5",),
     "model.num_layers=0": ("model.num_layers: 0", "at least 1"),
     "data.seq_len=0": ("data.seq_len: 0", "at least 1"),
+    "data.vocab_size=300": ("data.vocab_size: 300", "data.tokenizer=BPE"),
+    "data.tokenizer=BPE data.vocab_size=256": ("data.vocab_size: 256", "above 256"),
+    "data.tokenizer=WORDS": ("data.tokenizer", "BYTES", "BPE"),
     "data=text_dir data.path=/does/not/exist": ("data.path: '/does/not/exist'", "no folder"),
     "plan=file plan.path=/does/not/exist.json": ("plan.path", "no file"),
     "lr_scheduler.warmup_fraction=2": ("lr_scheduler.warmup_fraction: 2.0", "0 and 1"),
@@ -137,6 +141,22 @@ def test_a_bad_configuration_is_refused_by_name(
     message = complaint(typed.split(), monkeypatch)
     for part in BAD[typed]:
         assert part in message
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_byte_pairs_need_their_package_and_a_decoder(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardhet.config.models.find_spec", lambda name: is_installed or None)
+    if not is_installed:
+        message = complaint(["data.tokenizer=BPE"], monkeypatch)
+        assert "pip install 'shardhet[bpe]', or data.tokenizer=BYTES" in message
+        return
+    message = complaint(["data.tokenizer=BPE", "model=masked_lm"], monkeypatch)
+    assert "a masked language model guesses bytes" in message
+    conf = conf_with("data.tokenizer=BPE")
+    assert isinstance(conf.data, TextConf)
+    assert conf.data.num_token_kinds == 4096
 
 
 def test_enough_bad_configurations_are_tried() -> None:

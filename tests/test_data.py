@@ -172,7 +172,7 @@ def test_every_window_fits_into_a_short_text(num_bytes: int, step: int) -> None:
 
 
 def test_a_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="8 bytes but one window needs 9"):
+    with pytest.raises(ValueError, match="8 tokens but one window needs 9"):
         GlobalBatches(corpus=toy_corpus(8), seq_len=8, global_batch_size=3)
 
 

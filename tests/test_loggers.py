@@ -67,10 +67,26 @@ def test_wandb_is_told_every_number_and_stays_offline(
         )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    (tmp_path / "config.yaml").write_text("num_steps: 2\n")
     log_two_steps(LoggerKind.WANDB, RunFolder(tmp_path))
-    assert calls[0] == {"project": "shardhet", "dir": str(tmp_path), "mode": "offline"}
+    assert calls[0] == {
+        "project": "shardhet",
+        "name": tmp_path.name,
+        "dir": str(tmp_path),
+        "config": {"num_steps": 2},
+        "mode": "offline",
+    }
     assert calls[1] == (1, {"loss": 2.5, "lr": 0.1})
     assert calls[-1] == "finished"
+
+
+def test_a_real_wandb_run_lies_in_the_run_folder(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="needs the package wandb, of the extra of that name")
+    (tmp_path / "config.yaml").write_text("num_steps: 2\n")
+    log_two_steps(LoggerKind.WANDB, RunFolder(tmp_path))
+    [run_dir] = (tmp_path / "wandb").glob("offline-run-*")
+    [written] = run_dir.glob("*.wandb")
+    assert b"held_out_loss" in written.read_bytes()
 
 
 @pytest.mark.parametrize("kind", [LoggerKind.TENSORBOARD, LoggerKind.WANDB])

@@ -5,7 +5,7 @@ import torch
 
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.sampling import sample_bytes
+from shardhet.sampling import sample_tokens
 from tests.worlds import run_ranks
 
 MODEL = DecoderConfig(
@@ -19,10 +19,10 @@ MODEL = DecoderConfig(
 )
 
 
-def sample_rank(rank: int, plan: Plan) -> tuple[bytes, bool]:
+def sample_rank(rank: int, plan: Plan) -> tuple[list[int], bool]:
     torch.manual_seed(0)
     model = HetFSDP(Decoder(MODEL).double(), plan)
-    text = sample_bytes(model, b"import", 12, seq_len=MODEL.seq_len)
+    text = sample_tokens(model, b"import", 12, seq_len=MODEL.seq_len)
     return text, model.training
 
 

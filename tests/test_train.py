@@ -217,6 +217,26 @@ def test_ranks_with_unlike_folders_of_the_same_text_train(tmp_path: Path) -> Non
     assert len(losses(tmp_path / "0")) == 5
 
 
+def test_byte_pairs_are_learned_once_and_judged_in_bits_per_byte(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="needs the package tokenizers, of the extra bpe")
+    pairs = ["data.tokenizer=BPE", "data.vocab_size=300", "data.cache_dir=pairs"]
+    more = ["cluster.num_ranks=2", "num_sampled_tokens=3"]
+    done = [run([*ALONE, *SMALL, *pairs, *more], tmp_path) for _ in range(2)]
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    [folder] = (tmp_path / "pairs").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "about.json",
+        "held_out.npy",
+        "tokenizer.json",
+        "train.npy",
+    ]
+    last = metrics(run_dirs(tmp_path)[1])[-1]
+    bits_per_token = last["held_out_loss"] / np.log(2)
+    assert 1 < bits_per_token / last["held_out_bits_per_byte"] < 4  # bytes per token
+    assert "a sample of its text:\ndef " in done[1].stdout
+    np.testing.assert_array_equal(*map(losses, run_dirs(tmp_path)))
+
+
 def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
     steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
     done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2", "logger=csv"], tmp_path)
@@ -241,6 +261,20 @@ def test_without_a_compiler_a_compiled_run_says_so_and_trains(tmp_path: Path) ->
 
 def test_a_sweep_is_one_run_per_job(tmp_path: Path) -> None:
     done = run([*ALONE, "-m", "optim.lr=1e-3,1e-2", "cluster.num_ranks=1", *SMALL], tmp_path)
+    assert done.returncode == 0, done.stderr
+    [sweep_dir] = run_dirs(tmp_path)
+    curves = [losses(sweep_dir / job) for job in ("0", "1")]
+    assert curves[0][0] == curves[1][0]
+    assert curves[0][-1] != curves[1][-1]
+
+
+def test_a_sweep_may_be_handed_to_submitit(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "hydra_plugins.hydra_submitit_launcher",
+        reason="needs hydra-submitit-launcher, of the extra submitit",
+    )
+    sweep = ["-m", "hydra/launcher=submitit_local", "optim.lr=1e-3,1e-2"]
+    done = run([*ALONE, *sweep, "cluster.num_ranks=2", *SMALL], tmp_path)
     assert done.returncode == 0, done.stderr
     [sweep_dir] = run_dirs(tmp_path)
     curves = [losses(sweep_dir / job) for job in ("0", "1")]

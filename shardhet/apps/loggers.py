@@ -77,11 +77,16 @@ class TensorBoardLogger:
 class WandbLogger:
     """A Weights & Biases run; offline ones are sent later with ``wandb sync``."""
 
-    def __init__(self, folder: Path, conf: LoggerConf) -> None:
-        import wandb  # type: ignore[import-not-found]
+    def __init__(self, folder: RunFolder, conf: LoggerConf) -> None:
+        import wandb
 
-        mode = "offline" if conf.is_offline else "online"
-        self._run = wandb.init(project=conf.project, dir=str(folder), mode=mode)
+        self._run = wandb.init(
+            project=conf.project,
+            name=folder.path.name,
+            dir=str(folder.path),
+            config=folder.config_values(),
+            mode="offline" if conf.is_offline else "online",
+        )
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         self._run.log(dict(values), step=step)
@@ -112,7 +117,7 @@ def open_loggers(conf: LoggerConf, folder: RunFolder) -> list[MetricsLogger]:
     if conf.kind is LoggerKind.TENSORBOARD:
         loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
     if conf.kind is LoggerKind.WANDB:
-        loggers.append(WandbLogger(folder.path, conf))
+        loggers.append(WandbLogger(folder, conf))
     return loggers
 
 

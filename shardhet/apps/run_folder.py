@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import shardhet
 from shardhet.config.checks import ConfigError
@@ -85,6 +85,12 @@ class RunFolder:
     def load_config(self) -> TrainConf:
         """The configuration that ``begin`` wrote."""
         return load_resolved(self.config_path)
+
+    def config_values(self) -> dict[str, Any]:
+        """The same as plain values, for other programs."""
+        values = OmegaConf.to_container(OmegaConf.load(self.config_path))
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
 
 
 def describe_process() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Task: a model with the samples it learns from and those it is judged by."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,11 @@ from shardhet.config.models import (
     PySourceConf,
     TextConf,
     TextDirConf,
+    TokenizerKind,
     VitConf,
 )
 from shardhet.config.train import Precision, TrainConf
 from shardhet.data import (
-    VOCAB_SIZE,
     Batch,
     Batches,
     Corpus,
@@ -40,8 +41,10 @@ from shardhet.samples import (
     MaskedBatches,
     masked,
 )
+from shardhet.tokenizing import ByteTokenizer, TokenFile, Tokenizer, as_bytes
 from shardhet.trainer import Evaluation
 
+DIGEST_LENGTH_IN_NAMES = 12  # hexadecimal digits
 DTYPE_BY_PRECISION = {
     Precision.FP64: torch.float64,
     Precision.FP32: torch.float32,
@@ -60,39 +63,55 @@ class Task:
     score_name: str  # of what ``score`` returns
     target_name: str = "tokens"  # what throughput counts
     baselines: Mapping[str, float] = field(default_factory=dict)  # by simpler means
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    num_judged_bytes: int | None = None  # where a target may be more than one
 
     def score(self, evaluation: Evaluation) -> float:
         """The number that tells how good the model is."""
         if evaluation.accuracy is not None:
             return evaluation.accuracy
+        if self.num_judged_bytes is not None:
+            return evaluation.loss_sum / math.log(2) / self.num_judged_bytes
         return evaluation.bits_per_target
 
 
-def make_task(conf: TrainConf, *, global_batch_size: int, cache_dir: Path) -> Task:
+def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Task:
     """The task that the configuration describes; the same on every rank."""
     if isinstance(conf.model, VitConf):
         return _digits_task(conf, conf.model, global_batch_size)
     assert isinstance(conf.data, TextConf)
-    corpus = load_corpus(conf.data, cache_dir)
+    text = load_text(conf.data, token_dir)
     if isinstance(conf.model, MaskedLmConf):
-        return _masked_task(conf, conf.model, _text(conf, corpus, global_batch_size))
+        return _masked_task(conf, conf.model, _batches(conf, text, global_batch_size))
     assert isinstance(conf.model, DecoderConf)
-    batches, judged = _text(conf, corpus, global_batch_size)
-    scores = table_scores(corpus.train, judged)
+    corpus, tokenizer = _as_tokens(conf.data, text, token_dir)
+    batches, judged = _batches(conf, corpus, global_batch_size)
+    judged_bytes = as_bytes(judged, tokenizer)
+    scores = table_scores(text.train, judged_bytes)
+    shape = conf.model.to_record(
+        vocab_size=conf.data.num_token_kinds, seq_len=conf.data.seq_len
+    )
     with torch.device("meta"):
-        shape = conf.model.to_record(vocab_size=VOCAB_SIZE, seq_len=conf.data.seq_len)
         module = Decoder(shape).to(DTYPE_BY_PRECISION[conf.precision])
     return Task(
         module=module,
         batches=batches,
         judged=judged,
-        data_digest=corpus.digest,
+        data_digest=f"{corpus.digest} {tokenizer.digest}",
         score_name="bits per byte",
         baselines={
             "unigram table": scores.unigram_bits_per_byte,
             "bigram table": scores.bigram_bits_per_byte,
         },
+        tokenizer=tokenizer,
+        num_judged_bytes=judged_bytes.num_targets,
     )
+
+
+def make_files(conf: TrainConf, *, token_dir: Path) -> None:
+    """Write the files that all ranks of a host read; nothing where they are there."""
+    if isinstance(conf.data, TextConf):
+        _as_tokens(conf.data, load_text(conf.data, token_dir), token_dir)
 
 
 def _masked_task(
@@ -134,7 +153,7 @@ def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Tas
     )
 
 
-def _text(
+def _batches(
     conf: TrainConf, corpus: Corpus, global_batch_size: int
 ) -> tuple[GlobalBatches, TokenBatch]:
     """What is trained on, and what is judged."""
@@ -150,9 +169,19 @@ def _text(
     return batches, judged
 
 
-def load_corpus(data: TextConf, cache_dir: Path) -> Corpus:
-    """The text; large ones are mapped from token files in ``cache_dir``."""
+def load_text(data: TextConf, token_dir: Path) -> Corpus:
+    """The text as bytes; large ones are mapped from files in ``token_dir``."""
     if isinstance(data, TextDirConf):
-        return TextDir(root=Path(data.path), pattern=data.pattern).load(cache_dir)
+        return TextDir(root=Path(data.path), pattern=data.pattern).load(token_dir)
     assert isinstance(data, PySourceConf)
     return PySource().load()
+
+
+def _as_tokens(data: TextConf, text: Corpus, token_dir: Path) -> tuple[Corpus, Tokenizer]:
+    if data.tokenizer is TokenizerKind.BYTES:
+        return text, ByteTokenizer()
+    vocab_size = data.num_token_kinds
+    folder = token_dir if data.cache_dir is None else Path(data.cache_dir)
+    name = f"bpe_{vocab_size}_{text.digest[:DIGEST_LENGTH_IN_NAMES]}"
+    file = TokenFile.load(folder / name, text, vocab_size=vocab_size)
+    return file.corpus, file.tokenizer

@@ -25,7 +25,7 @@ from shardhet.apps.display import Display, device_table
 from shardhet.apps.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.task import Task, make_task
+from shardhet.apps.task import Task, make_files, make_task
 from shardhet.apps.tracing import Tracer
 from shardhet.compiling import compile_units
 from shardhet.config.compose import portable_values
@@ -33,7 +33,7 @@ from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import DeviceType
 from shardhet.distributed import Channel, check_same_on_all_ranks, local_device_spec
-from shardhet.sampling import sample_bytes
+from shardhet.sampling import sample_tokens
 from shardhet.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,12 @@ class Run:
         everyone = Channel.of_world()
         check_same_on_all_ranks(portable_values(conf), what="configuration", channel=everyone)
         plan = conf.to_plan(env.world_size)
+        token_dir = folder.path / "tokens"
+        if env.local_rank == 0:
+            make_files(conf, token_dir=token_dir)
+        everyone.exchange([env.local_rank])  # the others wait for the files
         self._task: Task = make_task(
-            conf, global_batch_size=plan.global_batch_size, cache_dir=folder.path / "tokens"
+            conf, global_batch_size=plan.global_batch_size, token_dir=token_dir
         )
         check_same_on_all_ranks(self._task.data_digest, what="data", channel=everyone)
         self._why_eager = compile_units(self._task.module, device) if conf.compile else None
@@ -205,15 +209,16 @@ class Run:
         data, num_tokens = self._conf.data, self._conf.num_sampled_tokens
         if not num_tokens or not isinstance(data, TextConf):
             return
-        text = sample_bytes(
+        tokenizer = self._task.tokenizer
+        tokens = sample_tokens(
             self._model,
-            SAMPLE_PROMPT,
+            tokenizer.encode(SAMPLE_PROMPT),
             num_tokens,
             seq_len=data.seq_len,
             seed=self._conf.seed,
             device=self._device,
         )
-        whole = (SAMPLE_PROMPT + text).decode(errors="replace")
+        whole = (SAMPLE_PROMPT + tokenizer.decode(tokens)).decode(errors="replace")
         console.print("a sample of its text:", style="bold")
         console.print(whole, markup=False, soft_wrap=True)
 

@@ -47,7 +47,12 @@ from shardhet.config.training import (
 
 CONFIG_NAME = "train"
 VERSION_BASE = "1.3"
-HOSTS_OWN_KEYS = ("run_dir", "data.path", "plan.path")  # what lies there is compared instead
+HOSTS_OWN_KEYS = (  # what lies there is compared instead
+    "run_dir",
+    "data.path",
+    "data.cache_dir",
+    "plan.path",
+)
 
 # The schema of a group's choice, by the choice's kind; files say /schema/<group>: <kind>.
 SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {

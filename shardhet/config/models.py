@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shardhet.models.decoder import DecoderConfig
     from shardhet.models.encoder import EncoderConfig
 
+NUM_BYTES = 256
+DEFAULT_BPE_VOCAB_SIZE = 4096
 PATCH_SIDES = (1, 2, 4, 8)  # what divides a digit of 8 x 8 pixels
 
 
@@ -145,16 +147,46 @@ class DataConf:
     kind: DataKind = MISSING
 
 
+class TokenizerKind(Enum):
+    """What a token is."""
+
+    BYTES = "bytes"
+    BPE = "bpe"  # byte pairs, learned on the training files
+
+
 @dataclass(kw_only=True)
 class TextConf(DataConf):
-    """Text as bytes, cut into windows."""
+    """Text as tokens, cut into windows."""
 
-    seq_len: int = 64
+    tokenizer: TokenizerKind = TokenizerKind.BYTES
+    vocab_size: int | None = None  # None: 256 bytes, or 4096 byte pairs
+    cache_dir: str | None = None  # of byte pairs learned, for later runs; None: the run folder
+    seq_len: int = 64  # tokens
     num_judged_samples: int = 1000  # windows of held-out text in an evaluation
 
     def __post_init__(self) -> None:
         check_at_least("data.seq_len", self.seq_len, 1)
         check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
+        if self.tokenizer is TokenizerKind.BYTES:
+            if self.vocab_size not in (None, NUM_BYTES):
+                raise ConfigError(
+                    f"data.vocab_size: {self.vocab_size} but there are {NUM_BYTES} bytes. "
+                    "Drop it, or set data.tokenizer=BPE."
+                )
+            return
+        check_above("data.vocab_size", self.num_token_kinds, NUM_BYTES)
+        if find_spec("tokenizers") is None:
+            raise ConfigError(
+                "data.tokenizer: BPE but the package tokenizers is not installed. Say "
+                "pip install 'shardhet[bpe]', or data.tokenizer=BYTES."
+            )
+
+    @property
+    def num_token_kinds(self) -> int:
+        """Rows of the embedding."""
+        if self.vocab_size is not None:
+            return self.vocab_size
+        return NUM_BYTES if self.tokenizer is TokenizerKind.BYTES else DEFAULT_BPE_VOCAB_SIZE
 
 
 @dataclass(kw_only=True)

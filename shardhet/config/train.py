@@ -11,8 +11,10 @@ from shardhet.config.models import (
     DecoderConf,
     DigitsConf,
     EncoderConf,
+    MaskedLmConf,
     ModelConf,
     TextConf,
+    TokenizerKind,
     VitConf,
 )
 from shardhet.config.training import (
@@ -24,8 +26,6 @@ from shardhet.config.training import (
     PlanConf,
 )
 from shardhet.plan import Plan
-
-NUM_BYTES = 256  # tokens are bytes
 
 
 class Precision(Enum):
@@ -119,13 +119,21 @@ class TrainConf:
                 f"model: {self.model.kind.value} cannot learn from data={self.data.kind.value}."
                 " Choose model=vit with data=digits, or another model with text."
             )
+        is_bpe = isinstance(self.data, TextConf) and self.data.tokenizer is TokenizerKind.BPE
+        if is_bpe and isinstance(self.model, MaskedLmConf):
+            raise ConfigError(
+                "data.tokenizer: BPE but a masked language model guesses bytes. Set "
+                "data.tokenizer=BYTES, or choose a decoder."
+            )
         if self.num_sampled_tokens and not isinstance(self.model, DecoderConf):
             raise ConfigError(
                 f"num_sampled_tokens: {self.num_sampled_tokens} but only a decoder writes "
                 f"text. Set it to 0 for model={self.model.kind.value}."
             )
         if isinstance(self.model, DecoderConf) and isinstance(self.data, TextConf):
-            self.model.to_record(vocab_size=NUM_BYTES, seq_len=self.data.seq_len)
+            self.model.to_record(
+                vocab_size=self.data.num_token_kinds, seq_len=self.data.seq_len
+            )
         elif isinstance(self.model, EncoderConf):
             self.model.to_record()
 

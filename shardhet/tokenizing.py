@@ -1,0 +1,205 @@
+"""From bytes to tokens and back: each byte by itself, or byte-pair encoding.
+
+A corpus is bytes.  Byte-pair encoding (Sennrich et al., 2016) is learned on its training part
+alone and works on bytes, one character each, so that every file can be encoded and comes back
+exactly.  Tokens never reach over the border of two documents or of two words.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardhet.data import SEPARATOR, VOCAB_SIZE, Corpus, TokenBatch
+
+FILE_VERSION = 1
+ENCODING = "latin-1"  # one character per byte
+# A space belongs to the word, number or punctuation after it. Bytes above 127 are parts of
+# letters outside ASCII.
+PIECES = (
+    r" ?[A-Za-z_\x80-\xff]+"
+    r"| ?[0-9]+"
+    r"| ?[^\sA-Za-z0-9_\x80-\xff]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+class Tokenizer(Protocol):
+    """Bytes to tokens and back, without loss."""
+
+    @property
+    def digest(self) -> str:
+        """The same exactly for tokenizers that do the same."""
+        ...
+
+    def encode(self, text: bytes) -> list[int]:
+        """The tokens of ``text``."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of ``tokens``; tokens that were never learned have none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """A token is a byte."""
+
+    @property
+    def digest(self) -> str:
+        return "bytes"
+
+    def encode(self, text: bytes) -> list[int]:
+        return list(text)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return bytes(tokens)
+
+
+@dataclass(frozen=True)
+class BpeTokenizer:
+    """Byte-pair encoding by the package ``tokenizers``; ``state`` is its JSON."""
+
+    state: str
+
+    @classmethod
+    def learn(cls, train: npt.NDArray[np.uint8], *, vocab_size: int) -> "BpeTokenizer":
+        """At most ``vocab_size`` tokens, the 256 bytes first; fewer where text is short."""
+        from tokenizers import Regex, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Backend
+
+        if vocab_size <= VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size: {vocab_size} but it must be above {VOCAB_SIZE}, the number of "
+                "bytes. Raise it, or take bytes as tokens."
+            )
+        backend = Backend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            initial_alphabet=[chr(byte) for byte in range(VOCAB_SIZE)],
+            show_progress=False,
+        )
+        backend.train_from_iterator(_documents(train), trainer)
+        return cls(backend.to_str())
+
+    @cached_property
+    def _backend(self) -> Any:
+        from tokenizers import Tokenizer as Backend
+
+        return Backend.from_str(self.state)
+
+    @cached_property
+    def bytes_by_token(self) -> list[bytes]:
+        """What each token stands for."""
+        names = (self._backend.id_to_token(i) for i in range(self._backend.get_vocab_size()))
+        return [name.encode(ENCODING) for name in names]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.state.encode()).hexdigest()
+
+    def encode(self, text: bytes) -> list[int]:
+        ids: list[int] = self._backend.encode(text.decode(ENCODING)).ids
+        return ids
+
+    def encode_all(self, text: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """The tokens of all documents of ``text``, [tokens], in the smallest type that fits."""
+        dtype = np.min_scalar_type(len(self.bytes_by_token) - 1)
+        encodings = self._backend.encode_batch_fast(list(_documents(text)))
+        parts = [np.array(each.ids, dtype=dtype) for each in encodings]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        table = self.bytes_by_token
+        return b"".join(table[token] for token in tokens if token < len(table))
+
+
+def _documents(text: npt.NDArray[np.uint8]) -> Iterator[str]:
+    """The documents of ``text``, each with the separator that ends it."""
+    end = bytes([SEPARATOR])
+    *whole, rest = text.tobytes().split(end)
+    for document in whole:
+        yield (document + end).decode(ENCODING)
+    if rest:
+        yield rest.decode(ENCODING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """A corpus as tokens, and the tokenizer that made them, in a folder of their own."""
+
+    tokenizer: BpeTokenizer
+    corpus: Corpus  # [tokens], mapped from disk
+
+    @classmethod
+    def load(cls, folder: Path, text: Corpus, *, vocab_size: int) -> "TokenFile":
+        """What lies in ``folder``; made from ``text`` if there is nothing.
+
+        Raises ``ValueError`` where it was made from another text or has been changed since.
+        """
+        if not folder.exists():
+            cls._make(folder, text, vocab_size)
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        tokenizer = BpeTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        train, held_out = (
+            np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out")
+        )
+        found = cls(tokenizer=tokenizer, corpus=Corpus(train=train, held_out=held_out))
+        wanted = found._about(text, vocab_size)
+        differing = [key for key, value in wanted.items() if about.get(key) != value]
+        if differing:
+            raise ValueError(
+                f"{folder}: its {', '.join(differing)} are not those of this run. Remove the "
+                "folder to have it made again, or name another data.cache_dir."
+            )
+        return found
+
+    @classmethod
+    def _make(cls, folder: Path, text: Corpus, vocab_size: int) -> None:
+        tokenizer = BpeTokenizer.learn(text.train, vocab_size=vocab_size)
+        corpus = Corpus(
+            train=tokenizer.encode_all(text.train),
+            held_out=tokenizer.encode_all(text.held_out),
+        )
+        about = cls(tokenizer=tokenizer, corpus=corpus)._about(text, vocab_size)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder.parent))
+        (draft / "tokenizer.json").write_text(tokenizer.state, encoding="utf-8")
+        (draft / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        np.save(draft / "train.npy", corpus.train)
+        np.save(draft / "held_out.npy", corpus.held_out)
+        try:
+            draft.rename(folder)  # at once, so that nobody finds half of it
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(draft)  # another rank was first
+
+    def _about(self, text: Corpus, vocab_size: int) -> dict[str, Any]:
+        return {
+            "version": FILE_VERSION,
+            "vocab_size": vocab_size,
+            "text digest": text.digest,
+            "tokenizer digest": self.tokenizer.digest,
+            "token digest": self.corpus.digest,
+        }
+
+
+def as_bytes(batch: TokenBatch, tokenizer: Tokenizer) -> TokenBatch:
+    """The same text byte by byte, [1, bytes]: each byte of a target with the one before it."""
+    before: list[int] = []
+    targets: list[int] = []
+    for tokens, wanted in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        first, text = tokenizer.decode(tokens[:1]), tokenizer.decode(wanted)
+        before += [first[-1], *text[:-1]]
+        targets += text
+    return TokenBatch(tokens=np.array([before]), targets=np.array([targets]))
