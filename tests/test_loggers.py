@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,10 @@ def test_a_real_wandb_run_lies_in_the_run_folder(tmp_path: Path) -> None:
     log_two_steps(LoggerKind.WANDB, RunFolder(tmp_path))
     [run_dir] = (tmp_path / "wandb").glob("offline-run-*")
     [written] = run_dir.glob("*.wandb")
-    assert b"held_out_loss" in written.read_bytes()
+    deadline_s = time.monotonic() + 30  # a process of wandb's own writes, a little later
+    while b"held_out_loss" not in written.read_bytes():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("kind", [LoggerKind.TENSORBOARD, LoggerKind.WANDB])
