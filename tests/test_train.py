@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,33 +154,52 @@ def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path
     assert len(list((run_dir / "logs").glob("rank*.log"))) == 4
 
 
-def run_unlike_ranks(
-    tmp_path: Path, mine: Sequence[Sequence[str]]
+def variables_of_torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        **{"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+    }
+
+
+def variables_of_srun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": "17"},
+        **{"SLURM_NTASKS": str(world_size), "SLURM_STEP_NUM_TASKS": str(world_size)},
+        **{"SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(port)},
+    }
+
+
+def run_ranks_apart(
+    tmp_path: Path,
+    mine: Sequence[Sequence[str]],
+    variables: Callable[[int, int, int], dict[str, str]] = variables_of_torchrun,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Rank i is told ``mine[i]``; each writes into a folder of its own."""
-    port = str(free_port())
-    ranks = []
-    for rank, arguments in enumerate(mine):
-        variables = {
-            **environment(tmp_path),
-            **{"RANK": str(rank), "WORLD_SIZE": str(len(mine)), "LOCAL_RANK": str(rank)},
-            **{"MASTER_ADDR": "localhost", "MASTER_PORT": port},
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "shardhet.apps.train", f"run_dir={rank}", *arguments],
-                cwd=tmp_path,
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+    """Rank i is told ``mine[i]``; nobody starts them together."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "shardhet.apps.train", *arguments],
+            cwd=tmp_path,
+            env={**environment(tmp_path), **variables(rank, len(mine), port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
+        for rank, arguments in enumerate(mine)
+    ]
     done = []
     for rank in ranks:
         output, errors = rank.communicate(timeout=100)
         done.append(subprocess.CompletedProcess(rank.args, rank.returncode, output, errors))
     return done
+
+
+def test_srun_is_the_same_program(tmp_path: Path) -> None:
+    done = run_ranks_apart(tmp_path, [SMALL, SMALL], variables_of_srun)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    [run_dir] = run_dirs(tmp_path)
+    assert len(losses(run_dir)) == 5
+    assert len(list((run_dir / "logs").glob("rank*.log"))) == 2
 
 
 def test_ranks_with_unlike_files_all_stop_with_one_message(tmp_path: Path) -> None:
@@ -189,8 +208,11 @@ def test_ranks_with_unlike_files_all_stop_with_one_message(tmp_path: Path) -> No
         folder.mkdir()
         for i in range(40):
             (folder / f"{i}.txt").write_text(f"rank {rank * (i == 7)} reads page {i}")
-    text = [["data=text_dir", f"data.path=text{rank}", *SMALL] for rank in range(2)]
-    done = run_unlike_ranks(tmp_path, text)
+    text = [
+        [f"run_dir={rank}", "data=text_dir", f"data.path=text{rank}", *SMALL]
+        for rank in range(2)
+    ]
+    done = run_ranks_apart(tmp_path, text)
     assert [each.returncode for each in done] == [1, 1]
     assert "data: not the same on all ranks. Ranks [1] have" in done[0].stderr
     failures = [(tmp_path / f"{i}/logs/rank{i}.failure.json").read_text() for i in range(2)]
@@ -198,7 +220,9 @@ def test_ranks_with_unlike_files_all_stop_with_one_message(tmp_path: Path) -> No
 
 
 def test_ranks_with_unlike_configurations_all_stop_with_one_message(tmp_path: Path) -> None:
-    done = run_unlike_ranks(tmp_path, [SMALL, [*SMALL, "optim.lr=0.25"]])
+    done = run_ranks_apart(
+        tmp_path, [["run_dir=0", *SMALL], ["run_dir=1", *SMALL, "optim.lr=0.25"]]
+    )
     assert [each.returncode for each in done] == [1, 1]
     message = done[0].stderr
     assert "configuration: not the same on all ranks. Ranks [1] have" in message
@@ -211,8 +235,11 @@ def test_ranks_with_unlike_folders_of_the_same_text_train(tmp_path: Path) -> Non
         folder.mkdir()
         for i in range(40):
             (folder / f"{i}.txt").write_text(f"page {i} of a book")
-    text = [["data=text_dir", f"data.path=text{rank}", *SMALL] for rank in range(2)]
-    done = run_unlike_ranks(tmp_path, text)
+    text = [
+        [f"run_dir={rank}", "data=text_dir", f"data.path=text{rank}", *SMALL]
+        for rank in range(2)
+    ]
+    done = run_ranks_apart(tmp_path, text)
     assert [each.returncode for each in done] == [0, 0], done[0].stderr
     assert len(losses(tmp_path / "0")) == 5
 
@@ -286,7 +313,7 @@ def test_a_sweep_inside_torchrun_is_refused(tmp_path: Path) -> None:
     torchrun = [*TORCHRUN, "--nproc-per-node=1", "-m", "shardhet.apps.train"]
     done = run([*torchrun, "-m", "optim.lr=1,2", *SMALL], tmp_path)
     assert done.returncode != 0
-    assert "Say shardhet train -m" in done.stderr
+    assert "shardhet train -m" in done.stderr
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -39,11 +39,8 @@ def train_rank(rank: int, path: str) -> None:
         rank=rank,
         world_size=NUM_RANKS,
         local_rank=rank,
-        local_world_size=NUM_RANKS,
         store_host="localhost",
         store_port=0,
-        is_store_hosted_by_agent=False,
-        is_restarted=False,
     )
     Run(folder.load_config(), folder, env, torch.device("cpu")).train()
 

@@ -1,12 +1,19 @@
 """Which of the launched processes this one is, and the name of the run they all agree on."""
 
 import os
+import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 STAMP_KEY = "shardhet/run_stamp"
+
+# Where all ranks of a step of srun meet if MASTER_PORT says nothing else: below the ports that
+# systems give out by themselves, and another one for other jobs and steps.
+FIRST_SRUN_PORT, NUM_SRUN_PORTS = 12_000, 20_000
+MAX_STEPS_APART = 7
 
 # Kept open until the process ends: where the first rank hosts the store itself, peers and the
 # process group that is made later speak to it.
@@ -15,33 +22,68 @@ _stores: list[Any] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """What torchrun (or anything that sets its variables) says about this process."""
+    """What torchrun (or anything that sets its variables) or srun says about this process."""
 
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
     store_host: str
     store_port: int
-    is_store_hosted_by_agent: bool
-    is_restarted: bool
+    is_store_hosted_by_agent: bool = False
+    is_restarted: bool = False
 
     @classmethod
     def from_environment(cls) -> Self | None:
         """None in a process that nobody launched as a rank."""
         environment = os.environ
-        if "RANK" not in environment or "WORLD_SIZE" not in environment:
-            return None
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            return cls(
+                rank=int(environment["RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                local_rank=int(environment.get("LOCAL_RANK", "0")),
+                store_host=environment.get("MASTER_ADDR", "localhost"),
+                store_port=int(environment.get("MASTER_PORT", "0")),
+                is_store_hosted_by_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE")
+                == "True",
+                is_restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+            )
+        # A batch script has the variables of a task too, but only srun counts the tasks of
+        # a step; a step of one task starts its own ranks.
+        if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            return cls._of_srun(environment)
+        return None
+
+    @classmethod
+    def _of_srun(cls, environment: Mapping[str, str]) -> Self:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+        job = int(environment["SLURM_JOB_ID"])
+        step = int(environment.get("SLURM_STEP_ID", "0"))
+        port = FIRST_SRUN_PORT + (job * MAX_STEPS_APART + step) % NUM_SRUN_PORTS
         return cls(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", "0")),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
-            store_host=environment.get("MASTER_ADDR", "localhost"),
-            store_port=int(environment.get("MASTER_PORT", "0")),
-            is_store_hosted_by_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            is_restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+            rank=int(environment["SLURM_PROCID"]),
+            world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environment["SLURM_LOCALID"]),
+            store_host=environment.get("MASTER_ADDR") or first_host(nodes),
+            store_port=int(environment.get("MASTER_PORT") or port),
+            is_restarted=environment.get("SLURM_RESTART_COUNT", "0") != "0",
         )
+
+    def publish(self) -> None:
+        """Set the variables that torch's ``init_process_group`` reads, as torchrun does."""
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.store_host,
+            "MASTER_PORT": str(self.store_port),
+        }
+
+
+def first_host(nodes: str) -> str:
+    """The first of the hosts in Slurm's short form: ``gpu[07-09,12]-a,cpu1`` has gpu07-a."""
+    found = re.match(r"(?P<head>[^\[,]*)(?:\[(?P<number>\d+)[^\]]*\](?P<tail>[^,]*))?", nodes)
+    assert found is not None  # every part may be empty
+    return "".join(part or "" for part in found.groups())
 
 
 def new_stamp() -> str:
@@ -52,7 +94,7 @@ def new_stamp() -> str:
 def agree_on_stamp(env: RankEnv | None) -> str:
     """The stamp of the rank that asked first; the same again after a restart.
 
-    Speaks through torchrun's own store, because every rank needs the name of the run folder
+    Speaks through the launcher's store, because every rank needs the name of the run folder
     before there is a process group.
     """
     if env is None or env.world_size == 1:

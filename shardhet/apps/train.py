@@ -2,10 +2,11 @@
 
     shardhet train key=value ...                                       starts its own ranks
     torchrun --nproc-per-node=4 -m shardhet.apps.train key=value ...   is one of the ranks
+    srun --ntasks=4 shardhet train key=value ...                       likewise
 
 Hydra composes the configuration.  Without ranks around, that happens once, here, and the
-workers load the result from the run folder; under torchrun every rank composes, in a run
-folder whose name the ranks have agreed on before.
+workers load the result from the run folder; under torchrun or srun every rank composes, in a
+run folder whose name the ranks have agreed on before.
 """
 
 import sys
@@ -45,8 +46,8 @@ def _train(cfg: DictConfig) -> None:
     context = HydraConfig.get()
     if env is not None and context.mode is RunMode.MULTIRUN:
         raise SystemExit(
-            "--multirun inside torchrun: ranks of different jobs would meet. Say shardhet "
-            "train -m ..., which starts one torchrun per job."
+            "--multirun inside torchrun or srun: ranks of different jobs would meet. Say "
+            "shardhet train -m ..., which starts one torchrun per job."
         )
     cfg.run_dir = context.runtime.output_dir
     folder = RunFolder(Path(cfg.run_dir))
@@ -65,6 +66,7 @@ def _train(cfg: DictConfig) -> None:
     else:
         from shardhet.apps.worker import leave, run_rank
 
+        env.publish()
         run_rank(conf, folder, env)
         leave()
 

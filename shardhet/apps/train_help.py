@@ -16,6 +16,8 @@ USAGE = """\
 [bold]shardhet train -m key=v1,v2 ...[/]    one run after the other, every combination
 [bold]torchrun --nproc-per-node=4 -m shardhet.apps.train key=value ...[/]
                                    the same program, started by torchrun
+[bold]srun --ntasks=4 shardhet train key=value ...[/]
+                                   ... or by Slurm
 """
 FLAGS = """\
 --cfg job          show the configuration and stop

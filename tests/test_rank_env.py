@@ -1,0 +1,101 @@
+"""Who a process is, read from what its launcher left in the environment."""
+
+import os
+import re
+
+import pytest
+
+from shardhet.apps.rank_env import (
+    FIRST_SRUN_PORT,
+    NUM_SRUN_PORTS,
+    RankEnv,
+    first_host,
+    new_stamp,
+)
+
+SRUN = {
+    "SLURM_JOB_ID": "4321",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_JOB_NODELIST": "gpu[07-09]",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head"}
+
+
+def read(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> RankEnv | None:
+    monkeypatch.setattr(os, "environ", dict(variables))
+    return RankEnv.from_environment()
+
+
+def test_a_process_that_nobody_launched_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, {}) is None
+
+
+def test_tasks_of_srun_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = read(monkeypatch, SRUN)
+    assert env is not None
+    assert (env.rank, env.world_size, env.local_rank) == (5, 6, 1)
+    assert env.store_host == "gpu07"
+    assert FIRST_SRUN_PORT <= env.store_port < FIRST_SRUN_PORT + NUM_SRUN_PORTS
+    others = [SRUN | {"SLURM_JOB_ID": "4322"}, SRUN | {"SLURM_STEP_ID": "3"}]
+    for other in others:
+        found = read(monkeypatch, other)
+        assert found is not None
+        assert found.store_port != env.store_port
+
+
+def test_where_to_meet_may_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = read(monkeypatch, SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"})
+    assert env is not None
+    assert (env.store_host, env.store_port) == ("10.0.0.1", 29501)
+
+
+def test_a_requeued_job_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = read(monkeypatch, SRUN | {"SLURM_RESTART_COUNT": "1"})
+    assert env is not None
+    assert env.is_restarted
+
+
+def test_torchrun_inside_of_srun_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = read(monkeypatch, SRUN | TORCHRUN)
+    assert env is not None
+    assert (env.rank, env.world_size, env.store_host) == (3, 4, "head")
+
+
+@pytest.mark.parametrize("tasks", [{}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_batch_script_and_a_single_task_start_their_own_ranks(
+    tasks: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = {key: value for key, value in SRUN.items() if "STEP" not in key}
+    assert read(monkeypatch, batch | tasks) is None
+
+
+def test_what_is_published_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = read(monkeypatch, SRUN)
+    assert env is not None
+    env.publish()
+    assert RankEnv.from_environment() == env
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("localhost", "localhost"),
+        ("a.example.org,b.example.org", "a.example.org"),
+        ("gpu[07-09,12]", "gpu07"),
+        ("gpu[3,5],cpu[1-2]", "gpu3"),
+        ("gpu[07-09]-ib,login", "gpu07-ib"),
+        ("rack1-n01,rack[2-3]-n01", "rack1-n01"),
+    ],
+)
+def test_the_first_host_of_a_list_is_found(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_stamps_sort_by_time_and_differ() -> None:
+    stamps = [new_stamp() for _ in range(50)]
+    assert len(set(stamps)) == len(stamps)
+    assert all(re.fullmatch(r"[\d_-]{19}_[0-9a-f]{4}", stamp) for stamp in stamps)
