@@ -5,6 +5,8 @@ from importlib import import_module
 
 from rich.console import Console
 
+from shardhet.apps.completion import bash_script
+
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
     "train": ("shardhet.apps.train", "train a model on devices that are not alike"),
@@ -15,6 +17,10 @@ COMMANDS = {
 def main() -> None:
     """Hand the command line on to the command's own module."""
     command, *arguments = sys.argv[1:] or ["--help"]
+    script = bash_script(arguments, COMMANDS)
+    if script is not None:
+        sys.stdout.write(script)
+        return
     if command in COMMANDS:
         import_module(COMMANDS[command][0]).main(arguments)
         return

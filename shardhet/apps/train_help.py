@@ -22,6 +22,7 @@ USAGE = """\
 FLAGS = """\
 --cfg job          show the configuration and stop
 --config-dir DIR   your own files, laid out like conf/, searched first
+-sc install=bash   a script for tab completion: eval "$(shardhet train -sc install=bash)"
 --hydra-help       everything else that hydra can do\
 """
 
