@@ -150,6 +150,11 @@ class Run:
             self._tracer = Tracer(conf.trace_steps, self._model, path)
 
     @property
+    def model(self) -> HetFSDP:
+        """What is trained."""
+        return self._model
+
+    @property
     def is_rank_zero(self) -> bool:
         """Whether this is the rank that shows and writes."""
         return self._env.rank == 0
@@ -157,14 +162,16 @@ class Run:
     def train(self) -> None:
         """All steps, looks and evaluations."""
         console = Console(quiet=not self.is_rank_zero, highlight=False)
-        display = Display(
-            self._model.plan,
-            self._budgets_bytes,
-            num_steps=self._conf.num_steps,
-            log_every=self._conf.log_every,
-            target_name=self._task.target_name,
-            console=console,
-        )
+        with self.begin(console) as display:
+            for step in range(self._model.step + 1, self._conf.num_steps + 1):
+                self.take_step(step, display)
+        for each in self._loggers:
+            each.close()
+        self._show_text(console)
+        console.print(f"written to {self._folder.path}", soft_wrap=True)
+
+    def begin(self, console: Console) -> Display:
+        """What comes before the first step: who does what, and where it is shown and kept."""
         logger.info(
             "rank %d plays position %d of the plan", self._env.rank, self._model.position
         )
@@ -172,13 +179,14 @@ class Run:
             self._model.plan.save(self._folder.plan_path)
             self._loggers = open_loggers(self._conf.logger, self._folder)
         self._show_start(console)
-        with display:
-            for step in range(self._model.step + 1, self._conf.num_steps + 1):
-                self._take_step(step, display)
-        for each in self._loggers:
-            each.close()
-        self._show_text(console)
-        console.print(f"written to {self._folder.path}", soft_wrap=True)
+        return Display(
+            self._model.plan,
+            self._budgets_bytes,
+            num_steps=self._conf.num_steps,
+            log_every=self._conf.log_every,
+            target_name=self._task.target_name,
+            console=console,
+        )
 
     def _show_start(self, console: Console) -> None:
         plan = self._model.plan
@@ -222,7 +230,8 @@ class Run:
         console.print("a sample of its text:", style="bold")
         console.print(whole, markup=False, soft_wrap=True)
 
-    def _take_step(self, step: int, display: Display) -> None:
+    def take_step(self, step: int, display: Display) -> None:
+        """One optimizer step with all that goes with it: metrics, looks, evaluations."""
         conf = self._conf
         if self._tracer is not None:
             self._tracer.before_step(step)

@@ -1,0 +1,180 @@
+"""The same steps twice: as ``shardhet train`` takes them, and as a bare loop."""
+
+import io
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console
+from torch import Tensor
+
+from shardhet import HetFSDP
+from shardhet.apps.display import Display
+from shardhet.apps.rank_env import RankEnv
+from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.task import make_task
+from shardhet.apps.worker import Run, announced_device
+from shardhet.config.compose import (
+    CONFIG_NAME,
+    VERSION_BASE,
+    conf_dir,
+    load_resolved,
+    register_schemas,
+    save_resolved,
+)
+from shardhet.config.train import TrainConf
+from shardhet.data import deal
+
+TRAIN, BARE = "shardhet train", "bare loop"
+CPU = torch.device("cpu")
+DEMO, ALONE = "demo, four ranks", "one rank"
+OVERRIDES_BY_SETTING = {
+    DEMO: (),
+    ALONE: ("cluster=local", "cluster.device=CPU", "plan=even", "plan.global_batch_size=40"),
+}
+OVERRIDES = (  # the demo without its end, and with one learning rate, which the bare loop has
+    "experiment=demo",
+    "num_steps=1000000",
+    "eval_every=0",
+    "lr_scheduler=constant",
+    "lr_scheduler.warmup_fraction=0",
+)
+NUM_BATCHES = 8  # of the bare loop, drawn before it starts and used over and over
+TERMINAL_WIDTH = 120  # columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """How long the two loops take turns."""
+
+    num_rounds: int
+    num_steps: int  # of a turn, besides the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One timed step."""
+
+    setting: str
+    loop: str
+    round: int
+    step: int  # within the turn; step 0 is left out
+    slowest_rank_s: float
+
+
+def measure(rank: int, folder: str, setting: str, contest: Contest) -> list[StepSample]:
+    """Steps of both loops; the same list on every rank."""
+    conf = load_resolved(Path(folder) / "config.yaml")
+    env = RankEnv(
+        rank=rank,
+        world_size=dist.get_world_size(),
+        local_rank=rank,
+        store_host="localhost",
+        store_port=0,
+    )
+    bare = BareLoop(conf, env)
+    run = Run(conf, RunFolder(Path(folder)), env, CPU)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=TERMINAL_WIDTH, quiet=rank != 0
+    )
+    with run.begin(console) as display:
+        check_same_start(run, display, bare)
+        step_by_loop = {TRAIN: _stepper(run, display), BARE: bare.take_step}
+        samples = []
+        for turn in range(-1, contest.num_rounds):  # the first one warms up
+            # There and back again: who goes first in one round goes last in the next.
+            for loop in (TRAIN, BARE) if turn % 2 else (BARE, TRAIN):
+                durations_s = time_turn(step_by_loop[loop], contest.num_steps + 1)
+                samples += [
+                    StepSample(
+                        setting=setting,
+                        loop=loop,
+                        round=turn,
+                        step=step,
+                        slowest_rank_s=duration_s,
+                    )
+                    for step, duration_s in enumerate(durations_s)
+                    if turn >= 0 and step > 0
+                ]
+    return samples
+
+
+def write_config(folder: Path, setting: str) -> int:
+    """Compose the configuration of ``setting`` into ``folder``; returns the number of ranks."""
+    register_schemas()
+    OmegaConf.register_new_resolver("run_stamp", lambda: "none", replace=True)
+    overrides = [*OVERRIDES, *OVERRIDES_BY_SETTING[setting], f"run_dir={folder}"]
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        cfg = compose(CONFIG_NAME, overrides)
+    save_resolved(cfg, folder / "config.yaml")
+    return load_resolved(folder / "config.yaml").world_size(None)  # one on a CPU
+
+
+class BareLoop:
+    """Model, optimizer and batches of ``conf``, and nothing that watches."""
+
+    def __init__(self, conf: TrainConf, env: RankEnv) -> None:
+        plan = conf.to_plan(env.world_size)
+        with TemporaryDirectory() as token_dir:
+            task = make_task(
+                conf, global_batch_size=plan.global_batch_size, token_dir=Path(token_dir)
+            )
+        self.model = HetFSDP(
+            task.module,
+            plan,
+            device=CPU,
+            seed=conf.seed,
+            device_spec=announced_device(conf, env, CPU),
+        )
+        self._optimizer = conf.optim.to_record().build(list(self.model.parameters()))
+        self._max_grad_norm = conf.max_grad_norm
+        self._batches = [self._mine(task.batches[step]) for step in range(NUM_BATCHES)]
+
+    def _mine(self, batch: object) -> list[Tensor]:
+        part = deal(batch, self.model.plan, self.model.position)
+        return [torch.from_numpy(array.copy()) for array in part.arrays]
+
+    def take_step(self) -> float | None:
+        """The mean loss of one optimizer step."""
+        loss_sum, num_tokens = self.model(*self._batches[self.model.step % NUM_BATCHES])
+        mean_loss = self.model.backward(loss_sum, num_tokens)
+        self.model.clip_grad_norm_(self._max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return mean_loss
+
+
+def _stepper(run: Run, display: Display) -> Callable[[], None]:
+    return lambda: run.take_step(run.model.step + 1, display)
+
+
+def check_same_start(run: Run, display: Display, bare: BareLoop) -> None:
+    """Raise unless both loops do the same to the same weights while batches are the same."""
+    for _ in range(NUM_BATCHES):
+        bare.take_step()
+        run.take_step(run.model.step + 1, display)
+    pairs = zip(bare.model.parameters(), run.model.parameters(), strict=True)
+    if not all(torch.equal(one, other) for one, other in pairs):
+        raise RuntimeError(
+            f"After {NUM_BATCHES} steps the two loops have other weights. Compare what "
+            "Trainer.train_step and BareLoop.take_step do."
+        )
+
+
+def time_turn(take_step: Callable[[], object], num_steps: int) -> list[float]:
+    """Seconds of each step on the rank where it took longest."""
+    durations_s = torch.empty(num_steps, dtype=torch.float64)
+    dist.barrier()
+    for step in range(num_steps):
+        start_s = time.perf_counter()
+        take_step()
+        durations_s[step] = time.perf_counter() - start_s
+    dist.all_reduce(durations_s, op=dist.ReduceOp.MAX)
+    seconds: list[float] = durations_s.tolist()
+    return seconds
