@@ -195,6 +195,13 @@ def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path
     assert load_resolved(tmp_path / "config.yaml") == conf
 
 
+@pytest.mark.parametrize("experiment", choices_by_group(conf_dir())["experiment"])
+def test_every_experiment_can_be_tried_quickly(experiment: str) -> None:
+    conf = conf_with(f"experiment={experiment}", "debug=quick")
+    checked_plan(conf, num_launched=None)
+    assert conf.num_steps == 5
+
+
 def test_every_choice_says_what_it_is_for() -> None:
     groups = choices_by_group(conf_dir())
     assert all(purpose for choices in groups.values() for purpose in choices.values())

@@ -29,6 +29,7 @@ from shardhet.data import (
     held_out_windows,
     table_scores,
 )
+from shardhet.layout import Span
 from shardhet.models.decoder import Decoder
 from shardhet.models.encoder import MaskedLm, Vit
 from shardhet.samples import (
@@ -134,6 +135,7 @@ def _masked_task(
 
 def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Task:
     digits = Digits.load()
+    num_judged = min(conf.data.num_judged_samples, digits.held_out.num_samples)
     with torch.device("meta"):
         module = Vit(
             model.to_record(),
@@ -146,7 +148,7 @@ def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Tas
         batches=DigitBatches(
             digits=digits, global_batch_size=global_batch_size, seed=conf.seed
         ),
-        judged=digits.held_out,
+        judged=digits.held_out.samples(Span(0, num_judged)),
         data_digest=digits.digest,
         score_name="accuracy",
         target_name="images",

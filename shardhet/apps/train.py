@@ -64,11 +64,10 @@ def _train(cfg: DictConfig) -> None:
     if env is None:
         start_ranks(folder, plan.world_size)
     else:
-        from shardhet.apps.worker import leave, run_rank
+        from shardhet.apps.worker import run_rank
 
         env.publish()
         run_rank(conf, folder, env)
-        leave()
 
 
 def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -53,19 +53,6 @@ def main() -> None:
         except Exception:
             # The launcher shows the cause of all; this rank's traceback is in its log.
             raise SystemExit(1) from None
-        leave()
-
-
-def leave() -> NoReturn:
-    """End this process, whose work is on disk, without the interpreter's own teardown.
-
-    There, native threads of the process groups ended ranks that had finished with SIGABRT
-    ("terminate called without an active exception") in 2 of 60 launches with torch 2.13.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:

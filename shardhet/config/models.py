@@ -145,6 +145,10 @@ class DataConf:
     """What every kind of data has."""
 
     kind: DataKind = MISSING
+    num_judged_samples: int = MISSING  # held out, in an evaluation
+
+    def __post_init__(self) -> None:
+        check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
 
 
 class TokenizerKind(Enum):
@@ -165,8 +169,8 @@ class TextConf(DataConf):
     num_judged_samples: int = 1000  # windows of held-out text in an evaluation
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("data.seq_len", self.seq_len, 1)
-        check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
         if self.tokenizer is TokenizerKind.BYTES:
             if self.vocab_size not in (None, NUM_BYTES):
                 raise ConfigError(
@@ -222,8 +226,10 @@ class DigitsConf(DataConf):
     """Handwritten digits of 8 x 8 pixels."""
 
     kind: DataKind = DataKind.DIGITS
+    num_judged_samples: int = 360  # of the images held out, which are as many
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if find_spec("sklearn") is None:
             raise ConfigError(
                 "data: digits but scikit-learn is not installed. Say "
