@@ -304,32 +304,55 @@ class _Shape:
             backward_flops=2 * (matrix_flops + 2 * score_flops),
             input_bytes=self.residual_bytes,
             activation_bytes=self._block_activation_bytes(qkv_width, up_width),
-            # gradients of the hidden layer while they are multiplied
-            transient_bytes=2 * self.seq_len * up_width * self.itemsize,
+            # of the gated hidden layer the gradients of its halves, each padded to the whole,
+            # and their sum; of an ungated one its gradient before and after the nonlinearity
+            transient_bytes=(3 if self.is_gated else 2)
+            * self.seq_len
+            * up_width
+            * self.itemsize,
         )
 
     def _block_activation_bytes(self, qkv_width: int, up_width: int) -> int:
         """What backward needs of a block besides its input, for one sample (read off what
         autograd saves, with an attention that keeps no scores).
 
-        Of each norm its output (RMSNorm keeps it unscaled as well) and statistics; the
-        residual stream between attention and MLP; q, k and v, and q and k once more where
-        they are rotated; what the attention returns and one float32 per head; the hidden
-        layer before and after its nonlinearity, and the product where it is gated.
+        Of each norm its output and what ``_norm_bytes`` says; the residual stream between
+        attention and MLP, unless the norm keeps a copy in float32 instead; q, k and v, and q
+        and k once more where they are rotated; what the attention returns and a sum per head;
+        the hidden layer before and after its nonlinearity, and the product where it is gated.
         """
-        norms = (2 if self.has_biases else 4) * self.width
+        residual = 0 if self._upcasts_norms else self.width
         rotated = 0 if self.has_biases else self.width + self.kv_width
         hidden = up_width + (2 if self.is_gated else 1) * self.hidden_width
-        elements = norms + self.width + qkv_width + rotated + self.width + hidden
-        statistics = self.num_heads + (4 if self.has_biases else 2)
-        return self.seq_len * (elements * self.itemsize + statistics * FLOAT32_BYTES)
+        elements = residual + qkv_width + rotated + self.width + hidden
+        per_token = elements * self.itemsize + self.num_heads * self.wide_itemsize
+        return 2 * self._norm_bytes() + self.seq_len * per_token
+
+    @property
+    def wide_itemsize(self) -> int:
+        """Bytes of a number in norms' statistics and in the loss: at least float32."""
+        return max(self.itemsize, FLOAT32_BYTES)
+
+    @property
+    def _upcasts_norms(self) -> bool:
+        return not self.has_biases and self.itemsize < FLOAT32_BYTES
+
+    def _norm_bytes(self) -> int:
+        """What a norm leaves in the graph besides its input, for one sample.
+
+        LayerNorm its output and two statistics; RMSNorm (as torch composes it on CPU) one,
+        its output before it is scaled, and of narrow inputs a copy in float32.
+        """
+        if self.has_biases:
+            return self.residual_bytes + 2 * self.seq_len * self.wide_itemsize
+        copies = FLOAT32_BYTES if self._upcasts_norms else 0
+        per_token = self.width * (self.itemsize + self.wide_itemsize + copies)
+        return self.seq_len * (per_token + self.wide_itemsize)
 
     def head(self) -> UnitKind:
         """The last norm, the projection to the vocabulary and the loss."""
         logits = self.seq_len * self.vocab_size
         matrix_flops = 2 * logits * self.width
-        norm_bytes = (1 if self.has_biases else 2) * self.residual_bytes
-        statistics = (2 if self.has_biases else 1) * FLOAT32_BYTES
         return UnitKind(
             name="head",
             param_shapes=(*self._with_biases([(self.width,)]), (self.vocab_size, self.width)),
@@ -337,12 +360,22 @@ class _Shape:
             backward_flops=2 * matrix_flops,
             input_bytes=self.residual_bytes + self.seq_len * INDEX_BYTES,
             # log-probabilities, and the targets with those masked that do not count
-            activation_bytes=norm_bytes
-            + logits * FLOAT32_BYTES
-            + self.seq_len * (statistics + INDEX_BYTES),
-            # the logits, their float32 copy and its gradient
-            transient_bytes=logits * (self.itemsize + 2 * FLOAT32_BYTES),
+            activation_bytes=self._norm_bytes()
+            + logits * self.wide_itemsize
+            + self.seq_len * INDEX_BYTES,
+            transient_bytes=self._head_transient_bytes(),
         )
+
+    def _head_transient_bytes(self) -> int:
+        """The fuller of two moments of backward, each with what was freed before it: two
+        gradients of the logits, or (of few logits) those inside the norm.
+        """
+        wide = self.wide_itemsize
+        in_loss = 2 * self.vocab_size * wide - INDEX_BYTES
+        upcast = self.width * self.itemsize if self._upcasts_norms else 0
+        in_norm = 3 * self.width * wide + upcast
+        in_norm -= self.vocab_size * wide + INDEX_BYTES + wide
+        return self.seq_len * max(in_loss, in_norm)
 
     def _with_biases(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         if not self.has_biases:

@@ -31,8 +31,8 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A unit that is not built yet."""
+class UnitDraft:
+    """A unit that is not built yet: its modules and whose parameters are whose."""
 
     fqn: str
     modules: UnitModules
@@ -60,7 +60,7 @@ def build_units(
     init_fn: Callable[[nn.Module], None] | None,
 ) -> list[FSDPUnit]:
     """The units, the root's last; every rank keeps its rows and frees the rest.  Collective."""
-    drafts = _draft(module, modules_of_units)
+    drafts = draft_units(module, modules_of_units)
     check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
     _check_plan_is_for(plan, drafts)
     layouts = [
@@ -94,7 +94,7 @@ def build_units(
             flats.append(flat)
             flat.show_shards()  # frees the whole parameters
         unit_modules = [
-            UnitModule(fqn, each, _casting(each.forward, precision.param_dtype))
+            UnitModule(fqn, each, casting(each.forward, precision.param_dtype))
             for fqn, each in zip(draft.modules.fqns, draft.modules.modules, strict=True)
         ]
         units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=comm))
@@ -106,7 +106,8 @@ def planned_units(units: Sequence[FSDPUnit]) -> tuple[PlannedUnit, ...]:
     return tuple(PlannedUnit(fqn=unit.fqn, numel=unit.numel) for unit in units)
 
 
-def _draft(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> list[_Draft]:
+def draft_units(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> list[UnitDraft]:
+    """The units with their parameters, the root's last."""
     unit_by_module = {
         inner: i
         for i, unit in enumerate(modules_of_units)
@@ -133,12 +134,12 @@ def _draft(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> list[_
     drafts = []
     for i, unit in enumerate(modules_of_units):
         inner = tuple(m for m, owner in unit_by_module.items() if owner == i)
-        drafts.append(_Draft(unit.fqns[0], unit, tuple(slots[i]), inner))
+        drafts.append(UnitDraft(unit.fqns[0], unit, tuple(slots[i]), inner))
     of_root = tuple(m for m in module.modules() if m not in unit_by_module)
-    return [*drafts, _Draft(ROOT_FQN, UnitModules((), ()), tuple(slots[root]), of_root)]
+    return [*drafts, UnitDraft(ROOT_FQN, UnitModules((), ()), tuple(slots[root]), of_root)]
 
 
-def _describe(drafts: Sequence[_Draft]) -> list[Any]:
+def _describe(drafts: Sequence[UnitDraft]) -> list[Any]:
     return [
         [slot.fqn, list(slot.shape), str(slot.current.dtype), slot.is_trainable, draft.fqn]
         for draft in drafts
@@ -146,9 +147,7 @@ def _describe(drafts: Sequence[_Draft]) -> list[Any]:
     ]
 
 
-def _casting(
-    forward: Callable[..., Any], param_dtype: torch.dtype | None
-) -> Callable[..., Any]:
+def casting(forward: Callable[..., Any], param_dtype: torch.dtype | None) -> Callable[..., Any]:
     """``forward`` with its floating-point inputs in the dtype of the parameters in flight."""
     if param_dtype is None:
         return forward
@@ -173,11 +172,12 @@ def _hashes(module: nn.Module) -> list[Any]:
     ]
 
 
-def _check_plan_is_for(plan: Plan, drafts: Sequence[_Draft]) -> None:
+def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
     if not plan.units:
         return  # written by hand, for any model
-    planned = {unit.fqn: unit.numel for unit in plan.units}
-    found = {draft.fqn: sum(slot.shape.numel() for slot in draft.slots) for draft in drafts}
+    planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
+    numels = {draft.fqn: sum(slot.shape.numel() for slot in draft.slots) for draft in drafts}
+    found = {fqn: numel for fqn, numel in numels.items() if numel}  # the root may be empty
     if planned == found:
         return
     differing = [

@@ -1,0 +1,60 @@
+"""An example batch, stretched or cut to any number of samples."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardhet.fsdp.batching import first_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleBatch:
+    """What a model is called with; dim 0 of the first tensor is the batch.
+
+    Only shapes and dtypes matter, and that indices are in range: random tokens will do.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_inputs: tuple[Any, ...] = ()  # for ``loss_fn``, where the model returns logits
+
+    def __post_init__(self) -> None:
+        if not self.num_samples:
+            raise ValueError(
+                "batch: it holds no sample. Give at least one, with the batch in dim 0 of the "
+                "first tensor."
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Dim 0 of the first tensor."""
+        return first_length((self.args, dict(self.kwargs), self.loss_inputs))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors in it."""
+        leaves = tree_leaves((self.args, dict(self.kwargs), self.loss_inputs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def of_size(self, num_samples: int) -> Self:
+        """The same with so many samples: its own, again and again."""
+        own = self.num_samples
+
+        def stretch(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != own:
+                return tensor
+            rows = torch.arange(num_samples, device=tensor.device) % own
+            return tensor.index_select(0, rows)
+
+        return self.map(stretch)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor replaced by what ``function`` makes of it."""
+        args, kwargs, loss_inputs = tree_map_only(
+            Tensor, function, (self.args, dict(self.kwargs), self.loss_inputs)
+        )
+        return type(self)(args=args, kwargs=kwargs, loss_inputs=loss_inputs)

@@ -1,0 +1,175 @@
+"""FLOPs and bytes of one unit, counted on tensors that hold no memory."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardhet.profiler.sketch import LossFn, ModelSketch, TensorInput, UnitCall, UnitSketch
+
+Shape = tuple[int, ...]
+aten = torch.ops.aten
+
+
+def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """Queries times keys and weights times values, the whole square."""
+    batch, num_heads, num_queries, width = query
+    num_keys, value_width = key[-2], value[-1]
+    return 2 * batch * num_heads * num_queries * num_keys * (width + value_width)
+
+
+def _attention_backward_flops(
+    _grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any
+) -> int:
+    """Two products for each of forward's; what a fused kernel computes again is not counted."""
+    return 2 * _attention_flops(query, key, value)
+
+
+# torch does not count attention on CPU, and counts what CUDA's kernels compute again.
+FLOPS_BY_OPERATION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What one unit costs for some number of samples."""
+
+    forward_flops: int = 0
+    backward_flops: int = 0
+    input_bytes: int = 0
+    graph_bytes: int = 0  # what the unit's graph holds besides inputs and parameters
+    peak_bytes: int = 0  # the most that is alive in forward and backward, the graph included
+
+    def __add__(self, other: "Counts") -> "Counts":
+        """Of two calls of one unit: both graphs are kept, and run one after the other."""
+        return Counts(
+            forward_flops=self.forward_flops + other.forward_flops,
+            backward_flops=self.backward_flops + other.backward_flops,
+            input_bytes=self.input_bytes + other.input_bytes,
+            graph_bytes=self.graph_bytes + other.graph_bytes,
+            peak_bytes=max(
+                self.peak_bytes + other.graph_bytes, self.graph_bytes + other.peak_bytes
+            ),
+        )
+
+
+def count_unit(
+    sketch: ModelSketch,
+    unit: UnitSketch,
+    num_samples: int,
+    *,
+    param_dtype: torch.dtype | None,
+    loss_fn: LossFn | None,
+    device: torch.device,
+) -> Counts:
+    """What the unit costs for ``num_samples``."""
+    total = Counts()
+    for call in unit.calls:
+        function = call.function(sketch.model, param_dtype=param_dtype, loss_fn=loss_fn)
+        params = [slot.current for slot in unit.draft.slots]
+        with sketch.fake_mode:
+            total += _count_call(function, call, params, num_samples, device)
+    return total
+
+
+def _count_call(
+    function: Callable[..., Any],
+    call: UnitCall,
+    params: Sequence[nn.Parameter],
+    num_samples: int,
+    device: torch.device,
+) -> Counts:
+    def make(given: TensorInput) -> Tensor:
+        tensor = torch.empty(given.shape(num_samples), dtype=given.dtype, device=device)
+        return tensor.requires_grad_(given.requires_grad)
+
+    args, kwargs = call.arguments(make)
+    live = LiveBytes()
+    forward, backward = [
+        FlopCounterMode(display=False, custom_mapping=FLOPS_BY_OPERATION) for _ in range(2)
+    ]
+    with torch.enable_grad():
+        with live, forward:
+            outputs = [
+                leaf
+                for leaf in tree_leaves(function(*args, **kwargs))
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+        edges = [get_gradient_edge(output) for output in outputs]
+        grads = [torch.empty_like(output) for output in outputs]
+    del outputs
+    graph_bytes = live.live_bytes
+    if edges:
+        hooks = [p.register_post_accumulate_grad_hook(_drop_grad) for p in params]
+        with live, backward:
+            torch.autograd.backward(edges, grads)
+        for hook in hooks:
+            hook.remove()
+    return Counts(
+        forward_flops=forward.get_total_flops(),
+        backward_flops=backward.get_total_flops() if edges else 0,
+        input_bytes=sum(each.nbytes(num_samples) for each in call.tensor_inputs),
+        graph_bytes=graph_bytes,
+        peak_bytes=live.peak_bytes,
+    )
+
+
+def _drop_grad(param: Tensor) -> None:
+    param.grad = None  # the runtime adds it to the unit's gradients and drops it too
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, follows the memory of all that operations return, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and add storages that are new."""
+        before = {id(_storage(each)) for each in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = _storage(tensor)
+            if id(storage) not in before and id(storage) not in self._known:
+                self._follow(storage)
+        return result
+
+    def _follow(self, storage: Any) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+
+        def forget(_: Any) -> None:
+            del self._known[key]
+            self.live_bytes -= nbytes
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _storage(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,225 @@
+"""``describe``: the units that HetFSDP makes of a model, counted without the model's memory."""
+
+import resource
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet.fsdp.wrapping import find_units
+from shardhet.models.decoder import Decoder, DecoderConfig, flops_per_token
+from shardhet.models.encoder import EncoderConfig, MaskedLm, Vit
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.counting import LiveBytes
+from shardhet.profiler.describe import describe
+from shardhet.workload import Unit, Workload
+
+TINY = {
+    "vocab_size": 256,
+    "width": 128,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden_width": 320,
+    "seq_len": 64,
+}
+LARGE = {  # the shape of Llama 3 70B
+    "vocab_size": 128256,
+    "width": 8192,
+    "num_layers": 80,
+    "num_heads": 64,
+    "num_kv_heads": 8,
+    "hidden_width": 28672,
+    "seq_len": 4096,
+}
+
+
+def decoder(shape: dict[str, int], dtype: torch.dtype = torch.float32) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(DecoderConfig(**shape)).to(dtype)  # type: ignore[arg-type]
+
+
+def text(seq_len: int, num_samples: int = 1) -> ExampleBatch:
+    tokens_BT = torch.zeros(num_samples, seq_len, dtype=torch.long)
+    return ExampleBatch(args=(tokens_BT, tokens_BT))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_kv_heads": 4},
+        {"vocab_size": 50304},
+        {"width": 512, "hidden_width": 1024},  # few logits beside the width
+        {"seq_len": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_the_analytic_decoder_is_what_is_counted(
+    changes: dict[str, int], param_dtype: str
+) -> None:
+    shape = TINY | changes
+    in_flight = None if param_dtype == "float32" else torch.bfloat16
+    counted = describe(decoder(shape), text(shape["seq_len"]), param_dtype=in_flight)
+    assert counted == Workload.transformer(
+        **shape,  # type: ignore[arg-type]
+        param_dtype=param_dtype,
+        reduce_dtype=param_dtype,
+    )
+
+
+def test_double_precision_is_counted_too() -> None:
+    counted = describe(decoder(TINY, torch.float64), text(64))
+    assert counted == Workload.transformer(
+        **TINY,  # type: ignore[arg-type]
+        param_dtype="float64",
+        reduce_dtype="float64",
+        state_bytes_per_element=32,
+    )
+
+
+def test_seventy_billion_parameters_take_seconds_and_no_memory() -> None:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started_s = time.perf_counter()
+    counted = describe(decoder(LARGE), text(4096), param_dtype=torch.bfloat16)
+    assert time.perf_counter() - started_s < 30  # 3 s on an idle core
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    assert grown_kib < 300 * 1024
+    assert counted == Workload.transformer(
+        **LARGE,  # type: ignore[arg-type]
+        param_dtype="bfloat16",
+        reduce_dtype="bfloat16",
+    )
+    per_sample = sum(
+        counted.kind_of(unit).forward_flops + counted.kind_of(unit).backward_flops
+        for unit in counted.units
+    )
+    config = DecoderConfig(**LARGE)  # type: ignore[arg-type]
+    assert per_sample == 4096 * flops_per_token(config)
+
+
+def test_a_model_with_memory_is_left_as_it_is() -> None:
+    model = Decoder(DecoderConfig(**(TINY | {"num_layers": 1})))  # type: ignore[arg-type]
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    assert describe(model, text(64, 3)) == describe(decoder(TINY | {"num_layers": 1}), text(64))
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+        assert param.grad is None
+    model(*text(64).args)  # no hook is left that would count
+
+
+@pytest.mark.parametrize("name", ["masked_lm", "vit"])
+def test_encoders_are_described_with_the_units_they_are_trained_with(name: str) -> None:
+    config = EncoderConfig(width=64, num_layers=3, num_heads=4, hidden_width=256)
+    with torch.device("meta"):
+        model: nn.Module
+        if name == "vit":
+            model = Vit(config, image_side=8, patch_side=2, num_classes=10)
+            args = (torch.zeros(2, 8, 8), torch.zeros(2, dtype=torch.long))
+        else:
+            model = MaskedLm(config, vocab_size=257, seq_len=32)
+            args = (torch.zeros(2, 32, dtype=torch.long),) * 2
+    counted = describe(model, ExampleBatch(args=args))
+    found = [unit.fqns[0] for unit in find_units(model, None)]
+    assert [unit.fqn for unit in counted.units if unit.fqn] == found
+    assert counted.numel == sum(param.numel() for param in model.parameters())
+    assert counted.num_units_by_kind["encoder_block"] == 3
+    block = counted.kind_by_name["encoder_block"]
+    num_places = 16 if name == "vit" else 32
+    matrices = 4 * 64 * 64 + 2 * 64 * 256
+    assert block.forward_flops == 2 * num_places * matrices + 4 * num_places**2 * 64
+    assert block.backward_flops == 2 * block.forward_flops
+    assert block.input_bytes == num_places * 64 * 4
+
+
+class Foreign(nn.Module):
+    """Tied embedding and projection, a norm that no unit wants, logits and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.norm = nn.LayerNorm(16)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.out = nn.Linear(16, 50, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embed(tokens_BT) * self.scale
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        logits: Tensor = self.out(self.norm(x))
+        return logits
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return loss, (targets >= 0).sum()
+
+
+def test_tied_units_losses_from_outside_and_the_root_are_counted() -> None:
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    batch = ExampleBatch(args=(tokens,), loss_inputs=(tokens,))
+    model = Foreign()
+    with_loss = describe(model, batch, loss_fn=token_loss)
+    without = describe(model, batch)
+    assert with_loss.units == (
+        Unit(fqn="embed", kind="embedding"),  # and out, which shares its weight
+        Unit(fqn="layers.0", kind="linear"),
+        Unit(fqn="layers.1", kind="linear"),
+        Unit(fqn="layers.2", kind="linear"),
+        Unit(fqn="norm", kind="layer_norm"),
+        Unit(fqn="", kind="root"),
+    )
+    tied = with_loss.kind_of(with_loss.units[0])
+    assert tied.param_shapes == ((50, 16),)
+    assert tied.forward_flops == 2 * 5 * 16 * 50
+    bare = without.kind_of(without.units[0])
+    # The loss keeps log-probabilities that the model alone does not.
+    assert tied.activation_bytes >= bare.activation_bytes + 5 * 50 * 4
+    assert with_loss.numel == sum(param.numel() for param in model.parameters())
+
+
+class BatchInDimOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.transpose(0, 1)).transpose(0, 1)
+        return x
+
+
+def test_units_with_the_batch_elsewhere_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layers\.0.*Put the batch first"):
+        describe(BatchInDimOne(), ExampleBatch(args=(torch.zeros(5, 7, 4),)))
+
+
+def test_an_empty_example_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no sample"):
+        ExampleBatch(args=(torch.zeros(0, 3),))
+
+
+def test_an_example_is_stretched_along_its_batch() -> None:
+    batch = ExampleBatch(args=(torch.arange(3),), kwargs={"mask": torch.ones(5, 5)})
+    longer = batch.of_size(7)
+    assert longer.args[0].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert longer.kwargs["mask"] is batch.kwargs["mask"]
+
+
+def test_live_bytes_are_those_that_are_not_freed() -> None:
+    x = torch.ones(1000)
+    with LiveBytes() as live:
+        y = x * 2
+        z = y.view(10, 100)
+        w = y + 1
+        del y
+        assert live.live_bytes == 8000
+        del z
+        assert live.live_bytes == 4000
+        x.add_(w)  # nothing new
+        del w
+    assert (live.live_bytes, live.peak_bytes) == (0, 8000)
