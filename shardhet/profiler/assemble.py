@@ -1,0 +1,202 @@
+"""From what every rank measured to one profile and one cluster: pure functions.
+
+Devices of one kind are interchangeable to the planner, and ranks meet at every unit, so the
+slowest rank of a kind stands for all of it, with its own samples.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from statistics import median
+
+from shardhet.cluster import Cluster, DeviceSpec, Link, Node
+from shardhet.cost import CostModel
+from shardhet.profiler.compute import Samples
+from shardhet.profiler.stopwatch import timing_of
+from shardhet.profiler.traffic import CollectiveSamples, PairSamples, uneven_shares
+from shardhet.profiles import (
+    CollectivePoint,
+    Collectives,
+    Curve,
+    DeviceProfile,
+    Profile,
+    Source,
+)
+from shardhet.workload import Workload
+
+WEIGHT_STEPS = 100  # of the unevenness weights, which lie between 0 and 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank measured of itself."""
+
+    device: DeviceSpec  # as it is announced, with the memory that this rank may use
+    alone: Samples
+    together: Samples  # while all ranks compute
+    optimizer_s_per_element: list[float]
+    reserved_bytes: int
+    note: str  # versions and date
+
+    @property
+    def kind(self) -> str:
+        """The kind of its device."""
+        return self.device.kind or "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficReport:
+    """What all ranks measured of the links; the same on each."""
+
+    collectives: list[CollectiveSamples]
+    pairs: list[PairSamples]
+    overlap_slowdown: float
+    note: str
+
+
+def make_cluster(ranks: Sequence[DeviceSpec], pairs: Sequence[PairSamples]) -> Cluster:
+    """The devices by host, in the order of their ranks, with the slowest link of each host."""
+    hosts = list(dict.fromkeys(device.host or "" for device in ranks))
+    within: dict[str, list[PairSamples]] = {host: [] for host in hosts}
+    between: list[PairSamples] = []
+    for pair in pairs:
+        host, other = ranks[pair.sender].host or "", ranks[pair.receiver].host or ""
+        (within[host] if host == other else between).append(pair)
+    return Cluster(
+        nodes=tuple(
+            Node(
+                host=host,
+                devices=tuple(device for device in ranks if (device.host or "") == host),
+                link=_slowest_link(within[host]),
+            )
+            for host in hosts
+        ),
+        between_nodes=_slowest_link(between),
+    )
+
+
+def _slowest_link(pairs: Sequence[PairSamples]) -> Link | None:
+    if not pairs:
+        return None
+    bandwidths = [pair.bandwidth_bytes_per_s for pair in pairs]
+    return Link(
+        latency_s=max(pair.latency_s for pair in pairs),
+        bandwidth_bytes_per_s=min(bandwidths),
+        source=f"measured: the slowest of {len(pairs)} pairs, one at a time; the fastest "
+        f"{max(bandwidths) / 1e9:.2f} GB/s",
+    )
+
+
+def make_profile(
+    reports: Sequence[RankReport],
+    traffic: TrafficReport,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    is_together: bool,
+) -> Profile:
+    """The profile of the ranks computing all at once, or each alone."""
+    by_kind: dict[str, list[RankReport]] = {}
+    for report in reports:
+        by_kind.setdefault(report.kind, []).append(report)
+    points = tuple(
+        CollectivePoint(
+            nbytes=each.nbytes,
+            gather=timing_of(each.gather_s),
+            reduce=timing_of(each.reduce_s),
+        )
+        for each in traffic.collectives
+    )
+    profile = Profile(
+        devices=tuple(
+            _device_profile(kind, reports, is_together=is_together)
+            for kind, reports in by_kind.items()
+        ),
+        collectives=Collectives(source=Source.MEASURED, points=points, note=traffic.note),
+        overlap_slowdown=traffic.overlap_slowdown,
+        note="all ranks computing at once" if is_together else "each rank computing alone",
+    )
+    if not points:
+        return profile
+    gather_weight, reduce_weight = unevenness_weights(
+        traffic.collectives, profile, cluster, workload
+    )
+    return replace(
+        profile,
+        collectives=replace(
+            profile.collectives,
+            gather_unevenness_weight=gather_weight,
+            reduce_unevenness_weight=reduce_weight,
+        ),
+    )
+
+
+def _device_profile(
+    kind: str, reports: Sequence[RankReport], *, is_together: bool
+) -> DeviceProfile:
+    def samples(report: RankReport) -> Samples:
+        return report.together if is_together else report.alone
+
+    totals_s = [_comparable_s(samples(report), reports, is_together) for report in reports]
+    slowest = reports[totals_s.index(max(totals_s))]
+    spread = max(totals_s) / min(totals_s)
+    note = slowest.note
+    if len(reports) > 1:
+        note += f"; the slowest of {len(reports)} ranks, {spread:.2f} times the fastest"
+    return DeviceProfile(
+        device_kind=kind,
+        source=Source.MEASURED,
+        units=tuple(unit.to_record(name) for name, unit in samples(slowest).items()),
+        optimizer_seconds_per_element=max(
+            median(report.optimizer_s_per_element) for report in reports
+        ),
+        reserved_bytes=max(report.reserved_bytes for report in reports),
+        note=note,
+    )
+
+
+def _comparable_s(own: Samples, reports: Sequence[RankReport], is_together: bool) -> float:
+    """Median seconds of the cases that every rank of the kind has measured."""
+    every = [report.together if is_together else report.alone for report in reports]
+    total = 0.0
+    for kind, unit in own.items():
+        common = set.intersection(*(set(samples[kind].seconds) for samples in every))
+        total += sum(median([sum(pair) for pair in unit.seconds[size]]) for size in common)
+    return total
+
+
+def unevenness_weights(
+    collectives: Sequence[CollectiveSamples],
+    profile: Profile,
+    cluster: Cluster,
+    workload: Workload,
+) -> tuple[float, float]:
+    """Where between a ring (0) and direct messages (1) gathers and reductions lie.
+
+    The weight w in [0, 1] that minimises the squared logarithm of measured over predicted
+    seconds of the uneven cut, predicted as t(n (1 - w + w u)) with the even curve t and the
+    cut's unevenness u.
+    """
+    shares = uneven_shares(cluster.world_size)
+    model = CostModel(cluster, workload, profile)
+    unevenness = model.unevenness(shares, [True] * cluster.world_size)
+    measured = profile.collectives
+    assert measured.gather_s is not None
+    assert measured.reduce_s is not None
+    gather_s = {each.nbytes: median(each.uneven_gather_s) for each in collectives}
+    reduce_s = {each.nbytes: median(each.uneven_reduce_s) for each in collectives}
+    return (
+        _weight(measured.gather_s, gather_s, unevenness),
+        _weight(measured.reduce_s, reduce_s, unevenness),
+    )
+
+
+def _weight(even: Curve, uneven_s: Mapping[int, float], unevenness: float) -> float:
+    def error(weight: float) -> float:
+        stretch = 1 - weight + weight * unevenness
+        return sum(
+            log(seconds / even.at(nbytes * stretch)) ** 2
+            for nbytes, seconds in uneven_s.items()
+        )
+
+    return min((step / WEIGHT_STEPS for step in range(WEIGHT_STEPS + 1)), key=error)

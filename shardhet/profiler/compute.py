@@ -1,0 +1,193 @@
+"""Forward and backward seconds of every kind of unit at many microbatch sizes, on one rank.
+
+All cases are run once per round, so that a disturbance of the machine touches all of them,
+and so that a unit does not find its parameters in a cache that a real step would have used
+for others meanwhile.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from shardhet.optim import OptimizerSpec
+from shardhet.profiler.sketch import ModelSketch
+from shardhet.profiler.stopwatch import Emulated, Stopwatch, timing_of
+from shardhet.profiler.unit_runner import TrainedModel, UnitRunner
+from shardhet.profiles import ComputePoint, UnitProfile
+from shardhet.workload import UnitKind, Workload
+
+MIN_ROUNDS = 3  # fewer have no deciles
+USED_PART_OF_MEMORY = 0.8  # of what is free; the rest is for kernels' own buffers
+MAX_OPTIMIZED_NUMEL = 2**24  # larger shards take proportionally longer
+
+
+@dataclass(slots=True)
+class UnitSamples:
+    """All that was measured of one kind of unit: (forward, backward) seconds by size."""
+
+    seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    peak_bytes: dict[int, int | None] = field(default_factory=dict)
+
+    def to_record(self, unit_kind: str) -> UnitProfile:
+        """The samples as curves."""
+        points = tuple(
+            ComputePoint(
+                microbatch_size=size,
+                forward=timing_of([forward_s for forward_s, _ in samples]),
+                backward=timing_of([backward_s for _, backward_s in samples]),
+                peak_bytes=self.peak_bytes.get(size),
+            )
+            for size, samples in sorted(self.seconds.items())
+        )
+        return UnitProfile(unit_kind=unit_kind, points=points)
+
+
+Samples = dict[str, UnitSamples]  # by kind of unit
+
+
+def candidate_sizes(max_microbatch_size: int) -> list[int]:
+    """Powers of two and the middle between each two of them, and the largest."""
+    sizes = {max_microbatch_size}
+    power = 1
+    while power <= max_microbatch_size:
+        sizes |= {size for size in (power, power + power // 2) if size <= max_microbatch_size}
+        power *= 2
+    return sorted(sizes)
+
+
+class ComputeMeasurement:
+    """The units of a model on this rank's device, and how long they take."""
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        sketch: ModelSketch,
+        workload: Workload,
+        *,
+        device: torch.device,
+        memory_bytes: int,
+        max_microbatch_size: int,
+        is_alone: bool,
+        emulated: Emulated | None,
+    ) -> None:
+        """``memory_bytes`` is what this rank may use."""
+        self._device = device
+        self._workload = workload
+        self._stopwatch = Stopwatch(device, emulated)
+        self._sizes: dict[str, list[int]] = {}
+        self._runners: dict[str, UnitRunner] = {}
+        free_bytes = USED_PART_OF_MEMORY * memory_bytes
+        for kind in self._computing_kinds():
+            free_bytes -= 2 * kind.numel * max(workload.param_itemsize, 4)
+        for kind in self._computing_kinds():
+            per_sample = kind.activation_bytes + kind.transient_bytes + 3 * kind.input_bytes
+            fitting = max(1, int(free_bytes / max(1, per_sample)))
+            sizes = candidate_sizes(min(max_microbatch_size, fitting))
+            self._sizes[kind.name] = sizes
+            self._runners[kind.name] = UnitRunner(
+                model,
+                sketch.unit_by_kind[kind.name],
+                device=device,
+                max_samples=sizes[-1],
+                is_alone=is_alone,
+                stopwatch=self._stopwatch,
+            )
+
+    def _computing_kinds(self) -> list[UnitKind]:
+        counts = self._workload.num_units_by_kind
+        return [kind for kind in self._workload.kinds if counts[kind.name]]
+
+    def runner(self, kind: str) -> UnitRunner:
+        """The unit of this kind, to be run beside something else."""
+        return self._runners[kind]
+
+    def sizes(self, kind: str) -> list[int]:
+        """The microbatch sizes that are measured of this kind."""
+        return self._sizes[kind]
+
+    def warm_up(
+        self, seconds_per_round: float
+    ) -> tuple[float, dict[str, dict[int, int | None]]]:
+        """Seconds of a round, and the peak bytes of each case.
+
+        Runs every case, the small ones first, and leaves out those that would make a round
+        longer than ``seconds_per_round``; at least two sizes of each kind remain.
+        """
+        round_s = 0.0
+        peaks: dict[str, dict[int, int | None]] = {kind: {} for kind in self._runners}
+        for size in sorted({size for sizes in self._sizes.values() for size in sizes}):
+            for kind, runner in self._runners.items():
+                if size not in self._sizes[kind]:
+                    continue
+                peaks[kind][size] = runner.peak_bytes(size)
+                runner.run(size)
+                spent_s = sum(runner.run(size))
+                round_s += spent_s
+            is_too_long = round_s > seconds_per_round / 2  # the next sizes would double it
+            if is_too_long:
+                for kind, sizes in self._sizes.items():
+                    keep = max(2, sum(each <= size for each in sizes))
+                    self._sizes[kind] = sizes[:keep]
+                break
+        return round_s, peaks
+
+    def run_rounds(self, seconds: float) -> Samples:
+        """Rounds until ``seconds`` are over, and at least ``MIN_ROUNDS``.
+
+        Not a number of rounds: ranks that run together are to disturb each other to the end.
+        """
+        samples = {kind: UnitSamples() for kind in self._runners}
+        deadline_s = time.perf_counter() + seconds
+        done = 0
+        while done < MIN_ROUNDS or time.perf_counter() < deadline_s:
+            for kind, runner in self._runners.items():
+                for size in self._sizes[kind]:
+                    taken = samples[kind].seconds.setdefault(size, [])
+                    taken.append(runner.run(size))
+            done += 1
+        return samples
+
+    def optimizer_seconds(
+        self, optimizer: OptimizerSpec, share: float, num_repeats: int
+    ) -> list[float]:
+        """Seconds per element of an optimizer step, each of a step of its own.
+
+        The parameters are those that a rank which stores ``share`` of every unit would have.
+        """
+        params = [
+            torch.nn.Parameter(torch.zeros(shape, device=self._device))
+            for shape in _shard_shapes(self._workload, share)
+        ]
+        stepper = optimizer.build(params)
+        for param in params:
+            param.grad = torch.full_like(param, 1e-3)
+        numel = sum(param.numel() for param in params)
+        seconds = []
+        for _ in range(num_repeats + 2):
+            with self._stopwatch.running():
+                stepper.step()
+            seconds.append(self._stopwatch.seconds / numel)
+        return seconds[2:]  # the first make the state
+
+
+def _shard_shapes(workload: Workload, share: float) -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+    numel = 0
+    for unit in workload.units:
+        for shape in workload.kind_of(unit).param_shapes:
+            rows = max(1, round(shape[0] * share)) if shape else 1
+            box = (rows, *shape[1:])
+            if numel and numel + torch.Size(box).numel() > MAX_OPTIMIZED_NUMEL:
+                return shapes
+            shapes.append(box)
+            numel += torch.Size(box).numel()
+    return shapes
+
+
+def peaks_into(samples: Samples, peaks: Mapping[str, Mapping[int, int | None]]) -> Samples:
+    """The samples with the peak bytes of each case."""
+    for kind, unit in samples.items():
+        unit.peak_bytes = {size: peaks[kind].get(size) for size in unit.seconds}
+    return samples

@@ -1,0 +1,314 @@
+"""``measure``: this machine and this model, as a cluster, a workload and a profile.
+
+All ranks call it together.  Each computes alone first, the others of its host asleep, and
+then all at once, which is what happens in training and what is planned with: ranks that
+share a host's memory and caches slow each other down.  Then come optimizer, collectives,
+links, and compute beside collectives.
+"""
+
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardhet.cluster import Cluster, DeviceSpec
+from shardhet.distributed import Members, local_device_spec
+from shardhet.host_memory import find_readable_pids
+from shardhet.optim import AdamW, OptimizerSpec
+from shardhet.plan import Plan
+from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
+from shardhet.profiler.compute import ComputeMeasurement, peaks_into
+from shardhet.profiler.describe import describe_sketch, orig_dtype
+from shardhet.profiler.sketch import ModelSketch, sketch_model
+from shardhet.profiler.stopwatch import Emulated
+from shardhet.profiler.traffic import Channels, PairSamples, Traffic, sizes_to_measure
+from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.profiles import Profile
+from shardhet.workload import Workload
+
+MAX_PAIRS = 28  # all pairs of eight ranks; of more, each rank with the next
+OnProgress = Callable[[str, float], None]  # what is done next, and the fraction done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much to measure."""
+
+    max_microbatch_size: int = 32
+    num_repeats: int = 10
+    time_limit_s: float = 60.0  # about; slow devices still run every case three times
+
+    # Parts of the time limit.
+    alone: float = 0.25  # all ranks of a host together
+    together: float = 0.35
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What was measured; the same on every rank."""
+
+    cluster: Cluster
+    workload: Workload
+    profile: Profile  # all ranks computing at once: what to plan with
+    alone: Profile  # each rank of a host computing alone
+    pairs: tuple[PairSamples, ...]
+
+    def save(self, folder: Path) -> None:
+        """Write cluster.json, workload.json, profile.json and profile_alone.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.cluster.save(folder / "cluster.json")
+        self.workload.save(folder / "workload.json")
+        self.profile.save(folder / "profile.json")
+        self.alone.save(folder / "profile_alone.json")
+
+
+def measure(
+    model: TrainedModel,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    device_spec: DeviceSpec | None = None,
+    emulated: Emulated | None = None,
+    optimizer: OptimizerSpec | None = None,
+    effort: Effort | None = None,
+    on_progress: OnProgress = lambda _text, _fraction: None,
+) -> Measurement:
+    """The cluster of the ranks of ``group``, the workload, and how fast they are.  Collective.
+
+    ``group`` None is the default group, or no group at all for one process.  ``device_spec``
+    is what this rank announces itself as; None asks the driver.  A failure on one rank
+    raises on all.
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    device = device or torch.device("cpu")
+    found = device_spec or local_device_spec(device)
+    world_size = 1 if group is None else group.size()
+    anyone = Plan.by_hand(
+        devices=[DeviceSpec()] * world_size,
+        microbatch_sizes=[1] * world_size,
+        state_shares=[1 / world_size] * world_size,
+    )
+    members = Members.meet(group, anyone, device=device, device_spec=found)
+    with members.lifeline.guard("measuring"):
+        pids = find_readable_pids(members.control, device)
+        channels = Channels(
+            gather=replace(members.gather, pids=pids),
+            reduce=replace(members.reduce, pids=pids),
+            control=members.control,
+        )
+        session = _Session(
+            model,
+            channels,
+            device=device,
+            found=found,
+            emulated=emulated,
+            optimizer=optimizer or AdamW(learning_rate=1e-4),
+            effort=effort or Effort(),
+            on_progress=on_progress,
+        )
+        return session.run()
+
+
+class _Session:
+    """One measurement, from the units of the model to the records."""
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        channels: Channels,
+        *,
+        device: torch.device,
+        found: DeviceSpec,
+        emulated: Emulated | None,
+        optimizer: OptimizerSpec,
+        effort: Effort,
+        on_progress: OnProgress,
+    ) -> None:
+        self._model = model
+        self._channels = channels
+        self._device = device
+        self._emulated = emulated
+        self._optimizer = optimizer
+        self._effort = effort
+        self._on_progress = on_progress
+        self._reserved_bytes = 0 if has_own_memory(emulated) else reserved_bytes(device)
+        hosts = channels.control.exchange_objects(found.host)
+        neighbours = [i for i, host in enumerate(hosts) if host == found.host]
+        self._turn = neighbours.index(channels.control.position)
+        self._num_turns = max(hosts.count(host) for host in hosts)
+        num_sharing = len(neighbours) if device.type == "cpu" else 1
+        self._spec = _own_spec(found, emulated, num_sharing)
+
+    def run(self) -> Measurement:
+        """Measure everything."""
+        self._on_progress("counting the model's FLOPs and bytes", 0.0)
+        sketch = self._sketch()
+        workload = self._workload(sketch)
+        compute = ComputeMeasurement(
+            self._model,
+            sketch,
+            workload,
+            device=self._device,
+            memory_bytes=(self._spec.memory_capacity_bytes or 2**62) - self._reserved_bytes,
+            max_microbatch_size=self._effort.max_microbatch_size,
+            is_alone=self._channels.world_size == 1,
+            emulated=self._emulated,
+        )
+        report = self._compute(compute)
+        reports = self._channels.control.exchange_objects(report)
+        traffic = self._traffic(workload, compute)
+        specs = [each.device for each in reports]
+        cluster = make_cluster(specs, traffic.pairs)
+        together, alone = [
+            make_profile(reports, traffic, cluster, workload, is_together=is_together)
+            for is_together in (True, False)
+        ]
+        self._on_progress("done", 1.0)
+        return Measurement(
+            cluster=cluster,
+            workload=workload,
+            profile=together,
+            alone=alone,
+            pairs=tuple(traffic.pairs),
+        )
+
+    def _sketch(self) -> ModelSketch:
+        model = self._model
+        return sketch_model(
+            model.module,
+            model.batch,
+            units=model.units,
+            loss_fn=model.loss_fn,
+            param_dtype=model.param_dtype,
+            device=torch.device("cpu"),
+        )
+
+    def _workload(self, sketch: ModelSketch) -> Workload:
+        """Counted once, by the first rank."""
+        model, workload = self._model, None
+        if self._channels.control.position == 0:
+            workload = describe_sketch(
+                sketch,
+                model.batch,
+                loss_fn=model.loss_fn,
+                orig_dtype=orig_dtype(model.module),
+                param_dtype=model.param_dtype,
+                reduce_dtype=model.reduce_dtype,
+                tokens_per_sample=None,
+                num_moments=2,
+                device=torch.device("cpu"),
+            )
+        counted: Workload = self._channels.control.exchange_objects(workload)[0]
+        return counted
+
+    def _compute(self, compute: ComputeMeasurement) -> RankReport:
+        effort, channels = self._effort, self._channels
+        alone_s = effort.alone * effort.time_limit_s / self._num_turns
+        self._on_progress("warming up", 0.05)
+        round_s, peaks = compute.warm_up(alone_s / 3)
+        alone = None
+        for turn in range(self._num_turns):
+            self._on_progress(
+                f"computing alone, rank {turn + 1} of {self._num_turns} of each host",
+                0.1 + 0.3 * turn / self._num_turns,
+            )
+            channels.wait_for_all()
+            if turn == self._turn:
+                alone = compute.run_rounds(min(alone_s, effort.num_repeats * round_s))
+        assert alone is not None
+        self._on_progress("all ranks computing at once", 0.4)
+        [slowest_round_s] = channels.slowest([round_s])
+        together_s = min(
+            effort.together * effort.time_limit_s, effort.num_repeats * slowest_round_s
+        )
+        together = compute.run_rounds(together_s)
+        self._on_progress("the optimizer", 0.7)
+        channels.wait_for_all()
+        optimizer_s = compute.optimizer_seconds(
+            self._optimizer, 1 / channels.world_size, effort.num_repeats
+        )
+        return RankReport(
+            device=self._spec,
+            alone=peaks_into(alone, peaks),
+            together=peaks_into(together, peaks),
+            optimizer_s_per_element=optimizer_s,
+            reserved_bytes=self._reserved_bytes,
+            note=_note(self._spec),
+        )
+
+    def _traffic(self, workload: Workload, compute: ComputeMeasurement) -> TrafficReport:
+        if self._channels.world_size == 1:
+            return TrafficReport(
+                collectives=[], pairs=[], overlap_slowdown=1.0, note="one device"
+            )
+        traffic = Traffic(self._channels, workload, self._device)
+        num_repeats = self._effort.num_repeats
+        sizes = sizes_to_measure(workload)
+        collectives = []
+        for i, nbytes in enumerate(sizes):
+            self._on_progress(f"collectives of {nbytes:,} bytes", 0.75 + 0.15 * i / len(sizes))
+            collectives.append(traffic.collectives(nbytes, num_repeats))
+        self._on_progress("compute beside collectives", 0.9)
+        kind = max(workload.num_units_by_kind, key=workload.num_units_by_kind.__getitem__)
+        nbytes = workload.kind_by_name[kind].numel * workload.param_itemsize
+        size = int(self._common(max(compute.sizes(kind)) / 2))
+        slowdown = traffic.overlap_slowdown(
+            compute.runner(kind), max(1, size), nbytes, num_repeats
+        )
+        self._on_progress("links between pairs", 0.95)
+        pairs = [traffic.pair(a, b, num_repeats) for a, b in self._pairs()]
+        return TrafficReport(
+            collectives=collectives,
+            pairs=pairs,
+            overlap_slowdown=slowdown,
+            note=_note(None),
+        )
+
+    def _common(self, value: float) -> float:
+        return min(row[0] for row in self._channels.control.exchange([value]))
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        world_size = self._channels.world_size
+        pairs = [(i, j) for i in range(world_size) for j in range(i + 1, world_size)]
+        if len(pairs) > MAX_PAIRS:
+            pairs = [(i, (i + 1) % world_size) for i in range(world_size)]
+        return pairs
+
+
+def has_own_memory(emulated: Emulated | None) -> bool:
+    """Whether the emulation counts memory from what the process has already."""
+    return emulated is not None and emulated.memory_bytes is not None
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """What this process holds before any tensor of the model: libraries, the context."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        num_pages = int(statm.read_text(encoding="ascii").split()[1])
+        return num_pages * os.sysconf("SC_PAGE_SIZE")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+
+
+def _own_spec(found: DeviceSpec, emulated: Emulated | None, num_sharing: int) -> DeviceSpec:
+    """The device with the memory that this rank may use; processes of a host share it."""
+    if emulated is not None and emulated.memory_bytes is not None:
+        return replace(found, memory_capacity_bytes=emulated.memory_bytes)
+    if found.memory_capacity_bytes is None:
+        return found
+    return replace(found, memory_capacity_bytes=found.memory_capacity_bytes // num_sharing)
+
+
+def _note(spec: DeviceSpec | None) -> str:
+    date = time.strftime("%Y-%m-%d")
+    place = "" if spec is None else f"{spec.kind} on {spec.host}, "
+    return f"{place}{date}, torch {torch.__version__}, Python {platform.python_version()}"

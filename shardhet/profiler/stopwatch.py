@@ -1,0 +1,62 @@
+"""Seconds of what a device does, and what is kept of many such measurements."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from shardhet.fsdp.observer import Activity, Event
+from shardhet.profiles import Timing
+
+
+class Emulated(Protocol):
+    """A device that is slower than the process that plays it; see ``shardhet.emulation``."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What it has; None where that is not emulated."""
+
+    def observer(self) -> Callable[[Event], None]:
+        """What sleeps after a computation for what the slower device would need longer."""
+
+
+class Stopwatch:
+    """``seconds`` of what happened inside ``running()`` last, stretched if emulated."""
+
+    def __init__(self, device: torch.device, emulated: Emulated | None = None) -> None:
+        self.seconds = 0.0
+        self._is_cuda = device.type == "cuda"
+        self._stretch = None if emulated is None else emulated.observer()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what is inside; on an accelerator by its own clock, until it is done."""
+        start_s = time.perf_counter()
+        if self._is_cuda:
+            begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            begin.record()
+            yield
+            end.record()
+            end.synchronize()
+            seconds = begin.elapsed_time(end) / 1000
+        else:
+            yield
+            seconds = time.perf_counter() - start_s
+        stop_s = time.perf_counter()
+        if self._stretch is not None:
+            self._stretch(Event("", Activity.FORWARD, None, stop_s - seconds, stop_s))
+        self.seconds = seconds + time.perf_counter() - stop_s
+
+
+def timing_of(samples_s: Sequence[float]) -> Timing:
+    """Median, first and last decile of at least one sample."""
+    p10, median, p90 = (float(q) for q in np.quantile(samples_s, [0.1, 0.5, 0.9]))
+    return Timing(
+        median_s=median,
+        p10_s=min(p10, median),
+        p90_s=max(p90, median),
+        num_samples=len(samples_s),
+    )

@@ -1,0 +1,215 @@
+"""One unit on one device, run as the runtime runs a microbatch of it, with nobody else."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardhet.fsdp.build import UnitDraft, draft_units
+from shardhet.fsdp.layered import Visit, run_visit
+from shardhet.fsdp.materialize import materialize
+from shardhet.fsdp.seeds import RandomStates
+from shardhet.fsdp.wrapping import find_units
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.sketch import LossFn, TensorInput, UnitCall, UnitSketch, copy_with
+from shardhet.profiler.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model and how it is trained: what HetFSDP would be given."""
+
+    module: nn.Module  # may be on the meta device
+    batch: ExampleBatch
+    units: Sequence[type[nn.Module] | str] | None = None
+    loss_fn: LossFn | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    init_fn: Callable[[nn.Module], None] | None = None
+    seed: int = 0
+
+
+class UnitRunner:
+    """A unit with its parameters on the device, ready to be run on microbatches.
+
+    It runs what ``fsdp.layered`` runs: the inputs are cut off, the graph is kept, every
+    gradient is added to the unit's flat one as soon as it is there.
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        unit: UnitSketch,
+        *,
+        device: torch.device,
+        max_samples: int,
+        is_alone: bool,
+        stopwatch: Stopwatch,
+    ) -> None:
+        """``is_alone``: no other rank trains, so gradients are kept as autograd makes them."""
+        self._device = device
+        self._stopwatch = stopwatch
+        self._random = RandomStates(model.seed, device)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._module, draft = _drafted(model, unit.fqn)
+        _put_on_device(draft, model, device)
+        if not is_alone:
+            self._accumulate(draft, model.reduce_dtype)
+        else:
+            for slot in draft.slots:
+                slot.current.register_post_accumulate_grad_hook(_drop_grad)
+        given = model.batch.of_size(max_samples).tensors
+        self._calls = [_PreparedCall(call, given, max_samples, device) for call in unit.calls]
+        self._functions = [
+            call.function(self._module, param_dtype=model.param_dtype, loss_fn=model.loss_fn)
+            for call in unit.calls
+        ]
+        self._seconds = [0.0, 0.0]
+
+    def run(self, num_samples: int) -> tuple[float, float]:
+        """Seconds of a forward and a backward of one microbatch, nothing recomputed."""
+        self._seconds = [0.0, 0.0]
+        pending = []
+        for call, function in zip(self._calls, self._functions, strict=True):
+            args, kwargs = call.arguments(num_samples)
+            visit = self._visit(call.unit_call.module_fqn, function, num_samples)
+            returned = run_visit(visit, self._anchor, args, kwargs)
+            outputs = [leaf for leaf in tree_leaves(returned) if _needs_grad(leaf)]
+            pending.append((outputs, call.output_grads(num_samples, outputs)))
+        for outputs, grads in reversed(pending):
+            if outputs:
+                torch.autograd.backward(outputs, grads)
+        return self._seconds[0], self._seconds[1]
+
+    def peak_bytes(self, num_samples: int) -> int | None:
+        """The most that one run allocates; None where nobody counts (on the CPU)."""
+        if self._device.type != "cuda":
+            return None
+        self.run(num_samples)
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.run(num_samples)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    def _visit(self, fqn: str, function: Callable[..., Any], num_samples: int) -> Visit:
+        is_training = self._module.get_submodule(fqn).training
+        return Visit(
+            unit_fqn=fqn,
+            function=function,
+            microbatch_sizes=(num_samples,),
+            recomputes=False,
+            unbatched_addresses=frozenset(),
+            param_addresses=frozenset(),
+            device_type=self._device.type,
+            random_state=partial(self._random.around, is_training),
+            seed_microbatch=lambda start: self._random.seed(fqn, 0, 0, start, is_training),
+            watch_forward=lambda _: self._timed(0),
+            watch_backward=lambda _: self._timed(1),
+            enter_backward=_nothing,
+            leave_backward=_nothing,
+        )
+
+    @contextmanager
+    def _timed(self, phase: int) -> Iterator[None]:
+        with self._stopwatch.running():
+            yield
+        self._seconds[phase] += self._stopwatch.seconds
+
+    def _accumulate(self, draft: UnitDraft, reduce_dtype: torch.dtype | None) -> None:
+        for slot in draft.slots:
+            if slot.is_trainable:
+                param = slot.current
+                grad = torch.zeros_like(param, dtype=reduce_dtype)
+                param.register_post_accumulate_grad_hook(partial(_add_grad, grad))
+
+
+class _PreparedCall:
+    """A call's arguments for any number of samples, made before the clock runs."""
+
+    def __init__(
+        self,
+        unit_call: UnitCall,
+        given: Sequence[Tensor],
+        max_samples: int,
+        device: torch.device,
+    ) -> None:
+        self.unit_call = unit_call
+        self._device = device
+        self._tensors: dict[int, Tensor] = {}
+        self._grads: dict[int, list[Tensor]] = {}
+        for leaf in unit_call.tensor_inputs:
+            known = None if leaf.source is None else given[leaf.source]
+            self._tensors[id(leaf)] = _values(leaf, known, max_samples, device)
+
+    def arguments(self, num_samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the unit is called with; batched tensors are the first rows of larger ones."""
+
+        def first_rows(leaf: TensorInput) -> Tensor:
+            tensor = self._tensors[id(leaf)]
+            rows = tensor[:num_samples] if leaf.is_batched else tensor
+            return rows.detach().requires_grad_(leaf.requires_grad)
+
+        return self.unit_call.arguments(first_rows)
+
+    def output_grads(self, num_samples: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients to begin backward with; the same for every run."""
+        if num_samples not in self._grads:
+            self._grads[num_samples] = [torch.ones_like(output) for output in outputs]
+        return self._grads[num_samples]
+
+
+def _values(
+    leaf: TensorInput, known: Tensor | None, max_samples: int, device: torch.device
+) -> Tensor:
+    """The example's own values, else noise; zeros for indices that the model computes."""
+    if known is not None:
+        return known.to(device)
+    shape = leaf.shape(max_samples)
+    if leaf.dtype.is_floating_point:
+        return torch.randn(shape, dtype=leaf.dtype, device=device)
+    return torch.zeros(shape, dtype=leaf.dtype, device=device)
+
+
+def _drafted(model: TrainedModel, fqn: str) -> tuple[nn.Module, UnitDraft]:
+    """A copy of the model that shares its tensors, and one of its units."""
+    copied = copy_with(model.module, Tensor.detach)
+    modules = find_units(copied, model.units, keeps_last=model.loss_fn is not None)
+    drafts = {draft.fqn: draft for draft in draft_units(copied, modules)}
+    return copied, drafts[fqn]
+
+
+def _put_on_device(draft: UnitDraft, model: TrainedModel, device: torch.device) -> None:
+    materialize(
+        draft.slots, draft.inner, draft.fqn, device, seed=model.seed, init_fn=model.init_fn
+    )
+    for slot in draft.slots:
+        dtype = model.param_dtype if slot.current.is_floating_point() else None
+        placed = slot.current.detach().to(device, dtype or slot.current.dtype)
+        slot.put(nn.Parameter(placed, requires_grad=slot.is_trainable))
+    for module in draft.inner:
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _add_grad(into: Tensor, param: Tensor) -> None:
+    assert param.grad is not None
+    into.add_(param.grad)
+    param.grad = None
+
+
+def _drop_grad(param: Tensor) -> None:
+    param.grad = None
+
+
+def _nothing() -> None:
+    """What the runtime does around a visit has no meaning for a unit alone."""
