@@ -20,7 +20,9 @@ class RunFailedExit(SystemExit):
     """The end of a run that has begun and was told about already."""
 
 
-def start_ranks(folder: RunFolder, world_size: int) -> None:
+def start_ranks(
+    folder: RunFolder, world_size: int, *, worker_module: str = "shardhet.apps.worker"
+) -> None:
     """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -42,7 +44,7 @@ def start_ranks(folder: RunFolder, world_size: int) -> None:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         )
-        worker = ("-m", "shardhet.apps.worker", str(folder.path))
+        worker = ("-m", worker_module, str(folder.path))
         try:
             elastic_launch(config, sys.executable)(*worker)
         except ChildFailedError as error:

@@ -9,6 +9,7 @@ from shardhet.apps.completion import bash_script
 
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
+    "measure": ("shardhet.apps.measure", "measure how fast these devices are with a model"),
     "train": ("shardhet.apps.train", "train a model on devices that are not alike"),
     "plot": ("shardhet.apps.plot", "draw loss, throughput and device use of a run"),
 }
@@ -24,7 +25,7 @@ def main() -> None:
     if command in COMMANDS:
         import_module(COMMANDS[command][0]).main(arguments)
         return
-    lines = [f"  shardhet {name:6} {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines = [f"  shardhet {name:8} {purpose}" for name, (_, purpose) in COMMANDS.items()]
     is_help = command in ("-h", "--help")
     problem = [] if is_help else [f"{command!r} is no command of shardhet."]
     text = "\n".join([*problem, *lines, "Each command explains itself with --help."])

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from shardhet.config.models import (
+    DataConf,
     DecoderConf,
     MaskedLmConf,
+    ModelConf,
     PySourceConf,
     TextConf,
     TextDirConf,
@@ -89,13 +91,8 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
     batches, judged = _batches(conf, corpus, global_batch_size)
     judged_bytes = as_bytes(judged, tokenizer)
     scores = table_scores(text.train, judged_bytes)
-    shape = conf.model.to_record(
-        vocab_size=conf.data.num_token_kinds, seq_len=conf.data.seq_len
-    )
-    with torch.device("meta"):
-        module = Decoder(shape).to(DTYPE_BY_PRECISION[conf.precision])
     return Task(
-        module=module,
+        module=make_module(conf.model, conf.data, conf.precision),
         batches=batches,
         judged=judged,
         data_digest=f"{corpus.digest} {tokenizer.digest}",
@@ -115,17 +112,34 @@ def make_files(conf: TrainConf, *, token_dir: Path) -> None:
         _as_tokens(conf.data, load_text(conf.data, token_dir), token_dir)
 
 
+def make_module(model: ModelConf, data: DataConf, precision: Precision) -> nn.Module:
+    """The model that learns from such data, on the meta device."""
+    with torch.device("meta"):
+        return _make_module(model, data).to(DTYPE_BY_PRECISION[precision])
+
+
+def _make_module(model: ModelConf, data: DataConf) -> nn.Module:
+    if isinstance(model, VitConf):
+        return Vit(
+            model.to_record(),
+            image_side=DIGIT_SIDE,
+            patch_side=model.patch_side,
+            num_classes=NUM_DIGIT_CLASSES,
+        )
+    assert isinstance(data, TextConf)
+    if isinstance(model, MaskedLmConf):
+        return MaskedLm(model.to_record(), vocab_size=MASK_TOKEN + 1, seq_len=data.seq_len)
+    assert isinstance(model, DecoderConf)
+    return Decoder(model.to_record(vocab_size=data.num_token_kinds, seq_len=data.seq_len))
+
+
 def _masked_task(
     conf: TrainConf, model: MaskedLmConf, text: tuple[GlobalBatches, TokenBatch]
 ) -> Task:
     batches, judged = text
     fraction = model.mask_fraction
-    with torch.device("meta"):
-        module = MaskedLm(
-            model.to_record(), vocab_size=MASK_TOKEN + 1, seq_len=batches.seq_len
-        ).to(DTYPE_BY_PRECISION[conf.precision])
     return Task(
-        module=module,
+        module=make_module(model, conf.data, conf.precision),
         batches=MaskedBatches(text=batches, fraction=fraction, seed=conf.seed),
         judged=masked(judged, fraction=fraction, seed=0, step=NOT_A_STEP),
         data_digest=batches.corpus.digest,
@@ -136,15 +150,8 @@ def _masked_task(
 def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Task:
     digits = Digits.load()
     num_judged = min(conf.data.num_judged_samples, digits.held_out.num_samples)
-    with torch.device("meta"):
-        module = Vit(
-            model.to_record(),
-            image_side=DIGIT_SIDE,
-            patch_side=model.patch_side,
-            num_classes=NUM_DIGIT_CLASSES,
-        ).to(DTYPE_BY_PRECISION[conf.precision])
     return Task(
-        module=module,
+        module=make_module(model, conf.data, conf.precision),
         batches=DigitBatches(
             digits=digits, global_batch_size=global_batch_size, seed=conf.seed
         ),

@@ -1,4 +1,4 @@
-"""What ``shardhet train --help`` says: all groups with their choices, all keys with values."""
+"""What ``shardhet train --help`` says, and others: groups and choices, keys and values."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,18 +27,27 @@ FLAGS = """\
 """
 
 
-def show_help(console: Console, overrides: Sequence[str]) -> None:
-    """Print it, with the values that ``overrides`` lead to."""
-    console.print(USAGE)
+def show_help(
+    console: Console,
+    overrides: Sequence[str],
+    *,
+    usage: str = USAGE,
+    config_name: str = CONFIG_NAME,
+    groups: Sequence[str] | None = None,
+) -> None:
+    """Print it, with the values that ``overrides`` lead to; of all groups, or of some."""
+    console.print(usage)
     console.print("Choose one of each group, as in model=small:\n")
     table = Table(box=None, show_header=False, padding=(0, 1))
     for group, choices in choices_by_group(conf_dir()).items():
+        if groups is not None and group not in groups:
+            continue
         for i, (choice, purpose) in enumerate(choices.items()):
             table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
     console.print(table)
     console.print("\nChange any value, as in optim.lr=1e-3. The values now:\n")
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-        cfg = compose(CONFIG_NAME, list(overrides))
+        cfg = compose(config_name, list(overrides))
     indented = "".join(f"  {line}\n" for line in OmegaConf.to_yaml(cfg).splitlines())
     console.print(indented, markup=False, soft_wrap=True)
     console.print(FLAGS, markup=False)

@@ -31,7 +31,7 @@ from shardhet.compiling import compile_units
 from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
-from shardhet.config.training import DeviceType
+from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.distributed import Channel, check_same_on_all_ranks, local_device_spec
 from shardhet.sampling import sample_tokens
 from shardhet.trainer import Trainer
@@ -57,23 +57,32 @@ def main() -> None:
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
     """This process's part of the run, from process group to last metric.  Collective."""
-    device = choose_device(conf, env)
+    with joined(conf.cluster, folder, env) as device:
+        run = Run(conf, folder, env, device)
+        run.train()
+        logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
+
+
+@contextmanager
+def joined(cluster: ClusterConf, folder: RunFolder, env: RankEnv) -> Iterator[torch.device]:
+    """Be one of the ranks: log into the folder, have a device and a process group; a failure
+    is left where the launcher looks.
+    """
+    device = choose_device(cluster, env)
     with _log_to(folder, env.rank), _report_failure(folder, env.rank, device):
-        torch.set_num_threads(conf.cluster.num_threads)
+        torch.set_num_threads(cluster.num_threads)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             device_id=device if device.type == "cuda" else None,
         )
-        run = Run(conf, folder, env, device)
-        run.train()
-        logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
+        yield device
         dist.destroy_process_group()
 
 
-def choose_device(conf: TrainConf, env: RankEnv) -> torch.device:
+def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
     """The GPU of this process's local rank where GPUs are wanted, else the CPU."""
     num_gpus = torch.cuda.device_count()
-    wanted = conf.cluster.device
+    wanted = cluster.device
     if wanted is DeviceType.CPU or (wanted is DeviceType.AUTO and not num_gpus):
         return torch.device("cpu")
     if env.local_rank >= num_gpus:
@@ -113,7 +122,7 @@ class Run:
             device=device,
             param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
             seed=conf.seed,
-            device_spec=announced_device(conf, env, device),
+            device_spec=announced_device(conf.cluster, env, device),
         )
         optimizer = conf.optim.to_record().build(list(self._model.parameters()))
         self.trainer = Trainer(
@@ -260,14 +269,14 @@ class Run:
             display.show_score(step, name, score, self._task.baselines)
 
 
-def announced_device(conf: TrainConf, env: RankEnv, device: torch.device) -> DeviceSpec:
+def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:
     """What this rank says it is: what the driver says, under its name in the configuration."""
     found = local_device_spec(device)
-    if not conf.cluster.kinds:
+    if not cluster.kinds:
         return found
     return DeviceSpec(
         host=found.host,
-        kind=conf.cluster.kinds[env.rank],
+        kind=cluster.kinds[env.rank],
         memory_capacity_bytes=found.memory_capacity_bytes,
         uuid=found.uuid,
     )

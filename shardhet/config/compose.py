@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -44,6 +44,8 @@ from shardhet.config.training import (
     ProportionalPlanConf,
     SgdConf,
 )
+
+C = TypeVar("C")  # a schema
 
 CONFIG_NAME = "train"
 VERSION_BASE = "1.3"
@@ -97,6 +99,11 @@ def register_schemas() -> None:
 
 def to_conf(cfg: DictConfig) -> TrainConf:
     """The checked configuration; raises where a value is missing or makes no sense."""
+    return to_checked(cfg, TrainConf)
+
+
+def to_checked(cfg: DictConfig, schema: type[C]) -> C:
+    """The same of a command with a schema of its own."""
     try:
         conf = OmegaConf.to_object(cfg)
     except MissingMandatoryValue as error:
@@ -104,7 +111,7 @@ def to_conf(cfg: DictConfig) -> TrainConf:
         raise ConfigError(f"{key}: it has no value yet. Give one: {key}=...") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {error}") from None
-    assert isinstance(conf, TrainConf)
+    assert isinstance(conf, schema)
     return conf
 
 
@@ -121,16 +128,22 @@ def portable_values(conf: TrainConf) -> dict[str, Any]:
 
 def load_resolved(path: Path) -> TrainConf:
     """The inverse of ``save_resolved``."""
+    return load_checked(path, TrainConf)
+
+
+def load_checked(path: Path, schema: type[C]) -> C:
+    """The same of a command with a schema of its own."""
     values = OmegaConf.load(path)
     assert isinstance(values, DictConfig)
-    schema = OmegaConf.structured(TrainConf)
+    known = OmegaConf.structured(schema)
     for group, schema_by_kind in SCHEMA_BY_KIND.items():
-        by_name = {kind.name: each for kind, each in schema_by_kind.items()}
-        schema[group] = OmegaConf.structured(by_name[str(values[group].kind)])
-    schema.cluster = OmegaConf.structured(ClusterConf)
-    merged = OmegaConf.merge(schema, values)
+        if group in values:
+            by_name = {kind.name: each for kind, each in schema_by_kind.items()}
+            known[group] = OmegaConf.structured(by_name[str(values[group].kind)])
+    known.cluster = OmegaConf.structured(ClusterConf)
+    merged = OmegaConf.merge(known, values)
     assert isinstance(merged, DictConfig)
-    return to_conf(merged)
+    return to_checked(merged, schema)
 
 
 def non_default_sources(cfg: DictConfig, overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -198,7 +211,7 @@ def _leaf_keys_below(cfg: DictConfig, key: str) -> list[str]:
     return [] if node is None or isinstance(node, DictConfig) else [key]
 
 
-def hints(overrides: Iterable[str]) -> list[str]:
+def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:
     """For each override whose key does not exist: which keys there are in its place.
 
     Composes again with the choices of groups alone, so only for a command line that failed.
@@ -215,7 +228,7 @@ def hints(overrides: Iterable[str]) -> list[str]:
             if each.input_line is not None and (conf_dir() / each.key_or_group).is_dir()
         ]
         try:
-            cfg = compose(CONFIG_NAME, choices)
+            cfg = compose(config_name, choices)
         except (HydraException, OmegaConfBaseException):
             return []
     keys = [each.key_or_group for each in parsed if each.input_line not in choices]

@@ -1,5 +1,6 @@
 """TrainConf: all that a training run is told, and that it can be done at all."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -93,20 +94,7 @@ class TrainConf:
             "cluster.kinds": len(self.cluster.kinds) or None,
             "the launcher": num_launched,
         }
-        known = {key: number for key, number in stated.items() if number is not None}
-        if len(set(known.values())) > 1:
-            said = ", ".join(f"{key} says {number}" for key, number in known.items())
-            raise ConfigError(
-                f"number of ranks: {said}, but all must agree. Change or drop one of them."
-            )
-        return next(iter(known.values()), self._default_world_size())
-
-    def _default_world_size(self) -> int:
-        import torch
-
-        if self.cluster.device is DeviceType.CPU:
-            return 1
-        return max(1, torch.cuda.device_count())
+        return agreed_world_size(stated, self.cluster)
 
     def to_plan(self, world_size: int) -> Plan:
         """The plan for ``world_size`` ranks."""
@@ -114,35 +102,62 @@ class TrainConf:
 
     def check_model_fits_data(self) -> None:
         """Raise if the model cannot be built, or cannot learn from such samples."""
-        if isinstance(self.model, VitConf) != isinstance(self.data, DigitsConf):
-            raise ConfigError(
-                f"model: {self.model.kind.value} cannot learn from data={self.data.kind.value}."
-                " Choose model=vit with data=digits, or another model with text."
-            )
-        is_bpe = isinstance(self.data, TextConf) and self.data.tokenizer is TokenizerKind.BPE
-        if is_bpe and isinstance(self.model, MaskedLmConf):
-            raise ConfigError(
-                "data.tokenizer: BPE but a masked language model guesses bytes. Set "
-                "data.tokenizer=BYTES, or choose a decoder."
-            )
+        check_model_fits_data(self.model, self.data)
         if self.num_sampled_tokens and not isinstance(self.model, DecoderConf):
             raise ConfigError(
                 f"num_sampled_tokens: {self.num_sampled_tokens} but only a decoder writes "
                 f"text. Set it to 0 for model={self.model.kind.value}."
             )
-        if isinstance(self.model, DecoderConf) and isinstance(self.data, TextConf):
-            self.model.to_record(
-                vocab_size=self.data.num_token_kinds, seq_len=self.data.seq_len
-            )
-        elif isinstance(self.model, EncoderConf):
-            self.model.to_record()
 
     def check_device(self) -> None:
         """Raise if the device that is asked for is not here."""
-        import torch
+        check_device(self.cluster)
 
-        if self.cluster.device is DeviceType.CUDA and not torch.cuda.is_available():
-            raise ConfigError(
-                "cluster.device: CUDA but torch finds no GPU. Set cluster.device=CPU, or "
-                "install the torch build for your driver."
-            )
+
+def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
+    """Raise if the model cannot be built, or cannot learn from such samples."""
+    if isinstance(model, VitConf) != isinstance(data, DigitsConf):
+        raise ConfigError(
+            f"model: {model.kind.value} cannot learn from data={data.kind.value}."
+            " Choose model=vit with data=digits, or another model with text."
+        )
+    is_bpe = isinstance(data, TextConf) and data.tokenizer is TokenizerKind.BPE
+    if is_bpe and isinstance(model, MaskedLmConf):
+        raise ConfigError(
+            "data.tokenizer: BPE but a masked language model guesses bytes. Set "
+            "data.tokenizer=BYTES, or choose a decoder."
+        )
+    if isinstance(model, DecoderConf) and isinstance(data, TextConf):
+        model.to_record(vocab_size=data.num_token_kinds, seq_len=data.seq_len)
+    elif isinstance(model, EncoderConf):
+        model.to_record()
+
+
+def check_device(cluster: ClusterConf) -> None:
+    """Raise if the device that is asked for is not here."""
+    import torch
+
+    if cluster.device is DeviceType.CUDA and not torch.cuda.is_available():
+        raise ConfigError(
+            "cluster.device: CUDA but torch finds no GPU. Set cluster.device=CPU, or "
+            "install the torch build for your driver."
+        )
+
+
+def agreed_world_size(stated: Mapping[str, int | None], cluster: ClusterConf) -> int:
+    """What all say that say anything, by who says it; else one rank per visible GPU."""
+    known = {key: number for key, number in stated.items() if number is not None}
+    if len(set(known.values())) > 1:
+        said = ", ".join(f"{key} says {number}" for key, number in known.items())
+        raise ConfigError(
+            f"number of ranks: {said}, but all must agree. Change or drop one of them."
+        )
+    return next(iter(known.values()), 0) or _default_world_size(cluster)
+
+
+def _default_world_size(cluster: ClusterConf) -> int:
+    import torch
+
+    if cluster.device is DeviceType.CPU:
+        return 1
+    return max(1, torch.cuda.device_count())

@@ -1,11 +1,12 @@
 """Forward and backward seconds of every kind of unit at many microbatch sizes, on one rank.
 
-All cases are run once per round, so that a disturbance of the machine touches all of them,
-and so that a unit does not find its parameters in a cache that a real step would have used
-for others meanwhile.
+All cases are run once per round, so that a disturbance of the machine touches all of them.
+Between the forward of a case and its backward others run, as in a real step, so that a unit
+does not find what it saved still in a cache.
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,12 +15,13 @@ import torch
 from shardhet.optim import OptimizerSpec
 from shardhet.profiler.sketch import ModelSketch
 from shardhet.profiler.stopwatch import Emulated, Stopwatch, timing_of
-from shardhet.profiler.unit_runner import TrainedModel, UnitRunner
+from shardhet.profiler.unit_runner import Started, TrainedModel, UnitRunner
 from shardhet.profiles import ComputePoint, UnitProfile
 from shardhet.workload import UnitKind, Workload
 
 MIN_ROUNDS = 3  # fewer have no deciles
 USED_PART_OF_MEMORY = 0.8  # of what is free; the rest is for kernels' own buffers
+CACHE_BYTES = 2**27  # more than any device caches; so much waits for its backward
 MAX_OPTIMIZED_NUMEL = 2**24  # larger shards take proportionally longer
 
 
@@ -79,6 +81,7 @@ class ComputeMeasurement:
         self._sizes: dict[str, list[int]] = {}
         self._runners: dict[str, UnitRunner] = {}
         free_bytes = USED_PART_OF_MEMORY * memory_bytes
+        free_bytes -= CACHE_BYTES
         for kind in self._computing_kinds():
             free_bytes -= 2 * kind.numel * max(workload.param_itemsize, 4)
         for kind in self._computing_kinds():
@@ -142,12 +145,32 @@ class ComputeMeasurement:
         deadline_s = time.perf_counter() + seconds
         done = 0
         while done < MIN_ROUNDS or time.perf_counter() < deadline_s:
-            for kind, runner in self._runners.items():
-                for size in self._sizes[kind]:
-                    taken = samples[kind].seconds.setdefault(size, [])
-                    taken.append(runner.run(size))
+            self._run_round(samples)
             done += 1
         return samples
+
+    def _run_round(self, samples: Samples) -> None:
+        started: deque[tuple[str, Started]] = deque()
+        waiting_bytes = 0
+
+        def finish_oldest() -> None:
+            nonlocal waiting_bytes
+            kind, case = started.popleft()
+            taken = samples[kind].seconds.setdefault(case.num_samples, [])
+            taken.append(self._runners[kind].backward(case))
+            waiting_bytes -= self._graph_bytes(kind, case.num_samples)
+
+        for kind, runner in self._runners.items():
+            for size in self._sizes[kind]:
+                started.append((kind, runner.forward(size)))
+                waiting_bytes += self._graph_bytes(kind, size)
+                while len(started) > 1 and waiting_bytes > CACHE_BYTES:
+                    finish_oldest()
+        while started:
+            finish_oldest()
+
+    def _graph_bytes(self, kind: str, num_samples: int) -> int:
+        return num_samples * self._workload.kind_by_name[kind].activation_bytes
 
     def optimizer_seconds(
         self, optimizer: OptimizerSpec, share: float, num_repeats: int
@@ -166,6 +189,8 @@ class ComputeMeasurement:
         numel = sum(param.numel() for param in params)
         seconds = []
         for _ in range(num_repeats + 2):
+            for kind, runner in self._runners.items():  # a step does not find its state cached
+                runner.run(self._sizes[kind][-1])
             with self._stopwatch.running():
                 stepper.step()
             seconds.append(self._stopwatch.seconds / numel)

@@ -25,6 +25,8 @@ CALL_S = 5e-3  # collectives are repeated until a sample takes so long, then div
 MAX_CALLS = 32
 PAIR_NBYTES = 2**22
 LATENCY_NBYTES = 64
+BESIDE_S = 2e-2  # of communication beside compute, and ...
+COMPUTE_PER_COMM = 2  # ... so much longer the compute, so that all of it lies beside
 MAX_EXCESS = 0.99  # of collectives' time that compute beside them loses
 LARGEST_SHARE = 0.75  # of the uneven cut
 
@@ -193,10 +195,12 @@ class Traffic:
         1 - 1 / kappa.  Compute and communication are timed alone and then together.
         """
         shares = even_shares(self._channels.world_size)
-        launches = [self._gather(nbytes, shares), self._reduce(nbytes, shares)]
+        both = [self._gather(nbytes, shares), self._reduce(nbytes, shares)]
+        comm_s = median(self.seconds(partial(_complete, both), num_repeats))
+        launches = both * min(MAX_CALLS, max(1, round(BESIDE_S / comm_s)))
         comm_s = median(self.seconds(partial(_complete, launches), num_repeats))
         once_s = self._channels.slowest([sum(runner.run(num_samples))])[0]
-        num_runs = max(1, round(3 * comm_s / once_s))
+        num_runs = max(1, round(COMPUTE_PER_COMM * comm_s / once_s))
 
         def compute() -> None:
             for _ in range(num_runs):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,15 @@ class TrainedModel:
     reduce_dtype: torch.dtype | None = None
     init_fn: Callable[[nn.Module], None] | None = None
     seed: int = 0
+
+
+@dataclass(slots=True)
+class Started:
+    """A forward whose backward is still to come."""
+
+    num_samples: int
+    forward_s: float = 0.0
+    outputs: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)  # and grads
 
 
 class UnitRunner:
@@ -73,18 +82,29 @@ class UnitRunner:
 
     def run(self, num_samples: int) -> tuple[float, float]:
         """Seconds of a forward and a backward of one microbatch, nothing recomputed."""
+        return self.backward(self.forward(num_samples))
+
+    def forward(self, num_samples: int) -> Started:
+        """Run a forward; its graph waits for ``backward``."""
         self._seconds = [0.0, 0.0]
-        pending = []
+        started = Started(num_samples)
         for call, function in zip(self._calls, self._functions, strict=True):
             args, kwargs = call.arguments(num_samples)
             visit = self._visit(call.unit_call.module_fqn, function, num_samples)
             returned = run_visit(visit, self._anchor, args, kwargs)
             outputs = [leaf for leaf in tree_leaves(returned) if _needs_grad(leaf)]
-            pending.append((outputs, call.output_grads(num_samples, outputs)))
-        for outputs, grads in reversed(pending):
+            started.outputs.append((outputs, call.output_grads(num_samples, outputs)))
+        started.forward_s = self._seconds[0]
+        return started
+
+    def backward(self, started: Started) -> tuple[float, float]:
+        """Run the backward of a forward; seconds of both."""
+        self._seconds = [0.0, 0.0]
+        while started.outputs:
+            outputs, grads = started.outputs.pop()
             if outputs:
                 torch.autograd.backward(outputs, grads)
-        return self._seconds[0], self._seconds[1]
+        return started.forward_s, self._seconds[1]
 
     def peak_bytes(self, num_samples: int) -> int | None:
         """The most that one run allocates; None where nobody counts (on the CPU)."""

@@ -1,0 +1,113 @@
+"""Measuring from a command line: how fast these devices are with this model.
+
+    shardhet measure key=value ... out=DIR                              starts its own ranks
+    torchrun --nproc-per-node=4 -m shardhet.apps.measure key=value ...  is one of the ranks
+
+Ranks are started, and tell of failures, as those of ``shardhet train``.  DIR then holds
+cluster.json, workload.json and profile.json, which ``shardhet plan measured=DIR`` reads.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shardhet.apps.launch import RunFailedExit, start_ranks
+from shardhet.apps.rank_env import RankEnv, agree_on_stamp
+from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.train_help import show_help
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import VERSION_BASE, conf_dir, hints, to_checked
+from shardhet.config.measure import (
+    MEASURE_CONFIG_NAME,
+    MEASURE_GROUPS,
+    MeasureConf,
+    register_measure_schemas,
+)
+
+PROFILE_NAME = "profile.json"
+USAGE = """\
+[bold]shardhet measure key=value ... out=DIR[/]   how fast these devices are with this model
+[bold]torchrun --nproc-per-node=4 -m shardhet.apps.measure key=value ...[/]
+                                        the same program, started by torchrun
+
+Each rank computes alone and then all at once; then come optimizer, collectives and links.
+No data is read: of data=... only the shapes count.  Then:
+
+[bold]shardhet plan measured=DIR global_batch_size=64[/]
+"""
+
+
+@hydra.main(
+    config_path=str(conf_dir()), config_name=MEASURE_CONFIG_NAME, version_base=VERSION_BASE
+)
+@record  # inside hydra's, or torchrun shows no traceback
+def _measure(cfg: DictConfig) -> None:
+    env = RankEnv.from_environment()
+    context = HydraConfig.get()
+    if env is not None and context.mode is RunMode.MULTIRUN:
+        raise SystemExit(
+            "--multirun inside torchrun: ranks of different jobs would meet. Say shardhet "
+            "measure -m ..., which starts one torchrun per job."
+        )
+    cfg.out = context.runtime.output_dir
+    folder = RunFolder(Path(cfg.out))
+    try:
+        if (folder.path / PROFILE_NAME).exists():
+            raise ConfigError(f"out: {folder.path} holds a profile already. Name another.")
+        conf = to_checked(cfg, MeasureConf)
+        conf.check()
+        world_size = conf.world_size(None if env is None else env.world_size)
+    except ConfigError as error:
+        folder.remove_if_empty()
+        raise SystemExit(f"{error}\nNothing was started.") from None
+    if env is None or env.rank == 0:
+        cfg.cluster.num_ranks = world_size
+        folder.begin(cfg, {})
+    if env is None:
+        start_ranks(folder, world_size, worker_module="shardhet.apps.measure_rank")
+    else:
+        from shardhet.apps.measure_rank import measure_as_rank
+        from shardhet.apps.worker import leave
+
+        measure_as_rank(conf, folder, env)
+        leave()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure; hydra reads the command line."""
+    if arguments is not None:
+        sys.argv = ["shardhet measure", *arguments]
+    register_measure_schemas()
+    env = RankEnv.from_environment()
+    OmegaConf.register_new_resolver(
+        "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
+    )
+    overrides = [each for each in sys.argv[1:] if "=" in each and not each.startswith("-")]
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        show_help(
+            Console(highlight=False),
+            overrides,
+            usage=USAGE,
+            config_name=MEASURE_CONFIG_NAME,
+            groups=MEASURE_GROUPS,
+        )
+        return
+    try:
+        _measure()
+    except RunFailedExit:
+        raise
+    except SystemExit as error:
+        if error.code == 1 and (mends := hints(overrides, MEASURE_CONFIG_NAME)):
+            Console(stderr=True, highlight=False, soft_wrap=True).print("\n".join(mends))
+        raise
+
+
+if __name__ == "__main__":
+    main()

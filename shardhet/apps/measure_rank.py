@@ -1,0 +1,93 @@
+"""One rank of a measurement.
+
+    python -m shardhet.apps.measure_rank FOLDER
+
+is what ``shardhet measure`` starts once per device.
+"""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from shardhet.apps.measure_report import Progress, show_measurement
+from shardhet.apps.rank_env import RankEnv
+from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.task import make_module
+from shardhet.apps.worker import announced_device, joined, leave
+from shardhet.config.measure import MeasureConf
+from shardhet.config.models import DataConf, TextConf
+from shardhet.config.train import Precision
+from shardhet.models.decoder import Decoder
+from shardhet.models.encoder import MaskedLm
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.measure import Effort, measure
+from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.samples import DIGIT_SIDE, NUM_DIGIT_CLASSES
+
+NUM_EXAMPLES = 32
+
+
+def main() -> None:
+    """Measure as one of the ranks that were launched on the folder."""
+    env = RankEnv.from_environment()
+    assert env is not None, "the rank is started by shardhet measure"
+    folder = RunFolder(Path(sys.argv[1]))
+    conf = MeasureConf.load(folder.config_path)
+    with suppress(KeyboardInterrupt):  # the launcher says so
+        try:
+            measure_as_rank(conf, folder, env)
+        except Exception:
+            # The launcher shows the cause of all; this rank's traceback is in its log.
+            raise SystemExit(1) from None
+        leave()
+
+
+def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
+    """This process's part, from process group to the files that the first rank writes."""
+    with joined(conf.cluster, folder, env) as device:
+        console = Console(quiet=env.rank != 0, highlight=False)
+        module = make_module(conf.model, conf.data, conf.precision)
+        with Progress(console) as progress:
+            measured = measure(
+                TrainedModel(
+                    module=module,
+                    batch=random_batch(module, conf.data, seed=conf.seed),
+                    param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
+                    seed=conf.seed,
+                ),
+                device=device,
+                device_spec=announced_device(conf.cluster, env, device),
+                optimizer=conf.optim.to_record(),
+                effort=Effort(
+                    max_microbatch_size=conf.max_microbatch_size,
+                    num_repeats=conf.num_repeats,
+                    time_limit_s=conf.time_limit_s,
+                ),
+                on_progress=progress.show,
+            )
+        if env.rank == 0:
+            measured.save(folder.path)
+        show_measurement(console, measured, folder.path)
+
+
+def random_batch(module: nn.Module, data: DataConf, *, seed: int) -> ExampleBatch:
+    """Samples of the right shape: tokens, or images with their classes."""
+    random = torch.Generator().manual_seed(seed)
+    if not isinstance(data, TextConf):
+        images = torch.rand(NUM_EXAMPLES, DIGIT_SIDE, DIGIT_SIDE, generator=random)
+        labels = torch.randint(NUM_DIGIT_CLASSES, (NUM_EXAMPLES,), generator=random)
+        return ExampleBatch(args=(images, labels))
+    assert isinstance(module, Decoder | MaskedLm)
+    embedding = module.embedding
+    rows = embedding.weight if isinstance(module, Decoder) else embedding.token
+    assert isinstance(rows, torch.Tensor)
+    tokens = torch.randint(rows.shape[0], (NUM_EXAMPLES, data.seq_len), generator=random)
+    return ExampleBatch(args=(tokens, tokens))
+
+
+if __name__ == "__main__":
+    main()

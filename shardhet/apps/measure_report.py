@@ -1,0 +1,132 @@
+"""What the first rank shows of a measurement: how far it is, and what was found."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from shardhet.profiler.measure import Measurement
+from shardhet.profiles import Collectives, DeviceProfile, UnitProfile
+
+MAX_ROWS = 8  # sizes in a table; all of them are in the file
+
+
+class Progress:
+    """A bar on a terminal, a line for each thing done anywhere else."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=1.0)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def show(self, text: str, fraction: float) -> None:
+        """What comes next, and how much is done."""
+        self._bar.update(self._task, description=text, completed=fraction)
+        if not self._console.is_terminal:
+            self._console.print(f"{fraction:4.0%}  {text}", soft_wrap=True)
+
+
+def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:
+    """Tables of it, where it lies, and what to type next."""
+    for device, alone in zip(measured.profile.devices, measured.alone.devices, strict=True):
+        console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
+        console.print(compute_table(device, alone))
+        console.print(
+            f"the optimizer takes {device.optimizer_seconds_per_element * 1e9:.2f} ns per "
+            "element that is stored",
+            soft_wrap=True,
+        )
+    if measured.profile.collectives.points:
+        console.print(f"\ncollectives over {measured.cluster.world_size} devices", style="bold")
+        console.print(collectives_table(measured.profile.collectives))
+        console.print(
+            f"beside compute {1 / measured.profile.overlap_slowdown:.0%} of their time is "
+            "hidden",
+            soft_wrap=True,
+        )
+    for node in measured.cluster.nodes:
+        if node.link is not None:
+            console.print(
+                f"links on {node.host}: {node.link.latency_s * 1e6:.0f} us, "
+                f"{node.link.bandwidth_bytes_per_s / 1e9:.2f} GB/s ({node.link.source})",
+                soft_wrap=True,
+            )
+    console.print(f"\nwritten to {folder}; next:", soft_wrap=True)
+    console.print(f"  shardhet plan measured={folder} global_batch_size=64", soft_wrap=True)
+
+
+def compute_table(device: DeviceProfile, alone: DeviceProfile) -> Table:
+    """Milliseconds of each kind of unit, forward + backward, by microbatch size."""
+    table = Table(box=box.ASCII)
+    table.add_column("microbatch", justify="right", no_wrap=True)
+    for unit in device.units:
+        table.add_column(f"{unit.unit_kind}, ms", justify="right", no_wrap=True)
+    for size in _some([p.microbatch_size for unit in device.units for p in unit.points]):
+        cells = [
+            f"{unit.forward_s.at(size) * 1e3:.2f} + {unit.backward_s.at(size) * 1e3:.2f}"
+            if size in {point.microbatch_size for point in unit.points}
+            else ""
+            for unit in device.units
+        ]
+        table.add_row(str(size), *cells)
+    factors = [
+        _total_s(unit, unit) / _total_s(alone.unit_by_kind[unit.unit_kind], unit)
+        for unit in device.units
+    ]
+    table.add_row("alone", *(f"{1 / factor:.2f} times that" for factor in factors))
+    return table
+
+
+def collectives_table(collectives: Collectives) -> Table:
+    """Milliseconds of gathers and reductions by size."""
+    table = Table(box=box.ASCII)
+    for name in ("", "gather, ms", "GB/s", "reduction, ms", "GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in collectives.points:
+        cells = [f"{point.nbytes / 2**20:.2f} MiB"]
+        for timing in (point.gather, point.reduce):
+            cells.append(f"{timing.median_s * 1e3:.2f}")
+            cells.append(f"{point.nbytes / max(1e-9, timing.median_s) / 1e9:.2f}")
+        table.add_row(*cells)
+    weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
+    table.add_row("unevenness", f"{weights[0]:.2f}", "", f"{weights[1]:.2f}", "")
+    return table
+
+
+def _total_s(measured: UnitProfile, like: UnitProfile) -> float:
+    sizes = [point.microbatch_size for point in like.points]
+    return sum(measured.forward_s.at(size) + measured.backward_s.at(size) for size in sizes)
+
+
+def _some(sizes: list[int]) -> list[int]:
+    """At most ``MAX_ROWS`` of the sizes, the smallest and the largest among them."""
+    every = sorted(set(sizes))
+    if len(every) <= MAX_ROWS:
+        return every
+    last = len(every) - 1
+    return [every[round(i * last / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
