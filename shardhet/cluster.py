@@ -37,7 +37,7 @@ class DeviceSpec:
     def __str__(self) -> str:
         parts = [self.kind or "any device"]
         if self.memory_capacity_bytes is not None:
-            parts.append(f"{self.memory_capacity_bytes / 2**30:.1f} GiB")
+            parts.append(_binary(self.memory_capacity_bytes))
         if self.host is not None:
             parts.append(f"on {self.host}")
         if self.uuid is not None:
@@ -256,6 +256,10 @@ class Cluster:
             document = {**document, "kinds": []}
             return cls._from_document(document, source=str(path), described=described)
         return cls.from_document(document, source=str(path))
+
+
+def _binary(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def _stated(value: Any) -> Any:

@@ -85,8 +85,12 @@ class Trainer:
         schedule: Schedule,
         max_grad_norm: float = 1.0,
         device: torch.device | None = None,
+        memory_level_bytes: int = 0,
     ) -> None:
-        """Remember what to train on; the optimizer's present learning rates are the peaks."""
+        """Remember what to train on; the optimizer's present learning rates are the peaks.
+
+        ``memory_level_bytes`` of the process's memory are not said to be the device's.
+        """
         if batches.global_batch_size != model.plan.global_batch_size:
             raise ValueError(
                 f"batches: global batches of {batches.global_batch_size} samples but the plan "
@@ -98,6 +102,7 @@ class Trainer:
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._device = device or torch.device("cpu")
+        self._memory_level_bytes = memory_level_bytes
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0  # time of the steps since the last look at the devices
@@ -163,7 +168,7 @@ class Trainer:
         busy_s = sum(self._seconds[activity] for activity in COMPUTE)
         waiting_s = sum(self._seconds.values()) - busy_s
         steps_s = max(self._steps_s, sys.float_info.min)
-        memory_bytes = peak_memory_bytes(self._device)
+        memory_bytes = peak_memory_bytes(self._device) - self._memory_level_bytes
         rows = self.model.exchange([busy_s / steps_s, waiting_s / steps_s, memory_bytes])
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0

@@ -89,7 +89,7 @@ BAD = {
     "optim=sgd optim.nesterov=true optim.momentum=0": ("optim.nesterov", "optim.momentum=0.9"),
     "lr_scheduler=wsd lr_scheduler.warmup_fraction=0.9": ("lr_scheduler.decay_fraction: 0.2",),
     "plan=demo_4 cluster.num_ranks=3": ("cluster.num_ranks says 3", "plan says 4"),
-    "cluster.num_ranks=2 cluster.kinds=[a,b,c]": ("cluster.kinds: 3 names", "is 2"),
+    "cluster.num_ranks=2 cluster.kinds=[a,b,c]": ("cluster.kinds: 3 entries", "is 2"),
     "model=vit": ("model: vit cannot learn from data=pysource", "data=digits"),
     "data=digits": ("model: decoder cannot learn from data=digits", "model=vit"),
     "model=vit data=digits model.patch_side=3": ("model.patch_side: 3", "(1, 2, 4, 8)"),

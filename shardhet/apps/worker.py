@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -32,7 +33,12 @@ from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import ClusterConf, DeviceType
-from shardhet.distributed import Channel, check_same_on_all_ranks, local_device_spec
+from shardhet.distributed import (
+    Channel,
+    Communicators,
+    check_same_on_all_ranks,
+    local_device_spec,
+)
 from shardhet.sampling import sample_tokens
 from shardhet.trainer import Trainer
 
@@ -69,7 +75,7 @@ def joined(cluster: ClusterConf, folder: RunFolder, env: RankEnv) -> Iterator[to
     is left where the launcher looks.
     """
     device = choose_device(cluster, env)
-    with _log_to(folder, env.rank), _report_failure(folder, env.rank, device):
+    with _log_to(folder, env.rank), _report_failure(cluster, folder, env, device):
         torch.set_num_threads(cluster.num_threads)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -106,6 +112,8 @@ class Run:
         self._device = device
         everyone = Channel.of_world()
         check_same_on_all_ranks(portable_values(conf), what="configuration", channel=everyone)
+        spec = announced_device(conf.cluster, env, device)
+        emulated = conf.cluster.emulated_device(env.rank)
         plan = conf.to_plan(env.world_size)
         token_dir = folder.path / "tokens"
         if env.local_rank == 0:
@@ -116,15 +124,21 @@ class Run:
         )
         check_same_on_all_ranks(self._task.data_digest, what="data", channel=everyone)
         self._why_eager = compile_units(self._task.module, device) if conf.compile else None
+        level_bytes = 0
+        if emulated is not None:
+            Communicators.over(dist.group.WORLD, device)  # their threads are not capped
+            level_bytes = emulated.cap_memory()
         self._model = HetFSDP(
             self._task.module,
             plan,
             device=device,
             param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
             seed=conf.seed,
-            device_spec=announced_device(conf.cluster, env, device),
+            device_spec=spec,
         )
         optimizer = conf.optim.to_record().build(list(self._model.parameters()))
+        if emulated is not None:
+            emulated.slow_down(self._model, optimizer)
         self.trainer = Trainer(
             self._model,
             optimizer,
@@ -132,8 +146,9 @@ class Run:
             schedule=conf.lr_scheduler.to_record(conf.num_steps),
             max_grad_norm=conf.max_grad_norm,
             device=device,
+            memory_level_bytes=level_bytes,
         )
-        capacity_bytes = local_device_spec(device).memory_capacity_bytes or 0
+        capacity_bytes = spec.memory_capacity_bytes or 0
         budgets = [int(row[0]) for row in self._model.exchange([capacity_bytes])]
         self._budgets_bytes = [
             rank.device.memory_capacity_bytes or budget
@@ -270,16 +285,15 @@ class Run:
 
 
 def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:
-    """What this rank says it is: what the driver says, under its name in the configuration."""
+    """What this rank says it is: what the driver says, but for what is named or emulated."""
     found = local_device_spec(device)
-    if not cluster.kinds:
-        return found
-    return DeviceSpec(
-        host=found.host,
-        kind=cluster.kinds[env.rank],
-        memory_capacity_bytes=found.memory_capacity_bytes,
-        uuid=found.uuid,
-    )
+    emulated = cluster.emulated_device(env.rank)
+    kind, memory_bytes = found.kind, found.memory_capacity_bytes
+    if emulated is not None:
+        kind, memory_bytes = f"emulated {kind}", emulated.memory_bytes or memory_bytes
+    if cluster.kinds:
+        kind = cluster.kinds[env.rank]
+    return replace(found, kind=kind, memory_capacity_bytes=memory_bytes)
 
 
 def _snake(name: str) -> str:
@@ -315,13 +329,15 @@ def _redirect(stream: TextIO, file: TextIO) -> None:
 
 
 @contextmanager
-def _report_failure(folder: RunFolder, rank: int, device: torch.device) -> Iterator[None]:
+def _report_failure(
+    cluster: ClusterConf, folder: RunFolder, env: RankEnv, device: torch.device
+) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.exception("rank %d failed", rank)
-        name = f"{device}, {local_device_spec(device)}"
-        Failure.of(error, rank=rank, device=name).save(folder)
+        logger.exception("rank %d failed", env.rank)
+        name = f"{device}, {announced_device(cluster, env, device)}"
+        Failure.of(error, rank=env.rank, device=name).save(folder)
         raise
 
 

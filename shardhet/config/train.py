@@ -91,7 +91,7 @@ class TrainConf:
         stated = {
             "cluster.num_ranks": self.cluster.num_ranks,
             "plan": self.plan.stated_world_size,
-            "cluster.kinds": len(self.cluster.kinds) or None,
+            **{f"cluster.{k}": len(v) or None for k, v in self.cluster.per_rank.items()},
             "the launcher": num_launched,
         }
         return agreed_world_size(stated, self.cluster)

@@ -19,6 +19,7 @@ from shardhet.config.checks import (
 from shardhet.plan import Plan
 
 if TYPE_CHECKING:
+    from shardhet.emulation import EmulatedDevice
     from shardhet.optim import OptimizerSpec, Schedule
 
 
@@ -185,17 +186,55 @@ class ClusterConf:
     device: DeviceType = DeviceType.AUTO
     kinds: list[str] = field(default_factory=list)  # what ranks announce themselves as
     num_threads: int = 1  # of each rank, on the CPU
+    speeds: list[float] = field(default_factory=list)  # emulated: 1 is a process's own
+    memory_mib: list[int] = field(default_factory=list)  # emulated: cap of model and data
 
     def __post_init__(self) -> None:
         check_at_least("cluster.num_threads", self.num_threads, 1)
+        for i, speed in enumerate(self.speeds):
+            check_above(f"cluster.speeds[{i}]", speed, 0)
+            if speed > 1:
+                raise ConfigError(
+                    f"cluster.speeds[{i}]: {speed} but a process can only be made slower. "
+                    "Divide all speeds by the highest."
+                )
+        for i, mib in enumerate(self.memory_mib):
+            check_at_least(f"cluster.memory_mib[{i}]", mib, 1)
+        if self.is_emulated and self.device is not DeviceType.CPU:
+            raise ConfigError(
+                f"cluster.device: {self.device.name} but cluster.speeds and cluster.memory_mib "
+                "emulate devices by processes on the CPU. Set cluster.device=CPU, or drop them."
+            )
         if self.num_ranks is None:
             return
         check_at_least("cluster.num_ranks", self.num_ranks, 1)
-        if self.kinds and len(self.kinds) != self.num_ranks:
-            raise ConfigError(
-                f"cluster.kinds: {len(self.kinds)} names but cluster.num_ranks is "
-                f"{self.num_ranks}. Name every rank's device, or none."
-            )
+        for name, values in self.per_rank.items():
+            if values and len(values) != self.num_ranks:
+                raise ConfigError(
+                    f"cluster.{name}: {len(values)} entries but cluster.num_ranks is "
+                    f"{self.num_ranks}. Give one for every rank, or none."
+                )
+
+    @property
+    def per_rank(self) -> dict[str, Sequence[object]]:
+        """The lists that have one entry per rank, or none, by name."""
+        return {"kinds": self.kinds, "speeds": self.speeds, "memory_mib": self.memory_mib}
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether processes are made slower or smaller than they are."""
+        return bool(self.speeds or self.memory_mib)
+
+    def emulated_device(self, rank: int) -> "EmulatedDevice | None":
+        """What the rank's process is to be like; None where it is left as it is."""
+        if not self.is_emulated:
+            return None
+        from shardhet.emulation import EmulatedDevice
+
+        return EmulatedDevice(
+            speed=self.speeds[rank] if self.speeds else 1.0,
+            memory_bytes=self.memory_mib[rank] * 2**20 if self.memory_mib else None,
+        )
 
     def devices(self, world_size: int) -> list[DeviceSpec]:
         """What the plan expects at each of its positions."""

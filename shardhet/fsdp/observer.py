@@ -45,7 +45,11 @@ class Observers:
         self._observers: list[Observer] = []
 
     def add(self, observer: Observer) -> None:
-        """Call ``observer`` with every event from now on, in the thread that does the work."""
+        """Call ``observer`` with every event from now on, in the thread that does the work.
+
+        What an observer takes belongs to the activity for those added after it and in traces:
+        that is how a device is made to look slower.
+        """
         self._observers.append(observer)
 
     def watch(
@@ -65,9 +69,8 @@ class Observers:
             else _UNWATCHED
         ):
             yield
-        event = Event(unit, activity, microbatch, start_s, time.perf_counter())
-        for observer in self._observers:
-            observer(event)
+            for observer in self._observers:
+                observer(Event(unit, activity, microbatch, start_s, time.perf_counter()))
 
 
 def _label(unit: str, activity: Activity, microbatch: int | None) -> str:

@@ -1,0 +1,141 @@
+"""Emulated devices: ordinary CPU processes that behave like slower or smaller ones.
+
+Time is stretched where computing happens: what has just taken t seconds is followed by a
+sleep of t * (1 / speed - 1), so that the stretched device runs the same code on the same data
+and only its clock differs.  It is never filled up to a nominal time: what the code really
+costs, its noise and its progress from one version to the next stay visible.  Memory is capped
+by the kernel, so that an allocation too many fails as it would on a small device.
+
+Speeds are relative to one process of this machine.  Together they should not exceed its
+cores: else the processes wait for cores as well as for their emulated selves.
+"""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.observer import Activity, Event, Observer
+
+STRETCHED = (Activity.FORWARD, Activity.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedDevice:
+    """What an ordinary process is to be like.
+
+    device = EmulatedDevice(speed=0.5, memory_bytes=2**30)
+    device.cap_memory()                  # before the model is built
+    model = HetFSDP(model, plan)
+    device.slow_down(model, optimizer)   # before other observers are added
+    """
+
+    speed: float = 1.0  # of this process's own
+    memory_bytes: int | None = None  # for all that it allocates from now on; None: no cap
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed <= 1:
+            raise ValueError(
+                f"speed: {self.speed} but an emulated device has more than 0 and at most 1 of "
+                "this process's own speed. Divide all speeds by the highest."
+            )
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ValueError(
+                f"memory_bytes: {self.memory_bytes} but it must be positive. Give None for no "
+                "cap."
+            )
+
+    def slowed(self) -> AbstractContextManager[None]:
+        """Leave the context 1 / speed times as late as its contents would."""
+        return nullcontext() if self.speed == 1 else _Stretch(self.speed).around()
+
+    def observer(self) -> Observer:
+        """What stretches every computation that it is told of, in the thread that did it.
+
+        Observers that are added to a model after this one see the stretched times.
+        """
+        return _Stretch(self.speed).observe
+
+    def slow_down(self, model: HetFSDP, optimizer: Optimizer) -> None:
+        """Stretch forward, backward and optimizer steps from now on.
+
+        To be called before other observers are added, which then see the stretched times.
+        At speed 1 nothing is added, and nothing costs anything.
+        """
+        if self.speed == 1:
+            return
+        stretch = _Stretch(self.speed)
+        model.add_observer(stretch.observe)
+        optimizer.register_step_pre_hook(stretch.begin_optimizer_step)
+        optimizer.register_step_post_hook(stretch.end_optimizer_step)
+
+    def cap_memory(self) -> int:
+        """Let this process allocate ``memory_bytes`` more than it has, and no more.
+
+        Counted is what it asks for, used or not, as a device's allocator counts; stacks of
+        new threads are counted too, so process groups should exist already.  Beyond the cap
+        PyTorch raises its ordinary RuntimeError, "can't allocate memory".  Returns the bytes
+        that are resident now, which are not the emulated device's (0 if nothing is capped);
+        the process's record of its highest resident memory starts again from there.
+        """
+        if self.memory_bytes is None:
+            return 0
+        _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+        cap_bytes = memory_of_process("VmData") + self.memory_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard_bytes))
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
+        return memory_of_process("VmRSS")
+
+
+def memory_of_process(key: str) -> int:
+    """Bytes of this process, as proc(5) names them.
+
+    VmData is private writable memory that was asked for, used or not; VmRSS is resident.
+    """
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(
+        f"memory_bytes: /proc/self/status has no {key} here. Emulate memory on Linux."
+    )
+
+
+class _Stretch:
+    """Sleeps for what computations owe; a sleep that was too long counts for the next."""
+
+    def __init__(self, speed: float) -> None:
+        self._sleep_per_second = 1 / speed - 1
+        self._owed_s = 0.0  # negative after a sleep that was too long
+        self._optimizer_start_s = 0.0
+
+    def after(self, seconds: float) -> None:
+        """Pay for ``seconds`` of computing."""
+        self._owed_s += seconds * self._sleep_per_second
+        if self._owed_s > 0:
+            start_s = time.perf_counter()
+            time.sleep(self._owed_s)
+            self._owed_s -= time.perf_counter() - start_s
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.after(time.perf_counter() - start_s)
+
+    def observe(self, event: Event) -> None:
+        # These never contain each other: a unit's recomputation is part of its backward.
+        if event.activity in STRETCHED:
+            self.after(event.end_s - event.start_s)
+
+    def begin_optimizer_step(self, *_: Any) -> None:
+        self._optimizer_start_s = time.perf_counter()
+
+    def end_optimizer_step(self, *_: Any) -> None:
+        self.after(time.perf_counter() - self._optimizer_start_s)

@@ -1,0 +1,238 @@
+"""Emulated devices: slower in what they compute, smaller in what they may allocate."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+
+from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import (
+    CONFIG_NAME,
+    VERSION_BASE,
+    conf_dir,
+    register_schemas,
+    to_conf,
+)
+from shardhet.config.training import ClusterConf, DeviceType
+from shardhet.emulation import EmulatedDevice, memory_of_process
+from shardhet.fsdp.observer import Activity, Event
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+MIB = 2**20
+
+
+class Slow(nn.Module):
+    """A unit whose forward takes a known time and hardly any of the processor's."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return x * self.weight
+
+
+class Summed(nn.Module):
+    """Two slow units."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Slow(seconds), Slow(seconds)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum(), x.shape[0]
+
+
+def test_what_is_slowed_takes_as_much_longer_as_the_device_is_slower() -> None:
+    start_s = time.perf_counter()
+    with EmulatedDevice(speed=0.25).slowed():
+        time.sleep(0.03)
+    seconds = time.perf_counter() - start_s
+    assert 0.12 <= seconds < 0.2
+
+
+def test_a_device_of_full_speed_is_left_alone() -> None:
+    model = HetFSDP(Summed(0.0), Plan.even(1, microbatch_size=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    EmulatedDevice().slow_down(model, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model._runtime.observers._observers
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_later_observers_see_stretched_computations(recompute: bool) -> None:
+    seconds = 0.02
+    plan = Plan.by_hand(
+        microbatch_sizes=[1], num_microbatches=[2], state_shares=[1], recompute=[recompute]
+    )
+    model = HetFSDP(Summed(seconds), plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    EmulatedDevice(speed=0.5).slow_down(model, optimizer)
+    events: list[Event] = []
+    model.add_observer(events.append)
+    model.backward(*model(torch.ones(2, 4)))
+    forwards = [e.end_s - e.start_s for e in events if e.activity is Activity.FORWARD]
+    backwards = [e.end_s - e.start_s for e in events if e.activity is Activity.BACKWARD]
+    assert len(forwards) == len(backwards) == 4  # two units, two microbatches
+    assert sum(forwards) == pytest.approx(2 * 4 * seconds, rel=0.25)
+    if recompute:
+        assert sum(backwards) == pytest.approx(2 * 4 * seconds, rel=0.25)
+
+
+def test_waits_are_not_stretched() -> None:
+    observe = EmulatedDevice(speed=0.01).observer()
+    start_s = time.perf_counter()
+    for activity in (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE):
+        observe(Event("blocks.0", activity, None, 0.0, 10.0))
+    assert time.perf_counter() - start_s < 1
+
+
+def test_a_sleep_that_was_too_long_counts_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, slept_s = [0.0], []
+
+    def oversleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        now_s[0] += seconds + 0.25
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", oversleep)
+    observe = EmulatedDevice(speed=0.5).observer()
+    for _ in range(3):
+        observe(Event("blocks.0", Activity.FORWARD, 0, 0.0, 1.0))
+    assert slept_s == [1.0, 0.75, 0.75]
+
+
+def test_the_optimizer_step_is_stretched() -> None:
+    class Sleeper(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            time.sleep(0.03)
+
+    model = HetFSDP(Summed(0.0), Plan.even(1, microbatch_size=2))
+    optimizer = Sleeper(model.parameters(), lr=0.1)
+    EmulatedDevice(speed=0.25).slow_down(model, optimizer)
+    start_s = time.perf_counter()
+    optimizer.step()
+    assert 0.12 <= time.perf_counter() - start_s < 0.2
+
+
+def test_peers_wait_for_the_slow_device() -> None:
+    shares = run_ranks(_shares_of_a_step, 2)
+    (fast_busy, fast_waiting), (slow_busy, slow_waiting) = shares
+    assert slow_busy > 3 * fast_busy
+    assert fast_waiting > 0.3 > 3 * slow_waiting
+
+
+def _shares_of_a_step(rank: int) -> tuple[float, float]:
+    model = HetFSDP(Summed(0.02), Plan.even(2, microbatch_size=1, recompute=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    EmulatedDevice(speed=(1.0, 0.2)[rank]).slow_down(model, optimizer)
+    model.backward(*model(torch.ones(1, 4)))  # finds the order
+    seconds = dict.fromkeys(Activity, 0.0)
+
+    def add(event: Event) -> None:
+        seconds[event.activity] += event.end_s - event.start_s
+
+    model.add_observer(add)
+    start_s = time.perf_counter()
+    model.backward(*model(torch.ones(1, 4)))
+    step_s = time.perf_counter() - start_s
+    busy_s = seconds[Activity.FORWARD] + seconds[Activity.BACKWARD]
+    return busy_s / step_s, (sum(seconds.values()) - busy_s) / step_s
+
+
+def test_an_allocation_beyond_the_cap_ends_all_ranks_with_rank_and_budget() -> None:
+    outcomes = run_ranks_expecting_failure(_outgrow_rank_one, 2)
+    assert "can't allocate memory" in outcomes[1].message
+    for outcome in outcomes:
+        assert "rank 1 (small 48 MiB) failed in model(...)" in outcome.traceback
+
+
+class Hungry(nn.Module):
+    """Allocates 64 MiB for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        room = torch.empty(x.shape[0] * 16 * MIB)
+        return (x * self.weight).sum() + room[0] * 0, x.shape[0]
+
+
+def _outgrow_rank_one(rank: int) -> None:
+    device = EmulatedDevice(memory_bytes=(None, 48 * MIB)[rank])
+    spec = DeviceSpec(kind="small", memory_capacity_bytes=device.memory_bytes)
+    plan = Plan.even(2, microbatch_size=1)
+    model = HetFSDP(Hungry(), plan, device_spec=spec)
+    device.cap_memory()
+    model.backward(*model(torch.ones(1, 4)))
+
+
+def test_the_cap_counts_from_what_the_process_has() -> None:
+    assert run_ranks(_allocate_up_to_the_cap, 1, fresh_world=True)[0] == (True, True, False)
+
+
+def _allocate_up_to_the_cap(rank: int) -> tuple[bool, bool, bool]:
+    level_bytes = EmulatedDevice(memory_bytes=100 * MIB).cap_memory()
+    fits = torch.empty(80 * MIB, dtype=torch.uint8)
+    assert fits.numel() == 80 * MIB
+    try:
+        torch.empty(40 * MIB, dtype=torch.uint8)
+    except RuntimeError:
+        has_room = False
+    else:
+        has_room = True
+    return level_bytes > 0, memory_of_process("VmData") > 80 * MIB, has_room
+
+
+@pytest.mark.parametrize(
+    ("device", "field"),
+    [({"speed": 0}, "speed"), ({"speed": 1.5}, "speed"), ({"memory_bytes": 0}, "memory")],
+)
+def test_impossible_devices_are_refused(device: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}"):
+        EmulatedDevice(**device)
+
+
+def test_a_cluster_says_what_each_rank_is_like() -> None:
+    conf = ClusterConf(
+        num_ranks=2, device=DeviceType.CPU, speeds=[1.0, 0.5], memory_mib=[64, 32]
+    )
+    assert conf.emulated_device(1) == EmulatedDevice(speed=0.5, memory_bytes=32 * MIB)
+    assert ClusterConf(num_ranks=2).emulated_device(1) is None
+
+
+@pytest.mark.parametrize(
+    ("stated", "key"),
+    [
+        ({"speeds": [1.0, 2.0]}, r"cluster\.speeds\[1\]"),
+        ({"speeds": [1.0, 0.0]}, r"cluster\.speeds\[1\]"),
+        ({"speeds": [1.0]}, r"cluster\.speeds: 1 entries"),
+        ({"memory_mib": [0, 8]}, r"cluster\.memory_mib\[0\]"),
+        ({"speeds": [1.0, 0.5], "device": DeviceType.AUTO}, r"cluster\.device"),
+    ],
+)
+def test_impossible_clusters_are_refused(stated: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        ClusterConf(**{"num_ranks": 2, "device": DeviceType.CPU, **stated})
+
+
+def test_emulated_clusters_fit_two_cores_and_are_named_as_emulated() -> None:
+    register_schemas()
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        for name, num_ranks in (("emulated_2", 2), ("emulated_4", 4)):
+            cluster = to_conf(compose(CONFIG_NAME, [f"cluster={name}", "run_dir=x"])).cluster
+            assert cluster.num_ranks == len(cluster.speeds) == num_ranks
+            assert sum(cluster.speeds) <= 2
+            assert all(kind.startswith("emulated") for kind in cluster.kinds)
