@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from statistics import median
 
 import torch
+from torch import nn
 
-from shardhet.collectives import BufferPool, all_gather_uneven, reduce_scatter_uneven
+from shardhet.collectives import all_gather_uneven
 from shardhet.distributed import Channel
-from shardhet.messages import Pending
+from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.flat import FlatTensor, ParamSlot
+from shardhet.layout import FlatLayout
 from shardhet.profiler.unit_runner import UnitRunner
 from shardhet.workload import Workload
 
@@ -25,6 +27,7 @@ CALL_S = 5e-3  # collectives are repeated until a sample takes so long, then div
 MAX_CALLS = 32
 PAIR_NBYTES = 2**22
 LATENCY_NBYTES = 64
+MAX_BESIDE = 8
 BESIDE_S = 2e-2  # of communication beside compute, and ...
 COMPUTE_PER_COMM = 2  # ... so much longer the compute, so that all of it lies beside
 MAX_EXCESS = 0.99  # of collectives' time that compute beside them loses
@@ -87,12 +90,6 @@ def uneven_shares(world_size: int) -> list[float]:
     return [LARGEST_SHARE, *([rest] * (world_size - 1))]
 
 
-def cut(numel: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers near to ``shares`` of ``numel`` that add up to it."""
-    borders = [0, *(round(numel * sum(shares[: i + 1])) for i in range(len(shares) - 1)), numel]
-    return [stop - start for start, stop in pairwise(borders)]
-
-
 def sizes_to_measure(workload: Workload) -> list[int]:
     """Bytes of collectives: those of the units, and some around and between them."""
     kinds = [kind for kind in workload.kinds if kind.numel]
@@ -114,15 +111,22 @@ class Traffic:
         self._device = device
         self._param_dtype: torch.dtype = getattr(torch, workload.param_dtype)
         self._reduce_dtype: torch.dtype = getattr(torch, workload.reduce_dtype)
-        self._scratch = BufferPool()
+        # Parameters that travel in less than float32 are stored in it.
+        is_narrow = self._param_dtype.itemsize < torch.float32.itemsize
+        self._stored_dtype = torch.float32 if is_narrow else self._param_dtype
+        self._comm = CommContext(device, channels.gather, channels.reduce)
+        self._comm.receivers = tuple(range(channels.world_size))
 
     def collectives(self, nbytes: int, num_repeats: int) -> CollectiveSamples:
         """Gathers and reductions of this many bytes."""
         world_size = self._channels.world_size
         launches = [
-            make(nbytes, shares)
+            launch
             for shares in (even_shares(world_size), uneven_shares(world_size))
-            for make in (self._gather, self._reduce)
+            for launch in (
+                self._gather(self._flat(nbytes // self._param_dtype.itemsize, shares)),
+                self._reduce(self._flat(nbytes // self._reduce_dtype.itemsize, shares)),
+            )
         ]
         samples = [self.seconds(partial(_complete, [each]), num_repeats) for each in launches]
         return CollectiveSamples(
@@ -147,42 +151,57 @@ class Traffic:
             call()
         return self._channels.slowest([(time.perf_counter() - start_s) / num_calls])[0]
 
-    def _gather(self, nbytes: int, shares: Sequence[float]) -> Launch:
-        """What launches a gather."""
-        channel = self._channels.gather
-        splits = cut(nbytes // self._param_dtype.itemsize, shares)
-        output = torch.zeros(sum(splits), dtype=self._param_dtype, device=self._device)
-        shard = torch.zeros(
-            splits[channel.position], dtype=self._param_dtype, device=self._device
+    def _flat(self, numel: int, shares: Sequence[float]) -> FlatTensor:
+        """A unit's flat tensor as HetFSDP has it, with one parameter of one dimension."""
+        module = nn.Module()
+        param = nn.Parameter(torch.zeros(numel, device=self._device, dtype=self._stored_dtype))
+        module.register_parameter("flat", param)
+        slot = ParamSlot(
+            fqns=("flat",),
+            owners=((module, "flat"),),
+            shape=param.shape,
+            is_trainable=True,
         )
+        flat = FlatTensor(
+            [slot],
+            FlatLayout.of_shapes([(numel,)]).cut(shares),
+            comm=self._comm,
+            orig_dtype=param.dtype,
+            param_dtype=self._param_dtype,
+            reduce_dtype=self._reduce_dtype,
+        )
+        flat.show_shards()
+        return flat
+
+    def _gather(self, flat: FlatTensor) -> Launch:
+        """What a gather takes, memory for the whole tensor included."""
 
         def launch() -> Callable[[], None]:
-            pending = all_gather_uneven(
-                output, shard, splits, channel=channel, receivers=range(channel.world_size)
-            )
-            return partial(self._finish, pending)
+            flat.unshard()
+            return wait
+
+        def wait() -> None:
+            flat.wait_for_unshard()
+            self._synchronize()
+            flat.reshard()
+            self._comm.mark_compute()
 
         return launch
 
-    def _reduce(self, nbytes: int, shares: Sequence[float]) -> Launch:
-        """What launches a reduction."""
-        channel = self._channels.reduce
-        splits = cut(nbytes // self._reduce_dtype.itemsize, shares)
-        full = torch.zeros(sum(splits), dtype=self._reduce_dtype, device=self._device)
-        output = torch.zeros(
-            splits[channel.position], dtype=self._reduce_dtype, device=self._device
-        )
+    def _reduce(self, flat: FlatTensor) -> Launch:
+        """What a reduction takes, from the unit's gradient to the shard's."""
 
         def launch() -> Callable[[], None]:
-            pending = reduce_scatter_uneven(
-                output,
-                full,
-                splits,
-                channel=channel,
-                contributors=range(channel.world_size),
-                scratch=self._scratch,
-            )
-            return partial(self._finish, pending)
+            flat.begin_backward()
+            flat.has_grad = [True]  # as if backward had written it
+            flat.reduce()
+            return wait
+
+        def wait() -> None:
+            flat.finish_reduce()
+            flat.set_sharded_grads([True])
+            flat.sharded_params[0].grad = None
+            self._synchronize()
 
         return launch
 
@@ -194,10 +213,16 @@ class Traffic:
         The profile's kappa: of a second of communication beside it, compute loses
         1 - 1 / kappa.  Compute and communication are timed alone and then together.
         """
+        numel = nbytes // self._param_dtype.itemsize
         shares = even_shares(self._channels.world_size)
-        both = [self._gather(nbytes, shares), self._reduce(nbytes, shares)]
-        comm_s = median(self.seconds(partial(_complete, both), num_repeats))
-        launches = both * min(MAX_CALLS, max(1, round(BESIDE_S / comm_s)))
+
+        def both() -> list[Launch]:
+            flats = [self._flat(numel, shares) for _ in range(2)]
+            return [self._gather(flats[0]), self._reduce(flats[1])]
+
+        comm_s = median(self.seconds(partial(_complete, both()), num_repeats))
+        num_beside = min(MAX_BESIDE, max(1, round(BESIDE_S / comm_s)))
+        launches = [launch for _ in range(num_beside) for launch in both()]
         comm_s = median(self.seconds(partial(_complete, launches), num_repeats))
         once_s = self._channels.slowest([sum(runner.run(num_samples))])[0]
         num_runs = max(1, round(COMPUTE_PER_COMM * comm_s / once_s))
@@ -244,7 +269,9 @@ class Traffic:
                     channel=channel,
                     receivers=(receiver,),
                 )
-                self._finish(pending)
+                pending.wait()
+                pending.wait_sent()
+                self._synchronize()
 
             return median(self.seconds(call, num_repeats))
 
@@ -256,11 +283,6 @@ class Traffic:
             latency_s=latency_s,
             bandwidth_bytes_per_s=PAIR_NBYTES / transfer_s,
         )
-
-    def _finish(self, pending: Pending) -> None:
-        pending.wait()
-        pending.wait_sent()
-        self._synchronize()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -1,0 +1,380 @@
+"""What is measured, how ranks' figures become one profile, and the command that does it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
+from shardhet.fsdp.observer import Event
+from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.profiler.assemble import (
+    RankReport,
+    TrafficReport,
+    make_cluster,
+    make_profile,
+    unevenness_weights,
+)
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.compute import UnitSamples, candidate_sizes
+from shardhet.profiler.measure import Effort, measure
+from shardhet.profiler.stopwatch import Stopwatch, timing_of
+from shardhet.profiler.traffic import (
+    CollectiveSamples,
+    PairSamples,
+    sizes_to_measure,
+    uneven_shares,
+)
+from shardhet.profiler.unit_runner import TrainedModel
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+ROOT = Path(__file__).parent.parent
+SHAPE = DecoderConfig(
+    vocab_size=64,
+    width=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    hidden_width=64,
+    seq_len=16,
+)
+QUICK = Effort(max_microbatch_size=3, num_repeats=3, time_limit_s=20.0)
+WORKLOAD = Workload.transformer(
+    num_layers=2,
+    width=32,
+    num_heads=2,
+    num_kv_heads=1,
+    hidden_width=64,
+    vocab_size=64,
+    seq_len=16,
+)
+
+
+def trained(module: nn.Module | None = None) -> TrainedModel:
+    tokens_BT = torch.randint(64, (4, 16))
+    if module is None:
+        with torch.device("meta"):
+            module = Decoder(SHAPE)
+    return TrainedModel(module=module, batch=ExampleBatch(args=(tokens_BT, tokens_BT)))
+
+
+@dataclass(frozen=True)
+class Slow:
+    """An emulated device."""
+
+    speed: float
+    memory_bytes: int | None = None
+
+    def observer(self) -> Callable[[Event], None]:
+        return lambda event: time.sleep((event.end_s - event.start_s) * (1 / self.speed - 1))
+
+
+# Pure #
+
+
+def test_sizes_are_powers_of_two_and_the_middles_between_them() -> None:
+    assert candidate_sizes(1) == [1]
+    assert candidate_sizes(12) == [1, 2, 3, 4, 6, 8, 12]
+    assert candidate_sizes(13) == [1, 2, 3, 4, 6, 8, 12, 13]
+
+
+def test_a_timing_keeps_its_deciles_in_order() -> None:
+    timing = timing_of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (timing.median_s, timing.num_samples) == (3.0, 5)
+    assert timing.p10_s == pytest.approx(1.4)
+    assert timing.p90_s == pytest.approx(4.6)
+    same = timing_of([0.1] * 7)
+    assert same.p10_s == same.median_s == same.p90_s == 0.1
+
+
+def test_collectives_are_measured_at_the_sizes_of_the_units() -> None:
+    sizes = sizes_to_measure(WORKLOAD)
+    assert sizes == sorted(set(sizes))
+    assert {kind.numel * 4 for kind in WORKLOAD.kinds} <= set(sizes)
+
+
+def samples(block_s: float) -> dict[str, UnitSamples]:
+    by_size = {size: [(size * block_s, 2 * size * block_s)] * 3 for size in (1, 2)}
+    return {kind: UnitSamples(seconds=by_size) for kind in ("embedding", "block", "head")}
+
+
+def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
+    return RankReport(
+        device=DeviceSpec(host=host, kind=kind, memory_capacity_bytes=2**30),
+        alone=samples(block_s),
+        together=samples(2 * block_s),
+        optimizer_s_per_element=[block_s, 2 * block_s, 3 * block_s],
+        reserved_bytes=7,
+        note="now",
+    )
+
+
+ONE_DEVICE = TrafficReport(collectives=[], pairs=[], overlap_slowdown=1.0, note="")
+
+
+def test_the_slowest_rank_of_a_kind_stands_for_it() -> None:
+    reports = [report(1.0), report(1.5), report(0.5, kind="y")]
+    cluster = make_cluster([each.device for each in reports], [])
+    together, alone = [
+        make_profile(reports, ONE_DEVICE, cluster, WORKLOAD, is_together=both)
+        for both in (True, False)
+    ]
+    assert [device.device_kind for device in together.devices] == ["x", "y"]
+    assert together.unit("x", "block").forward_s.at(2) == 6.0
+    assert alone.unit("x", "block").backward_s.at(2) == 6.0
+    assert together.device("x").optimizer_seconds_per_element == 3.0
+    assert "the slowest of 2 ranks, 1.50 times the fastest" in together.device("x").note
+    assert together.is_measured
+
+
+def test_devices_stand_by_host_with_its_slowest_link() -> None:
+    specs = [
+        DeviceSpec(host=host, kind="x", memory_capacity_bytes=1) for host in ("a", "b", "a")
+    ]
+    pairs = [
+        PairSamples(sender=0, receiver=1, latency_s=3e-3, bandwidth_bytes_per_s=1e8),
+        PairSamples(sender=0, receiver=2, latency_s=1e-3, bandwidth_bytes_per_s=1e9),
+        PairSamples(sender=1, receiver=2, latency_s=2e-3, bandwidth_bytes_per_s=2e8),
+    ]
+    cluster = make_cluster(specs, pairs)
+    assert [node.host for node in cluster.nodes] == ["a", "b"]
+    assert [len(node.devices) for node in cluster.nodes] == [2, 1]
+    within, between = cluster.nodes[0].link, cluster.between_nodes
+    assert within is not None
+    assert between is not None
+    assert cluster.nodes[1].link is None
+    assert (within.latency_s, within.bandwidth_bytes_per_s) == (1e-3, 1e9)
+    assert (between.latency_s, between.bandwidth_bytes_per_s) == (3e-3, 1e8)
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.6)])
+def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> None:
+    reports = [report(1.0)] * 4
+    cluster = make_cluster([each.device for each in reports], [])
+    unevenness = max(uneven_shares(4)) * 4  # its owner sends it to the three others
+
+    def seconds(nbytes: float) -> float:
+        return 1e-4 + 1e-9 * nbytes
+
+    collectives = [
+        CollectiveSamples(
+            nbytes=nbytes,
+            gather_s=[seconds(nbytes)] * 3,
+            reduce_s=[2 * seconds(nbytes)] * 3,
+            uneven_gather_s=[seconds(nbytes * (1 - weights[0] + weights[0] * unevenness))] * 3,
+            uneven_reduce_s=[2 * seconds(nbytes * (1 - weights[1] + weights[1] * unevenness))]
+            * 3,
+        )
+        for nbytes in (2**16, 2**20, 2**24)
+    ]
+    traffic = TrafficReport(collectives=collectives, pairs=[], overlap_slowdown=1.0, note="now")
+    profile = make_profile(reports, traffic, cluster, WORKLOAD, is_together=True)
+    found = unevenness_weights(collectives, profile, cluster, WORKLOAD)
+    assert found == pytest.approx(weights, abs=0.06)  # beyond the last size it is drawn
+    kept = profile.collectives
+    assert (kept.gather_unevenness_weight, kept.reduce_unevenness_weight) == found
+
+
+def test_an_emulated_device_is_timed_as_slow_as_it_is() -> None:
+    full, half = Stopwatch(torch.device("cpu")), Stopwatch(torch.device("cpu"), Slow(0.5))
+    with full.running():
+        time.sleep(0.05)
+    with half.running():
+        time.sleep(0.05)
+    assert 0.05 <= full.seconds < half.seconds
+    assert half.seconds >= 0.1
+
+
+# Ranks #
+
+
+def test_one_process_is_measured_without_a_process_group() -> None:
+    shown: list[float] = []
+    measured = measure(
+        trained(), effort=QUICK, on_progress=lambda _, fraction: shown.append(fraction)
+    )
+    assert measured.workload == WORKLOAD
+    assert measured.cluster.world_size == 1
+    assert not measured.profile.collectives.points
+    for unit in measured.profile.devices[0].units:
+        assert [point.microbatch_size for point in unit.points] == [1, 2, 3]
+        for point in unit.points:
+            assert point.forward.num_samples >= 3
+            assert 0 < point.forward.p10_s <= point.forward.p90_s
+            assert point.peak_bytes is None  # nobody counts on a CPU
+    assert measured.profile.device("cpu").optimizer_seconds_per_element > 0
+    assert shown == sorted(shown)
+    assert shown[-1] == 1.0
+
+
+def measure_plan_and_train(rank: int, folder: str) -> tuple[str, str, float]:
+    measured = measure(
+        trained(),
+        device_spec=DeviceSpec(
+            host="here", kind=("fast", "slow")[rank], memory_capacity_bytes=2**33
+        ),
+        emulated=Slow(1.0 if rank == 0 else 0.2),
+        effort=QUICK,
+    )
+    if rank == 0:
+        measured.save(Path(folder))
+    plan = find_plan(measured.cluster, measured.workload, measured.profile, global_batch_size=6)
+    with torch.device("meta"):
+        module = Decoder(SHAPE)
+    spec = DeviceSpec(host="here", kind=("fast", "slow")[rank], memory_capacity_bytes=2**33)
+    model = HetFSDP(module, plan, device_spec=spec)
+    tokens_BT = torch.randint(64, (plan.ranks[model.position].rank_batch_size, 16))
+    loss = model.backward(*model(tokens_BT, tokens_BT))
+    assert loss is not None
+    timeline = simulate(plan, measured.cluster, measured.workload, measured.profile)
+    return measured.profile.to_json(), plan.to_json(), timeline.step_time_s
+
+
+def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) -> None:
+    results = run_ranks(measure_plan_and_train, 2, str(tmp_path))
+    assert results[0] == results[1]
+    profile_json, _, step_time_s = results[0]
+    assert step_time_s > 0
+    profile = Profile.load(tmp_path / "profile.json")
+    assert profile.to_json() == profile_json
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    assert [device.kind for device in cluster.devices] == ["fast", "slow"]
+    assert cluster.nodes[0].link is not None
+    assert Workload.load(tmp_path / "workload.json") == WORKLOAD
+    alone = Profile.load(tmp_path / "profile_alone.json")
+    ratio = alone.unit("slow", "block").backward_s.at(3)
+    ratio /= alone.unit("fast", "block").backward_s.at(3)
+    assert ratio > 2.5  # five times as slow; machines are noisy
+    assert profile.overlap_slowdown >= 1
+    numels = [kind.numel * 4 for kind in WORKLOAD.kinds]
+    assert set(numels) <= {point.nbytes for point in profile.collectives.points}
+
+
+class Breaks(nn.Module):
+    """Fails where it computes for real, on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def fail_to_measure(rank: int) -> None:
+    model = TrainedModel(
+        module=Breaks(rank), batch=ExampleBatch(args=(torch.zeros(2, 4 + rank),))
+    )
+    measure(model, effort=QUICK)
+
+
+def test_a_failure_on_one_rank_is_told_on_all() -> None:
+    outcomes = run_ranks_expecting_failure(fail_to_measure, 2, within_s=30.0)
+    assert all("rank 1" in outcome.message for outcome in outcomes if outcome.rank == 0)
+    assert all(outcome.exception_name == "RuntimeError" for outcome in outcomes)
+
+
+# The command #
+
+TINY = (
+    "model.width=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.hidden_width=16",
+    "data.seq_len=8",
+    "max_microbatch_size=2",
+    "num_repeats=3",
+    "time_limit_s=0.5",
+    "cluster.device=CPU",
+)
+COMMAND = [sys.executable, "-m", "shardhet.apps.main", "measure"]
+
+
+def run(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    return subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path: Path) -> None:
+    done = run([*COMMAND, *TINY, "cluster.kinds=[big,small]", "out=here"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "here"
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {"cluster.json", "workload.json", "profile.json", "profile_alone.json"} <= names
+    assert {"config.yaml", "run.json", "logs/rank1.log"} <= names
+    cluster, workload = (
+        Cluster.load(folder / "cluster.json"),
+        Workload.load(folder / "workload.json"),
+    )
+    profile = Profile.load(folder / "profile.json")
+    plan = find_plan(cluster, workload, profile, global_batch_size=4)
+    assert [rank.device.kind for rank in plan.ranks] == ["big", "small"]
+    assert json.loads((folder / "profile.json").read_text())["version"] == 1
+    assert "all ranks computing at once" in done.stdout
+    assert f"shardhet plan measured={folder}" in done.stdout
+    again = run([*COMMAND, *TINY, "out=here"], tmp_path)
+    assert again.returncode == 1
+    assert "holds a profile already" in again.stderr
+
+
+def test_a_rank_that_fails_ends_the_measurement_with_a_panel(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        'if os.environ.get("RANK") == "1":\n'
+        "    import shardhet.profiler.compute as compute\n"
+        "    def fail(*_):\n"
+        '        raise RuntimeError("no such luck")\n'
+        "    compute.ComputeMeasurement.warm_up = fail\n"
+    )
+    done = run([*COMMAND, *TINY, "cluster.num_ranks=2", "out=here"], tmp_path)
+    assert done.returncode == 1
+    assert "no such luck" in done.stderr
+    assert "the run failed" in done.stderr
+    assert not (tmp_path / "here" / "profile.json").exists()
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("max_microbatch_size=0", "max_microbatch_size: 0 but it must be at least 1"),
+        ("num_repeats=2", "num_repeats: 2 but it must be at least 3"),
+        ("time_limit_s=0", "time_limit_s: 0.0 but it must be above 0"),
+        ("max_microbatch=4", "Did you mean max_microbatch_size?"),
+        ("model=vit", "vit cannot learn from data=pysource"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path, override: str, words: str
+) -> None:
+    done = run([*COMMAND, override], tmp_path)
+    assert done.returncode == 1
+    assert words in done.stderr.replace("\n", " ")
+    assert not list(tmp_path.glob("measured/*"))
+
+
+def test_help_names_the_groups_and_the_keys(tmp_path: Path) -> None:
+    done = run([*COMMAND, "--help"], tmp_path)
+    assert done.returncode == 0
+    for word in ("out=DIR", "masked_lm", "max_microbatch_size: 32", "shardhet plan measured"):
+        assert word in done.stdout
