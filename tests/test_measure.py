@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
-from shardhet.fsdp.observer import Event
+from shardhet.emulation import EmulatedDevice
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.profiler.assemble import (
     RankReport,
@@ -64,17 +62,6 @@ def trained(module: nn.Module | None = None) -> TrainedModel:
         with torch.device("meta"):
             module = Decoder(SHAPE)
     return TrainedModel(module=module, batch=ExampleBatch(args=(tokens_BT, tokens_BT)))
-
-
-@dataclass(frozen=True)
-class Slow:
-    """An emulated device."""
-
-    speed: float
-    memory_bytes: int | None = None
-
-    def observer(self) -> Callable[[Event], None]:
-        return lambda event: time.sleep((event.end_s - event.start_s) * (1 / self.speed - 1))
 
 
 # Pure #
@@ -185,7 +172,10 @@ def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> Non
 
 
 def test_an_emulated_device_is_timed_as_slow_as_it_is() -> None:
-    full, half = Stopwatch(torch.device("cpu")), Stopwatch(torch.device("cpu"), Slow(0.5))
+    full, half = (
+        Stopwatch(torch.device("cpu")),
+        Stopwatch(torch.device("cpu"), EmulatedDevice(speed=0.5)),
+    )
     with full.running():
         time.sleep(0.05)
     with half.running():
@@ -222,7 +212,7 @@ def measure_plan_and_train(rank: int, folder: str) -> tuple[str, str, float]:
         device_spec=DeviceSpec(
             host="here", kind=("fast", "slow")[rank], memory_capacity_bytes=2**33
         ),
-        emulated=Slow(1.0 if rank == 0 else 0.2),
+        emulated=EmulatedDevice(speed=1.0 if rank == 0 else 0.2),
         effort=QUICK,
     )
     if rank == 0:

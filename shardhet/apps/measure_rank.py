@@ -61,6 +61,7 @@ def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
                 ),
                 device=device,
                 device_spec=announced_device(conf.cluster, env, device),
+                emulated=conf.cluster.emulated_device(env.rank),
                 optimizer=conf.optim.to_record(),
                 effort=Effort(
                     max_microbatch_size=conf.max_microbatch_size,

@@ -290,7 +290,8 @@ def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -
     emulated = cluster.emulated_device(env.rank)
     kind, memory_bytes = found.kind, found.memory_capacity_bytes
     if emulated is not None:
-        kind, memory_bytes = f"emulated {kind}", emulated.memory_bytes or memory_bytes
+        kind = f"emulated {kind} {emulated.speed:g}x"
+        memory_bytes = emulated.memory_bytes or memory_bytes
     if cluster.kinds:
         kind = cluster.kinds[env.rank]
     return replace(found, kind=kind, memory_capacity_bytes=memory_bytes)

@@ -46,7 +46,7 @@ class MeasureConf:
         """How many ranks it needs; ``num_launched`` is how many there are, if any yet."""
         stated = {
             "cluster.num_ranks": self.cluster.num_ranks,
-            "cluster.kinds": len(self.cluster.kinds) or None,
+            **{f"cluster.{k}": len(v) or None for k, v in self.cluster.per_rank.items()},
             "the launcher": num_launched,
         }
         return agreed_world_size(stated, self.cluster)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardhet.emulation import EmulatedDevice
 from shardhet.optim import OptimizerSpec
 from shardhet.profiler.sketch import ModelSketch
-from shardhet.profiler.stopwatch import Emulated, Stopwatch, timing_of
+from shardhet.profiler.stopwatch import Stopwatch, timing_of
 from shardhet.profiler.unit_runner import Started, TrainedModel, UnitRunner
 from shardhet.profiles import ComputePoint, UnitProfile
 from shardhet.workload import UnitKind, Workload
@@ -72,7 +73,7 @@ class ComputeMeasurement:
         memory_bytes: int,
         max_microbatch_size: int,
         is_alone: bool,
-        emulated: Emulated | None,
+        emulated: EmulatedDevice | None,
     ) -> None:
         """``memory_bytes`` is what this rank may use."""
         self._device = device

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardhet.cluster import Cluster, DeviceSpec
 from shardhet.distributed import Members, local_device_spec
+from shardhet.emulation import EmulatedDevice
 from shardhet.host_memory import find_readable_pids
 from shardhet.optim import AdamW, OptimizerSpec
 from shardhet.plan import Plan
@@ -26,7 +27,6 @@ from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, 
 from shardhet.profiler.compute import ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
 from shardhet.profiler.sketch import ModelSketch, sketch_model
-from shardhet.profiler.stopwatch import Emulated
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic, sizes_to_measure
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.profiles import Profile
@@ -74,7 +74,7 @@ def measure(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     device_spec: DeviceSpec | None = None,
-    emulated: Emulated | None = None,
+    emulated: EmulatedDevice | None = None,
     optimizer: OptimizerSpec | None = None,
     effort: Effort | None = None,
     on_progress: OnProgress = lambda _text, _fraction: None,
@@ -126,7 +126,7 @@ class _Session:
         *,
         device: torch.device,
         found: DeviceSpec,
-        emulated: Emulated | None,
+        emulated: EmulatedDevice | None,
         optimizer: OptimizerSpec,
         effort: Effort,
         on_progress: OnProgress,
@@ -282,7 +282,7 @@ class _Session:
         return pairs
 
 
-def has_own_memory(emulated: Emulated | None) -> bool:
+def has_own_memory(emulated: EmulatedDevice | None) -> bool:
     """Whether the emulation counts memory from what the process has already."""
     return emulated is not None and emulated.memory_bytes is not None
 
@@ -299,7 +299,9 @@ def reserved_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
 
 
-def _own_spec(found: DeviceSpec, emulated: Emulated | None, num_sharing: int) -> DeviceSpec:
+def _own_spec(
+    found: DeviceSpec, emulated: EmulatedDevice | None, num_sharing: int
+) -> DeviceSpec:
     """The device with the memory that this rank may use; processes of a host share it."""
     if emulated is not None and emulated.memory_bytes is not None:
         return replace(found, memory_capacity_bytes=emulated.memory_bytes)

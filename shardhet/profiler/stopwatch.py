@@ -1,32 +1,21 @@
 """Seconds of what a device does, and what is kept of many such measurements."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from shardhet.emulation import EmulatedDevice
 from shardhet.fsdp.observer import Activity, Event
 from shardhet.profiles import Timing
-
-
-class Emulated(Protocol):
-    """A device that is slower than the process that plays it; see ``shardhet.emulation``."""
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """What it has; None where that is not emulated."""
-
-    def observer(self) -> Callable[[Event], None]:
-        """What sleeps after a computation for what the slower device would need longer."""
 
 
 class Stopwatch:
     """``seconds`` of what happened inside ``running()`` last, stretched if emulated."""
 
-    def __init__(self, device: torch.device, emulated: Emulated | None = None) -> None:
+    def __init__(self, device: torch.device, emulated: EmulatedDevice | None = None) -> None:
         self.seconds = 0.0
         self._is_cuda = device.type == "cuda"
         self._stretch = None if emulated is None else emulated.observer()
