@@ -44,7 +44,7 @@ SHAPE = DecoderConfig(
     hidden_width=64,
     seq_len=16,
 )
-QUICK = Effort(max_microbatch_size=3, num_repeats=3, time_limit_s=20.0)
+QUICK = Effort(max_microbatch_size=3, num_repeats=3, time_limit_s=300.0)
 WORKLOAD = Workload.transformer(
     num_layers=2,
     width=32,
@@ -212,7 +212,7 @@ def measure_plan_and_train(rank: int, folder: str) -> tuple[str, str, float]:
         device_spec=DeviceSpec(
             host="here", kind=("fast", "slow")[rank], memory_capacity_bytes=2**33
         ),
-        emulated=EmulatedDevice(speed=1.0 if rank == 0 else 0.2),
+        emulated=EmulatedDevice(speed=1.0 if rank == 0 else 0.05),
         effort=QUICK,
     )
     if rank == 0:
@@ -241,9 +241,8 @@ def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) ->
     assert cluster.nodes[0].link is not None
     assert Workload.load(tmp_path / "workload.json") == WORKLOAD
     alone = Profile.load(tmp_path / "profile_alone.json")
-    ratio = alone.unit("slow", "block").backward_s.at(3)
-    ratio /= alone.unit("fast", "block").backward_s.at(3)
-    assert ratio > 2.5  # five times as slow; machines are noisy
+    fast, slow = [alone.unit(kind, "block").points[-1].backward for kind in ("fast", "slow")]
+    assert slow.p10_s > 4 * fast.p10_s  # twenty times, but for what else the machine does
     assert profile.overlap_slowdown >= 1
     numels = [kind.numel * 4 for kind in WORKLOAD.kinds]
     assert set(numels) <= {point.nbytes for point in profile.collectives.points}
@@ -287,7 +286,7 @@ TINY = (
     "data.seq_len=8",
     "max_microbatch_size=2",
     "num_repeats=3",
-    "time_limit_s=0.5",
+    "time_limit_s=300",
     "cluster.device=CPU",
 )
 COMMAND = [sys.executable, "-m", "shardhet.apps.main", "measure"]
