@@ -20,8 +20,7 @@ import torch.distributed as dist
 from shardhet.cluster import Cluster, DeviceSpec
 from shardhet.distributed import Members, local_device_spec
 from shardhet.emulation import EmulatedDevice
-from shardhet.host_memory import find_readable_pids
-from shardhet.optim import AdamW, OptimizerSpec
+from shardhet.optim import AdamW, OptimizerSpec, Sgd
 from shardhet.plan import Plan
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.compute import ComputeMeasurement, peaks_into
@@ -97,11 +96,8 @@ def measure(
     )
     members = Members.meet(group, anyone, device=device, device_spec=found)
     with members.lifeline.guard("measuring"):
-        pids = find_readable_pids(members.control, device)
         channels = Channels(
-            gather=replace(members.gather, pids=pids),
-            reduce=replace(members.reduce, pids=pids),
-            control=members.control,
+            gather=members.gather, reduce=members.reduce, control=members.control
         )
         session = _Session(
             model,
@@ -202,7 +198,7 @@ class _Session:
                 param_dtype=model.param_dtype,
                 reduce_dtype=model.reduce_dtype,
                 tokens_per_sample=None,
-                num_moments=2,
+                num_moments=_num_moments(self._optimizer),
                 device=torch.device("cpu"),
             )
         counted: Workload = self._channels.control.exchange_objects(workload)[0]
@@ -280,6 +276,13 @@ class _Session:
         if len(pairs) > MAX_PAIRS:
             pairs = [(i, (i + 1) % world_size) for i in range(world_size)]
         return pairs
+
+
+def _num_moments(optimizer: OptimizerSpec) -> int:
+    """Tensors that it keeps per parameter."""
+    if isinstance(optimizer, Sgd):
+        return 1 if optimizer.momentum else 0
+    return 2
 
 
 def has_own_memory(emulated: EmulatedDevice | None) -> bool:

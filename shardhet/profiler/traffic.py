@@ -25,6 +25,8 @@ SMALLEST_NBYTES = 2**14
 LARGEST_NBYTES = 2**28
 CALL_S = 5e-3  # collectives are repeated until a sample takes so long, then divided
 MAX_CALLS = 32
+MAX_CASE_S = 2.0  # slow collectives are repeated less often, but at least ...
+MIN_REPEATS = 3
 PAIR_NBYTES = 2**22
 LATENCY_NBYTES = 64
 MAX_BESIDE = 8
@@ -142,6 +144,7 @@ class Traffic:
         call()
         first_s = self._timed(call, 1)
         num_calls = min(MAX_CALLS, max(1, round(CALL_S / first_s)))
+        num_repeats = min(num_repeats, max(MIN_REPEATS, round(MAX_CASE_S / first_s)))
         return [self._timed(call, num_calls) for _ in range(num_repeats)]
 
     def _timed(self, call: Callable[[], None], num_calls: int) -> float:
@@ -256,9 +259,7 @@ class Traffic:
 
         def seconds(nbytes: int) -> float:
             splits = [nbytes * (i == sender) for i in range(channel.world_size)]
-            shard = torch.zeros(
-                splits[channel.position], dtype=torch.uint8, device=self._device
-            )
+            shard = self._comm.empty(splits[channel.position], torch.uint8).zero_()
             output = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
             def call() -> None:
