@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from shardhet.fsdp import HetFSDP
     from shardhet.plan import Plan, RankPlan
     from shardhet.planner import PlanError, find_plan
+    from shardhet.profiler.batch import ExampleBatch
+    from shardhet.profiler.describe import describe
     from shardhet.profiles import Profile
     from shardhet.simulator import simulate
     from shardhet.workload import Workload
@@ -19,12 +21,14 @@ if TYPE_CHECKING:
 _MODULE_BY_NAME = {
     "Cluster": "shardhet.cluster",
     "DeviceSpec": "shardhet.cluster",
+    "ExampleBatch": "shardhet.profiler.batch",
     "HetFSDP": "shardhet.fsdp",
     "Plan": "shardhet.plan",
     "PlanError": "shardhet.planner",
     "Profile": "shardhet.profiles",
     "RankPlan": "shardhet.plan",
     "Workload": "shardhet.workload",
+    "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
     "simulate": "shardhet.simulator",
 }
@@ -32,12 +36,14 @@ _MODULE_BY_NAME = {
 __all__ = [
     "Cluster",
     "DeviceSpec",
+    "ExampleBatch",
     "HetFSDP",
     "Plan",
     "PlanError",
     "Profile",
     "RankPlan",
     "Workload",
+    "describe",
     "find_plan",
     "simulate",
 ]

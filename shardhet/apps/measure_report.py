@@ -108,7 +108,7 @@ def collectives_table(collectives: Collectives) -> Table:
     for name in ("", "gather, ms", "GB/s", "reduction, ms", "GB/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in collectives.points:
-        cells = [f"{point.nbytes / 2**20:.2f} MiB"]
+        cells = [_binary(point.nbytes)]
         for timing in (point.gather, point.reduce):
             cells.append(f"{timing.median_s * 1e3:.2f}")
             cells.append(f"{point.nbytes / max(1e-9, timing.median_s) / 1e9:.2f}")
@@ -116,6 +116,10 @@ def collectives_table(collectives: Collectives) -> Table:
     weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
     table.add_row("unevenness", f"{weights[0]:.2f}", "", f"{weights[1]:.2f}", "")
     return table
+
+
+def _binary(nbytes: int) -> str:
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _total_s(measured: UnitProfile, like: UnitProfile) -> float:

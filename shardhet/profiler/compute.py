@@ -14,6 +14,7 @@ import torch
 
 from shardhet.emulation import EmulatedDevice
 from shardhet.optim import OptimizerSpec
+from shardhet.profiler.describe import orig_dtype
 from shardhet.profiler.sketch import ModelSketch
 from shardhet.profiler.stopwatch import Stopwatch, timing_of
 from shardhet.profiler.unit_runner import Started, TrainedModel, UnitRunner
@@ -76,6 +77,7 @@ class ComputeMeasurement:
         emulated: EmulatedDevice | None,
     ) -> None:
         """``memory_bytes`` is what this rank may use."""
+        self._model = model
         self._device = device
         self._workload = workload
         self._stopwatch = Stopwatch(device, emulated)
@@ -180,8 +182,9 @@ class ComputeMeasurement:
 
         The parameters are those that a rank which stores ``share`` of every unit would have.
         """
+        dtype = orig_dtype(self._model.module)
         params = [
-            torch.nn.Parameter(torch.zeros(shape, device=self._device))
+            torch.nn.Parameter(torch.zeros(shape, device=self._device, dtype=dtype))
             for shape in _shard_shapes(self._workload, share)
         ]
         stepper = optimizer.build(params)

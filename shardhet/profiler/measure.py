@@ -244,7 +244,12 @@ class _Session:
             return TrafficReport(
                 collectives=[], pairs=[], overlap_slowdown=1.0, note="one device"
             )
-        traffic = Traffic(self._channels, workload, self._device)
+        traffic = Traffic(
+            self._channels,
+            workload,
+            self._device,
+            orig_dtype=orig_dtype(self._model.module),
+        )
         num_repeats = self._effort.num_repeats
         sizes = sizes_to_measure(workload)
         collectives = []
@@ -305,12 +310,16 @@ def reserved_bytes(device: torch.device) -> int:
 def _own_spec(
     found: DeviceSpec, emulated: EmulatedDevice | None, num_sharing: int
 ) -> DeviceSpec:
-    """The device with the memory that this rank may use; processes of a host share it."""
+    """The device with the memory that this rank may use; processes of a host share it.
+
+    Which card it is does not matter to a plan, so that is left out.
+    """
+    memory_bytes = found.memory_capacity_bytes
     if emulated is not None and emulated.memory_bytes is not None:
-        return replace(found, memory_capacity_bytes=emulated.memory_bytes)
-    if found.memory_capacity_bytes is None:
-        return found
-    return replace(found, memory_capacity_bytes=found.memory_capacity_bytes // num_sharing)
+        memory_bytes = emulated.memory_bytes
+    elif memory_bytes is not None:
+        memory_bytes //= num_sharing
+    return replace(found, memory_capacity_bytes=memory_bytes, uuid=None)
 
 
 def _note(spec: DeviceSpec | None) -> str:

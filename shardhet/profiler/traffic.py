@@ -108,14 +108,20 @@ def sizes_to_measure(workload: Workload) -> list[int]:
 class Traffic:
     """Collectives over all ranks, timed."""
 
-    def __init__(self, channels: Channels, workload: Workload, device: torch.device) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        workload: Workload,
+        device: torch.device,
+        *,
+        orig_dtype: torch.dtype,
+    ) -> None:
+        """``orig_dtype`` is that of stored parameters."""
         self._channels = channels
+        self._orig_dtype = orig_dtype
         self._device = device
         self._param_dtype: torch.dtype = getattr(torch, workload.param_dtype)
         self._reduce_dtype: torch.dtype = getattr(torch, workload.reduce_dtype)
-        # Parameters that travel in less than float32 are stored in it.
-        is_narrow = self._param_dtype.itemsize < torch.float32.itemsize
-        self._stored_dtype = torch.float32 if is_narrow else self._param_dtype
         self._comm = CommContext(device, channels.gather, channels.reduce)
         self._comm.receivers = tuple(range(channels.world_size))
 
@@ -157,7 +163,7 @@ class Traffic:
     def _flat(self, numel: int, shares: Sequence[float]) -> FlatTensor:
         """A unit's flat tensor as HetFSDP has it, with one parameter of one dimension."""
         module = nn.Module()
-        param = nn.Parameter(torch.zeros(numel, device=self._device, dtype=self._stored_dtype))
+        param = nn.Parameter(torch.zeros(numel, device=self._device, dtype=self._orig_dtype))
         module.register_parameter("flat", param)
         slot = ParamSlot(
             fqns=("flat",),
