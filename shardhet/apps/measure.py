@@ -74,10 +74,8 @@ def _measure(cfg: DictConfig) -> None:
         start_ranks(folder, world_size, worker_module="shardhet.apps.measure_rank")
     else:
         from shardhet.apps.measure_rank import measure_as_rank
-        from shardhet.apps.worker import leave
 
         measure_as_rank(conf, folder, env)
-        leave()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from shardhet.apps.measure_report import Progress, show_measurement
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.task import make_module
-from shardhet.apps.worker import announced_device, joined, leave
+from shardhet.apps.worker import announced_device, joined
 from shardhet.config.measure import MeasureConf
 from shardhet.config.models import DataConf, TextConf
 from shardhet.config.train import Precision
@@ -43,7 +43,6 @@ def main() -> None:
         except Exception:
             # The launcher shows the cause of all; this rank's traceback is in its log.
             raise SystemExit(1) from None
-        leave()
 
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
