@@ -24,6 +24,7 @@ from shardhet import DeviceSpec, HetFSDP
 from shardhet.apps.crash import Failure
 from shardhet.apps.display import Display, device_table
 from shardhet.apps.loggers import MetricsLogger, log_all, open_loggers
+from shardhet.apps.prediction import Outcome, Prediction
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.task import Task, make_files, make_task
@@ -32,7 +33,7 @@ from shardhet.compiling import compile_units
 from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
-from shardhet.config.training import ClusterConf, DeviceType
+from shardhet.config.training import ClusterConf, DeviceType, FilePlanConf
 from shardhet.distributed import (
     Channel,
     Communicators,
@@ -154,6 +155,10 @@ class Run:
             rank.device.memory_capacity_bytes or budget
             for rank, budget in zip(plan.ranks, budgets, strict=True)
         ]
+        self._prediction: Prediction | None = None
+        if isinstance(conf.plan, FilePlanConf) and conf.plan.measured:
+            self._prediction = Prediction.of(self._model.plan, conf.plan.measured)
+        self._outcome = Outcome()
         self._loggers: list[MetricsLogger] = []
         self._tracer: Tracer | None = None
         if conf.trace:
@@ -178,6 +183,9 @@ class Run:
                 self.take_step(step, display)
         for each in self._loggers:
             each.close()
+        if self._prediction is not None:
+            console.print(self._outcome.beside(self._prediction), soft_wrap=True)
+            console.print(self._outcome.table(self._model.plan, self._prediction))
         self._show_text(console)
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
@@ -256,6 +264,9 @@ class Run:
             "num_tokens": metrics.num_targets,
             "step_time_s": metrics.step_time_s,
         }
+        self._outcome.add_step(metrics.step_time_s)
+        if self._prediction is not None:
+            values["predicted_step_time_s"] = self._prediction.step_time_s
         log_all(self._loggers, step, values)
         if self.is_rank_zero:
             display.show_step(metrics)
@@ -271,6 +282,11 @@ class Run:
             values[f"device{i}/busy_share"] = use.busy_share
             values[f"device{i}/waiting_share"] = use.waiting_share
             values[f"device{i}/peak_memory_bytes"] = use.peak_memory_bytes
+            if self._prediction is not None:
+                values[f"device{i}/predicted_busy_share"] = self._prediction.busy_shares[i]
+                predicted_bytes = self._prediction.memory_bytes[i]
+                values[f"device{i}/predicted_memory_bytes"] = predicted_bytes
+        self._outcome.add_look(uses)
         log_all(self._loggers, step, values)
         if self.is_rank_zero:
             display.show_devices(uses)

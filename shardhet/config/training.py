@@ -342,10 +342,17 @@ class FilePlanConf(PlanConf):
 
     kind: PlanKind = PlanKind.FILE
     path: str = MISSING
+    measured: str = ""  # folder of `shardhet measure`; the run is compared with its prediction
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
             raise ConfigError(f"plan.path: {self.path!r} is no file. Give a plan.json.")
+        for name in ("cluster.json", "workload.json", "profile.json") if self.measured else ():
+            if not (Path(self.measured) / name).is_file():
+                raise ConfigError(
+                    f"plan.measured: {self.measured!r} has no {name}. Give the folder that "
+                    "`shardhet measure out=...` has written."
+                )
 
     @property
     def stated_world_size(self) -> int | None:

@@ -1,0 +1,110 @@
+"""What a plan was expected to do, beside what it did."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Self
+
+from rich import box
+from rich.table import Table
+
+from shardhet.cluster import Cluster
+from shardhet.cost import CostModel
+from shardhet.plan import Plan
+from shardhet.profiles import Profile
+from shardhet.simulator import simulate
+from shardhet.trainer import DeviceUse
+from shardhet.workload import Workload
+
+MEASURED_FILES = ("cluster.json", "workload.json", "profile.json")  # of `shardhet measure`
+NUM_WARM_UP_STEPS = 3  # that no prediction is made for
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One step of a plan, as simulated from what was measured."""
+
+    step_time_s: float
+    busy_shares: tuple[float, ...]  # by device, of the step
+    memory_bytes: tuple[int, ...]  # by device
+
+    @classmethod
+    def of(cls, plan: Plan, measured_dir: str | Path) -> Self:
+        """From the three files that ``shardhet measure`` writes.
+
+        Raises ``ValueError`` where they are of another model or of other devices.
+        """
+        folder = Path(measured_dir)
+        cluster = Cluster.load(folder / MEASURED_FILES[0])
+        workload = Workload.load(folder / MEASURED_FILES[1])
+        profile = Profile.load(folder / MEASURED_FILES[2])
+        planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
+        measured = {
+            unit.fqn: numel
+            for unit in workload.units
+            if (numel := workload.kind_of(unit).numel)
+        }
+        if planned != measured or plan.world_size != cluster.world_size:
+            raise ValueError(
+                f"plan.measured: {folder} is of {cluster.world_size} devices and a model of "
+                f"{len(measured)} units, the plan of {plan.world_size} and {len(planned)}, or "
+                "their sizes differ. Measure this model on this cluster."
+            )
+        timeline = simulate(plan, cluster, workload, profile)
+        cost = CostModel(cluster, workload, profile).predict(plan)
+        positions = range(plan.world_size)
+        return cls(
+            step_time_s=timeline.step_time_s,
+            busy_shares=tuple(1 - timeline.idle_fraction(i) for i in positions),
+            memory_bytes=tuple(rank.memory.total_bytes for rank in cost.ranks),
+        )
+
+
+class Outcome:
+    """What the steps of a run took, for the comparison at its end."""
+
+    def __init__(self) -> None:
+        self._step_times_s: list[float] = []
+        self._looks: list[Sequence[DeviceUse]] = []
+
+    def add_step(self, step_time_s: float) -> None:
+        """One more step."""
+        self._step_times_s.append(step_time_s)
+
+    def add_look(self, uses: Sequence[DeviceUse]) -> None:
+        """What all devices did since the last look."""
+        self._looks.append(uses)
+
+    @property
+    def median_step_time_s(self) -> float:
+        """Without the first steps, unless there are no others."""
+        return median(self._step_times_s[NUM_WARM_UP_STEPS:] or self._step_times_s)
+
+    def beside(self, prediction: Prediction) -> str:
+        """One line for the step time."""
+        predicted_s, measured_s = prediction.step_time_s, self.median_step_time_s
+        return (
+            f"a step was predicted to take {1000 * predicted_s:.0f} ms and took "
+            f"{1000 * measured_s:.0f} ms (median of {len(self._step_times_s)}): "
+            f"{measured_s / predicted_s - 1:+.1%}"
+        )
+
+    def table(self, plan: Plan, prediction: Prediction) -> Table:
+        """Per device, predicted and measured."""
+        table = Table(box=box.ASCII)
+        table.add_column("device", no_wrap=True)
+        for name in ("busy, predicted", "measured", "memory, predicted", "measured"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for i, rank in enumerate(plan.ranks):
+            busy = [uses[i].busy_share for uses in self._looks[1:] or self._looks]
+            peak_bytes = self._looks[-1][i].peak_memory_bytes
+            table.add_row(
+                f"{i} {rank.device.kind or 'device'}",
+                f"{prediction.busy_shares[i]:.0%}",
+                f"{sum(busy) / len(busy):.0%}",
+                f"{prediction.memory_bytes[i] / MIB:.0f} MiB",
+                f"{peak_bytes / MIB:.0f} MiB",
+            )
+        return table
