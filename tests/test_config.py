@@ -176,6 +176,7 @@ CHOICES = [
 ]
 NEEDED = {
     "model=vit": ["data=digits"],
+    "model=vit_g": ["data=digits", "model.patch_side=2"],
     "data=digits": ["model=vit"],
     "plan=by_hand": [*BY_HAND.split()[1:], "plan.state_shares=[0.5,0.5]"],
     "plan=proportional": ["plan.speeds=[2,1]"],

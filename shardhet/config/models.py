@@ -3,7 +3,8 @@
 torch is imported where a record is made, so that help and completion stay quick.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
+from shardhet import architectures
 from shardhet.config.checks import ConfigError, check_above, check_at_least, check_below_one
+from shardhet.workload import Workload
 
 if TYPE_CHECKING:
     from shardhet.models.decoder import DecoderConfig
@@ -38,11 +41,30 @@ class DataKind(Enum):
     DIGITS = "digits"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleShape:
+    """What a plan says of samples; None leaves it to the model's usual ones."""
+
+    vocab_size: int | None = None
+    seq_len: int | None = None
+
+
 @dataclass(kw_only=True)
 class ModelConf:
-    """What every model has."""
+    """What every model has.
+
+    ``usual_...`` are the samples that a plan counts with; in training the data says.
+    """
 
     kind: ModelKind = MISSING
+
+    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """The model as counts and bytes; ConfigError where its shape is impossible."""
+        raise NotImplementedError
+
+    def _check_usual(self) -> None:
+        for key in (each.name for each in fields(self) if each.name.startswith("usual_")):
+            check_at_least(f"model.{key}", getattr(self, key), 1)
 
 
 @dataclass(kw_only=True)
@@ -56,11 +78,34 @@ class DecoderConf(ModelConf):
     num_kv_heads: int = MISSING  # equal to num_heads: every query head has its own
     hidden_width: int = MISSING  # of the MLP
     dropout: float = 0.0
+    usual_vocab_size: int = 256
+    usual_seq_len: int = 64
 
     def __post_init__(self) -> None:
         for key in ("width", "num_layers", "num_heads", "num_kv_heads", "hidden_width"):
             check_at_least(f"model.{key}", getattr(self, key), 1)
         check_below_one("model.dropout", self.dropout)
+        self._check_usual()
+
+    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """What ``shardhet.models.decoder.Decoder`` costs."""
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.num_kv_heads: {self.num_kv_heads} but it must divide num_heads "
+                f"{self.num_heads}. Use one of its divisors."
+            )
+        return _named(
+            lambda: Workload.transformer(
+                num_layers=self.num_layers,
+                width=self.width,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                hidden_width=self.hidden_width,
+                vocab_size=samples.vocab_size or self.usual_vocab_size,
+                seq_len=samples.seq_len or self.usual_seq_len,
+                param_dtype=param_dtype,
+            )
+        )
 
     def to_record(self, *, vocab_size: int, seq_len: int) -> "DecoderConfig":
         """The shape of the decoder."""
@@ -118,11 +163,28 @@ class MaskedLmConf(EncoderConf):
 
     kind: ModelKind = ModelKind.MASKED_LM
     mask_fraction: float = 0.15
+    usual_vocab_size: int = 256
+    usual_seq_len: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_above("model.mask_fraction", self.mask_fraction, 0)
         check_below_one("model.mask_fraction", self.mask_fraction)
+        self._check_usual()
+
+    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """What ``shardhet.models.encoder.MaskedLm`` costs."""
+        return _named(
+            lambda: architectures.masked_lm(
+                num_layers=self.num_layers,
+                width=self.width,
+                num_heads=self.num_heads,
+                hidden_width=self.hidden_width,
+                vocab_size=samples.vocab_size or self.usual_vocab_size,
+                seq_len=samples.seq_len or self.usual_seq_len,
+                param_dtype=param_dtype,
+            )
+        )
 
 
 @dataclass(kw_only=True)
@@ -131,13 +193,33 @@ class VitConf(EncoderConf):
 
     kind: ModelKind = ModelKind.VIT
     patch_side: int = 2  # pixels
+    usual_image_side: int = 8  # pixels
+    usual_num_classes: int = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.patch_side not in PATCH_SIDES:
+        check_at_least("model.patch_side", self.patch_side, 1)
+        self._check_usual()
+
+    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """What ``shardhet.models.encoder.Vit`` costs."""
+        if samples.vocab_size or samples.seq_len:
             raise ConfigError(
-                f"model.patch_side: {self.patch_side} but it must be one of {PATCH_SIDES}."
+                "vocab_size, seq_len: the model reads images, not text. Leave both out, and "
+                "give model.usual_image_side and model.usual_num_classes."
             )
+        return _named(
+            lambda: architectures.vit(
+                num_layers=self.num_layers,
+                width=self.width,
+                num_heads=self.num_heads,
+                hidden_width=self.hidden_width,
+                image_side=self.usual_image_side,
+                patch_side=self.patch_side,
+                num_classes=self.usual_num_classes,
+                param_dtype=param_dtype,
+            )
+        )
 
 
 @dataclass(kw_only=True)
@@ -235,3 +317,11 @@ class DigitsConf(DataConf):
                 "data: digits but scikit-learn is not installed. Say "
                 "pip install 'shardhet[digits]', or data=pysource."
             )
+
+
+def _named(make: Callable[[], Workload]) -> Workload:
+    """The workload, or what is wrong with it as an error of the configuration."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from None

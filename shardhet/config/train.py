@@ -8,6 +8,7 @@ from omegaconf import MISSING
 
 from shardhet.config.checks import ConfigError, check_above, check_at_least
 from shardhet.config.models import (
+    PATCH_SIDES,
     DataConf,
     DecoderConf,
     DigitsConf,
@@ -120,6 +121,11 @@ def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
         raise ConfigError(
             f"model: {model.kind.value} cannot learn from data={data.kind.value}."
             " Choose model=vit with data=digits, or another model with text."
+        )
+    if isinstance(model, VitConf) and model.patch_side not in PATCH_SIDES:
+        raise ConfigError(
+            f"model.patch_side: {model.patch_side} but it must be one of "
+            f"{PATCH_SIDES}, which divide a digit."
         )
     is_bpe = isinstance(data, TextConf) and data.tokenizer is TokenizerKind.BPE
     if is_bpe and isinstance(model, MaskedLmConf):
