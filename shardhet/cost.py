@@ -15,7 +15,7 @@ Turns that are alike (the blocks) are added up first, so the predicted step is
       + max_i (seconds per element of the optimizer) * (elements stored by i)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,66 +24,8 @@ from shardhet.layout import cut_by_shares
 from shardhet.plan import Plan, RankPlan
 from shardhet.profiles import Profile
 from shardhet.schedule import Phase, Segment, make_schedule
+from shardhet.step_cost import MemoryParts, RankCost, StepCost, TurnCost
 from shardhet.workload import Unit, UnitKind, Workload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryParts:
-    """Bytes that one rank holds at its fullest moment, by what they are for."""
-
-    state_bytes: int  # parameters, gradients and optimizer state that it stores
-    shard_buffer_bytes: int  # copies of its shards that are on their way
-    unsharded_bytes: int  # gathered parameters of the current and the next unit
-    grad_bytes: int  # unsharded gradients of the current unit and the one being reduced
-    boundary_bytes: int  # inputs of every unit for the whole rank batch, and their gradients
-    activation_bytes: int  # graphs that are kept, and what the running microbatch needs
-    reserved_bytes: int  # taken before any tensor
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return (
-            self.state_bytes
-            + self.shard_buffer_bytes
-            + self.unsharded_bytes
-            + self.grad_bytes
-            + self.boundary_bytes
-            + self.activation_bytes
-            + self.reserved_bytes
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCost:
-    """What one rank does and holds in a step, as predicted."""
-
-    forward_s: float  # compute only
-    backward_s: float  # compute only, recomputation included
-    optimizer_s: float
-    stored_numel: int
-    memory: MemoryParts
-    memory_budget_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether it stays within its budget."""
-        return self.memory.total_bytes <= self.memory_budget_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """A whole step, as predicted."""
-
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    exposed_comm_s: float  # before the first turn and after the last
-    ranks: tuple[RankCost, ...]
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds of one optimizer step."""
-        return self.forward_s + self.backward_s + self.optimizer_s + self.exposed_comm_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,18 +322,28 @@ class CostModel:
         costs = tuple(
             self._rank_cost(i, rank, stored[i], parts[i]) for i, rank in enumerate(ranks)
         )
-        phases = [0.0, 0.0]
-        for j, each in enumerate(turns.classes):
-            for phase, comm_s in enumerate((each.forward_comm_s, each.backward_comm_s)):
-                slowest_s = max(part[j][phase] for part in parts)
-                phases[phase] += self.turn_seconds(slowest_s, comm_s)
         return StepCost(
-            forward_s=phases[0],
-            backward_s=phases[1],
+            turns=tuple(self._turn_costs(turns, parts)),
             optimizer_s=max(cost.optimizer_s for cost in costs),
             exposed_comm_s=turns.exposed_comm_s,
             ranks=costs,
         )
+
+    def _turn_costs(
+        self, turns: Turns, parts: Sequence[Sequence[tuple[float, float]]]
+    ) -> Iterator[TurnCost]:
+        """Every class of turns in both phases; ``parts`` is compute by rank, class, phase."""
+        for j, each in enumerate(turns.classes):
+            comm_s = (each.forward_comm_s, each.backward_comm_s)
+            for i, phase in enumerate((Phase.FORWARD, Phase.BACKWARD)):
+                slowest_s = max(part[j][i] for part in parts)
+                yield TurnCost(
+                    unit_kind=each.kind.name,
+                    phase=phase,
+                    compute_s=slowest_s,
+                    comm_s=comm_s[i],
+                    seconds=self.turn_seconds(slowest_s, comm_s[i]),
+                )
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores once every border lies between rows."""

@@ -7,7 +7,7 @@ import pytest
 
 from shardhet.cluster import Cluster, DeviceSpec, Node
 from shardhet.cost import CostModel
-from shardhet.planner import DeviceLimits, PlanError, find_plan, solve
+from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import cephalo_choice, compute_only, even, memory_only
 from shardhet.planner.problem import Group, Problem
 from shardhet.planner.search import search
@@ -138,7 +138,9 @@ def test_demands_on_single_devices_are_met() -> None:
         0: DeviceLimits(rank_batch_size=2, recomputes=True),
         1: DeviceLimits(memory_budget_bytes=budget, max_microbatch_size=1),
     }
-    solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch, limits=limits)
+    solution = solve(
+        cluster, WORKLOAD, profile, global_batch_size=batch, demands=Demands(limits=limits)
+    )
     first, second = solution.plan.ranks[:2]
     assert first.rank_batch_size == 2
     assert first.recomputed_units == ("*",)

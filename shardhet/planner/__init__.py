@@ -1,8 +1,16 @@
 """The best plan: what each device may do, a search with a proof, simpler planners beside it."""
 
-from shardhet.planner.candidates import DeviceLimits
+from shardhet.planner.demands import Demands, DeviceLimits
 from shardhet.planner.find import find_plan, solve
 from shardhet.planner.search import Effort
 from shardhet.planner.solution import PlanError, PlanSolution
 
-__all__ = ["DeviceLimits", "Effort", "PlanError", "PlanSolution", "find_plan", "solve"]
+__all__ = [
+    "Demands",
+    "DeviceLimits",
+    "Effort",
+    "PlanError",
+    "PlanSolution",
+    "find_plan",
+    "solve",
+]

@@ -9,14 +9,15 @@ The first three are the search of ``solve`` over fewer candidates, so each is th
 of its form.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from shardhet.cluster import Cluster
-from shardhet.planner.candidates import DeviceLimits
-from shardhet.planner.find import solve
+from shardhet.planner.demands import NO_LIMITS, Demands
+from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem import Floats, Ints
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanSolution
@@ -24,71 +25,47 @@ from shardhet.profiles import Profile
 from shardhet.workload import Workload
 
 
-def even(
+def _solve_as(
     cluster: Cluster,
     workload: Workload,
     profile: Profile,
     *,
     global_batch_size: int,
+    has_even_batches: bool,
+    has_even_state: bool,
+    demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
-    """The best plan in which all devices compute and store the same."""
+    """The best plan of one form that keeps to ``demands`` too."""
+    if has_even_batches:
+        demands = _with_even_batches(demands, cluster.world_size, global_batch_size)
     return solve(
         cluster,
         workload,
         profile,
         global_batch_size=global_batch_size,
-        limits=_even_batches(cluster, global_batch_size),
-        has_even_state=True,
+        demands=replace(demands, has_even_state=has_even_state),
         effort=effort,
+        num_rescored=1,
     )
 
 
-def compute_only(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
-    *,
-    global_batch_size: int,
-    effort: Effort = DEFAULT_EFFORT,
-) -> PlanSolution:
-    """The best plan in which all devices store the same."""
-    return solve(
-        cluster,
-        workload,
-        profile,
-        global_batch_size=global_batch_size,
-        has_even_state=True,
-        effort=effort,
-    )
+even = partial(_solve_as, has_even_batches=True, has_even_state=True)
+compute_only = partial(_solve_as, has_even_batches=False, has_even_state=True)
+memory_only = partial(_solve_as, has_even_batches=True, has_even_state=False)
 
 
-def memory_only(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
-    *,
-    global_batch_size: int,
-    effort: Effort = DEFAULT_EFFORT,
-) -> PlanSolution:
-    """The best plan in which all devices compute the same number of samples."""
-    return solve(
-        cluster,
-        workload,
-        profile,
-        global_batch_size=global_batch_size,
-        limits=_even_batches(cluster, global_batch_size),
-        effort=effort,
-    )
-
-
-def _even_batches(cluster: Cluster, global_batch_size: int) -> Mapping[int, DeviceLimits]:
+def _with_even_batches(demands: Demands, world_size: int, global_batch_size: int) -> Demands:
     """The same number of samples for everyone; what does not divide goes to the first."""
-    each, rest = divmod(global_batch_size, cluster.world_size)
-    return {
-        position: DeviceLimits(rank_batch_size=each + (position < rest))
-        for position in range(cluster.world_size)
+    each, rest = divmod(global_batch_size, world_size)
+    limits = {
+        position: replace(
+            demands.limits.get(position, NO_LIMITS), rank_batch_size=each + (position < rest)
+        )
+        for position in range(world_size)
     }
+    # What does not divide may fall between devices that must be equal.
+    return replace(demands, limits=limits, equal=() if rest else demands.equal)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,30 +5,24 @@ what is recomputed.  Its costs are the compute of each class of turns, forward a
 its room is what the budget leaves for state.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property, reduce
 
 import numpy as np
 
 from shardhet.cost import CostModel, Turns
 from shardhet.plan import EVERY_UNIT, RankPlan
+from shardhet.planner.demands import Demands, Role
 from shardhet.planner.problem import Bools, Floats, Group, Ints, Problem
 from shardhet.planner.solution import PlanError
+from shardhet.profiles import Curve
+from shardhet.workload import Workload
 
 MICROBATCHES_BEYOND_MEASURED = 2  # how many times the largest measured size is considered
 LEAST_MAX_MICROBATCH_SIZE = 16
 GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLimits:
-    """What is demanded of one device besides what its hardware allows."""
-
-    memory_budget_bytes: int | None = None  # less than the cluster's
-    rank_batch_size: int | None = None  # exactly this many samples
-    max_microbatch_size: int | None = None
-    recomputes: bool | None = None  # everything, or nothing; None leaves it open
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +47,30 @@ class CandidateTable:
     """The problem's candidates spelled out, and which devices make up each group."""
 
     problem: Problem
-    positions: tuple[tuple[int, ...], ...]  # per group, in plan order
+    bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: positions that act as one
     microbatch_sizes: tuple[Ints, ...]  # per group, [C]
     choices: tuple[Ints, ...]  # per group, [C]: index into recompute_choices
     recompute_choices: tuple[tuple[str, ...], ...]
     is_cut: bool  # candidates were left out because they compute too long
 
+    @cached_property
+    def rounded(self) -> Problem:
+        """The problem with less room, so that shares fit however they are rounded to rows."""
+        return self.problem.rounded()
+
     def candidate(self, group: int, index: int) -> Candidate:
-        """The candidate at ``index`` of a group."""
+        """The candidate at ``index`` of a group, for each of the devices that act as one."""
+        each = self.problem.groups[group]
         return Candidate(
-            int(self.problem.groups[group].batch[index]),
+            int(each.batch[index]) // each.num_members,
             int(self.microbatch_sizes[group][index]),
             self.recompute_choices[int(self.choices[group][index])],
         )
+
+
+def row_numel(workload: Workload) -> float:
+    """Elements that a device may get beyond its share, where shares are rounded to rows."""
+    return 2.0 * max(kind.max_row_numel for kind in workload.kinds)
 
 
 def recompute_choices(model: CostModel) -> tuple[tuple[str, ...], ...]:
@@ -104,61 +109,53 @@ class TableBuilder:
     """Candidates of every group of a cluster, at any cut."""
 
     def __init__(
-        self,
-        model: CostModel,
-        *,
-        global_batch_size: int,
-        limits: Mapping[int, DeviceLimits],
-        max_microbatch_size: int | None,
-        turns: Turns,
-        has_even_state: bool = False,
+        self, model: CostModel, *, global_batch_size: int, demands: Demands, turns: Turns
     ) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
         self.turns = turns
         self.recompute_choices = recompute_choices(model)
         self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
-        # Whole rows: a device may get this many elements more than its share.
-        self.row_numel = 2.0 * max(kind.max_row_numel for kind in model.workload.kinds)
+        self.row_numel = row_numel(model.workload)
         even_numel = self.state_numel / model.cluster.world_size + self.row_numel
-        self.stored_numel = even_numel if has_even_state else None
-        self._max_microbatch_size = max_microbatch_size
-        self._positions: dict[tuple[str | None, int, DeviceLimits], list[int]] = {}
-        for position, device in enumerate(model.cluster.devices):
-            stated = limits.get(position, DeviceLimits())
-            budget = model.cluster.memory_budget_bytes(position)
-            if stated.memory_budget_bytes is not None:
-                budget = min(budget, stated.memory_budget_bytes)
-            key = (device.kind, budget, replace(stated, memory_budget_bytes=None))
-            self._positions.setdefault(key, []).append(position)
-        self._groups = {
-            key: _GroupTimes(self, key[0], key[1], key[2], len(positions))
-            for key, positions in self._positions.items()
-        }
+        self.stored_numel = even_numel if demands.has_even_state else None
+        self.max_microbatch_size = demands.max_microbatch_size
+        bundles: dict[tuple[int, tuple[Role, ...]], list[tuple[int, ...]]] = {}
+        for positions in demands.bundles(model.cluster.world_size):
+            roles = [demands.role(model.cluster, position) for position in positions]
+            key = (len(positions), tuple(dict.fromkeys(roles)))
+            bundles.setdefault(key, []).append(positions)
+        self._bundles = tuple(map(tuple, bundles.values()))
+        self._groups = [
+            _GroupTimes(self, roles, num_members=num_members, count=len(each))
+            for (num_members, roles), each in bundles.items()
+        ]
 
-    def largest_microbatch_size(self, device_kind: str | None, limit: int | None) -> int:
+    def largest_microbatch_size(self, role: Role) -> int:
         """Measured sizes and some beyond, no larger than the batch."""
-        units = self.model.profile.device(device_kind).units
+        units = self.model.profile.device(role.device_kind).units
         measured = max(unit.points[-1].microbatch_size for unit in units)
         size = max(LEAST_MAX_MICROBATCH_SIZE, MICROBATCHES_BEYOND_MEASURED * measured)
-        stated = [each for each in (self._max_microbatch_size, limit) if each is not None]
+        limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
+        stated = [each for each in limits if each is not None]
         return max(1, min(self.global_batch_size, *(stated or [size])))
 
     def first_cut_s(self) -> float:
         """A time in which all devices together compute the batch several times over."""
         rate = sum(
-            times.count / times.least_seconds_per_sample for times in self._groups.values()
+            times.count * times.num_members / times.least_seconds_per_sample
+            for times in self._groups
         )
-        slowest_single = min(times.least_seconds for times in self._groups.values())
+        slowest_single = min(times.least_seconds for times in self._groups)
         return 4 * (self.global_batch_size / rate + slowest_single)
 
     def table(self, cut_s: float) -> CandidateTable:
         """All candidates that compute for no longer than ``cut_s``, without dominated ones."""
         model = self.model
-        built = [times.group(cut_s) for times in self._groups.values()]
-        for (group, _, _), positions in zip(built, self._positions.values(), strict=True):
+        built = [times.group(cut_s) for times in self._groups]
+        for (group, _, _), bundles in zip(built, self._bundles, strict=True):
             if not len(group.batch):
-                raise PlanError(self._groups_message(positions))
+                raise PlanError(self._groups_message(bundles[0]))
         excess = model.overlap_excess * sum(
             each.forward_comm_s + each.backward_comm_s for each in self.turns.classes
         )
@@ -172,67 +169,49 @@ class TableBuilder:
         )
         return CandidateTable(
             problem=problem,
-            positions=tuple(tuple(each) for each in self._positions.values()),
+            bundles=self._bundles,
             microbatch_sizes=tuple(sizes for _, sizes, _ in built),
             choices=tuple(choices for _, _, choices in built),
             recompute_choices=self.recompute_choices,
-            is_cut=any(times.is_cut(cut_s) for times in self._groups.values()),
+            is_cut=any(times.is_cut(cut_s) for times in self._groups),
         )
 
     def _groups_message(self, positions: Sequence[int]) -> str:
         cluster = self.model.cluster
-        device = cluster.devices[positions[0]]
-        budget = cluster.memory_budget_bytes(positions[0]) / GIB
+        names = ", ".join(f"{i} ({cluster.devices[i]})" for i in positions)
+        budget = min(cluster.memory_budget_bytes(i) for i in positions) / GIB
+        together = " and be equal" if len(positions) > 1 else ""
         return (
-            f"plan: device {positions[0]} ({device}) can do nothing that is demanded of it "
-            f"within {budget:.2f} GiB. Raise its memory budget, lower its rank_batch_size, or "
-            "leave it out of the cluster."
+            f"plan: device {names} can do nothing that is demanded of it{together} within "
+            f"{budget:.2f} GiB. Raise its memory budget, lower its rank_batch_size, or leave "
+            "it out of the cluster."
         )
 
 
 class _GroupTimes:
-    """Seconds and bytes of one kind of device, per microbatch size."""
+    """Candidates of sets of devices that act as one; most sets have one member."""
 
     def __init__(
-        self,
-        builder: TableBuilder,
-        device_kind: str | None,
-        budget: int,
-        limits: DeviceLimits,
-        count: int,
+        self, builder: TableBuilder, roles: Sequence[Role], *, num_members: int, count: int
     ) -> None:
-        model = builder.model
         self.count = count
+        self.num_members = num_members
         self._builder = builder
-        self._model = model
-        self._device_kind = device_kind
-        self._budget = budget
-        self._limits = limits
-        largest = builder.largest_microbatch_size(device_kind, limits.max_microbatch_size)
+        self._roles = roles
+        largest = min(builder.largest_microbatch_size(role) for role in roles)
         self._sizes: Ints = np.arange(1, largest + 1)
-        units = [
-            model.profile.unit(device_kind, each.kind.name) for each in builder.turns.classes
-        ]
-        # [classes, 1 + sizes]: of one unit, by microbatch size; nothing takes no time
-        self._forward = np.array(
-            [[0.0, *(unit.forward_s.at(m) for m in range(1, largest + 1))] for unit in units]
-        )
-        self._backward = np.array(
-            [[0.0, *(unit.backward_s.at(m) for m in range(1, largest + 1))] for unit in units]
-        )
-        numbers = np.array([each.num_units for each in builder.turns.classes], dtype=np.float64)
-        whole = numbers @ (self._forward + self._backward)
-        self.least_seconds_per_sample = float((whole[1:] / self._sizes).min())
-        self.least_seconds = float(whole[1:].min())
+        self._members = [_RoleTimes(builder, role, self._sizes) for role in roles]
+        self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
+        self.least_seconds = max(member.least_seconds for member in self._members)
 
     def group(self, cut_s: float) -> tuple[Group, Ints, Ints]:
         """The group at a cut, its candidates' microbatch sizes and recompute choices."""
-        batches = self._batches(cut_s)
-        per_choice = [self._of_choice(c, batches) for c in self._allowed_choices()]
+        batches, allowed = self._batches(cut_s), self._allowed_choices()
+        per_choice = [self._of_choice(choice, batches) for choice in allowed]
         costs = np.concatenate([costs for costs, _ in per_choice], axis=2)  # [D, b, n]
         room = np.concatenate([room for _, room in per_choice], axis=1)  # [b, n]
         sizes = np.tile(self._sizes, len(per_choice))
-        choices = np.repeat(self._allowed_choices(), len(self._sizes))
+        choices = np.repeat(allowed, len(self._sizes))
         is_first = np.arange(len(sizes)) == len(sizes) - len(self._sizes)
         # A device without samples is one candidate, not one per size.
         valid = (room >= 0) & np.where(
@@ -240,42 +219,83 @@ class _GroupTimes:
         )
         kept = valid & ~_dominated(costs, np.where(valid, room, -1.0))
         b, n = np.nonzero(kept)
-        per_numel_s = self._model.profile.device(
-            self._device_kind
-        ).optimizer_seconds_per_element
-        group = Group(self.count, batches[b], costs[:, b, n], room[b, n], per_numel_s)
+        number, profile = self.num_members, self._builder.model.profile
+        slowest_s = max(
+            profile.device(role.device_kind).optimizer_seconds_per_element
+            for role in self._roles
+        )
+        group = Group(
+            count=self.count,
+            batch=number * batches[b],
+            costs=costs[:, b, n],
+            room=number * room[b, n],
+            optimizer_s_per_numel=slowest_s / number,
+            num_members=number,
+        )
         group, order = group.sorted()
         return group, sizes[n][order], choices[n][order]
 
     def _batches(self, cut_s: float) -> Ints:
-        fixed = self._limits.rank_batch_size
-        if fixed is not None:
-            return np.array([fixed])
-        model = self._model
-        per_sample = model.boundary_bytes_per_sample
-        by_memory = (
-            self._budget // per_sample if per_sample else self._builder.global_batch_size
-        )
-        largest = min(self._builder.global_batch_size, int(by_memory))
+        """What each member may compute."""
+        stated = [role.limits.rank_batch_size for role in self._roles]
+        fixed = {each for each in stated if each is not None}
+        if fixed:
+            return np.array(list(fixed) if len(fixed) == 1 else [], dtype=np.int64)
+        per_sample = self._builder.model.boundary_bytes_per_sample
+        largest = self._builder.global_batch_size // self.num_members
+        if per_sample:
+            largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
         if self.is_cut(cut_s):
             largest = min(largest, int(cut_s / self.least_seconds_per_sample))
         return np.arange(1 + largest)
 
     def is_cut(self, cut_s: float) -> bool:
         """Whether larger batches would be there but for the time that they take."""
+        is_fixed = any(role.limits.rank_batch_size is not None for role in self._roles)
         whole_s = self._builder.global_batch_size * self.least_seconds_per_sample
-        return self._limits.rank_batch_size is None and whole_s > cut_s
+        return not is_fixed and whole_s > cut_s * self.num_members
 
     def _allowed_choices(self) -> list[int]:
         last = len(self._builder.recompute_choices) - 1
-        recomputes = self._limits.recomputes
-        if recomputes is None:
+        claims = {role.limits.recomputes for role in self._roles} - {None}
+        if not claims:
             return list(range(last + 1))
-        return [last if recomputes else 0]
+        return [last if True in claims else 0]
 
     def _of_choice(self, choice: int, batches: Ints) -> tuple[Floats, Floats]:
+        """Costs [D, b, m] of the slowest member and room [b, m] of the smallest."""
+        per_member = [member.of_choice(choice, batches) for member in self._members]
+        costs: Floats = reduce(np.maximum, [costs for costs, _ in per_member])
+        room: Floats = reduce(np.minimum, [room for _, room in per_member])
+        return costs, room
+
+
+class _RoleTimes:
+    """Seconds and bytes of one kind of device under one set of limits, by microbatch size."""
+
+    def __init__(self, builder: TableBuilder, role: Role, sizes: Ints) -> None:
+        model, device_kind = builder.model, role.device_kind
+        self._builder = builder
+        self._role = role
+        self._sizes = sizes
+        units = [
+            model.profile.unit(device_kind, each.kind.name) for each in builder.turns.classes
+        ]
+        # [classes, 1 + sizes]: of one unit, by microbatch size; nothing takes no time
+        self._forward = np.array(
+            [[0.0, *map(unit.forward_s.at, sizes.tolist())] for unit in units]
+        )
+        self._backward = np.array(
+            [[0.0, *map(unit.backward_s.at, sizes.tolist())] for unit in units]
+        )
+        numbers = np.array([each.num_units for each in builder.turns.classes], dtype=np.float64)
+        whole = numbers @ (self._forward + self._backward)
+        self.least_seconds_per_sample = float((whole[1:] / sizes).min())
+        self.least_seconds = float(whole[1:].min())
+
+    def of_choice(self, choice: int, batches: Ints) -> tuple[Floats, Floats]:
         """Costs [D, b, m] and room [b, m] when this is recomputed."""
-        model, turns = self._model, self._builder.turns
+        model, turns = self._builder.model, self._builder.turns
         rank = RankPlan(
             microbatch_sizes=(),
             state_share=0.0,
@@ -300,22 +320,30 @@ class _GroupTimes:
 
     def _room(self, rank: RankPlan, batches: Ints) -> Floats:
         """Elements of state that fit beside each batch and microbatch size."""
-        model = self._model
+        model, role = self._builder.model, self._role
         running = np.array(
-            [float(model.running_bytes(rank, self._device_kind, int(m))) for m in self._sizes]
+            [float(model.running_bytes(rank, role.device_kind, int(m))) for m in self._sizes]
         )
         per_sample = model.boundary_bytes_per_sample + model.kept_bytes_per_sample(rank)
         computes = batches[:, None] > 0
         used = (
-            model.profile.device(self._device_kind).reserved_bytes
+            model.profile.device(role.device_kind).reserved_bytes
             + computes * (model.unsharded_bytes + model.grad_bytes + running)
             + batches[:, None] * float(per_sample)
         )
-        left = (self._budget - used) / model.bytes_per_stored_numel
+        left = (role.budget_bytes - used) / model.bytes_per_stored_numel
+        if role.limits.max_state_share is not None:
+            # What rounding to rows may take is taken off all room when it is used.
+            cap = role.limits.max_state_share * self._builder.state_numel
+            left = np.minimum(left, cap + self._builder.row_numel)
         stored = self._builder.stored_numel
         if stored is not None:
             return np.where(left >= stored, stored, -1.0)
         return np.where(left >= 0, left, -1.0)
+
+
+def _table(curves: Sequence[Curve], sizes: Ints) -> Floats:
+    return np.array([[0.0, *map(curve.at, sizes.tolist())] for curve in curves])
 
 
 def _dominated(costs: Floats, room: Floats) -> Bools:

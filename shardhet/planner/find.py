@@ -1,23 +1,29 @@
 """``find_plan``: the fastest plan that fits, and how far from the optimum it can be at most."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 import numpy as np
 
 from shardhet.cluster import Cluster
-from shardhet.cost import CostModel, StepCost, Turns
+from shardhet.cost import CostModel, Turns
 from shardhet.plan import Plan, PlannedUnit, RankPlan
-from shardhet.planner.candidates import Candidate, CandidateTable, DeviceLimits, TableBuilder
+from shardhet.planner.candidates import Candidate, CandidateTable, TableBuilder
+from shardhet.planner.demands import Demands
 from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Limits, Problem, fill_level
+from shardhet.planner.problem import Choice, Limits, Problem, fill_level
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
 from shardhet.planner.solution import PlanError, PlanSolution
 from shardhet.profiles import Profile
+from shardhet.simulator import simulate
+from shardhet.step_cost import StepCost
 from shardhet.workload import Workload
 
 CUT_GROWTH = 4.0  # of the longest compute considered, while it may still cut something off
+NUM_RESCORED = 4
+RESCORED_MARGIN = 1e-3  # how much slower than the best prediction a plan may be to be simulated
+NO_DEMANDS = Demands()
 GIB = 2**30
 
 
@@ -27,8 +33,7 @@ def find_plan(
     profile: Profile,
     *,
     global_batch_size: int,
-    limits: Mapping[int, DeviceLimits] | None = None,
-    max_microbatch_size: int | None = None,
+    demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> Plan:
     """The fastest plan that fits; see ``solve`` for what is proven about it."""
@@ -37,8 +42,7 @@ def find_plan(
         workload,
         profile,
         global_batch_size=global_batch_size,
-        limits=limits,
-        max_microbatch_size=max_microbatch_size,
+        demands=demands,
         effort=effort,
     ).plan
 
@@ -49,86 +53,110 @@ def solve(
     profile: Profile,
     *,
     global_batch_size: int,
-    limits: Mapping[int, DeviceLimits] | None = None,
-    max_microbatch_size: int | None = None,
-    has_even_state: bool = False,
+    demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
+    num_rescored: int = NUM_RESCORED,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
-    ``limits`` are demands on single devices, by their position in the cluster; with
-    ``has_even_state`` all of them store the same.  Raises ``PlanError`` with the nearest miss
-    where nothing fits.
+    Of ``num_rescored`` plans that are predicted to be as fast but for ``RESCORED_MARGIN`` the
+    one is taken that the simulator finds fastest; with 1 the prediction alone counts.  Raises
+    ``PlanError`` with the nearest miss where nothing fits.
     """
     if global_batch_size < 1:
         raise ValueError(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."
         )
+    demands.check(cluster.world_size)
     model = CostModel(cluster, workload, profile)
     turns = model.turns(unevenness=1.0)
     builder = TableBuilder(
-        model,
-        global_batch_size=global_batch_size,
-        limits=limits or {},
-        max_microbatch_size=max_microbatch_size,
-        turns=turns,
-        has_even_state=has_even_state,
+        model, global_batch_size=global_batch_size, demands=demands, turns=turns
     )
     table, found = _search(builder, effort)
-    plan, predicted = best_rounding(model, table, found)
     bound_s = found.lower_bound_s - _share_dependent_s(model, turns)
-    return PlanSolution(plan=plan, predicted=predicted, lower_bound_s=bound_s)
+    plans = _fitting_plans(model, demands, table, found)
+    if num_rescored == 1 or len(plans) == 1:
+        plan, predicted = plans[0]
+        return PlanSolution(plan=plan, predicted=predicted, lower_bound_s=bound_s)
+    simulated = [
+        (simulate(plan, cluster, workload, profile).step_time_s, i)
+        for i, (plan, _) in enumerate(plans[:num_rescored])
+    ]
+    simulated_s, best = min(simulated)
+    plan, predicted = plans[best]
+    return PlanSolution(
+        plan=plan,
+        predicted=predicted,
+        lower_bound_s=bound_s,
+        simulated_step_time_s=simulated_s,
+    )
 
 
 def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Found]:
-    """Candidates up to a cut, raised until what was cut off is slower than what was found."""
+    """Candidates up to a cut, raised until what was cut off is slower than what was found.
+
+    The bound is that of shares of any size; the choices leave room to round them to rows.
+    """
     cut_s = builder.first_cut_s()
     while True:
         table = builder.table(cut_s)
         try:
             found = search(table.problem, effort)
+            if table.rounded.evaluate(found.choices) is None:
+                tighter = search(table.rounded, effort)
+                found = replace(tighter, lower_bound_s=found.lower_bound_s)
         except NothingFitsError:
             if not table.is_cut:
-                raise PlanError(nearest_miss(table.problem, builder.model)) from None
+                raise PlanError(nearest_miss(table.rounded, builder.model)) from None
         else:
             if not table.is_cut or found.value.objective_s <= cut_s:
                 return table, found
         cut_s *= CUT_GROWTH
 
 
-def best_rounding(
-    model: CostModel, table: CandidateTable, found: Found
-) -> tuple[Plan, StepCost]:
-    """The better of two ways to spread the state: fastest optimizer, or most even shares."""
-    plans = [_plan(model, table, found, found.value.optimizer_s)]
-    most_even = _plan(model, table, found, inf)
-    plans += [most_even] * (most_even != plans[0])
-    predictions = [model.predict(plan) for plan in plans]
-    fitting = [
-        (cost.step_time_s, i)
-        for i, cost in enumerate(predictions)
-        if all(rank.fits for rank in cost.ranks)
-    ]
+def _fitting_plans(
+    model: CostModel, demands: Demands, table: CandidateTable, found: Found
+) -> list[tuple[Plan, StepCost]]:
+    """Plans of the best choices that fit as rounded to rows, fastest first.
+
+    Each choice spreads the state in two ways: fastest optimizer, or most even shares.
+    """
+    budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
+    plans: dict[Plan, StepCost] = {}
+    for choices in (found.choices, *found.runners_up):
+        value = table.rounded.evaluate(choices)
+        if value is None:
+            continue
+        for optimizer_s in (value.optimizer_s, inf):
+            plan = _plan(model, table, choices, optimizer_s)
+            if plan not in plans:
+                plans[plan] = model.predict(plan).within(budgets)
+    fitting = [(p, cost) for p, cost in plans.items() if all(r.fits for r in cost.ranks)]
     if not fitting:
         raise PlanError("plan: no share fits once it is rounded to rows. Raise a budget.")
-    _, i = min(fitting)
-    return plans[i], predictions[i]
+    fitting.sort(key=lambda each: each[1].step_time_s)  # equal ones as they came
+    slowest_s = fitting[0][1].step_time_s * (1 + RESCORED_MARGIN)
+    return [(plan, cost) for plan, cost in fitting if cost.step_time_s <= slowest_s]
 
 
-def _plan(model: CostModel, table: CandidateTable, found: Found, optimizer_s: float) -> Plan:
+def _plan(
+    model: CostModel, table: CandidateTable, choices: Sequence[Choice], optimizer_s: float
+) -> Plan:
     """The plan of the choices, with shares as even as room and optimizer allow."""
-    problem, devices = table.problem, model.cluster.devices
+    problem, devices = table.rounded, model.cluster.devices
     taken: list[Candidate | None] = [None] * len(devices)
     room = np.zeros(len(devices))
-    next_of_group = [iter(positions) for positions in table.positions]
-    for choice in found.choices:
+    next_of_group = [iter(bundles) for bundles in table.bundles]
+    for choice in choices:
+        number = problem.groups[choice.group].num_members
         candidate = table.candidate(choice.group, choice.candidate)
-        left = problem.room[choice.group, choice.candidate] - problem.row_numel
+        left = problem.room[choice.group, choice.candidate]
         left = min(left, problem.numel_within(choice.group, optimizer_s))
         for _ in range(choice.count):
-            position = next(next_of_group[choice.group])
-            taken[position] = candidate
-            room[position] = max(0.0, left)
+            for position in next(next_of_group[choice.group]):
+                taken[position] = candidate
+                room[position] = left / number
     ones = np.ones(len(devices))
     demand = min(problem.state_numel, float(room.sum()))  # equal but for rounding
     level = fill_level(room, ones, ones, demand)

@@ -1,5 +1,8 @@
 """The assignment problem behind a plan: devices in groups, candidates, one batch, one state.
 
+Devices that must do the same count as one: its batch and room are theirs together, its cost
+is that of the slowest.
+
 Devices of a group are interchangeable.  Each takes one candidate c: a batch b_c, a cost
 t_dc in every phase d, and room a_c for state that is left beside it.  With n_gc the number
 of devices of group g that take candidate c, and s their shares of the state,
@@ -27,23 +30,20 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """Interchangeable devices and what each of them may do."""
+    """Interchangeable devices, or sets of equal devices, and what each of them may do."""
 
     count: int
     batch: Ints  # [C] samples
     costs: Floats  # [D, C] seconds
     room: Floats  # [C] elements of state that fit beside it; never negative
     optimizer_s_per_numel: float
+    num_members: int = 1  # devices that each of the ``count`` stands for
 
     def sorted(self) -> tuple["Group", Ints]:
         """Largest batch first, then most room, and where each candidate was before."""
         order = np.lexsort((-self.room, -self.batch))
-        group = Group(
-            self.count,
-            self.batch[order],
-            self.costs[:, order],
-            self.room[order],
-            self.optimizer_s_per_numel,
+        group = replace(
+            self, batch=self.batch[order], costs=self.costs[:, order], room=self.room[order]
         )
         return group, order
 
@@ -84,7 +84,7 @@ class Problem:
     global_batch_size: int
     state_numel: float  # S
     fixed_s: float = 0.0
-    row_numel: float = 0.0  # room that rounding to whole rows may take from a device
+    row_numel: float = 0.0  # of a device's room; only ``rounded`` takes it off
 
     @property
     def num_phases(self) -> int:
@@ -131,6 +131,16 @@ class Problem:
         """The optimizer's time if memory were no limit: o_g s_g equal on all devices."""
         rate = float(self.counts @ self.numel_per_optimizer_s)
         return self.state_numel / rate
+
+    def rounded(self) -> "Problem":
+        """The problem with what rounding to rows may take taken off all room."""
+        groups = tuple(
+            replace(
+                group, room=np.maximum(0.0, group.room - self.row_numel * group.num_members)
+            )
+            for group in self.groups
+        )
+        return replace(self, groups=groups, row_numel=0.0)
 
     def within(self, limits: Sequence[float]) -> tuple["Problem", tuple[Ints, ...]]:
         """The problem without candidates beyond the limits, and which are left."""
@@ -180,9 +190,11 @@ class Problem:
         group = [choice.group for choice in choices]
         candidate = [choice.candidate for choice in choices]
         number = np.array([choice.count for choice in choices], dtype=np.float64)
-        room = np.maximum(0.0, self.room[group, candidate] - self.row_numel)
         optimizer_s = fill_level(
-            room, self.numel_per_optimizer_s[group], number, self.state_numel
+            self.room[group, candidate],
+            self.numel_per_optimizer_s[group],
+            number,
+            self.state_numel,
         )
         if optimizer_s is None:
             return None

@@ -39,6 +39,8 @@ RAY_STEPS = 24  # bisections along the diagonal for the first incumbent, at most
 RAY_PRECISION = 1e-3  # of the incumbent; boxes do the rest better
 SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
+NUM_RUNNERS_UP = 6
+RUNNER_UP_MARGIN = 0.01  # how much slower than the best they may be
 TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
 
@@ -62,6 +64,7 @@ class Found:
     value: Value
     lower_bound_s: float
     num_scanned: float  # candidates looked at
+    runners_up: tuple[tuple[Choice, ...], ...] = ()  # the next best that were met, in order
 
     @property
     def relative_gap(self) -> float:
@@ -106,13 +109,18 @@ def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
     second = _Search(smaller, effort)
     second.value, second.oracle.num_scanned = first.value, first.oracle.num_scanned
     found = second.found(second.search_boxes(second.box_within(box, first)))
-    if not second.choices:
-        return replace(found, choices=first.choices)
-    choices = tuple(
-        replace(choice, candidate=int(kept[choice.group][choice.candidate]))
-        for choice in second.choices
+
+    def original(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        return tuple(
+            replace(choice, candidate=int(kept[choice.group][choice.candidate]))
+            for choice in choices
+        )
+
+    return replace(
+        found,
+        choices=original(second.choices) or first.choices,
+        runners_up=tuple(map(original, found.runners_up)),
     )
-    return replace(found, choices=choices)
 
 
 @dataclass
@@ -122,6 +130,7 @@ class _Search:
     choices: tuple[Choice, ...] = ()
     value: Value | None = None
     exact_additions: float = 0.0
+    met: dict[tuple[Choice, ...], float] = field(default_factory=dict)  # objectives, good ones
     is_small: bool = field(init=False)
     oracle: Oracle = field(init=False)
     values: list[Floats] = field(init=False)  # per phase, ascending: what limits may be
@@ -175,7 +184,14 @@ class _Search:
             value=self.value,
             lower_bound_s=min(bound_s, self.incumbent_s) + self.problem.fixed_s,
             num_scanned=self.oracle.num_scanned,
+            runners_up=self.runners_up(),
         )
+
+    def runners_up(self) -> tuple[tuple[Choice, ...], ...]:
+        """What came closest to the best choice."""
+        ranked = sorted(self.met, key=lambda each: self.met[each])  # equal ones as they came
+        others = [each for each in ranked if each != self.choices]
+        return tuple(others[:NUM_RUNNERS_UP])
 
     def search_boxes(self, root: _Box) -> float:
         """Split until nothing can beat the incumbent; returns the bound that was reached."""
@@ -363,10 +379,12 @@ class _Search:
         if choices is None:
             return
         value = self.problem.evaluate(choices)
-        if value is not None and (
-            self.value is None or value.objective_s < self.value.objective_s
-        ):
+        if value is None:
+            return
+        if self.value is None or value.objective_s < self.value.objective_s:
             self.choices, self.value = choices, value
+        if value.objective_s <= self.value.objective_s * (1 + RUNNER_UP_MARGIN):
+            self.met.setdefault(choices, value.objective_s)
 
     def try_ray(self, box: _Box) -> None:
         """A first incumbent: the least point that fits on the way from ``lo`` to ``hi``."""
@@ -416,7 +434,7 @@ class _Search:
                 self.try_choice(choices)
                 if self.incumbent_s < before:
                     continue
-            # Too many devices to settle it, or it fits but for the rounding to rows.
+            # Too many devices to settle it.
             return point.total_s + self.least_optimizer_s(limits, point.optimizer_s)
 
 

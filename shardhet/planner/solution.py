@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from shardhet.cost import StepCost
 from shardhet.plan import Plan
+from shardhet.step_cost import StepCost
 
 
 class PlanError(ValueError):
@@ -17,6 +17,7 @@ class PlanSolution:
     plan: Plan
     predicted: StepCost  # of the plan as it will run: shares rounded to rows
     lower_bound_s: float  # of the step time of any plan among the candidates
+    simulated_step_time_s: float | None = None  # where several plans were told apart by it
 
     @property
     def relative_gap(self) -> float:

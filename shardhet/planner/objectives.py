@@ -1,0 +1,286 @@
+"""Other things to want of a plan than the highest throughput.
+
+``largest_batch``  the largest global batch that fits, and its fastest plan
+``least_memory``   the smallest part u of every device's budget that still reaches a
+                   throughput:  minimise u  such that  bytes_i <= u budget_i for all i,
+                   samples per second >= the demanded
+
+The largest batch runs in microbatches of one sample, which need least.  Beside b samples,
+recomputing c, a device has room for a_c - p_c b elements of the state.  So of the n_c devices
+of a group that take choice c only the sum B_c of their batches counts, and of their shares
+the sum s_c (choice 0 computes nothing, m_0 = 0):
+
+    maximise    sum B_c
+    such that   least_c n_c <= B_c <= most_c n_c,     sum_c n_c = N   for every group,
+                s_c <= cap_c n_c,   s_c <= a_c n_c - p_c B_c,   sum s_c >= S
+
+a small integer programme, whatever the number of devices.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from shardhet.cluster import Cluster
+from shardhet.cost import CostModel
+from shardhet.plan import RankPlan
+from shardhet.planner.candidates import TableBuilder, recompute_choices, row_numel
+from shardhet.planner.demands import Demands, Role
+from shardhet.planner.find import NO_DEMANDS, solve
+from shardhet.planner.problem import Floats
+from shardhet.planner.search import DEFAULT_EFFORT, Effort
+from shardhet.planner.solution import PlanError, PlanSolution
+from shardhet.profiles import Profile
+from shardhet.workload import Workload
+
+MEMORY_PRECISION = 1e-3  # of the part of the budget
+LARGEST_SEARCHED_BATCH = 2**17  # candidates are listed by batch
+NUM_SMALLER_BATCHES = 8  # tried below the largest where rounding to rows leaves no plan for it
+VARIABLES_PER_OPTION = 3  # devices, samples, share of the state
+
+
+def largest_batch(
+    cluster: Cluster,
+    workload: Workload,
+    profile: Profile,
+    *,
+    demands: Demands = NO_DEMANDS,
+    effort: Effort = DEFAULT_EFFORT,
+) -> PlanSolution:
+    """The fastest plan of the largest global batch that fits; ``PlanError`` where none does."""
+    demands.check(cluster.world_size)
+    largest = largest_batch_size(CostModel(cluster, workload, profile), demands)
+    if largest > LARGEST_SEARCHED_BATCH:
+        raise PlanError(
+            f"plan: a global batch of {largest} fits, but plans are searched up to "
+            f"{LARGEST_SEARCHED_BATCH}. Memory is no limit here: give global_batch_size."
+        )
+    missed: PlanError | None = None
+    for batch_size in range(max(1, largest), max(0, largest - NUM_SMALLER_BATCHES), -1):
+        try:
+            return solve(
+                cluster,
+                workload,
+                profile,
+                global_batch_size=batch_size,
+                demands=demands,
+                effort=effort,
+            )
+        except PlanError as error:
+            missed = missed or error
+    assert missed is not None
+    raise missed
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What a device of a group may do, in microbatches of one sample."""
+
+    group: int
+    num_members: int  # devices that act as one
+    least: float  # samples of a device
+    most: float
+    start_numel: float  # a: room beside no sample
+    numel_per_sample: float  # p
+    cap_numel: float  # of state on a device
+
+
+def largest_batch_size(model: CostModel, demands: Demands) -> int:
+    """The most samples that fit at once beside the state; 0 where not even one does."""
+    from scipy.optimize import LinearConstraint, milp  # here: no other plan needs it
+
+    bundles: dict[tuple[int, tuple[Role, ...]], int] = {}
+    for positions in demands.bundles(model.cluster.world_size):
+        roles = tuple(dict.fromkeys(demands.role(model.cluster, i) for i in positions))
+        bundles[len(positions), roles] = bundles.get((len(positions), roles), 0) + 1
+    listing = _OptionList(model, demands)
+    options = [
+        option
+        for g, (size, roles) in enumerate(bundles)
+        for option in listing.of_group(g, size, roles)
+    ]
+    if len({option.group for option in options}) < len(bundles):
+        return 0
+    rows, low, high = _constraints(options, list(bundles.values()))
+    samples, integral = np.zeros(rows.shape[1]), np.ones(rows.shape[1])
+    samples[1::VARIABLES_PER_OPTION] = [option.num_members for option in options]
+    integral[2::VARIABLES_PER_OPTION] = 0
+    solved = milp(
+        -samples,
+        constraints=LinearConstraint(rows, low, high),
+        integrality=integral,
+        options={"mip_rel_gap": 0.0},
+    )
+    return 0 if solved.x is None else round(float(samples @ solved.x))
+
+
+def _constraints(
+    options: Sequence[_Option], counts: Sequence[int]
+) -> tuple[Floats, Floats, Floats]:
+    """Rows of the programme over (n, B, s) of every option, and between what they lie.
+
+    Shares are in units of the whole state.
+    """
+    num_columns = VARIABLES_PER_OPTION * len(options)
+    in_group, stored = np.zeros((len(counts), num_columns)), np.zeros((1, num_columns))
+    at_most_zero = []
+    for i, option in enumerate(options):
+        n, b, s = (VARIABLES_PER_OPTION * i + k for k in range(VARIABLES_PER_OPTION))
+        in_group[option.group, n] = 1.0
+        stored[0, s] = option.num_members
+        for terms in (
+            {n: option.least, b: -1.0},
+            {n: -option.most, b: 1.0},
+            {n: -option.cap_numel, s: 1.0},
+            {n: -option.start_numel, b: option.numel_per_sample, s: 1.0},
+        ):
+            row = np.zeros(num_columns)
+            row[list(terms)] = list(terms.values())
+            at_most_zero.append(row)
+    rows = np.concatenate((in_group, stored, np.array(at_most_zero)))
+    number, zeros = np.array(counts, dtype=np.float64), np.zeros(len(at_most_zero))
+    low = np.concatenate((number, [1.0], zeros - inf))
+    return rows, low, np.concatenate((number, [inf], zeros))
+
+
+class _OptionList:
+    """Lists what devices may do; elements are in units of the whole state."""
+
+    def __init__(self, model: CostModel, demands: Demands) -> None:
+        self._model = model
+        turns = model.turns(unevenness=1.0)
+        builder = TableBuilder(model, global_batch_size=1, demands=demands, turns=turns)
+        self._state_numel = builder.state_numel
+        self._row_numel = builder.row_numel
+        self._even_numel = builder.stored_numel
+
+    def of_group(self, group: int, size: int, roles: Sequence[Role]) -> Iterator[_Option]:
+        """Idle, then every choice of what is recomputed that all roles allow and fit."""
+        stated = [role.limits.rank_batch_size for role in roles]
+        fixed = {each for each in stated if each is not None}
+        claims = {role.limits.recomputes for role in roles} - {None}
+        choices = recompute_choices(self._model)
+        if claims:
+            choices = (choices[-1] if True in claims else choices[0],)
+        for patterns in (None, *choices):
+            start = min(self._start_numel(role, patterns) for role in roles)
+            slope = self._numel_per_sample(patterns) if patterns is not None else 0.0
+            least, most = (0, 0) if patterns is None else (1, self._most(start, slope))
+            if fixed:
+                most = min(most, *fixed)
+                least = max(least, *fixed)
+            if least <= most and start >= (self._even_numel or 0.0):
+                yield _Option(
+                    group,
+                    size,
+                    least,
+                    most,
+                    max(0.0, start - self._row_numel) / self._state_numel,
+                    slope / self._state_numel,
+                    min(self._cap_numel(role) for role in roles) / self._state_numel,
+                )
+
+    def _start_numel(self, role: Role, patterns: tuple[str, ...] | None) -> float:
+        model = self._model
+        used = model.profile.device(role.device_kind).reserved_bytes
+        if patterns is not None:
+            rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
+            used += model.unsharded_bytes + model.grad_bytes
+            used += model.running_bytes(rank, role.device_kind, 1)
+        return (role.budget_bytes - used) / model.bytes_per_stored_numel
+
+    def _numel_per_sample(self, patterns: tuple[str, ...]) -> float:
+        model = self._model
+        rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
+        nbytes = model.boundary_bytes_per_sample + model.kept_bytes_per_sample(rank)
+        return nbytes / model.bytes_per_stored_numel
+
+    def _most(self, start: float, slope: float) -> int:
+        """Samples beside which there is room, for an even share where that is demanded."""
+        room = start - (self._even_numel or 0.0)
+        if room < 0:
+            return 0
+        limit = 2 * LARGEST_SEARCHED_BATCH
+        return min(limit, int(room / slope)) if slope else limit
+
+    def _cap_numel(self, role: Role) -> float:
+        """What a device may store: all that fits, or as much as is demanded."""
+        if self._even_numel is not None:
+            return self._even_numel - self._row_numel
+        share = role.limits.max_state_share
+        return self._state_numel * (1.0 if share is None else share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """A plan with the proof of how little memory it needs."""
+
+    solution: PlanSolution
+    budget_fraction: float  # u: no device uses more than this part of its budget
+    lower_bound: float  # no plan with the throughput has a smaller u
+
+
+def least_memory(
+    cluster: Cluster,
+    workload: Workload,
+    profile: Profile,
+    *,
+    global_batch_size: int,
+    min_samples_per_s: float,
+    demands: Demands = NO_DEMANDS,
+    effort: Effort = DEFAULT_EFFORT,
+) -> LeastMemory:
+    """The plan whose fullest device is least full, among those that are fast enough.
+
+    ``PlanError`` where even the fastest plan is too slow.
+    """
+
+    def solved(fraction: float) -> PlanSolution:
+        return solve(
+            replace(cluster, usable_memory_fraction=cluster.usable_memory_fraction * fraction),
+            workload,
+            profile,
+            global_batch_size=global_batch_size,
+            demands=demands.scaled(fraction),
+            effort=effort,
+            num_rescored=1,
+        )
+
+    budgets = [demands.budget_bytes(cluster, i) for i in range(cluster.world_size)]
+    best = solved(1.0)
+    if best.samples_per_s < min_samples_per_s:
+        raise PlanError(
+            f"plan: {min_samples_per_s:.6g} samples/s are demanded but the fastest plan "
+            f"reaches {best.samples_per_s:.6g}. Lower the throughput that is demanded."
+        )
+    high, low, proven = _fraction(best, budgets), 0.0, 0.0
+    # A share that fits may be refused for what rounding it to rows takes at most.
+    rounding_bytes = (
+        row_numel(workload) * CostModel(cluster, workload, profile).bytes_per_stored_numel
+    )
+    rounding = rounding_bytes / min(budgets)
+    while high - low > MEMORY_PRECISION:
+        middle = (low + high) / 2
+        try:
+            found = solved(middle)
+        except PlanError:
+            low, proven = middle, max(proven, middle - rounding)
+            continue
+        if found.samples_per_s >= min_samples_per_s:
+            best, high = found, _fraction(found, budgets)
+            continue
+        low = middle
+        if found.lower_bound_s > global_batch_size / min_samples_per_s:
+            proven = middle
+    solution = replace(best, predicted=best.predicted.within(budgets))
+    return LeastMemory(solution=solution, budget_fraction=high, lower_bound=proven)
+
+
+def _fraction(solution: PlanSolution, budgets: Sequence[int]) -> float:
+    """The part of its budget that the fullest device uses."""
+    return max(
+        rank.memory.total_bytes / budget
+        for rank, budget in zip(solution.predicted.ranks, budgets, strict=True)
+    )

@@ -1,0 +1,101 @@
+"""What a step costs, as predicted: seconds and bytes of turns, ranks and the whole.
+
+``shardhet.cost`` makes these records.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardhet.schedule import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes that one rank holds at its fullest moment, by what they are for."""
+
+    state_bytes: int  # parameters, gradients and optimizer state that it stores
+    shard_buffer_bytes: int  # copies of its shards that are on their way
+    unsharded_bytes: int  # gathered parameters of the current and the next unit
+    grad_bytes: int  # unsharded gradients of the current unit and the one being reduced
+    boundary_bytes: int  # inputs of every unit for the whole rank batch, and their gradients
+    activation_bytes: int  # graphs that are kept, and what the running microbatch needs
+    reserved_bytes: int  # taken before any tensor
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return (
+            self.state_bytes
+            + self.shard_buffer_bytes
+            + self.unsharded_bytes
+            + self.grad_bytes
+            + self.boundary_bytes
+            + self.activation_bytes
+            + self.reserved_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost:
+    """What one rank does and holds in a step, as predicted."""
+
+    forward_s: float  # compute only
+    backward_s: float  # compute only, recomputation included
+    optimizer_s: float
+    stored_numel: int
+    memory: MemoryParts
+    memory_budget_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays within its budget."""
+        return self.memory.total_bytes <= self.memory_budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCost:
+    """All turns of one class in one phase together: who sets their pace."""
+
+    unit_kind: str
+    phase: Phase
+    compute_s: float  # of the slowest rank
+    comm_s: float  # what is sent beside it
+    seconds: float  # what they take
+
+    @property
+    def is_paced_by_links(self) -> bool:
+        """Whether the turns last as long as what is sent beside them."""
+        return self.seconds <= self.comm_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """A whole step, as predicted."""
+
+    turns: tuple[TurnCost, ...]
+    optimizer_s: float
+    exposed_comm_s: float  # before the first turn and after the last
+    ranks: tuple[RankCost, ...]
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of all forward turns."""
+        return sum(turn.seconds for turn in self.turns if turn.phase is Phase.FORWARD)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of all backward turns."""
+        return sum(turn.seconds for turn in self.turns if turn.phase is Phase.BACKWARD)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of one optimizer step."""
+        return self.forward_s + self.backward_s + self.optimizer_s + self.exposed_comm_s
+
+    def within(self, budgets: Sequence[int]) -> "StepCost":
+        """The same under these budgets, one per rank, where they differ from the cluster's."""
+        ranks = tuple(
+            replace(rank, memory_budget_bytes=budget)
+            for rank, budget in zip(self.ranks, budgets, strict=True)
+        )
+        return replace(self, ranks=ranks)

@@ -1,0 +1,286 @@
+"""Demands and objectives against exhaustive search over whole plans of small clusters."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+
+from shardhet.cluster import Cluster, DeviceSpec, Node
+from shardhet.cost import CostModel
+from shardhet.plan import Plan, RankPlan
+from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.planner.candidates import recompute_choices
+from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
+from shardhet.workload import Workload
+from tests.planning_problems import optimizer_seconds
+from tests.test_planner import random_case
+
+WORKLOAD = Workload.transformer(
+    num_layers=2, width=32, num_heads=2, seq_len=16, vocab_size=64, hidden_width=64
+)
+MAX_MICROBATCH = 2
+OVERLAP_SLOWDOWN = 1.1  # of random_case's profiles
+ROUNDING = 2e-2  # rows are large beside so small a state
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one device may do."""
+
+    batch: int
+    size: int
+    recomputed: tuple[str, ...]
+    turns_s: tuple[float, ...]  # compute, by class of turns, forward and backward
+    used_bytes: int  # besides what it stores
+
+
+class Case:
+    """A cluster of three devices; memory is about what the state needs."""
+
+    def __init__(self, seed: int, *, roomy: float) -> None:
+        rng = np.random.default_rng(seed)
+        cluster, profile, _ = random_case(seed)
+        capacity = {
+            kind: int(16 * WORKLOAD.numel * roomy * rng.uniform(0.4, 1)) for kind in "ABC"
+        }
+        devices = tuple(
+            DeviceSpec(kind=device.kind, memory_capacity_bytes=capacity[str(device.kind)])
+            for device in cluster.devices[:3]
+        )
+        self.cluster = Cluster(nodes=(Node(host="a", devices=devices),))
+        self.parts = (self.cluster, WORKLOAD, profile)
+        self.model = CostModel(*self.parts)
+        self.batch = int(rng.integers(2, 4))
+        self.choices = recompute_choices(self.model)
+        self.turns = self.model.turns(unevenness=1.0, recomputed=self.choices)
+        self.comm_s = [
+            comm_s
+            for each in self.turns.classes
+            for comm_s in (each.forward_comm_s, each.backward_comm_s)
+        ]
+        self.per_numel_s = [
+            profile.device(device.kind).optimizer_seconds_per_element for device in devices
+        ]
+
+    @cache  # noqa: B019 -- a case lives as long as its test
+    def options(self, position: int, batch: int, largest: int) -> list[Option]:
+        """Every microbatch size up to ``largest``, and recomputation, for so many samples."""
+        if not batch:
+            return [self.option(position, 0, 1, ())]
+        sizes = range(1, min(batch, largest) + 1)
+        return [self.option(position, batch, m, c) for m in sizes for c in self.choices]
+
+    def option(
+        self, position: int, batch: int, size: int, recomputed: tuple[str, ...]
+    ) -> Option:
+        whole, rest = divmod(batch, size)
+        rank = RankPlan(
+            microbatch_sizes=(size,) * whole + ((rest,) if rest else ()),
+            state_share=0.0,
+            recomputed_units=recomputed,
+            device=self.cluster.devices[position],
+        )
+        turns_s = []
+        for each in self.turns.classes:
+            forward_s, backward_s = self.model.unit_seconds(
+                rank.device.kind, each.kind.name, rank.microbatch_sizes
+            )
+            again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
+            turns_s += [each.num_units * forward_s, each.num_units * (backward_s + again_s)]
+        used = self.model.memory(rank, 0).total_bytes
+        return Option(batch, size, recomputed, tuple(turns_s), used)
+
+
+def all_plans(
+    case: Case,
+    batch: int,
+    demands: Demands,
+    *,
+    part: float = 1.0,
+    largest_microbatch: int = MAX_MICROBATCH,
+) -> Iterator[float]:
+    """The step of every plan that fits, with its best shares.
+
+    Every split of the batch, microbatch size and recomputation; ``part`` of each budget may
+    be used.
+    """
+    size = case.cluster.world_size
+    for batches in product(range(batch + 1), repeat=size):
+        if sum(batches) != batch:
+            continue
+        options = [
+            [
+                option
+                for option in case.options(i, b, largest_microbatch)
+                if option.used_bytes <= part * demands.budget_bytes(case.cluster, i)
+            ]
+            for i, b in enumerate(batches)
+        ]
+        for taken in product(*options):
+            seconds = step_time_s(case, taken, demands, part)
+            if seconds is not None:
+                yield seconds
+
+
+def step_time_s(
+    case: Case, taken: Sequence[Option], demands: Demands, part: float
+) -> float | None:
+    """The step with the best shares; None where it breaks a demand or a budget."""
+    model, rooms, per_numel_s = case.model, [], list(case.per_numel_s)
+    for i, option in enumerate(taken):
+        limits = demands.limits.get(i, DeviceLimits())
+        if limits.rank_batch_size not in (None, option.batch):
+            return None
+        left = part * demands.budget_bytes(case.cluster, i) - option.used_bytes
+        share = limits.max_state_share
+        cap = inf if share is None else share * WORKLOAD.numel
+        rooms.append(min(cap, left / model.bytes_per_stored_numel))
+    for members in demands.equal:
+        if len({(taken[i].batch, taken[i].size, taken[i].recomputed) for i in members}) > 1:
+            return None
+        least, slowest = min(rooms[i] for i in members), max(per_numel_s[i] for i in members)
+        for i in members:
+            rooms[i], per_numel_s[i] = least, slowest
+    optimizer_s = optimizer_seconds(rooms, per_numel_s, WORKLOAD.numel)
+    if optimizer_s is None:
+        return None
+    compute_s = (max(parts) for parts in zip(*(o.turns_s for o in taken), strict=True))
+    turns_s = sum(
+        max(comm_s, seconds + (1 - 1 / OVERLAP_SLOWDOWN) * comm_s)
+        for seconds, comm_s in zip(compute_s, case.comm_s, strict=True)
+    )
+    return turns_s + case.turns.exposed_comm_s + optimizer_s
+
+
+def demands_of(seed: int) -> Demands:
+    """Of several kinds, by turns; two devices that must be equal in most cases."""
+    limits = {
+        0: {},
+        1: {2: DeviceLimits(max_state_share=0.0)},
+        2: {1: DeviceLimits(rank_batch_size=1)},
+        3: {0: DeviceLimits(max_state_share=0.25)},
+    }[seed % 4]
+    equal = ((0, 1), (1, 2), ())[seed % 3]
+    return Demands(
+        limits=limits, equal=(equal,) if equal else (), max_microbatch_size=MAX_MICROBATCH
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
+    case, demands = Case(seed, roomy=1.5 + seed % 3), demands_of(seed)
+    plans = list(all_plans(case, case.batch, demands))
+    try:
+        solution = solve(*case.parts, global_batch_size=case.batch, demands=demands)
+    except PlanError:
+        # What fits only before it is rounded to rows may be refused.
+        assert not list(all_plans(case, case.batch, demands, part=0.95))
+        return
+    best_s = min(plans)
+    assert solution.lower_bound_s <= best_s * (1 + 1e-9)
+    assert solution.predicted.step_time_s <= best_s * (1 + ROUNDING)
+    check_demands(solution.plan, demands)
+
+
+def check_demands(plan: Plan, demands: Demands) -> None:
+    for members in demands.equal:
+        ranks = [plan.ranks[i] for i in members]
+        assert len({(r.microbatch_sizes, r.recomputed_units) for r in ranks}) == 1
+        assert len({round(r.state_share, 12) for r in ranks}) == 1
+    for position, limits in demands.limits.items():
+        rank = plan.ranks[position]
+        assert limits.rank_batch_size in (None, rank.rank_batch_size)
+        if limits.max_state_share is not None:
+            assert rank.state_share <= limits.max_state_share + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
+    case, demands = Case(seed, roomy=0.9 + 0.1 * (seed % 4)), demands_of(seed)
+    largest = largest_batch_size(case.model, demands)
+    assert largest <= 10, "too large to try all"
+    fits = (
+        next(all_plans(case, largest, demands, largest_microbatch=1), None) if largest else None
+    )
+    assert fits is not None or not largest
+    more = 2 if demands.equal else 1
+    for larger in range(largest + 1, largest + 1 + more):
+        # Not even one that is smaller by what rounding to rows may take.
+        assert (
+            next(all_plans(case, larger, demands, part=0.97, largest_microbatch=1), None)
+            is None
+        )
+    if not largest:
+        with pytest.raises(PlanError):
+            largest_batch(*case.parts, demands=demands)
+        return
+    solution = largest_batch(*case.parts, demands=demands)
+    assert solution.plan.global_batch_size == largest
+    assert all(rank.fits for rank in solution.predicted.ranks)
+    check_demands(solution.plan, demands)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
+    case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)
+    best = solve(*case.parts, global_batch_size=case.batch, demands=demands)
+    wanted = 0.7 * best.samples_per_s
+    least = least_memory(
+        *case.parts, global_batch_size=case.batch, min_samples_per_s=wanted, demands=demands
+    )
+    assert least.solution.samples_per_s >= wanted
+    assert least.lower_bound <= least.budget_fraction <= 1
+    assert least.budget_fraction - least.lower_bound <= ROUNDING
+
+    def is_reached(part: float) -> bool:
+        slowest_s = case.batch / wanted
+        plans = all_plans(case, case.batch, demands, part=part)
+        return any(seconds <= slowest_s for seconds in plans)
+
+    assert is_reached(least.budget_fraction + ROUNDING)
+    assert not is_reached(least.lower_bound * (1 - 1e-9))
+
+
+def test_a_throughput_beyond_the_fastest_plan_is_refused_with_what_it_reaches() -> None:
+    case = Case(0, roomy=3.0)
+    with pytest.raises(PlanError, match=r"1e\+09 samples/s are demanded but the fastest"):
+        least_memory(*case.parts, global_batch_size=3, min_samples_per_s=1e9)
+
+
+@pytest.mark.parametrize(
+    "demands, words",
+    [
+        (Demands(equal=((0, 7),)), "equal names device 7 but the cluster has devices 0 to 2"),
+        (Demands(equal=((0, 1), (1, 2))), r"equal names devices \[1\] more than once"),
+        (Demands(limits={-1: DeviceLimits()}), "limits names device -1"),
+        (Demands(limits={0: DeviceLimits(max_state_share=2.0)}), "max_state_share is 2.0"),
+        (
+            Demands(
+                equal=((0, 1),),
+                limits={
+                    0: DeviceLimits(recomputes=True),
+                    1: DeviceLimits(recomputes=False),
+                },
+            ),
+            r"devices \[0, 1\] must be equal but limits say",
+        ),
+        (
+            Demands(
+                equal=((0, 1),),
+                limits={
+                    0: DeviceLimits(rank_batch_size=1),
+                    1: DeviceLimits(rank_batch_size=2),
+                },
+            ),
+            "device 0 .* 1 .* can do nothing that is demanded of it and be equal",
+        ),
+    ],
+)
+def test_demands_that_cannot_be_met_are_named(demands: Demands, words: str) -> None:
+    case = Case(0, roomy=3.0)
+    with pytest.raises(ValueError, match=words):
+        solve(*case.parts, global_batch_size=3, demands=demands)
