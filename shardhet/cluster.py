@@ -244,18 +244,24 @@ class Cluster:
         There ``kinds`` may name another file, relative to this one, that lists kinds for
         several clusters; those that this cluster has are taken.
         """
-        document = read_document(path)
+        return cls.from_description(
+            read_document(path), source=str(path), folder=Path(path).parent
+        )
+
+    @classmethod
+    def from_description(cls, document: Any, *, source: str, folder: Path) -> Self:
+        """From what a description holds; files that it names lie in ``folder``."""
         if isinstance(document, dict) and isinstance(document.get("kinds"), str):
-            listed = Path(path).parent / document["kinds"]
+            listed = folder / document["kinds"]
             if not listed.is_file():
                 raise ValueError(
-                    f"{path}: kinds names {listed}, which is no file. Mend the path."
+                    f"{source}: kinds names {listed}, which is no file. Mend the path."
                 )
             kinds = Fields({"kinds": read_document(listed)}, str(listed)).take_objects("kinds")
             described = {kind.kind: kind for kind in map(_kind_from, kinds)}
             document = {**document, "kinds": []}
-            return cls._from_document(document, source=str(path), described=described)
-        return cls.from_document(document, source=str(path))
+            return cls._from_document(document, source=source, described=described)
+        return cls.from_document(document, source=source)
 
 
 def _binary(nbytes: int) -> str:

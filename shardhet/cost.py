@@ -300,6 +300,7 @@ class CostModel:
         Devices are those of the cluster, in its order.
         """
         self._check_devices(plan)
+        self._check_units(plan)
         stored = self.stored_numels(plan.state_shares)
         ranks = [
             replace(rank, device=device)
@@ -383,3 +384,15 @@ class CostModel:
                     f"plan: ranks[{i}] is for {rank.device} but the cluster has {device} "
                     "there. Put the devices in the same order, or plan again."
                 )
+
+    def _check_units(self, plan: Plan) -> None:
+        workload = self.workload
+        here = {unit.fqn: workload.kind_of(unit).numel for unit in workload.units}
+        wanted = {unit.fqn: unit.numel for unit in plan.units}
+        if wanted and wanted != here:
+            differing = [fqn for fqn in {**wanted, **here} if wanted.get(fqn) != here.get(fqn)]
+            raise ValueError(
+                f"plan: it was made for a model with {sum(wanted.values())} parameters, but "
+                f"this one has {workload.numel}; units {', '.join(differing[:3])} differ. Give "
+                "the model of the plan, or plan again."
+            )

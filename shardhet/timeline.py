@@ -96,11 +96,17 @@ class Timeline:
         The rest of its waiting is for ranks that are slower.
         """
         waits = [e for e in self.ranks[position].events if e.work in WAITING]
-        return sum(
-            max(0.0, min(wait.end_s, sent.end_s) - max(wait.start_s, sent.start_s))
-            for wait in waits
-            for sent in self.collectives
-        )
+        seconds, first = 0.0, 0
+        for wait in waits:  # both are in order of time, and neither overlaps itself
+            while (
+                first < len(self.collectives) and self.collectives[first].end_s <= wait.start_s
+            ):
+                first += 1
+            for sent in self.collectives[first:]:
+                if sent.start_s >= wait.end_s:
+                    break
+                seconds += min(wait.end_s, sent.end_s) - max(wait.start_s, sent.start_s)
+        return seconds
 
     def to_chrome_trace(self) -> str:
         """JSON that Perfetto opens: a process per rank, a thread per stream.

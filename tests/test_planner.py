@@ -8,7 +8,8 @@ import pytest
 from shardhet.cluster import Cluster, DeviceSpec, Node
 from shardhet.cost import CostModel
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
-from shardhet.planner.baselines import cephalo_choice, compute_only, even, memory_only
+from shardhet.planner.baselines import compute_only, even, memory_only
+from shardhet.planner.cephalo import cephalo_choice
 from shardhet.planner.problem import Group, Problem
 from shardhet.planner.search import search
 from shardhet.profiles import (

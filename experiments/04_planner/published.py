@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.planner.baselines import cephalo_choice
+from shardhet.planner.cephalo import cephalo_choice
 from shardhet.planner.problem import Group, Problem
 from shardhet.planner.search import NothingFitsError, search
 

@@ -10,6 +10,8 @@ from shardhet.apps.completion import bash_script
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
     "measure": ("shardhet.apps.measure", "measure how fast these devices are with a model"),
+    "plan": ("shardhet.apps.plan", "find the best plan for a cluster and a model"),
+    "simulate": ("shardhet.apps.simulate", "walk through one step of a plan, event by event"),
     "train": ("shardhet.apps.train", "train a model on devices that are not alike"),
     "plot": ("shardhet.apps.plot", "draw loss, throughput and device use of a run"),
 }

@@ -28,6 +28,7 @@ from shardhet.config.models import (
     TextDirConf,
     VitConf,
 )
+from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.config.train import TrainConf
 from shardhet.config.training import (
     AdamWConf,
@@ -54,6 +55,7 @@ HOSTS_OWN_KEYS = (  # what lies there is compared instead
     "data.path",
     "data.cache_dir",
     "plan.path",
+    "plan.measured",
 )
 
 # The schema of a group's choice, by the choice's kind; files say /schema/<group>: <kind>.
@@ -91,6 +93,8 @@ def register_schemas() -> None:
     """Make the schemas known to hydra."""
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConf)
+    store.store(group="schema", name="planner", node=PlannerConf)
+    store.store(group="schema", name="simulate", node=SimulateConf)
     store.store(group="schema/cluster", name="cluster", node=ClusterConf)
     for group, schema_by_kind in SCHEMA_BY_KIND.items():
         for kind, schema in schema_by_kind.items():

@@ -1,0 +1,217 @@
+"""``shardhet plan``: the best plan for a cluster and a model, and what limits it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from shardhet.apps.plan_report import Alternative, PlanReport, show_report, wide_console
+from shardhet.apps.planning_input import Door, load, read_request
+from shardhet.config.checks import ConfigError
+from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
+from shardhet.cost import CostModel
+from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner.baselines import compute_only, even, memory_only
+from shardhet.planner.cephalo import cephalo
+from shardhet.planner.explain import Explanation, Objective, Situation, explain
+from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
+from shardhet.planner.search import Effort
+from shardhet.simulator import simulate
+
+DOOR = Door(
+    command="shardhet plan",
+    config_name="planner",
+    usage="""\
+shardhet plan key=value ...
+
+  shardhet plan cluster=two_regions_128 model=llama_7b global_batch_size=512
+  shardhet plan cluster=my_cluster.yaml model=gpt_1_3b out=plan.json picture=plan.png
+  shardhet plan measured=FOLDER        the three files that shardhet measure has written
+  shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'
+  shardhet plan objective=largest_batch        or least_memory, or throughput""",
+)
+# Enough to compare with: the plan itself is searched until it is proven.
+COMPARED = Effort(relative_gap=1e-4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A plan, and what its objective is worth to the explanation."""
+
+    solution: PlanSolution
+    value: float
+    objective: Objective | None  # None: too slow to ask often
+    note: str = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan and show; ends with 2 where the input is wrong and 1 where no plan exists."""
+    request = read_request(DOOR, arguments or [])
+    if request is None:
+        return
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        conf, inputs = load(DOOR, request, PlannerConf)
+        demands = conf.to_demands(inputs.cluster.devices)
+        _check_outputs(conf)
+        report = make_report(conf, inputs, demands)
+    except PlanError as error:
+        errors.print(str(error), markup=False)
+        raise SystemExit(1) from None
+    except ValueError as error:  # a ConfigError, or files that do not go together
+        errors.print(f"{error}\nNothing was planned.", markup=False)
+        raise SystemExit(2) from None
+    console = wide_console()
+    show_report(report, console)
+    _write(conf, report, console)
+
+
+def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanReport:
+    """The plan with everything that is said about it."""
+    answer = _answer(conf, inputs, demands)
+    plan = answer.solution.plan
+    explanation: Explanation | None = None
+    if conf.explain and answer.objective is not None:
+        explanation = explain(
+            answer.solution,
+            Situation(cluster=inputs.cluster, profile=inputs.profile, demands=demands),
+            value=answer.value,
+            objective=answer.objective,
+        )
+    return PlanReport(
+        inputs=inputs,
+        solution=answer.solution,
+        timeline=simulate(plan, inputs.cluster, inputs.workload, inputs.profile),
+        alternatives=_alternatives(conf, inputs, demands, plan.global_batch_size)
+        if conf.baselines
+        else (),
+        explanation=explanation,
+        gain_unit="samples" if conf.objective == "largest_batch" else "samples/s",
+        note=answer.note,
+        comparison_note=_comparison_note(demands),
+    )
+
+
+def _comparison_note(demands: Demands) -> str:
+    """Which demands the simpler plans cannot keep."""
+    has_fixed = any(limits.rank_batch_size is not None for limits in demands.limits.values())
+    if not (demands.limits or demands.equal):
+        return ""
+    fixed = "even batches are not those that limits fix; " if has_fixed else ""
+    return f" ({fixed}Cephalo's knows no limits)"
+
+
+def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
+    """The plan by the objective that is asked for."""
+    cluster, workload, profile = inputs.cluster, inputs.workload, inputs.profile
+    if conf.objective == "largest_batch":
+        solution = largest_batch(cluster, workload, profile, demands=demands)
+        size = solution.plan.global_batch_size
+
+        def batch_size(situation: Situation) -> float:
+            model = CostModel(situation.cluster, workload, situation.profile)
+            return float(largest_batch_size(model, situation.demands))
+
+        return _Answer(solution, size, batch_size, f"the largest batch that fits: {size}")
+    batch = conf.global_batch_size
+    best = solve(cluster, workload, profile, global_batch_size=batch, demands=demands)
+    if conf.objective == "throughput":
+
+        def samples_per_s(situation: Situation) -> float:
+            return solve(
+                situation.cluster,
+                workload,
+                situation.profile,
+                global_batch_size=batch,
+                demands=situation.demands,
+                effort=COMPARED,
+                num_rescored=1,
+            ).samples_per_s
+
+        return _Answer(best, best.samples_per_s, samples_per_s)
+    wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
+    least = least_memory(
+        cluster,
+        workload,
+        profile,
+        global_batch_size=batch,
+        min_samples_per_s=wanted,
+        demands=demands,
+        effort=COMPARED,
+    )
+    note = (
+        f"the least memory for {wanted:.4g} samples/s: {least.budget_fraction:.1%} of the "
+        f"fullest budget (no plan needs less than {least.lower_bound:.1%})"
+    )
+    return _Answer(least.solution, wanted, None, note)
+
+
+def _alternatives(
+    conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
+) -> tuple[Alternative, ...]:
+    """Simpler plans for the same batch and limits."""
+    parts = (inputs.cluster, inputs.workload, inputs.profile)
+    found = []
+    for name, baseline in (
+        ("even sharding (stock FSDP)", even),
+        ("compute only: even state", compute_only),
+        ("memory only: even batches", memory_only),
+    ):
+        try:
+            simpler = baseline(
+                *parts, global_batch_size=batch, demands=demands, effort=COMPARED
+            )
+        except PlanError:
+            found.append(Alternative(name=name, step_time_s=None, reason="does not fit"))
+        else:
+            seconds = simpler.predicted.step_time_s
+            found.append(Alternative(name=name, step_time_s=seconds))
+    name = "Cephalo's formulation"
+    try:
+        plan = cephalo(*parts, global_batch_size=batch)
+    except PlanError as error:
+        reason = "too slow to search" if "too slow" in str(error) else "finds none that fits"
+        found.append(Alternative(name=name, step_time_s=None, reason=reason))
+    else:
+        seconds = CostModel(*parts).predict(plan).step_time_s
+        found.append(Alternative(name=name, step_time_s=seconds))
+    return tuple(found)
+
+
+def _check_outputs(conf: PlannerConf) -> None:
+    """Raise before any work where something could not be written."""
+    for key in ("out", "picture"):
+        path = getattr(conf, key)
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(
+                f"{key}: the folder of {path!r} is not there. Make it, or give another."
+            )
+    if conf.picture is not None:
+        check_picture(conf.picture)
+
+
+def check_picture(path: str) -> None:
+    """Raise ConfigError where no picture can be drawn there."""
+    try:
+        import matplotlib  # noqa: F401 -- only to see whether it is here
+    except ImportError:
+        raise ConfigError(
+            "picture: matplotlib is not installed. Say pip install 'shardhet[plots]'."
+        ) from None
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"picture: {path!r} must end in .png, .svg or .pdf.")
+
+
+def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
+    """What was asked for as files."""
+    if conf.out is not None:
+        report.solution.plan.save(conf.out)
+        console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
+    else:
+        console.print("out=plan.json keeps the plan for shardhet train and simulate.")
+    if conf.picture is not None:
+        from shardhet.apps.plan_pictures import draw_report
+
+        draw_report(report, Path(conf.picture))
+        console.print(f"drawn to {conf.picture}", markup=False, soft_wrap=True)

@@ -1,0 +1,257 @@
+"""What ``shardhet plan`` says of a plan: who does what, what limits it, what else there is."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardhet.config.planning import Inputs
+from shardhet.plan import EVERY_UNIT, Plan, RankPlan
+from shardhet.planner import PlanSolution
+from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Resource
+from shardhet.profiles import Source
+from shardhet.step_cost import RankCost, StepCost
+from shardhet.timeline import Timeline
+
+FILE_COLUMNS = 110
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another way to plan for the same batch."""
+
+    name: str
+    step_time_s: float | None  # None where it has no plan
+    reason: str = ""  # why it has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Everything that is said of a plan."""
+
+    inputs: Inputs
+    solution: PlanSolution
+    timeline: Timeline
+    alternatives: Sequence[Alternative]
+    explanation: Explanation | None
+    gain_unit: str  # of the explanation's values
+    note: str  # on the objective
+    comparison_note: str  # on the alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Neighbouring devices that do the same."""
+
+    positions: range
+    kind: str
+    rank: RankPlan
+    cost: RankCost
+    share: float  # of the state, of one of them
+    busy: float  # part of the step
+
+    @property
+    def label(self) -> str:
+        """``0-7 NVIDIA A100`` or ``0 NVIDIA A100``."""
+        first, last = self.positions[0], self.positions[-1]
+        return f"{first} {self.kind}" if first == last else f"{first}-{last} {self.kind}"
+
+
+def rows(report: PlanReport) -> list[Row]:
+    """The plan's devices in plan order, alike neighbours together."""
+    solution = report.solution
+    return rows_of(solution.plan, solution.predicted, report.timeline)
+
+
+def rows_of(plan: Plan, predicted: StepCost, timeline: Timeline) -> list[Row]:
+    """The same of any plan."""
+    costs = predicted.ranks
+    total = sum(cost.stored_numel for cost in costs)
+
+    def key(i: int) -> tuple[object, ...]:
+        rank = plan.ranks[i]
+        share = f"{costs[i].stored_numel / total:.2%}"
+        return (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, share)
+
+    found = []
+    for _, members in groupby(range(plan.world_size), key):
+        positions = list(members)
+        i = max(positions, key=lambda each: costs[each].memory.total_bytes)
+        found.append(
+            Row(
+                range(positions[0], positions[-1] + 1),
+                plan.ranks[i].device.kind or "device",
+                plan.ranks[i],
+                costs[i],
+                costs[i].stored_numel / total,
+                timeline.ranks[i].busy_s / timeline.step_time_s,
+            )
+        )
+    return found
+
+
+def wide_console() -> Console:
+    """For tables: a terminal's own width, and enough where the output goes to a file."""
+    console = Console(highlight=False)
+    is_sized = console.is_terminal or "COLUMNS" in os.environ
+    return console if is_sized else Console(highlight=False, width=FILE_COLUMNS)
+
+
+def show_report(report: PlanReport, console: Console) -> None:
+    """Print all of it."""
+    for line in _heading(report):
+        console.print(line, markup=False)
+    console.print(_devices_table(report))
+    for line in _result(report):
+        console.print(line, markup=False)
+    if report.alternatives:
+        console.print(_alternatives_table(report))
+    if report.explanation is not None:
+        for line in limit_lines(report.explanation):
+            console.print(line, markup=False)
+        console.print(_gains_table(report.explanation, report.gain_unit))
+
+
+def _heading(report: PlanReport) -> Iterator[str]:
+    inputs, plan = report.inputs, report.solution.plan
+    workload, cluster = inputs.workload, inputs.cluster
+    kinds = len({device.kind for device in cluster.devices})
+    tokens = workload.tokens_per_sample
+    yield (
+        f"{inputs.name}: {workload.numel:,} parameters in {len(workload.units)} units, "
+        f"{workload.param_dtype}; {cluster.world_size} devices of {kinds} "
+        f"{'kind' if kinds == 1 else 'kinds'}; a step is {plan.global_batch_size:,} samples"
+        + (f" of {tokens:,} tokens" if tokens > 1 else "")
+    )
+    yield source_line(inputs)
+    if report.note:
+        yield report.note
+
+
+def source_line(inputs: Inputs) -> str:
+    """Whether figures were measured, as far as the profile knows."""
+    sources = {device.source for device in inputs.profile.devices}
+    sources.add(inputs.profile.collectives.source)
+    if Source.DERIVED in sources:
+        return f"Times are {inputs.profile.note}; they were not measured."
+    return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
+
+
+def microbatches(sizes: Sequence[int]) -> str:
+    """``3 x 8 + 1 x 4``."""
+    parts = [(size, len(list(each))) for size, each in groupby(sizes)]
+    return " + ".join(f"{number} x {size}" for size, number in parts) or "-"
+
+
+def recomputed(rank: RankPlan) -> str:
+    """What is recomputed, in a word where possible."""
+    if not rank.microbatch_sizes or not rank.recomputed_units:
+        return "-"
+    if rank.recomputed_units == EVERY_UNIT:
+        return "all"
+    return ", ".join(pattern.removesuffix(".*") for pattern in rank.recomputed_units)
+
+
+def _devices_table(report: PlanReport) -> Table:
+    table = Table(box=box.ASCII)
+    table.add_column("device")
+    for column in ("microbatches", "recomputes", "share", "memory", "busy"):
+        table.add_column(column, justify="right")
+    for row in rows(report):
+        used = row.cost.memory.total_bytes / GIB
+        budget = row.cost.memory_budget_bytes / GIB
+        table.add_row(
+            row.label,
+            microbatches(row.rank.microbatch_sizes),
+            recomputed(row.rank),
+            f"{row.share:.2%}",
+            f"{used:.1f} of {budget:.1f} GiB",
+            f"{row.busy:.0%}",
+        )
+    return table
+
+
+def duration(seconds: float) -> str:
+    """With the unit that fits."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def _result(report: PlanReport) -> Iterator[str]:
+    solution, workload = report.solution, report.inputs.workload
+    tokens_per_s = solution.samples_per_s * workload.tokens_per_sample
+    yield (
+        f"predicted step {duration(solution.predicted.step_time_s)} (simulated "
+        f"{duration(report.timeline.step_time_s)}): {solution.samples_per_s:,.4g} samples/s"
+        + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
+    )
+    if not report.note:
+        yield f"No plan is predicted to be more than {solution.relative_gap:.2%} faster."
+
+
+def _alternatives_table(report: PlanReport) -> Table:
+    ours = report.solution.predicted.step_time_s
+    batch = report.solution.plan.global_batch_size
+    title = f"Beside it{report.comparison_note}"
+    table = Table(box=box.ASCII, title=title, title_justify="left")
+    table.add_column("plan")
+    for column in ("step", "samples/s", "this plan is"):
+        table.add_column(column, justify="right")
+    for each in report.alternatives:
+        if each.step_time_s is None:
+            table.add_row(each.name, each.reason, "-", "-")
+        else:
+            seconds = each.step_time_s
+            speed = f"{batch / seconds:.4g}"
+            faster = f"{seconds / ours:.2f} x as fast"
+            table.add_row(each.name, duration(seconds), speed, faster)
+    return table
+
+
+def limit_lines(explanation: Explanation) -> Iterator[str]:
+    """What limits the plan, in words."""
+    total = explanation.links_s + explanation.compute_s + explanation.optimizer_s
+    yield (
+        f"Of the step {explanation.compute_s / total:.0%} go at the pace of computing devices, "
+        f"{explanation.links_s / total:.0%} at that of links, "
+        f"{explanation.optimizer_s / total:.0%} at that of optimizers."
+    )
+    limit = explanation.limit
+    if limit is None:
+        yield "A tenth more of compute, memory or links would change next to nothing."
+        return
+    slowest, fullest = ", ".join(explanation.slowest_kinds), explanation.fullest_kinds
+    of_what = {
+        Resource.COMPUTE: f"compute; the longest on {slowest}",
+        Resource.MEMORY: f"memory; full on {', '.join(fullest)}" if fullest else "memory",
+        Resource.LINKS: "links, whatever devices compute",
+        Resource.DEVICES: "the number of devices",
+    }[limit.resource]
+    yield f"What limits it most: {of_what}."
+
+
+def _gains_table(explanation: Explanation, unit: str) -> Table:
+    table = Table(box=box.ASCII, title="What more would give", title_justify="left")
+    for column in ("of", "more"):
+        table.add_column(column)
+    for column in (unit, "gain"):
+        table.add_column(column, justify="right")
+    for gain in explanation.gains:
+        table.add_row(_subject(gain), gain.amount, f"{gain.value:,.4g}", _relative(gain))
+    return table
+
+
+def _subject(gain: Gain) -> str:
+    if gain.device_kind is None:
+        return f"all {gain.resource.value}"
+    if gain.resource is Resource.DEVICES:
+        return gain.device_kind
+    return f"{gain.resource.value} of {gain.device_kind}"
+
+
+def _relative(gain: Gain) -> str:
+    return f"{gain.relative:+.1%}" if gain.relative > NEGLIGIBLE else "-"

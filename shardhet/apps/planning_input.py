@@ -1,0 +1,207 @@
+"""From a command line to what ``shardhet plan`` and ``shardhet simulate`` are told.
+
+Hydra's composition without its application: nothing is written but what is asked for.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardhet.apps.train_help import choices_by_group
+from shardhet.cluster import Cluster
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import VERSION_BASE, conf_dir, hints, register_schemas, to_checked
+from shardhet.config.planning import Inputs, InputsConf, LimitConf
+
+DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
+LIMITS = "limits."
+FILE_SUFFIXES = (".yaml", ".yml", ".json")
+Conf = TypeVar("Conf", bound=InputsConf)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A command line, taken apart."""
+
+    overrides: tuple[str, ...]
+    files: tuple[str, ...]  # what is no key=value
+    config_dir: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What tells one command from another."""
+
+    command: str  # "shardhet plan"
+    config_name: str
+    usage: str
+    num_files: int = 0  # arguments that are no key=value
+
+
+def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
+    """The command line; None where it only asked for help or for the configuration."""
+    parser = argparse.ArgumentParser(prog=door.command, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("rest", nargs="*")
+    given = parser.parse_intermixed_args(list(arguments))
+    overrides = tuple(_spelled_out(each) for each in given.rest if "=" in each)
+    files = tuple(each for each in given.rest if "=" not in each)
+    if given.config_dir is not None and not given.config_dir.is_dir():
+        parser.error(f"--config-dir: {str(given.config_dir)!r} is no folder.")
+    request = Request(overrides, files, given.config_dir)
+    register_schemas()
+    if given.help:
+        show_help(door, request, Console(highlight=False))
+        return None
+    if given.cfg:
+        cfg, _ = composed(door, request)
+        Console(highlight=False, soft_wrap=True).print(OmegaConf.to_yaml(cfg), markup=False)
+        return None
+    if len(files) != door.num_files:
+        parser.error(f"{len(files)} files given, but:\n{door.usage}")
+    return request
+
+
+def _spelled_out(override: str) -> str:
+    """Short forms as hydra wants them."""
+    key, _, value = override.partition("=")
+    if key == "cluster" and value.endswith(FILE_SUFFIXES):
+        return f"cluster_file={value}"
+    if key == "cluster" and (conf_dir() / "cluster" / DESCRIBED / f"{value}.yaml").is_file():
+        return f"cluster={DESCRIBED}/{value}"
+    return override
+
+
+def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
+    """The configuration and which file of each group was chosen; SystemExit with the mend."""
+    overrides = [each for each in request.overrides if not each.startswith(LIMITS)]
+    if request.config_dir is not None:
+        overrides.append(f"hydra.searchpath=[file://{request.config_dir.resolve()}]")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        try:
+            cfg = compose(door.config_name, overrides, return_hydra_config=True)
+            _set_limits(cfg, [each for each in request.overrides if each.startswith(LIMITS)])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _refusal(door, request, error) from None
+    choices = dict(cfg.hydra.runtime.choices)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, {str(group): str(choice) for group, choice in choices.items()}
+
+
+def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """``limits.0.memory_gib=8``: hydra itself would refuse a key that is not there yet."""
+    for override in overrides:
+        _, _, key = override.partition(".")
+        name, _, assignment = key.partition(".")
+        parsed = OverridesParser.create().parse_override(assignment)
+        with open_dict(cfg):
+            if name not in cfg.limits:
+                cfg.limits[name] = OmegaConf.structured(LimitConf)
+        if parsed.key_or_group not in cfg.limits[name]:
+            known = ", ".join(cfg.limits[name])
+            raise ConfigError(
+                f"limits.{name}.{parsed.key_or_group}: no such key; a limit has {known}."
+            )
+        cfg.limits[name][parsed.key_or_group] = parsed.value()
+
+
+def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
+    """What is wrong, with the keys or the choices that there are."""
+    plain = [each for each in request.overrides if not each.startswith(LIMITS)]
+    mends = hints(plain, door.config_name)
+    if any(each.startswith("limits=") for each in plain):
+        mends.append("limits: write one key after the other, as in limits.0.memory_gib=8.")
+    if any(each.startswith("cluster=") for each in plain) and not mends:
+        mends.append(f"cluster: choose one of {', '.join(_descriptions())}, or a file.")
+    reasons = [str(error).splitlines()[0]]
+    if error.__cause__ is not None:
+        reasons.append(str(error.__cause__).splitlines()[0])
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        "\n".join([*reasons, *mends]), markup=False
+    )
+    return SystemExit(2)
+
+
+def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs]:
+    """The checked configuration and what it names; ConfigError with the mend."""
+    cfg, choices = composed(door, request)
+    _refuse_ignored(request, cfg)
+    conf = to_checked(cfg, schema)
+
+    def described() -> Cluster:
+        choice = choices["cluster"]
+        document: Any = OmegaConf.to_container(cfg.cluster)
+        if "nodes" not in document:
+            listed = ", ".join(_descriptions())
+            raise ConfigError(
+                f"cluster: {choice} describes no hardware. Choose one of {listed}, or give a "
+                "file: cluster=my_cluster.yaml."
+            )
+        folders = [folder / "cluster" for folder in (request.config_dir, conf_dir()) if folder]
+        paths = [folder / f"{choice}.yaml" for folder in folders]
+        path = next(path for path in paths if path.is_file())
+        return Cluster.from_description(
+            document, source=f"cluster={choice}", folder=path.parent
+        )
+
+    return conf, conf.load(described, choices["model"])
+
+
+def _refuse_ignored(request: Request, cfg: DictConfig) -> None:
+    """Refuse what measured files or a cluster's own file would silently replace."""
+    hardware, numbers = ("cluster", "cluster_file"), ("compute_fraction", "link_fraction")
+    samples = ("model", "vocab_size", "seq_len", "precision")
+    replaced_by = {
+        "cluster_file": hardware[:1],
+        "measured": (*hardware, *samples, *numbers),
+    }
+    for key, replaced in replaced_by.items():
+        if cfg[key] is None:
+            continue
+        for override in request.overrides:
+            name = override.lstrip("+").partition("=")[0]
+            if name.partition(".")[0] in replaced:
+                raise ConfigError(f"{name}: it has no effect beside {key}. Drop one of them.")
+
+
+def _descriptions() -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / "cluster" / DESCRIBED).glob("*.yaml"))
+
+
+def show_help(door: Door, request: Request, console: Console) -> None:
+    """How the command is used, what there is to choose from, and all keys with values."""
+    console.print(door.usage, markup=False)
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    groups = {
+        "cluster": choices_by_group(conf_dir() / "cluster")[DESCRIBED],
+        "model": choices_by_group(conf_dir())["model"],
+    }
+    for group, choices in groups.items():
+        for i, (choice, purpose) in enumerate(choices.items()):
+            table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
+    console.print("\nChoose one of each group:\n")
+    console.print(table)
+    console.print("\nChange any value. The values now:\n")
+    cfg, _ = composed(door, request)
+    for key in ("cluster", "model"):
+        console.print(f"  {key}: ...   (--cfg job shows it)", markup=False)
+        del cfg[key]
+    text = OmegaConf.to_yaml(cfg)
+    console.print("".join(f"  {line}\n" for line in text.splitlines()), markup=False)
+    console.print("--config-dir DIR   your own files, laid out like conf/, searched first")

@@ -1,0 +1,122 @@
+"""``shardhet simulate``: one step of a plan, event by event, on hardware that need not be here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardhet.apps.plan import check_picture
+from shardhet.apps.plan_report import Row, duration, rows_of, source_line, wide_console
+from shardhet.apps.planning_input import Door, load, read_request
+from shardhet.config.checks import ConfigError
+from shardhet.config.planning import Inputs, SimulateConf
+from shardhet.cost import CostModel
+from shardhet.plan import Plan
+from shardhet.simulator import simulate
+from shardhet.timeline import Timeline
+
+DOOR = Door(
+    command="shardhet simulate",
+    config_name="simulate",
+    usage="""\
+shardhet simulate PLAN key=value ...
+
+  shardhet simulate plan.json cluster=two_regions_128 model=llama_7b
+  shardhet simulate plan.json measured=FOLDER trace=trace.json picture=step.png
+
+Cluster and model are those that the plan was made for. A trace opens in Perfetto.""",
+    num_files=1,
+)
+GIB = 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate and show; ends with 2 where the input is wrong."""
+    request = read_request(DOOR, arguments or [])
+    if request is None:
+        return
+    try:
+        conf, inputs = load(DOOR, request, SimulateConf)
+        plan = _load_plan(request.files[0])
+        _check_outputs(conf)
+        predicted = CostModel(inputs.cluster, inputs.workload, inputs.profile).predict(plan)
+        timeline = simulate(plan, inputs.cluster, inputs.workload, inputs.profile)
+    except ValueError as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"{error}\nNothing was simulated.", markup=False)
+        raise SystemExit(2) from None
+    found = rows_of(plan, predicted, timeline)
+    console = wide_console()
+    _show(inputs, plan, timeline, found, console)
+    _write(conf, inputs, timeline, found, console)
+
+
+def _load_plan(path: str) -> Plan:
+    if not Path(path).is_file():
+        raise ConfigError(f"{path!r} is no file. Give the plan.json of shardhet plan.")
+    return Plan.load(path)
+
+
+def _check_outputs(conf: SimulateConf) -> None:
+    for key in ("trace", "picture"):
+        path = getattr(conf, key)
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(
+                f"{key}: the folder of {path!r} is not there. Make it, or give another."
+            )
+    if conf.picture is not None:
+        check_picture(conf.picture)
+
+
+def _show(
+    inputs: Inputs, plan: Plan, timeline: Timeline, found: Sequence[Row], console: Console
+) -> None:
+    step_s = timeline.step_time_s
+    samples_per_s = plan.global_batch_size / step_s
+    console.print(
+        f"{inputs.name} on {plan.world_size} devices: a step of {plan.global_batch_size:,} "
+        f"samples takes {duration(step_s)}, {samples_per_s:,.4g} samples/s",
+        markup=False,
+    )
+    console.print(source_line(inputs), markup=False)
+    table = Table(box=box.ASCII)
+    table.add_column("device")
+    for column in ("busy", "waits", "of it for links", "memory peak", "budget"):
+        table.add_column(column, justify="right")
+    for row in found:
+        first = row.positions[0]
+        rank = timeline.ranks[first]
+        table.add_row(
+            row.label,
+            f"{duration(rank.busy_s)} {rank.busy_s / step_s:.0%}",
+            f"{duration(rank.waiting_s)} {rank.waiting_s / step_s:.0%}",
+            duration(timeline.exposed_comm_s(first)),
+            f"{max(timeline.ranks[i].peak_bytes for i in row.positions) / GIB:.1f} GiB",
+            f"{row.cost.memory_budget_bytes / GIB:.1f} GiB",
+        )
+    console.print(table)
+    sent_s = sum(event.seconds for event in timeline.collectives)
+    console.print(
+        f"Links are in use for {duration(sent_s)}, {sent_s / step_s:.0%} of the step."
+    )
+
+
+def _write(
+    conf: SimulateConf,
+    inputs: Inputs,
+    timeline: Timeline,
+    found: Sequence[Row],
+    console: Console,
+) -> None:
+    if conf.trace is not None:
+        timeline.save_chrome_trace(conf.trace)
+        console.print(f"written to {conf.trace}", markup=False, soft_wrap=True)
+    if conf.picture is not None:
+        from shardhet.apps.plan_pictures import lanes
+        from shardhet.plots import draw_timeline
+
+        title = f"one step of {inputs.name}, simulated"
+        draw_timeline(title, lanes(timeline, found), Path(conf.picture))
+        console.print(f"drawn to {conf.picture}", markup=False, soft_wrap=True)

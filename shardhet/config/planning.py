@@ -1,0 +1,250 @@
+"""Schemas of ``shardhet plan`` and ``shardhet simulate``, and the records that they stand for.
+
+Both are told the same of hardware and model: described, with a profile derived from
+specifications, or measured, as three files in one folder.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import MISSING
+
+from shardhet import derive
+from shardhet.cluster import Cluster, DeviceSpec
+from shardhet.config.checks import (
+    ConfigError,
+    check_above,
+    check_at_least,
+    check_fraction,
+    check_is_one_of,
+)
+from shardhet.config.models import ModelConf, SampleShape
+from shardhet.planner.demands import Demands, DeviceLimits
+from shardhet.profiles import Profile
+from shardhet.workload import Workload
+
+OBJECTIVES = ("throughput", "largest_batch", "least_memory")
+LEAST_THROUGHPUT = 0.95  # of the best plan's, where least_memory is told no other
+MEASURED_FILES = ("cluster.json", "workload.json", "profile.json")
+GIB = 2**30
+Record = TypeVar("Record")
+
+
+class PlannedPrecision(Enum):
+    """Number formats of parameters in flight and of compute; state is float32."""
+
+    AUTO = ""  # BF16 where every kind of device has it, else FP32
+    FP32 = "float32"
+    BF16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What is planned for."""
+
+    cluster: Cluster
+    workload: Workload
+    profile: Profile
+    name: str  # of the model, for titles
+
+
+@dataclass(kw_only=True)
+class InputsConf:
+    """Hardware and model, described or measured."""
+
+    cluster: dict[str, Any] = MISSING  # a description; its files are in cluster/described
+    cluster_file: str | None = None  # a description of your own, instead
+    measured: str | None = None  # a folder with cluster.json, workload.json and profile.json
+    model: ModelConf = MISSING
+    vocab_size: int | None = None  # null: the model's usual one
+    seq_len: int | None = None  # tokens of a sample; null: the model's usual ones
+    precision: PlannedPrecision = PlannedPrecision.AUTO
+    compute_fraction: float = derive.COMPUTE_FRACTION  # of peak FLOP/s, in derived profiles
+    link_fraction: float = derive.LINK_FRACTION  # of links' bandwidth, in derived profiles
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "seq_len"):
+            value = getattr(self, key)
+            if value is not None:
+                check_at_least(key, value, 1)
+        for key in ("compute_fraction", "link_fraction"):
+            check_above(key, getattr(self, key), 0)
+            check_fraction(key, getattr(self, key))
+
+    def load(self, described: Callable[[], Cluster], model_name: str) -> Inputs:
+        """Read or derive everything; ConfigError with file, field and mend.
+
+        ``described`` makes the cluster of the group ``cluster``.
+        """
+        if self.measured is not None:
+            return self._load_measured(Path(self.measured))
+        if self.cluster_file is not None:
+            path = Path(self.cluster_file)
+            cluster = _named(lambda: Cluster.load(_file("cluster_file", path)))
+        else:
+            cluster = _named(described)
+        workload = self.model.to_workload(
+            SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
+            param_dtype=self._dtype(cluster),
+        )
+        profile = _named(
+            lambda: derive.derive_profile(
+                cluster,
+                workload,
+                compute_fraction=self.compute_fraction,
+                link_fraction=self.link_fraction,
+            )
+        )
+        return Inputs(cluster=cluster, workload=workload, profile=profile, name=model_name)
+
+    def _load_measured(self, folder: Path) -> Inputs:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"measured: {str(folder)!r} is no folder. Give the one that shardhet measure "
+                f"out=... has written, with {', '.join(MEASURED_FILES)}."
+            )
+        cluster, workload, profile = (_file("measured", folder / n) for n in MEASURED_FILES)
+        return Inputs(
+            cluster=_named(lambda: Cluster.load(cluster)),
+            workload=_named(lambda: Workload.load(workload)),
+            profile=_named(lambda: Profile.load(profile)),
+            name=folder.resolve().name,
+        )
+
+    def _dtype(self, cluster: Cluster) -> str:
+        bf16, fp32 = PlannedPrecision.BF16, PlannedPrecision.FP32
+        described = {kind.kind: dict(kind.peak_flops_per_s) for kind in cluster.kinds}
+        kinds = dict.fromkeys(str(device.kind) for device in cluster.devices)
+        lacking = [kind for kind in kinds if not described.get(kind, {}).get(bf16.value)]
+        if self.precision is bf16 and lacking:
+            raise ConfigError(
+                f"precision: BF16 but it is not described of {', '.join(lacking)}. Say "
+                "precision=FP32, or leave these devices out."
+            )
+        is_bf16 = self.precision is not fp32 and not lacking
+        return (bf16 if is_bf16 else fp32).value
+
+
+@dataclass(kw_only=True)
+class LimitConf:
+    """What is demanded of one device, or of all of a kind."""
+
+    memory_gib: float | None = None  # of it at most so much is used
+    batch: int | None = None  # samples, exactly
+    microbatch: int | None = None  # samples at most
+    share: float | None = None  # of the state at most
+    recompute: bool | None = None  # everything or nothing
+
+    def to_record(self, key: str) -> DeviceLimits:
+        """The limits; ``key`` is what the configuration calls them."""
+        for name, least in (("batch", 0), ("microbatch", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                check_at_least(f"{key}.{name}", value, least)
+        if self.memory_gib is not None:
+            check_above(f"{key}.memory_gib", self.memory_gib, 0)
+        if self.share is not None:
+            check_fraction(f"{key}.share", self.share)
+        return DeviceLimits(
+            memory_budget_bytes=None if self.memory_gib is None else int(self.memory_gib * GIB),
+            rank_batch_size=self.batch,
+            max_microbatch_size=self.microbatch,
+            max_state_share=self.share,
+            recomputes=self.recompute,
+        )
+
+
+@dataclass(kw_only=True)
+class PlannerConf(InputsConf):
+    """All that ``shardhet plan`` is told."""
+
+    global_batch_size: int = 64
+    objective: str = OBJECTIVES[0]
+    min_samples_per_s: float | None = None  # for least_memory; null: 95 % of the best plan's
+    limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
+    equal: list[list[int]] = field(default_factory=list)  # positions that do the same
+    max_microbatch_size: int | None = None
+    explain: bool = True  # what limits the plan, and what more of each resource would give
+    baselines: bool = True
+    out: str | None = None  # the plan, as JSON
+    picture: str | None = None  # needs matplotlib
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("global_batch_size", self.global_batch_size, 1)
+        check_is_one_of("objective", self.objective, OBJECTIVES)
+        if self.max_microbatch_size is not None:
+            check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
+        if self.min_samples_per_s is not None:
+            check_above("min_samples_per_s", self.min_samples_per_s, 0)
+            if self.objective != "least_memory":
+                raise ConfigError(
+                    f"min_samples_per_s: {self.min_samples_per_s} but only "
+                    "objective=least_memory asks for it. Drop one of them."
+                )
+
+    def to_demands(self, devices: Sequence[DeviceSpec]) -> Demands:
+        """The demands on these devices; ConfigError where a limit is for none of them."""
+        limits: dict[int, DeviceLimits] = {}
+        for key, limit in self.limits.items():
+            record = limit.to_record(f"limits.{key}")
+            for position in _positions(key, devices):
+                if position in limits:
+                    raise ConfigError(
+                        f"limits.{key}: device {position} ({devices[position]}) is limited "
+                        "by another key too. Put its limits under one key."
+                    )
+                limits[position] = record
+        return _named(lambda: _checked(limits, self, len(devices)))
+
+
+@dataclass(kw_only=True)
+class SimulateConf(InputsConf):
+    """All that ``shardhet simulate`` is told besides the plan."""
+
+    trace: str | None = None  # for Perfetto
+    picture: str | None = None  # needs matplotlib
+
+
+def _positions(key: str, devices: Sequence[DeviceSpec]) -> list[int]:
+    """Devices that a key of ``limits`` names: a position, or a pattern of their kind."""
+    if key.isdigit() and int(key) < len(devices):
+        return [int(key)]
+    named = [i for i, each in enumerate(devices) if fnmatchcase(each.kind or "", key)]
+    if not named:
+        kinds = ", ".join(dict.fromkeys(str(each.kind) for each in devices))
+        raise ConfigError(
+            f"limits.{key}: no such device. Give a position from 0 to {len(devices) - 1}, or a "
+            f"kind or pattern of it: {kinds}."
+        )
+    return named
+
+
+def _checked(limits: Mapping[int, DeviceLimits], conf: PlannerConf, world_size: int) -> Demands:
+    demands = Demands(
+        limits=limits,
+        equal=tuple(map(tuple, conf.equal)),
+        max_microbatch_size=conf.max_microbatch_size,
+    )
+    demands.check(world_size)
+    return demands
+
+
+def _file(key: str, path: Path) -> Path:
+    if not path.is_file():
+        raise ConfigError(f"{key}: {str(path)!r} is no file. Give one that is there.")
+    return path
+
+
+def _named(make: Callable[[], Record]) -> Record:
+    """The record, or what is wrong with it as an error of the configuration."""
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,251 @@
+"""What limits a plan, and what more of each resource would give: by planning again.
+
+A gain is what the best plan of a slightly larger cluster reaches, so it counts everything
+that a plan may change, and it is 0 for what does not limit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shardhet.cluster import Cluster, DeviceSpec
+from shardhet.planner.demands import Demands
+from shardhet.planner.solution import PlanError, PlanSolution
+from shardhet.profiles import (
+    CollectivePoint,
+    Collectives,
+    ComputePoint,
+    DeviceProfile,
+    Profile,
+    Timing,
+)
+
+MORE = 0.1  # of compute, memory or links
+NEGLIGIBLE = 1e-3  # a relative gain below it is none
+SLOWEST_MARGIN = 0.02  # devices this close to the slowest set the pace with it
+GIB = 2**30
+
+
+class Resource(Enum):
+    """What there may be more of."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    LINKS = "links"
+    DEVICES = "devices"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Everything that a planner is given, but for what it is asked for."""
+
+    cluster: Cluster
+    profile: Profile
+    demands: Demands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What more of one resource would give."""
+
+    resource: Resource
+    device_kind: str | None  # None: of all devices, or of the links
+    amount: str  # "10 % faster", "1 GiB more each"
+    value: float  # of the objective with it
+    relative: float  # of the objective; 0.1 is a tenth better
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What limits a plan."""
+
+    gains: tuple[Gain, ...]
+    slowest_kinds: tuple[str, ...]  # whose compute is longest
+    fullest_kinds: tuple[str, ...]  # that have next to no memory left
+    links_s: float  # of the step in which what is sent sets the pace
+    compute_s: float  # of the step in which a device's compute sets the pace
+    optimizer_s: float
+
+    @property
+    def limit(self) -> Gain | None:
+        """The gain by a tenth more of everything of one sort that is largest, if any is."""
+        overall = [g for g in self.gains if g.device_kind is None and g.relative > NEGLIGIBLE]
+        return max(overall, key=lambda gain: gain.relative, default=None)
+
+
+Objective = Callable[[Situation], float]  # larger is better; PlanError where nothing fits
+
+
+def explain(
+    solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
+) -> Explanation:
+    """Why the plan is no better; ``value`` is what ``objective`` gives for the situation."""
+    predicted = solution.predicted
+    paced_by_links_s = sum(turn.seconds for turn in predicted.turns if turn.is_paced_by_links)
+    return Explanation(
+        gains=tuple(
+            Gain(
+                resource=resource,
+                device_kind=kind,
+                amount=amount,
+                value=reached,
+                relative=max(0.0, reached / value - 1),
+            )
+            for resource, kind, amount, more in larger_situations(situation)
+            for reached in [_reached(objective, more, value)]
+        ),
+        slowest_kinds=_slowest_kinds(solution, situation.cluster),
+        fullest_kinds=_fullest_kinds(solution, situation.cluster),
+        links_s=paced_by_links_s + predicted.exposed_comm_s,
+        compute_s=predicted.forward_s + predicted.backward_s - paced_by_links_s,
+        optimizer_s=predicted.optimizer_s,
+    )
+
+
+def _reached(objective: Objective, situation: Situation, value: float) -> float:
+    """What the larger situation gives; never less than the smaller one, which it contains."""
+    try:
+        return max(value, objective(situation))
+    except PlanError:
+        return value
+
+
+Larger = tuple[Resource, str | None, str, Situation]
+
+
+def larger_situations(situation: Situation) -> list[Larger]:
+    """A tenth more of everything of one sort, then a little more of every kind of device."""
+    cluster, profile = situation.cluster, situation.profile
+    kinds = [kind for kind in dict.fromkeys(device.kind for device in cluster.devices) if kind]
+    tenth = f"{MORE:.0%}".replace("%", " %")
+    everyone, of_all = tuple(kinds), frozenset(kinds)
+    larger: list[Larger] = [
+        (Resource.COMPUTE, None, f"{tenth} faster", _faster(situation, of_all)),
+        (
+            Resource.MEMORY,
+            None,
+            f"{tenth} more",
+            _roomier(situation, of_all, None),
+        ),
+    ]
+    if profile.collectives.points and cluster.world_size > 1:
+        links = replace(profile, collectives=_faster_links(profile.collectives))
+        larger.append(
+            (Resource.LINKS, None, f"{tenth} faster", replace(situation, profile=links))
+        )
+    if len(kinds) == 1:
+        kinds = []  # all and each are the same
+    for kind in kinds:
+        one = frozenset({kind})
+        larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(situation, one)))
+        larger.append((Resource.MEMORY, kind, "1 GiB more each", _roomier(situation, one, GIB)))
+    devices = [(Resource.DEVICES, k, "one more", with_another(situation, k)) for k in everyone]
+    return larger + devices
+
+
+def _faster(situation: Situation, kinds: frozenset[str]) -> Situation:
+    devices = tuple(
+        _sped_up(device) if device.device_kind in kinds else device
+        for device in situation.profile.devices
+    )
+    return replace(situation, profile=replace(situation.profile, devices=devices))
+
+
+def _sped_up(device: DeviceProfile) -> DeviceProfile:
+    def point(each: ComputePoint) -> ComputePoint:
+        return replace(each, forward=_shorter(each.forward), backward=_shorter(each.backward))
+
+    return replace(
+        device,
+        optimizer_seconds_per_element=device.optimizer_seconds_per_element / (1 + MORE),
+        units=tuple(
+            replace(unit, points=tuple(map(point, unit.points))) for unit in device.units
+        ),
+    )
+
+
+def _faster_links(collectives: Collectives) -> Collectives:
+    def point(each: CollectivePoint) -> CollectivePoint:
+        return replace(each, gather=_shorter(each.gather), reduce=_shorter(each.reduce))
+
+    return replace(collectives, points=tuple(map(point, collectives.points)))
+
+
+def _shorter(timing: Timing) -> Timing:
+    return Timing.single(timing.median_s / (1 + MORE))
+
+
+def _roomier(situation: Situation, kinds: frozenset[str], extra_bytes: int | None) -> Situation:
+    """More memory for devices of some kinds, caps that are demanded included."""
+    cluster = situation.cluster
+
+    def more(nbytes: int) -> int:
+        return nbytes + extra_bytes if extra_bytes is not None else int(nbytes * (1 + MORE))
+
+    def device(each: DeviceSpec) -> DeviceSpec:
+        capacity = each.memory_capacity_bytes
+        if each.kind not in kinds or capacity is None:
+            return each
+        usable = int(capacity * cluster.usable_memory_fraction)
+        grown = int(more(usable) / cluster.usable_memory_fraction) + 1
+        return replace(each, memory_capacity_bytes=grown)
+
+    nodes = tuple(
+        replace(node, devices=tuple(map(device, node.devices))) for node in cluster.nodes
+    )
+    limits = dict(situation.demands.limits)
+    for position, stated in limits.items():
+        budget = stated.memory_budget_bytes
+        if budget is not None and cluster.devices[position].kind in kinds:
+            limits[position] = replace(stated, memory_budget_bytes=more(budget))
+    return replace(
+        situation,
+        cluster=replace(cluster, nodes=nodes),
+        demands=replace(situation.demands, limits=limits),
+    )
+
+
+def with_another(situation: Situation, kind: str) -> Situation:
+    """One more device of a kind, beside the last there is; collectives stay as they are."""
+    cluster, demands = situation.cluster, situation.demands
+    last = max(i for i, device in enumerate(cluster.devices) if device.kind == kind)
+    nodes, first = [], 0
+    for node in cluster.nodes:
+        devices = node.devices
+        if first <= last < first + len(devices):
+            inside = last - first + 1
+            devices = (*devices[:inside], devices[inside - 1], *devices[inside:])
+        nodes.append(replace(node, devices=devices))
+        first += len(node.devices)
+
+    def moved(position: int) -> int:
+        return position + (position > last)
+
+    return replace(
+        situation,
+        cluster=replace(cluster, nodes=tuple(nodes)),
+        demands=replace(
+            demands,
+            limits={moved(position): each for position, each in demands.limits.items()},
+            equal=tuple(tuple(map(moved, each)) for each in demands.equal),
+        ),
+    )
+
+
+def _slowest_kinds(solution: PlanSolution, cluster: Cluster) -> tuple[str, ...]:
+    compute_s = [rank.forward_s + rank.backward_s for rank in solution.predicted.ranks]
+    slowest_s = max(compute_s) * (1 - SLOWEST_MARGIN)
+    return _kinds(cluster, [i for i, seconds in enumerate(compute_s) if seconds >= slowest_s])
+
+
+def _fullest_kinds(solution: PlanSolution, cluster: Cluster) -> tuple[str, ...]:
+    full = [
+        i
+        for i, rank in enumerate(solution.predicted.ranks)
+        if rank.memory.total_bytes >= (1 - SLOWEST_MARGIN) * rank.memory_budget_bytes
+    ]
+    return _kinds(cluster, full)
+
+
+def _kinds(cluster: Cluster, positions: list[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(cluster.devices[i].kind or "device" for i in positions))
