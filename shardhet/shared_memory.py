@@ -9,6 +9,8 @@ two numbers to the peer, where it begins and how long it is.
 import ctypes
 import mmap
 import os
+import resource
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,31 +38,46 @@ class Arena:
         self._map = mmap.mmap(self.fd, self.nbytes, flags=MAP_FLAGS)
         self.base = _address(self._map)
         self._free = [Span(0, self.nbytes)]  # ascending, never adjacent
-        self._given_back: deque[Span] = deque()  # by whichever thread let go of them last
+        # By whichever thread let go of them last, with what they were charged.
+        self._given_back: deque[tuple[Span, int]] = deque()
+        self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], arbitrary content; its memory is given back when its last view is gone."""
+        """[numel], arbitrary content; its memory is given back when its last view is gone.
+
+        Raises ``MemoryError`` where it does not fit, or not below the limit that is set to the
+        data of this process.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        with self._lock:
+            return self._cut(numel, dtype)
+
+    def _cut(self, numel: int, dtype: torch.dtype) -> Tensor:
         while self._given_back:
-            self._insert(self._given_back.popleft())
+            freed, charged_bytes = self._given_back.popleft()
+            self._insert(freed)
+            _move_data_limit(charged_bytes)
         nbytes = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
         hole = next((span for span in self._free if span.numel >= nbytes), None)
         if hole is None:
             raise MemoryError(f"the shared arena has no {nbytes} bytes left in one piece")
+        charged_bytes = _move_data_limit(-nbytes)
         self._free[self._free.index(hole)] = Span(hole.start + nbytes, hole.stop)
         span = Span(hole.start, hole.start + nbytes)
         block = (ctypes.c_char * nbytes).from_address(self.base + span.start)
-        finalize(block, self._give_back, span).atexit = False
-        return torch.frombuffer(block, dtype=dtype, count=numel) if numel else _nothing(dtype)
+        finalize(block, self._give_back, span, charged_bytes).atexit = False
+        return torch.frombuffer(block, dtype=dtype, count=numel)
 
     def place_of(self, tensor: Tensor) -> int | None:
         """Where in the arena it begins; None where it lies elsewhere."""
         offset = tensor.data_ptr() - self.base
         return offset if 0 <= offset < self.nbytes else None
 
-    def _give_back(self, span: Span) -> None:
+    def _give_back(self, span: Span, charged_bytes: int) -> None:
         # May run at any moment, also inside of empty(): so only what cannot be disturbed.
         self._map.madvise(mmap.MADV_REMOVE, span.start, span.numel)
-        self._given_back.append(span)
+        self._given_back.append((span, charged_bytes))
 
     def _insert(self, freed: Span) -> None:
         spans = sorted([*self._free, freed], key=lambda span: span.start)
@@ -135,5 +152,18 @@ def _address(mapped: mmap.mmap) -> int:
     return int(np.frombuffer(mapped, dtype=np.uint8, count=1).ctypes.data)
 
 
-def _nothing(dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype)
+def _move_data_limit(nbytes: int) -> int:
+    """Raise or lower the limit to this process's data, if there is one; by how much it fell.
+
+    The system does not count shared memory as data (setrlimit(2), RLIMIT_DATA), but to who
+    has set a limit the parameters are data, wherever they lie.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY or not nbytes:
+        return 0
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    used = next(line for line in status.splitlines() if line.startswith("VmData:"))
+    if soft + nbytes < int(used.split()[1]) * 1024:
+        raise MemoryError(f"can't allocate memory: {-nbytes} bytes are beyond the limit")
+    resource.setrlimit(resource.RLIMIT_DATA, (soft + nbytes, hard))
+    return max(0, -nbytes)

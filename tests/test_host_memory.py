@@ -1,6 +1,7 @@
 """Reading each other's memory gives what messages give, and fails as they do."""
 
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -199,6 +200,28 @@ def test_tensors_of_an_arena_never_overlap() -> None:
     del tensor
     alive.clear()
     assert arena.empty(arena.nbytes // 8, torch.int64).numel() == arena.nbytes // 8
+
+
+def allocate_below_a_limit(rank: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    arena = Arena()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    used = int(status.partition("VmData:")[2].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * 2**20, hard))
+    try:
+        for _ in range(5):  # what is given back may be had again
+            kept = arena.empty(40 * 2**20, torch.uint8)
+            with pytest.raises(MemoryError, match="beyond the limit"):
+                arena.empty(40 * 2**20, torch.uint8)
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                torch.empty(40 * 2**20, dtype=torch.uint8)
+            del kept
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_a_limit_to_a_processs_data_holds_for_the_arena_too() -> None:
+    run_ranks(allocate_below_a_limit, 1)
 
 
 def main() -> None:

@@ -9,7 +9,12 @@ changes how bash splits words everywhere.
 from collections.abc import Iterable, Sequence
 
 FLAGS = ("-sc", "--shell-completion")
-CONFIGURED_COMMANDS = ("train",)  # those that hydra composes a configuration for
+CONFIGURED_COMMANDS = (
+    "train",
+    "measure",
+    "plan",
+    "simulate",
+)  # those that hydra composes a configuration for
 
 _INSTALL = """\
 _shardhet_complete()

@@ -92,19 +92,19 @@ class Outcome:
         )
 
     def table(self, plan: Plan, prediction: Prediction) -> Table:
-        """Per device, predicted and measured."""
+        """Per device, measured and predicted."""
         table = Table(box=box.ASCII)
         table.add_column("device", no_wrap=True)
-        for name in ("busy, predicted", "measured", "memory, predicted", "measured"):
+        for name in ("busy", "predicted", "peak memory", "predicted"):
             table.add_column(name, justify="right", no_wrap=True)
         for i, rank in enumerate(plan.ranks):
             busy = [uses[i].busy_share for uses in self._looks[1:] or self._looks]
             peak_bytes = self._looks[-1][i].peak_memory_bytes
             table.add_row(
                 f"{i} {rank.device.kind or 'device'}",
-                f"{prediction.busy_shares[i]:.0%}",
                 f"{sum(busy) / len(busy):.0%}",
-                f"{prediction.memory_bytes[i] / MIB:.0f} MiB",
+                f"{prediction.busy_shares[i]:.0%}",
                 f"{peak_bytes / MIB:.0f} MiB",
+                f"{prediction.memory_bytes[i] / MIB:.0f} MiB",
             )
         return table

@@ -50,6 +50,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def model_path(self) -> Path:
+        """The trained model, if the configuration asks for it."""
+        return self.path / "model.safetensors"
+
+    @property
     def trace_dir(self) -> Path:
         return self.path / "traces"
 

@@ -1,4 +1,4 @@
-"""``shardhet simulate``: one step of a plan, event by event, on hardware that need not be here."""
+"""``shardhet simulate``: one step of a plan, event by event, on hardware that is described."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -19,6 +19,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from safetensors.torch import save_file
 
 from shardhet import DeviceSpec, HetFSDP
 from shardhet.apps.crash import Failure
@@ -157,7 +158,7 @@ class Run:
         ]
         self._prediction: Prediction | None = None
         if isinstance(conf.plan, FilePlanConf) and conf.plan.measured:
-            self._prediction = Prediction.of(self._model.plan, conf.plan.measured)
+            self._prediction = Prediction.of(plan, conf.plan.measured)
         self._outcome = Outcome()
         self._loggers: list[MetricsLogger] = []
         self._tracer: Tracer | None = None
@@ -183,6 +184,8 @@ class Run:
                 self.take_step(step, display)
         for each in self._loggers:
             each.close()
+        if self._conf.save_model:
+            save_whole(self._model, self._folder.model_path)
         if self._prediction is not None:
             console.print(self._outcome.beside(self._prediction), soft_wrap=True)
             console.print(self._outcome.table(self._model.plan, self._prediction))
@@ -298,6 +301,14 @@ class Run:
         log_all(self._loggers, step, values)
         if self.is_rank_zero:
             display.show_score(step, name, score, self._task.baselines)
+
+
+def save_whole(model: HetFSDP, path: Path) -> None:
+    """Write the whole model under its own names; rank zero holds it meanwhile.  Collective."""
+    tensors = model.state_dict()
+    if tensors:
+        # Tied parameters stand under each of their names; the format wants no shared memory.
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
 
 
 def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:

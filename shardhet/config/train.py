@@ -63,6 +63,7 @@ class TrainConf:
     log_every: int = 10  # steps between two lines, and two looks at the devices
     eval_every: int = 0  # steps between two evaluations; 0 is only at the end
     num_sampled_tokens: int = 0  # of text at the end
+    save_model: bool = False  # whole, at the end, as model.safetensors in the run folder
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
     model: ModelConf = MISSING
