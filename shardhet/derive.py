@@ -23,7 +23,7 @@ from shardhet.workload import UnitKind, Workload
 COMPUTE_FRACTION = 0.5  # of the peak that matrix products of training reach (PaLM: 0.46-0.58)
 MEMORY_FRACTION = 0.8  # of the memory's bandwidth that streaming kernels reach
 # Point-to-point figures overstate a ring on PCIe hosts 2.7 times (measured on Cephalo's host).
-LINK_FRACTION = 1 / 2.7
+LINK_FRACTION = 0.37
 OVERLAP_SLOWDOWN = 1.126  # compute beside collectives, Cephalo's published coefficient
 LAUNCH_S = 1e-5  # per kernel
 KERNELS_PER_UNIT = 20  # of a transformer block, forward

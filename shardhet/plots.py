@@ -67,9 +67,8 @@ def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path
     drawing = plt.figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
     drawing.suptitle(title)
     above, below = drawing.subfigures(2, 1, height_ratios=heights)
-    batch_axes, share_axes, memory_axes = above.subplots(
-        1, 3, sharey=True, width_ratios=[1, 1, 2]
-    )
+    panels = above.subplots(1, 3, sharey=True, width_ratios=[1, 1, 2])
+    batch_axes, share_axes, memory_axes = panels
     labels = [bar.label for bar in bars]
     batch_axes.barh(labels, [bar.num_samples for bar in bars])
     batch_axes.set_xlabel("samples, each")
@@ -111,10 +110,10 @@ def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
 
 def draw_lines(
     lines: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
     *,
     x_label: str,
     y_label: str,
-    path: Path,
 ) -> None:
     """Named lines of points, both axes logarithmic."""
     plt = _pyplot()
@@ -140,7 +139,7 @@ def _draw_memory(axes: Any, bars: Sequence[DeviceBar]) -> None:
     budgets = [bar.budget_gib for bar in bars]
     axes.plot(budgets, range(len(bars)), "k|", markersize=14, label="budget")
     axes.set_xlabel("GiB, each")
-    axes.legend(fontsize="x-small", ncols=2)
+    axes.legend(fontsize="x-small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _draw_lanes(axes: Any, lanes: Sequence[Lane]) -> None:

@@ -1,6 +1,7 @@
 """What every rank does and holds over one step, as a record and as a Chrome trace."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -96,13 +97,11 @@ class Timeline:
         The rest of its waiting is for ranks that are slower.
         """
         waits = [e for e in self.ranks[position].events if e.work in WAITING]
-        seconds, first = 0.0, 0
-        for wait in waits:  # both are in order of time, and neither overlaps itself
-            while (
-                first < len(self.collectives) and self.collectives[first].end_s <= wait.start_s
-            ):
-                first += 1
-            for sent in self.collectives[first:]:
+        # Both are in order of time, and neither overlaps itself.
+        ends_s = [sent.end_s for sent in self.collectives]
+        seconds = 0.0
+        for wait in waits:
+            for sent in self.collectives[bisect_right(ends_s, wait.start_s) :]:
                 if sent.start_s >= wait.end_s:
                     break
                 seconds += min(wait.end_s, sent.end_s) - max(wait.start_s, sent.start_s)

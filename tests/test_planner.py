@@ -22,6 +22,7 @@ from shardhet.profiles import (
     Timing,
     UnitProfile,
 )
+from shardhet.simulator import simulate
 from shardhet.workload import Workload
 from tests.test_profiles import NEEDS_SHARED_DATA, SHARED_DATA
 
@@ -102,6 +103,38 @@ def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
         except PlanError:
             continue
         assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
+
+
+def test_cephalos_plan_fits_and_does_not_beat_the_bound() -> None:
+    num_found = 0
+    for seed in range(12):
+        cluster, profile, batch = random_case(seed)
+        try:
+            plan = cephalo(cluster, WORKLOAD, profile, global_batch_size=batch)
+        except PlanError:
+            continue
+        num_found += 1
+        predicted = CostModel(cluster, WORKLOAD, profile).predict(plan)
+        solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
+        assert plan.global_batch_size == batch
+        assert all(rank.rank_batch_size > 0 for rank in plan.ranks)
+        assert predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
+    assert num_found >= 3
+    cluster, profile, _ = random_case(4)
+    with pytest.raises(PlanError, match="too slow for"):
+        cephalo(cluster, WORKLOAD, profile, global_batch_size=10_000)
+
+
+def test_of_plans_predicted_alike_the_one_that_simulates_fastest_is_taken() -> None:
+    for seed in (1, 2, 3):
+        cluster, profile, batch = random_case(seed)
+        parts = (cluster, WORKLOAD, profile)
+        first = solve(*parts, global_batch_size=batch, num_rescored=1)
+        best = solve(*parts, global_batch_size=batch)
+        assert best.predicted.step_time_s <= first.predicted.step_time_s * (1 + 1e-3)
+        simulated_s = simulate(best.plan, *parts).step_time_s
+        assert simulated_s <= simulate(first.plan, *parts).step_time_s
+        assert best.simulated_step_time_s in (None, simulated_s)
 
 
 def test_no_plan_by_hand_beats_the_bound() -> None:

@@ -105,15 +105,15 @@ def wide_console() -> Console:
 def show_report(report: PlanReport, console: Console) -> None:
     """Print all of it."""
     for line in _heading(report):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     console.print(_devices_table(report))
     for line in _result(report):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     if report.alternatives:
         console.print(_alternatives_table(report))
     if report.explanation is not None:
         for line in limit_lines(report.explanation):
-            console.print(line, markup=False)
+            console.print(line, markup=False, soft_wrap=True)
         console.print(_gains_table(report.explanation, report.gain_unit))
 
 
@@ -220,18 +220,24 @@ def limit_lines(explanation: Explanation) -> Iterator[str]:
         f"{explanation.links_s / total:.0%} at that of links, "
         f"{explanation.optimizer_s / total:.0%} at that of optimizers."
     )
-    limit = explanation.limit
+    limit, endless = explanation.limit, explanation.endless_memory
+    slowest, fullest = (
+        ", ".join(explanation.slowest_kinds),
+        ", ".join(explanation.fullest_kinds),
+    )
     if limit is None:
         yield "A tenth more of compute, memory or links would change next to nothing."
-        return
-    slowest, fullest = ", ".join(explanation.slowest_kinds), explanation.fullest_kinds
-    of_what = {
-        Resource.COMPUTE: f"compute; the longest on {slowest}",
-        Resource.MEMORY: f"memory; full on {', '.join(fullest)}" if fullest else "memory",
-        Resource.LINKS: "links, whatever devices compute",
-        Resource.DEVICES: "the number of devices",
-    }[limit.resource]
-    yield f"What limits it most: {of_what}."
+    else:
+        of_what = {
+            Resource.COMPUTE: f"compute, which takes longest on {slowest}",
+            Resource.MEMORY: f"memory{', which is full on ' * bool(fullest)}{fullest}",
+            Resource.LINKS: "links, whatever devices compute",
+            Resource.DEVICES: "the number of devices",
+        }[limit.resource]
+        yield f"What limits it: {of_what}."
+    if endless.relative > NEGLIGIBLE:
+        where = f" (full: {fullest})" if fullest else ""
+        yield f"With {endless.amount} memory it would gain {endless.relative:.0%}{where}."
 
 
 def _gains_table(explanation: Explanation, unit: str) -> Table:

@@ -27,6 +27,10 @@ from shardhet.config.planning import Inputs, InputsConf, LimitConf
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
 LIMITS = "limits."
+FLAGS = """\
+--cfg job          show the configuration, cluster and model included, and stop
+--config-dir DIR   your own files, laid out like conf/, searched first\
+"""
 FILE_SUFFIXES = (".yaml", ".yml", ".json")
 Conf = TypeVar("Conf", bound=InputsConf)
 
@@ -186,7 +190,7 @@ def _descriptions() -> list[str]:
 
 def show_help(door: Door, request: Request, console: Console) -> None:
     """How the command is used, what there is to choose from, and all keys with values."""
-    console.print(door.usage, markup=False)
+    console.print(door.usage, markup=False, soft_wrap=True)
     table = Table(box=None, show_header=False, padding=(0, 1))
     groups = {
         "cluster": choices_by_group(conf_dir() / "cluster")[DESCRIBED],
@@ -197,11 +201,13 @@ def show_help(door: Door, request: Request, console: Console) -> None:
             table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
     console.print("\nChoose one of each group:\n")
     console.print(table)
-    console.print("\nChange any value. The values now:\n")
-    cfg, _ = composed(door, request)
-    for key in ("cluster", "model"):
-        console.print(f"  {key}: ...   (--cfg job shows it)", markup=False)
-        del cfg[key]
-    text = OmegaConf.to_yaml(cfg)
-    console.print("".join(f"  {line}\n" for line in text.splitlines()), markup=False)
-    console.print("--config-dir DIR   your own files, laid out like conf/, searched first")
+    console.print("\nChange any value; these are the defaults:\n")
+    text = (conf_dir() / f"{door.config_name}.yaml").read_text(encoding="utf-8")
+    _, _, keys = text.partition("  - _self_\n")
+    console.print(indented(keys), markup=False, soft_wrap=True)
+    console.print(FLAGS, markup=False, soft_wrap=True)
+
+
+def indented(text: str) -> str:
+    """Every line moved to the right."""
+    return "".join(f"  {line}\n" for line in text.splitlines())

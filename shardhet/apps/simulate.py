@@ -1,4 +1,4 @@
-"""``shardhet simulate``: one step of a plan, event by event, on hardware that is described."""
+"""``shardhet simulate``: one step of a plan, event by event."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,9 +98,8 @@ def _show(
         )
     console.print(table)
     sent_s = sum(event.seconds for event in timeline.collectives)
-    console.print(
-        f"Links are in use for {duration(sent_s)}, {sent_s / step_s:.0%} of the step."
-    )
+    used = f"{duration(sent_s)}, {sent_s / step_s:.0%} of the step"
+    console.print(f"Links are in use for {used}.")
 
 
 def _write(

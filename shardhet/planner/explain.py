@@ -21,6 +21,9 @@ from shardhet.profiles import (
 )
 
 MORE = 0.1  # of compute, memory or links
+# Memory helps in jumps, by a microbatch or by what need not be recomputed, so a tenth more
+# may do nothing where much more does much.
+ENDLESS, ENDLESS_NAME = 8.0, "8 times as much"
 NEGLIGIBLE = 1e-3  # a relative gain below it is none
 SLOWEST_MARGIN = 0.02  # devices this close to the slowest set the pace with it
 GIB = 2**30
@@ -68,9 +71,15 @@ class Explanation:
 
     @property
     def limit(self) -> Gain | None:
-        """The gain by a tenth more of everything of one sort that is largest, if any is."""
-        overall = [g for g in self.gains if g.device_kind is None and g.relative > NEGLIGIBLE]
-        return max(overall, key=lambda gain: gain.relative, default=None)
+        """The largest gain by a tenth more of everything of one sort, if any is worth it."""
+        tenths = [g for g in self.gains if g.device_kind is None and g.amount != ENDLESS_NAME]
+        helpful = [gain for gain in tenths if gain.relative > NEGLIGIBLE]
+        return max(helpful, key=lambda gain: gain.relative, default=None)
+
+    @property
+    def endless_memory(self) -> Gain:
+        """What all limits on memory together cost."""
+        return next(gain for gain in self.gains if gain.amount == ENDLESS_NAME)
 
 
 Objective = Callable[[Situation], float]  # larger is better; PlanError where nothing fits
@@ -114,19 +123,15 @@ Larger = tuple[Resource, str | None, str, Situation]
 
 
 def larger_situations(situation: Situation) -> list[Larger]:
-    """A tenth more of everything of one sort, then a little more of every kind of device."""
+    """More of everything of one sort, then a little more of every kind of device."""
     cluster, profile = situation.cluster, situation.profile
     kinds = [kind for kind in dict.fromkeys(device.kind for device in cluster.devices) if kind]
     tenth = f"{MORE:.0%}".replace("%", " %")
     everyone, of_all = tuple(kinds), frozenset(kinds)
     larger: list[Larger] = [
         (Resource.COMPUTE, None, f"{tenth} faster", _faster(situation, of_all)),
-        (
-            Resource.MEMORY,
-            None,
-            f"{tenth} more",
-            _roomier(situation, of_all, None),
-        ),
+        (Resource.MEMORY, None, f"{tenth} more", _roomier(situation, of_all, 1 + MORE)),
+        (Resource.MEMORY, None, ENDLESS_NAME, _roomier(situation, of_all, ENDLESS)),
     ]
     if profile.collectives.points and cluster.world_size > 1:
         links = replace(profile, collectives=_faster_links(profile.collectives))
@@ -138,7 +143,8 @@ def larger_situations(situation: Situation) -> list[Larger]:
     for kind in kinds:
         one = frozenset({kind})
         larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(situation, one)))
-        larger.append((Resource.MEMORY, kind, "1 GiB more each", _roomier(situation, one, GIB)))
+        roomier = _roomier(situation, one, 1.0, GIB)
+        larger.append((Resource.MEMORY, kind, "1 GiB more each", roomier))
     devices = [(Resource.DEVICES, k, "one more", with_another(situation, k)) for k in everyone]
     return larger + devices
 
@@ -175,12 +181,14 @@ def _shorter(timing: Timing) -> Timing:
     return Timing.single(timing.median_s / (1 + MORE))
 
 
-def _roomier(situation: Situation, kinds: frozenset[str], extra_bytes: int | None) -> Situation:
+def _roomier(
+    situation: Situation, kinds: frozenset[str], factor: float, extra_bytes: int = 0
+) -> Situation:
     """More memory for devices of some kinds, caps that are demanded included."""
     cluster = situation.cluster
 
     def more(nbytes: int) -> int:
-        return nbytes + extra_bytes if extra_bytes is not None else int(nbytes * (1 + MORE))
+        return int(nbytes * factor) + extra_bytes
 
     def device(each: DeviceSpec) -> DeviceSpec:
         capacity = each.memory_capacity_bytes

@@ -1,0 +1,264 @@
+"""``shardhet plan`` and ``shardhet simulate`` as typed: what they say, write and refuse."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from shardhet.apps.plan import main as plan_main
+from shardhet.apps.simulate import main as simulate_main
+from shardhet.cluster import Cluster
+from shardhet.config.compose import conf_dir
+from shardhet.config.planning import PlannerConf, SimulateConf
+from shardhet.derive import derive_profile
+from shardhet.plan import Plan
+from shardhet.workload import Workload
+from tests.test_imports import ROOT
+
+DESCRIBED = conf_dir() / "cluster" / "described"
+QUICK = ["explain=false", "baselines=false", "model=gpt_125m"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    plan_main(arguments)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], *arguments: str, command: object = plan_main
+) -> tuple[int, str]:
+    """The exit code and what stands on stderr."""
+    assert callable(command)
+    with pytest.raises(SystemExit) as raised:
+        command(arguments)
+    code = raised.value.code
+    assert isinstance(code, int)
+    return code, capsys.readouterr().err
+
+
+def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = said(capsys, f"out={tmp_path}/plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.global_batch_size == 64
+    assert "llama_1b: 1,100,048,384 parameters in 24 units, bfloat16; 3 devices" in text
+    assert "Times are derived: 0.50 of peak" in text
+    assert "they were not measured" in text
+    for words in ("even sharding (stock FSDP)", "compute only", "memory only", "Cephalo"):
+        assert words in text
+    assert "What limits it: compute, which takes longest on NVIDIA GeForce RTX 4090" in text
+    assert "memory of NVIDIA GeForce RTX 3090 | 1 GiB more each" in text
+    assert "NVIDIA GeForce RTX 4090 | one more" in text
+    assert "No plan is predicted to be more than 0.00% faster" in text
+
+
+@pytest.mark.parametrize("path", sorted(DESCRIBED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_described_cluster_has_a_plan(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, f"cluster={path.stem}", "global_batch_size=256", *QUICK)
+    assert "predicted step" in text
+
+
+def test_limits_and_equal_devices_hold(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = f"out={tmp_path}/plan.json"
+    said(capsys, "limits.0.memory_gib=8", "limits.*3090.recompute=true", *QUICK, out)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert all(rank.recomputed_units == ("*",) for rank in plan.ranks[1:])
+    said(capsys, "equal=[[0,1,2]]", "global_batch_size=63", *QUICK, out)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert len({rank.microbatch_sizes for rank in plan.ranks}) == 1
+    assert len({rank.state_share for rank in plan.ranks}) == 1
+    said(capsys, "limits.2.share=0", "limits.1.batch=5", *QUICK, out)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.ranks[2].state_share == 0
+    assert plan.ranks[1].rank_batch_size == 5
+
+
+def test_other_objectives_are_shown_with_what_they_reach(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = said(capsys, "objective=largest_batch", "baselines=false")
+    assert "the largest batch that fits: " in text
+    assert "all memory | 10 % more" in text
+    text = said(capsys, "objective=least_memory", *QUICK)
+    assert "the least memory for" in text
+    assert "no plan needs less than" in text
+
+
+def test_measured_files_are_planned_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml")
+    workload = Workload.transformer(
+        num_layers=2, width=64, num_heads=2, vocab_size=100, seq_len=16
+    )
+    cluster.save(tmp_path / "cluster.json")
+    workload.save(tmp_path / "workload.json")
+    derive_profile(cluster, workload).save(tmp_path / "profile.json")
+    text = said(capsys, f"measured={tmp_path}", "explain=false", f"out={tmp_path}/plan.json")
+    assert f"{tmp_path.name}: {workload.numel:,} parameters" in text
+    simulate_main([f"{tmp_path}/plan.json", f"measured={tmp_path}"])
+    assert "takes" in capsys.readouterr().out
+    code, text = refused(capsys, f"measured={tmp_path}", "model=small")
+    assert code == 2
+    assert "model: it has no effect beside measured" in text
+    (tmp_path / "profile.json").write_text('{"version": 1}')
+    code, text = refused(capsys, f"measured={tmp_path}")
+    assert code == 2
+    assert "profile.json: field 'devices' is missing" in text
+
+
+REFUSALS = {
+    "globl_batch_size=3": "Did you mean global_batch_size?",
+    "global_batch_size=0": "global_batch_size: 0 but it must be at least 1",
+    "global_batch_size=abc": "'abc' of type 'str' could not be converted to Integer",
+    "objective=best": "must be one of throughput, largest_batch, least_memory",
+    "min_samples_per_s=3": "only objective=least_memory asks for it",
+    "cluster=nowhere": "cluster: choose one of a100_a10g_v100_t4_64",
+    "cluster=demo_4": "cluster: choose one of a100_a10g_v100_t4_64",
+    "cluster=absent.yaml": "cluster_file: 'absent.yaml' is no file",
+    "measured=/nowhere": "Give the one that shardhet measure out=... has written",
+    "model.num_heads=3": "model.num_kv_heads: 4 but it must divide num_heads 3",
+    "model=vit_g seq_len=5": "the model reads images, not text",
+    "model=vit_g model.patch_side=15": "patch_side 15 but it must divide",
+    "seq_len=0": "seq_len: 0 but it must be at least 1",
+    "cluster=a10g_v100_t4_64 precision=BF16": "lacks",
+    "limits.9.batch=0": "limits.9: no such device. Give a position from 0 to 2",
+    "limits.0.bath=0": "a limit has memory_gib, batch, microbatch, share, recompute",
+    "limits.0.batch=-1": "limits.0.batch: -1 but it must be at least 0",
+    "limits.0.batch=1 limits.*4090.share=0": "is limited by another key too",
+    "limits={0:{batch:1}}": "write one key after the other",
+    "equal=[[0,5]]": "equal names device 5 but the cluster has devices 0 to 2",
+    "out=/nowhere/plan.json": "out: the folder of '/nowhere/plan.json' is not there",
+    "picture=plan.txt": "must end in .png, .svg or .pdf",
+    "cluster.nodes.0.link.latency_s=-1": "latency_s is -1.0 but must be finite and at least 0",
+    "compute_fraction=0": "compute_fraction: 0.0 but it must be above 0",
+}
+REFUSALS["cluster=a10g_v100_t4_64 precision=BF16"] = "BF16 but it is not described of Tesla"
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_what_is_wrong_is_said_with_the_mend(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = refused(capsys, *line.split())
+    assert code == 2
+    assert REFUSALS[line] in text
+    assert "Traceback" not in text
+
+
+def test_where_no_plan_exists_the_nearest_miss_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, text = refused(capsys, "model=llama_13b")
+    assert code == 1
+    assert "the state of 195.13 GiB does not fit" in text
+    code, text = refused(capsys, "global_batch_size=5000")
+    assert code == 1
+    assert "Lower global_batch_size to " in text
+
+
+def test_a_simulated_step_is_shown_and_traced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said(capsys, *QUICK, f"out={tmp_path}/plan.json")
+    model = "model=gpt_125m"
+    simulate_main([f"{tmp_path}/plan.json", model, f"trace={tmp_path}/trace.json"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "gpt_125m on 3 devices: a step of 64 samples takes" in text
+    assert "of it for links" in text
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    code, text = refused(capsys, f"{tmp_path}/plan.json", command=simulate_main)
+    assert code == 2
+    assert "units embedding, blocks.0, blocks.1 differ. Give the model of the plan" in text
+    there = [f"{tmp_path}/plan.json", model, "cluster=two_regions_128"]
+    code, text = refused(capsys, *there, command=simulate_main)
+    assert "plan: it has 3 devices but the cluster has 128" in text
+    code, text = refused(capsys, "absent.json", command=simulate_main)
+    assert "'absent.json' is no file" in text
+    code, text = refused(capsys, command=simulate_main)
+    assert "shardhet simulate PLAN key=value" in text
+
+
+def test_pictures_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    said(capsys, *QUICK, f"out={tmp_path}/plan.json", f"picture={picture}")
+    assert picture.stat().st_size > 5000
+    simulate_main([f"{tmp_path}/plan.json", "model=gpt_125m", f"picture={tmp_path}/s.svg"])
+    assert (tmp_path / "s.svg").stat().st_size > 5000
+
+
+def test_without_matplotlib_a_picture_is_refused_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, text = refused(capsys, "picture=plan.png")
+    assert code == 2
+    assert "pip install 'shardhet[plots]'" in text
+
+
+@pytest.mark.parametrize(
+    "name, schema, main",
+    [("planner", PlannerConf, plan_main), ("simulate", SimulateConf, simulate_main)],
+)
+def test_every_key_is_explained_in_help(
+    name: str, schema: type, main: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = OmegaConf.load(conf_dir() / f"{name}.yaml")
+    defaults = OmegaConf.to_container(OmegaConf.structured(schema), enum_to_str=True)
+    assert isinstance(defaults, dict)
+    for key, value in defaults.items():
+        assert key in ("cluster", "model") or listed[key] == value
+    assert callable(main)
+    main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"{key}: " in text for key in listed if key != "defaults")
+    main(["--cfg", "job", "cluster=h100_a100_20"])
+    assert "H100" in capsys.readouterr().out
+
+
+def test_own_descriptions_are_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = (DESCRIBED / "rtx4090_2x3090.yaml").read_text()
+    kinds = (DESCRIBED / "kinds" / "nvidia.yaml").read_text()
+    folder = tmp_path / "cluster" / "described"
+    (folder / "kinds").mkdir(parents=True)
+    (folder / "mine.yaml").write_text(text.replace("count: 2", "count: 4"))
+    (folder / "kinds" / "nvidia.yaml").write_text(kinds)
+    own = ["--config-dir", str(tmp_path), "cluster=described/mine"]
+    assert "5 devices of 2 kinds" in said(capsys, *own, *QUICK)
+    assert "5 devices of 2 kinds" in said(capsys, f"cluster={folder}/mine.yaml", *QUICK)
+    assert "7 devices" in said(capsys, "cluster.nodes.0.devices.1.count=6", *QUICK)
+
+
+WITHOUT_TORCH = """
+import resource, sys
+
+sys.modules["torch"] = None
+from shardhet.apps.plan import main
+
+main(["cluster=two_regions_128", "model=llama_7b", "global_batch_size=512"])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print("SECONDS", used.ru_utime + used.ru_stime)
+"""
+
+
+def test_128_devices_are_planned_for_without_torch_within_five_seconds() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "128 devices of 4 kinds" in done.stdout
+    # CPU seconds: those of the clock are of whoever else uses the machine.
+    assert float(done.stdout.split("SECONDS")[1]) < 5
