@@ -9,7 +9,7 @@ from shardhet.cluster import Cluster, DeviceSpec, Node
 from shardhet.cost import CostModel
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
-from shardhet.planner.cephalo import cephalo_choice
+from shardhet.planner.cephalo import cephalo, cephalo_choice
 from shardhet.planner.problem import Group, Problem
 from shardhet.planner.search import search
 from shardhet.profiles import (
@@ -117,6 +117,7 @@ def test_cephalos_plan_fits_and_does_not_beat_the_bound() -> None:
         predicted = CostModel(cluster, WORKLOAD, profile).predict(plan)
         solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
         assert plan.global_batch_size == batch
+        assert all(rank.fits for rank in predicted.ranks)
         assert all(rank.rank_batch_size > 0 for rank in plan.ranks)
         assert predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
     assert num_found >= 3

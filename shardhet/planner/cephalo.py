@@ -13,6 +13,7 @@ import numpy as np
 from shardhet.cluster import Cluster
 from shardhet.cost import CostModel
 from shardhet.plan import EVERY_UNIT, Plan
+from shardhet.planner.candidates import row_numel
 from shardhet.planner.problem import Floats, Ints, fill_level
 from shardhet.planner.solution import PlanError
 from shardhet.profiles import Profile
@@ -56,7 +57,7 @@ def _device_tables(
 ) -> tuple[Floats, Floats]:
     """Seconds [M + 1, n] and bytes [M + 1] of one device."""
     kind = model.cluster.devices[position].kind
-    seconds = np.zeros((size + 1, batch // 1 + 1))
+    seconds = np.zeros((size + 1, batch + 1))
     nbytes = np.zeros(size + 1)
     for m in range(1, size + 1):
         once = 0.0
@@ -90,7 +91,8 @@ def _filled(
             for i, (each, budget) in enumerate(zip(choice, budgets, strict=True))
         ]
     )
-    ones, room = np.ones(len(rooms)), np.maximum(rooms, 0.0)
+    ones = np.ones(len(rooms))
+    room = np.maximum(rooms - row_numel(model.workload), 0.0)
     level = fill_level(room, ones, ones, float(model.workload.numel))
     if level is None or rooms.min() < 0:
         raise PlanError(
