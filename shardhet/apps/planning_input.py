@@ -122,7 +122,11 @@ def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(
                 f"limits.{name}.{parsed.key_or_group}: no such key; a limit has {known}."
             )
-        cfg.limits[name][parsed.key_or_group] = parsed.value()
+        try:
+            cfg.limits[name][parsed.key_or_group] = parsed.value()
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"limits.{name}.{assignment}: {reason}.") from None
 
 
 def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
