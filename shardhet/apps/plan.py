@@ -141,8 +141,8 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         effort=COMPARED,
     )
     note = (
-        f"the least memory for {wanted:.4g} samples/s: {least.budget_fraction:.1%} of the "
-        f"fullest budget (no plan needs less than {least.lower_bound:.1%})"
+        f"the least memory for {wanted:.4g} samples/s: no device uses more than "
+        f"{least.budget_fraction:.1%} of its budget (below {least.lower_bound:.1%} no plan does)"
     )
     return _Answer(least.solution, wanted, None, note)
 

@@ -231,7 +231,7 @@ def limit_lines(explanation: Explanation) -> Iterator[str]:
         of_what = {
             Resource.COMPUTE: f"compute, which takes longest on {slowest}",
             Resource.MEMORY: f"memory{', which is full on ' * bool(fullest)}{fullest}",
-            Resource.LINKS: "links, whatever devices compute",
+            Resource.LINKS: "links; a larger global batch would cost little",
             Resource.DEVICES: "the number of devices",
         }[limit.resource]
         yield f"What limits it: {of_what}."

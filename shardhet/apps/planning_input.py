@@ -22,8 +22,8 @@ from rich.table import Table
 from shardhet.apps.train_help import choices_by_group
 from shardhet.cluster import Cluster
 from shardhet.config.checks import ConfigError
-from shardhet.config.compose import VERSION_BASE, conf_dir, hints, register_schemas, to_checked
-from shardhet.config.planning import Inputs, InputsConf, LimitConf
+from shardhet.config.compose import VERSION_BASE, conf_dir, hints, to_checked
+from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
 LIMITS = "limits."
@@ -67,7 +67,7 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
     if given.config_dir is not None and not given.config_dir.is_dir():
         parser.error(f"--config-dir: {str(given.config_dir)!r} is no folder.")
     request = Request(overrides, files, given.config_dir)
-    register_schemas()
+    register_planning_schemas()
     if given.help:
         show_help(door, request, Console(highlight=False))
         return None

@@ -28,7 +28,6 @@ from shardhet.config.models import (
     TextDirConf,
     VitConf,
 )
-from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.config.train import TrainConf
 from shardhet.config.training import (
     AdamWConf,
@@ -93,8 +92,6 @@ def register_schemas() -> None:
     """Make the schemas known to hydra."""
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConf)
-    store.store(group="schema", name="planner", node=PlannerConf)
-    store.store(group="schema", name="simulate", node=SimulateConf)
     store.store(group="schema/cluster", name="cluster", node=ClusterConf)
     for group, schema_by_kind in SCHEMA_BY_KIND.items():
         for kind, schema in schema_by_kind.items():

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from shardhet import derive
@@ -22,6 +23,7 @@ from shardhet.config.checks import (
     check_fraction,
     check_is_one_of,
 )
+from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
 from shardhet.planner.demands import Demands, DeviceLimits
 from shardhet.profiles import Profile
@@ -208,6 +210,14 @@ class SimulateConf(InputsConf):
 
     trace: str | None = None  # for Perfetto
     picture: str | None = None  # needs matplotlib
+
+
+def register_planning_schemas() -> None:
+    """Make them known to hydra."""
+    register_schemas()
+    store = ConfigStore.instance()
+    store.store(group="schema", name="planner", node=PlannerConf)
+    store.store(group="schema", name="simulate", node=SimulateConf)
 
 
 def _positions(key: str, devices: Sequence[DeviceSpec]) -> list[int]:

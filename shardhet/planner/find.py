@@ -75,7 +75,12 @@ def solve(
     )
     table, found = _search(builder, effort)
     bound_s = found.lower_bound_s - _share_dependent_s(model, turns)
-    plans = _fitting_plans(model, demands, table, found)
+    met = (found.choices, *found.runners_up)[:num_rescored]
+    plans = _fitting_plans(model, demands, table, met) or _fitting_plans(
+        model, demands, table, found.runners_up
+    )
+    if not plans:
+        raise PlanError("plan: no share fits once it is rounded to rows. Raise a budget.")
     if num_rescored == 1 or len(plans) == 1:
         plan, predicted = plans[0]
         return PlanSolution(plan=plan, predicted=predicted, lower_bound_s=bound_s)
@@ -116,15 +121,18 @@ def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Foun
 
 
 def _fitting_plans(
-    model: CostModel, demands: Demands, table: CandidateTable, found: Found
+    model: CostModel,
+    demands: Demands,
+    table: CandidateTable,
+    met: Sequence[tuple[Choice, ...]],
 ) -> list[tuple[Plan, StepCost]]:
-    """Plans of the best choices that fit as rounded to rows, fastest first.
+    """Plans of these choices that fit as rounded to rows, fastest first.
 
     Each choice spreads the state in two ways: fastest optimizer, or most even shares.
     """
     budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
     plans: dict[Plan, StepCost] = {}
-    for choices in (found.choices, *found.runners_up):
+    for choices in met:
         value = table.rounded.evaluate(choices)
         if value is None:
             continue
@@ -134,7 +142,7 @@ def _fitting_plans(
                 plans[plan] = model.predict(plan).within(budgets)
     fitting = [(p, cost) for p, cost in plans.items() if all(r.fits for r in cost.ranks)]
     if not fitting:
-        raise PlanError("plan: no share fits once it is rounded to rows. Raise a budget.")
+        return []
     fitting.sort(key=lambda each: each[1].step_time_s)  # equal ones as they came
     slowest_s = fitting[0][1].step_time_s * (1 + RESCORED_MARGIN)
     return [(plan, cost) for plan, cost in fitting if cost.step_time_s <= slowest_s]
