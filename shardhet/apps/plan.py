@@ -142,7 +142,8 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     )
     note = (
         f"the least memory for {wanted:.4g} samples/s: no device uses more than "
-        f"{least.budget_fraction:.1%} of its budget (below {least.lower_bound:.1%} no plan does)"
+        f"{least.budget_fraction:.1%} of its budget (no plan can do with less than "
+        f"{least.lower_bound:.1%})"
     )
     return _Answer(least.solution, wanted, None, note)
 
