@@ -119,7 +119,9 @@ class _Call:
         """Tell the readers where this rank's tensor is."""
         self._readers = [self._channel.rank_by_position[i] for i in self._others(readers)]
         if self._readers:
-            self._neighbours.offer(self._number, self._place_of(tensor), self._readers)
+            place = self._place_of(tensor)
+            kept = tensor if self._staged is None else self._staged
+            self._neighbours.offer(self._number, place, self._readers, kept)
 
     def _place_of(self, tensor: Tensor) -> int:
         place = self._neighbours.arena.place_of(tensor)
@@ -200,6 +202,7 @@ class _Job:
             self._error = LostPeerError(str(error))
         except BaseException as error:  # whoever waits is told
             self._error = error
+        del self._run  # it holds tensors and the group, and the thread holds its last job
         self._is_done.set()
 
     def wait(self) -> None:
@@ -231,7 +234,8 @@ class _Reader:
     def close(self) -> None:
         """Let the thread end, unless a lost peer keeps it."""
         self.jobs.put(None)
-        self._thread.join(timeout=1.0)
+        if threading.current_thread() is not self._thread:  # which may drop the group last
+            self._thread.join(timeout=1.0)
 
     def _serve(self) -> None:
         while (job := self.jobs.get()) is not None:

@@ -14,8 +14,11 @@ Only on x86-64, where stores become visible in the order in which they were made
 
 import ctypes
 import errno
+import os
 import platform
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -52,6 +55,7 @@ class Board:
         self._rows: NDArray[np.float64] = words[ROWS:].view(torch.float64).numpy()
         self._address = words.data_ptr()
         self._pid = pid
+        self._birth = birth(pid)
 
     # By its owner #
 
@@ -86,7 +90,11 @@ class Board:
             if self._words[BROKEN] or not _futex(
                 self._address + 8 * counter, FUTEX_WAIT, seen & 0xFFFFFFFF, timeout
             ):
-                self._check_lives()
+                try:
+                    self._check_lives()
+                except LostPeerError:
+                    if self._words[counter] < value:  # or it was the last that it said
+                        raise
 
     def place(self, collective: int) -> int:
         """See ``write_place``."""
@@ -101,7 +109,11 @@ class Board:
     def _check_lives(self) -> None:
         if self._words[BROKEN]:
             raise LostPeerError(f"process {self._pid} of this host has given up")
-        if not is_running(self._pid):
+        try:
+            now_born = birth(self._pid)
+        except OSError:  # no descriptor is left to look with, which says nothing of the peer
+            return
+        if now_born is None or now_born != self._birth:
             raise LostPeerError(f"process {self._pid} of this host is gone")
 
 
@@ -125,6 +137,8 @@ class Neighbours:
         self._num_collectives = 0
         self._num_exchanges = 0
         self._offered: dict[int, tuple[int, Sequence[int]]] = {}  # collective, readers
+        # The same in order, with what they read, which must live until they have.
+        self._lent: deque[tuple[int, Sequence[int], torch.Tensor]] = deque()
 
     @classmethod
     def meet(cls, group: dist.ProcessGroup, number: int = 1) -> tuple[Self, ...] | None:
@@ -137,9 +151,10 @@ class Neighbours:
         own: list[torch.Tensor] = []
         told: tuple[Whereabouts, list[int]] | None = None
         if arena is not None:
-            own = [arena.empty(BOARD_WORDS, torch.int64).zero_() for _ in range(number)]
-            _never_freed.extend(own)  # a slow peer may look at them when we are through
-            told = Whereabouts.of(arena), [board.data_ptr() - arena.base for board in own]
+            with suppress(OSError, MemoryError):  # then nobody shares memory
+                own = [arena.empty(BOARD_WORDS, torch.int64).zero_() for _ in range(number)]
+                _never_freed.extend(own)  # a slow peer may look at them when we are through
+                told = Whereabouts.of(arena), [each.data_ptr() - arena.base for each in own]
         heard: list[Any] = [None] * group.size()
         dist.all_gather_object(heard, told, group=group)
         try:
@@ -169,11 +184,14 @@ class Neighbours:
         self._num_collectives += 1
         return self._num_collectives
 
-    def offer(self, collective: int, place: int, readers: Sequence[int]) -> None:
-        """Tell that this process's tensor lies at ``place`` of its arena."""
+    def offer(
+        self, collective: int, place: int, readers: Sequence[int], tensor: torch.Tensor
+    ) -> None:
+        """Tell that this process's ``tensor`` lies at ``place`` of its arena."""
         # The place that is overwritten must have been looked at.
         self.wait_for_readers(*self._offered.get(collective % NUM_PLACES, (0, ())))
         self._offered[collective % NUM_PLACES] = collective, readers
+        self._lent.append((collective, readers, tensor))
         self._own.write_place(collective, place)
         self._own.put(PLACED, collective)
 
@@ -190,6 +208,8 @@ class Neighbours:
         """Until they have read."""
         for reader in readers:
             self._boards[reader].wait_for(READ, collective)
+        while self._lent and self.have_read(*self._lent[0][:2]):
+            self._lent.popleft()
 
     def have_read(self, collective: int, readers: Sequence[int]) -> bool:
         """Whether ``wait_for_readers`` would return at once."""
@@ -215,6 +235,8 @@ class Neighbours:
 
     def give_up(self) -> None:
         """Let all who wait for this process, now or later, end with an error."""
+        if os.getpid() != self.arena.pid:
+            return  # in a process forked from this one
         self._own.put(BROKEN, 1)
         for counter in (PLACED, READ, EXCHANGED):
             self._own.wake(counter)
@@ -226,11 +248,20 @@ class Neighbours:
 
 def is_running(pid: int) -> bool:
     """Whether a process of this host runs, and is no corpse that its parent has not buried."""
+    return birth(pid) is not None
+
+
+def birth(pid: int) -> int | None:
+    """When a process started, in ticks since the system did; None if it does not run.
+
+    Tells apart processes that have had the same number.
+    """
     try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = status.rpartition(")")[2].split()  # proc(5), from the third on
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _peer(its: Any, own: Any) -> PeerArena | None:

@@ -36,6 +36,7 @@ class Arena:
         self.fd = os.memfd_create("shardhet")
         os.ftruncate(self.fd, self.nbytes)
         self._map = mmap.mmap(self.fd, self.nbytes, flags=MAP_FLAGS)
+        self._map.madvise(mmap.MADV_REMOVE, 0, mmap.PAGESIZE)  # raises where there is no such
         self.base = _address(self._map)
         self._free = [Span(0, self.nbytes)]  # ascending, never adjacent
         # By whichever thread let go of them last, with what they were charged.
@@ -50,6 +51,8 @@ class Arena:
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
+        if os.getpid() != self.pid:
+            raise MemoryError("the arena is of the process that this one was forked from")
         with self._lock:
             return self._cut(numel, dtype)
 
@@ -75,6 +78,8 @@ class Arena:
         return offset if 0 <= offset < self.nbytes else None
 
     def _give_back(self, span: Span, charged_bytes: int) -> None:
+        if os.getpid() != self.pid:
+            return  # in a process forked from this one, whose memory it is
         # May run at any moment, also inside of empty(): so only what cannot be disturbed.
         self._map.madvise(mmap.MADV_REMOVE, span.start, span.numel)
         self._given_back.append((span, charged_bytes))
@@ -161,9 +166,13 @@ def _move_data_limit(nbytes: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft == resource.RLIM_INFINITY or not nbytes:
         return 0
+    if nbytes > 0:
+        raised = soft + nbytes if hard == resource.RLIM_INFINITY else min(soft + nbytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (raised, hard))
+        return 0
     status = Path("/proc/self/status").read_text(encoding="ascii")
     used = next(line for line in status.splitlines() if line.startswith("VmData:"))
     if soft + nbytes < int(used.split()[1]) * 1024:
         raise MemoryError(f"can't allocate memory: {-nbytes} bytes are beyond the limit")
     resource.setrlimit(resource.RLIMIT_DATA, (soft + nbytes, hard))
-    return max(0, -nbytes)
+    return -nbytes

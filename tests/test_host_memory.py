@@ -1,10 +1,12 @@
 """Reading each other's memory gives what messages give, and fails as they do."""
 
+import os
 import random
 import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,16 @@ import torch.distributed as dist
 from shardhet import HetFSDP, Plan, collectives, host_memory
 from shardhet.buffers import BufferPool
 from shardhet.distributed import Channel
-from shardhet.neighbours import NUM_PLACES, ROW_WORDS, Neighbours
-from shardhet.shared_memory import Arena, PeerArena
+from shardhet.neighbours import (
+    BOARD_WORDS,
+    NUM_PLACES,
+    READ,
+    ROW_WORDS,
+    Board,
+    LostPeerError,
+    Neighbours,
+)
+from shardhet.shared_memory import Arena, PeerArena, own_arena
 from tests import test_collectives, test_deaths, test_parity
 from tests.hosts import on_different_hosts
 from tests.test_bad_input import PLAN
@@ -200,6 +210,63 @@ def test_tensors_of_an_arena_never_overlap() -> None:
     del tensor
     alive.clear()
     assert arena.empty(arena.nbytes // 8, torch.int64).numel() == arena.nbytes // 8
+
+
+def let_go_in_a_fork(rank: int) -> None:
+    arena = own_arena()
+    assert arena is not None
+    kept = arena.empty(1000, torch.float32).fill_(7)
+    child = os.fork()
+    if not child:
+        del kept
+        with suppress(MemoryError):
+            arena.empty(1000, torch.float32).fill_(1)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert kept.eq(7).all()
+
+
+def test_a_forked_process_leaves_the_arena_alone() -> None:
+    run_ranks(let_go_in_a_fork, 1)
+
+
+def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
+    words = torch.zeros(BOARD_WORDS, dtype=torch.int64)
+    board = Board(words, pid=2**22 + 1)  # of no process
+
+    def say_it(*_: object) -> bool:
+        words[READ] = 5
+        return False
+
+    with mock.patch("shardhet.neighbours._futex", say_it):
+        board.wait_for(READ, 5)
+        words[READ] = 0
+        with pytest.raises(LostPeerError, match="is gone"):
+            board.wait_for(READ, 6)
+
+
+def drop_the_model_while_it_is_read(rank: int) -> None:
+    channel = Channel(dist.group.WORLD, (0, 1), rank, neighbours())
+    shard = channel.neighbours.arena.empty(1000, torch.float32).fill_(3) if rank == 0 else None
+    output = torch.empty(1000) if rank == 1 else None
+    if rank == 1:
+        time.sleep(0.3)
+    pending = host_memory.gather(
+        output, torch.empty(0) if shard is None else shard, (1000, 0), channel, (1,)
+    )
+    del shard
+    if rank == 0:
+        del pending
+        channel.neighbours.arena.empty(1000, torch.float32).fill_(9)
+    else:
+        test_collectives.finish(pending)
+        assert output.eq(3).all()
+    dist.barrier()
+
+
+def test_what_is_being_read_lives_until_it_has_been() -> None:
+    run_ranks(drop_the_model_while_it_is_read, 2)
 
 
 def allocate_below_a_limit(rank: int) -> None:

@@ -242,7 +242,11 @@ class HetFSDP(nn.Module):
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's ``numbers``, by position.  Collective; no accelerator waits for it."""
         with self._lifeline.guard("exchange"):
-            self._control.enter("exchange")
+            lengths = [int(n) for (n,) in self._control.enter("exchange", [len(numbers)])]
+            if len(set(lengths)) > 1:
+                raise ValueError(
+                    f"exchange: ranks give {lengths} numbers in plan order. Give equally many."
+                )
             return self._control.exchange(numbers)
 
     @property
