@@ -1,6 +1,6 @@
 """With nothing uneven, is HetFSDP as fast and as lean as what stock PyTorch offers?
 
-PYTHONPATH=. python experiments/02_even_against_fsdp2/run.py            about 9 minutes
+PYTHONPATH=. python experiments/02_even_against_fsdp2/run.py            about 6 minutes
 PYTHONPATH=. python experiments/02_even_against_fsdp2/run.py --quick    one or two minutes
 """
 
@@ -26,12 +26,12 @@ from experiments.common import (
 
 HERE = Path(__file__).parent
 CONTESTS = (
-    Contest(num_ranks=2, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=10, num_steps=5),
+    Contest(num_ranks=2, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=6, num_steps=5),
     Contest(
-        num_ranks=2, rank_batch_size=32, microbatch_sizes=(32, 8), num_rounds=6, num_steps=4
+        num_ranks=2, rank_batch_size=32, microbatch_sizes=(32, 8), num_rounds=4, num_steps=4
     ),
-    Contest(num_ranks=1, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=10, num_steps=5),
-    Contest(num_ranks=1, rank_batch_size=32, microbatch_sizes=(32,), num_rounds=6, num_steps=4),
+    Contest(num_ranks=1, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=6, num_steps=5),
+    Contest(num_ranks=1, rank_batch_size=32, microbatch_sizes=(32,), num_rounds=4, num_steps=4),
 )
 QUICK_CONTESTS = tuple(
     Contest(num_ranks=n, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=4, num_steps=3)
