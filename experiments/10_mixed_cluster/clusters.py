@@ -1,0 +1,102 @@
+"""The clusters and the work of the comparison, as records."""
+
+from dataclasses import dataclass
+
+from systems import Work, decoder_config
+
+from shardhet import DeviceSpec
+
+MIB = 2**20
+ROOMY_MIB = 4096  # where memory is no matter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCluster:
+    """Processes of one machine made unlike from outside."""
+
+    name: str
+    cores: tuple[float, ...]  # CPU time of each, as a part of a core
+    memory_mib: tuple[int, ...] = ()  # empty: nobody's is limited
+    only_stores: tuple[int, ...] = ()  # ranks that HetFSDP gives no samples
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return len(self.cores)
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether memory is limited, so that systems cannot share a process."""
+        return bool(self.memory_mib)
+
+    def memory_bytes(self, rank: int) -> int:
+        """The rank's limit, or what is far more than it needs."""
+        return (self.memory_mib[rank] if self.memory_mib else ROOMY_MIB) * MIB
+
+    def device_spec(self, rank: int) -> DeviceSpec:
+        """What the rank announces itself as; ranks of equal quota are one kind."""
+        return DeviceSpec(
+            host="here",
+            kind=f"{self.cores[rank]:g} of a core",
+            memory_capacity_bytes=self.memory_bytes(rank),
+        )
+
+    @property
+    def title(self) -> str:
+        """For tables."""
+        parts = [" : ".join(f"{each:g}" for each in self.cores) + " of a core"]
+        if self.memory_mib:
+            parts.append(" : ".join(str(each) for each in self.memory_mib) + " MiB")
+        return f"{self.name} ({', '.join(parts)})"
+
+
+MILD = MixedCluster(name="mild", cores=(0.95, 0.76))
+TWO_KINDS = MixedCluster(name="two kinds", cores=(0.6, 0.6, 0.3, 0.3))
+STRONG = MixedCluster(name="strong", cores=(0.9, 0.45, 0.225, 0.225))
+EXTREME = MixedCluster(name="extreme", cores=(1.0, 0.1))
+FAST_BUT_SMALL = MixedCluster(
+    name="fast but small, slow but large", cores=(0.9, 0.45), memory_mib=(200, 800)
+)
+STORAGE_ONLY = MixedCluster(
+    name="one only stores", cores=(0.8, 0.8, 0.1), memory_mib=(200, 200, 800), only_stores=(2,)
+)
+CLUSTERS = (MILD, TWO_KINDS, STRONG, EXTREME, FAST_BUT_SMALL, STORAGE_ONLY)
+
+COMPUTE_BOUND = Work(
+    name="compute-bound",
+    config=decoder_config(width=256, num_layers=6, seq_len=128),
+    global_batch_size=64,
+)
+# The same bytes are gathered and reduced for a sixteenth of the compute per sample.
+COMMUNICATION_BOUND = Work(
+    name="communication-bound",
+    config=decoder_config(width=512, num_layers=4, seq_len=16),
+    global_batch_size=32,
+)
+# Most of its memory is state: 16 bytes for each of 27 million parameters.
+LARGE_STATE = Work(
+    name="large state",
+    config=decoder_config(width=512, num_layers=8, seq_len=32),
+    global_batch_size=24,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One cluster with one thing to train."""
+
+    cluster: MixedCluster
+    work: Work
+    microbatch_size: int  # at most, of every system that has microbatches
+
+    @property
+    def name(self) -> str:
+        """For files and the command line."""
+        return f"{self.cluster.name}, {self.work.name}"
+
+
+CASES = tuple(
+    Case(cluster=cluster, work=work, microbatch_size=8 if work is COMPUTE_BOUND else 4)
+    for cluster in CLUSTERS
+    for work in ((LARGE_STATE,) if cluster.is_capped else (COMPUTE_BOUND, COMMUNICATION_BOUND))
+)

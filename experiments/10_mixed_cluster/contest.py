@@ -1,0 +1,241 @@
+"""What runs in the ranks: measure and plan, take turns, or train one system by itself."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import systems
+import torch
+import torch.distributed as dist
+from clusters import MIB, Case
+from plans import Effort, Planned, make_plans, measured
+from slowness import Slowness
+from systems import Make, System, Work
+from torch import Tensor
+
+from shardhet.distributed import Communicators
+from shardhet.emulation import memory_of_process
+
+NUM_BATCHES = 4
+NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these
+LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order
+LARGEST_ALONE = "plain PyTorch on the largest device alone"
+
+Batch = tuple[Tensor, Tensor]  # tokens and targets of the global batch, [B, T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A few steps of one system, or of plain PyTorch on one rank alone."""
+
+    system: str
+    round: int
+    samples_per_s: float
+    step_time_s: float  # of the slowest rank
+    cpu_s: tuple[float, ...]  # of each rank in a step, of all its threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """What one rank of one system needed at most, above what it had before the model."""
+
+    system: str
+    rank: int
+    mib: float
+    samples_per_s: float
+
+
+def survey(
+    rank: int, case: Case, slownesses: Sequence[Slowness], effort: Effort
+) -> list[Planned]:
+    """HetFSDP's plans for the ranks as they are; the same list on every rank."""
+    with slownesses[rank].applied():
+        measurement = measured(case, slownesses[rank].device, effort)
+    return make_plans(case, measurement)
+
+
+def take_turns(
+    rank: int,
+    case: Case,
+    slownesses: Sequence[Slowness],
+    plans: Sequence[Planned],
+    names: Sequence[str],
+    num_rounds: int,
+    num_steps: int,
+) -> list[Turn]:
+    """Steps of every system of ``names`` and of plain PyTorch in the same processes; the same
+    list on every rank.
+
+    A slow second of the machine meets all of them, and who goes first in one round goes last
+    in the next.
+    """
+    slowness = slownesses[rank]
+    batches = make_batches(case.work)
+    plain = systems.plain_pytorch(case.work, case.microbatch_size, case.microbatch_size)
+    make_by_name = makers(rank, case, slowness, plans)
+    contestants = [make_by_name[name](case.work) for name in names]
+    with slowness.applied():
+        check_same_losses(contestants, batches)
+        return [
+            turn
+            for number in range(num_rounds)
+            for turn in (
+                *(
+                    _plain_turn(plain, slowness, batches, case, number, slow_rank)
+                    for slow_rank in range(dist.get_world_size())
+                ),
+                *(
+                    _turn(system, batches, case.work, number, num_steps)
+                    for system in contestants[:: 1 if number % 2 else -1]
+                ),
+            )
+        ]
+
+
+def train_by_itself(
+    rank: int,
+    case: Case,
+    slowness: Sequence[Slowness],
+    plans: Sequence[Planned],
+    name: str,
+    num_steps: int,
+) -> list[Peak]:
+    """One system in these fresh processes; the same list on every rank.
+
+    Memory is capped where the case says so, once the system is built: what building takes is
+    another question.
+    """
+    own = slowness[rank]
+    make = makers(rank, case, own, plans)[name]
+    batches = make_batches(case.work)
+    Communicators.over(dist.group.WORLD, systems.CPU)  # their threads are nobody's memory
+    level_bytes, level_asked_bytes = memory_of_process("VmRSS"), memory_of_process("VmData")
+    system = make(case.work)
+    if case.cluster.is_capped:
+        own.cap_memory(level_asked_bytes)
+    with own.applied():
+        first = _turn(system, batches, case.work, 0, 1)
+        turn = _turn(system, batches, case.work, 1, num_steps) if num_steps else first
+    peak_mib = (memory_of_process("VmHWM") - level_bytes) / MIB
+    return [
+        Peak(system=name, rank=i, mib=round(mib, 1), samples_per_s=turn.samples_per_s)
+        for i, (mib,) in enumerate(_rows([peak_mib]))
+    ]
+
+
+def makers(
+    rank: int, case: Case, slowness: Slowness, plans: Sequence[Planned]
+) -> dict[str, Make]:
+    """All systems by name; only HetFSDP where other programs cannot be slowed down."""
+    found: dict[str, Make] = {}
+    if slowness.group is not None:
+        found |= systems.stock_systems(case.work, case.cluster.cores, case.microbatch_size)
+        if case.cluster.is_capped:
+            found[LARGEST_ALONE] = partial(_largest_alone, rank=rank, case=case)
+    for planned in plans:
+        if planned.plan is not None:
+            found[planned.system] = partial(
+                systems.het_fsdp,
+                name=planned.system,
+                plan=planned.plan,
+                device=slowness.device,
+                device_spec=case.cluster.device_spec(rank),
+            )
+    return found
+
+
+def _largest_alone(work: Work, *, rank: int, case: Case) -> System:
+    """What one does without sharding: all on the roomiest device."""
+    largest = max(range(case.cluster.world_size), key=case.cluster.memory_bytes)
+    if rank != largest:
+        return System(LARGEST_ALONE, lambda _tokens, _targets: 0.0)
+    plain = systems.plain_pytorch(work, work.global_batch_size, case.microbatch_size)
+    return System(LARGEST_ALONE, plain.step)
+
+
+# Steps
+
+
+def make_batches(work: Work) -> list[Batch]:
+    """Random tokens and their successors, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_BATCHES, work.global_batch_size, work.config.seq_len + 1)
+    tokens = torch.randint(0, work.config.vocab_size, shape, generator=generator)
+    return [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in tokens]
+
+
+def _turn(
+    system: System, batches: Sequence[Batch], work: Work, number: int, num_steps: int
+) -> Turn:
+    dist.barrier()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    for step in range(num_steps):
+        system.step(*batches[step % len(batches)])
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    rows = _rows([seconds / num_steps, cpu_s / num_steps])
+    step_time_s = max(seconds for seconds, _ in rows)
+    return Turn(
+        system=system.name,
+        round=number,
+        samples_per_s=work.global_batch_size / step_time_s,
+        step_time_s=step_time_s,
+        cpu_s=tuple(round(cpu_s, 4) for _, cpu_s in rows),
+    )
+
+
+def _plain_turn(
+    plain: System,
+    slowness: Slowness,
+    batches: Sequence[Batch],
+    case: Case,
+    number: int,
+    slow_rank: int,
+) -> Turn:
+    """Two steps of ``slow_rank`` while the others sleep in a barrier; the second counts."""
+    dist.barrier()
+    size = case.microbatch_size
+    mine = [0.0, 0.0]
+    if dist.get_rank() == slow_rank:
+        for step in range(2):
+            tokens, targets = batches[step]
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            with slowness.device.slowed():
+                plain.step(tokens[:size], targets[:size])
+            mine = [time.perf_counter() - start_s, time.process_time() - start_cpu_s]
+    seconds, cpu_s = _rows(mine)[slow_rank]
+    return Turn(
+        system=plain_name(slow_rank),
+        round=number,
+        samples_per_s=size / seconds,
+        step_time_s=seconds,
+        cpu_s=(round(cpu_s, 4),),
+    )
+
+
+def _rows(mine: list[float]) -> list[list[float]]:
+    """Every rank's numbers."""
+    rows = [mine] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
+
+
+def plain_name(rank: int) -> str:
+    """Of plain PyTorch on one rank, as ``Turn.system``."""
+    return f"plain PyTorch on rank {rank} alone"
+
+
+def check_same_losses(contestants: Sequence[System], batches: Sequence[Batch]) -> None:
+    """Raise unless all systems train the same model in the same way."""
+    by_system = []
+    for system in contestants:
+        losses = [system.step(*batches[step]) for step in range(NUM_STEPS_COMPARED)]
+        mean = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(mean)
+        by_system.append(mean)
+    for system, losses_of_system in zip(contestants, by_system, strict=True):
+        if not torch.allclose(losses_of_system, by_system[0], rtol=LOSS_TOLERANCE, atol=0):
+            raise RuntimeError(
+                f"{system.name}: losses {losses_of_system.tolist()} but {contestants[0].name} "
+                f"has {by_system[0].tolist()}. They do not train the same; mend that first."
+            )

@@ -1,0 +1,78 @@
+"""What the ranks can do, measured under their quotas, and the plans that follow from it.
+
+Nothing is told to HetFSDP: kinds of devices have names, and speeds come out of the
+measurement that ``shardhet measure`` makes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from clusters import Case
+
+from shardhet import Plan
+from shardhet.emulation import EmulatedDevice
+from shardhet.planner import DeviceLimits, PlanError, PlanSolution, baselines, solve
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.measure import Effort, Measurement, measure
+from shardhet.profiler.unit_runner import TrainedModel
+
+PLANNED, EVEN = "HetFSDP, planned", "HetFSDP, even"
+COMPUTE_ONLY, MEMORY_ONLY = "HetFSDP, compute only", "HetFSDP, memory only"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan of HetFSDP, or why there is none."""
+
+    system: str
+    plan: Plan | None
+    predicted_step_time_s: float | None
+    why_not: str = ""
+
+
+def measured(case: Case, device: EmulatedDevice, effort: Effort) -> Measurement:
+    """Cluster, workload and profile of the ranks as they are now.  Collective."""
+    config = case.work.config
+    tokens = torch.randint(config.vocab_size, (case.microbatch_size, config.seq_len))
+    return measure(
+        TrainedModel(module=case.work.model(), batch=ExampleBatch(args=(tokens, tokens))),
+        device_spec=case.cluster.device_spec(dist.get_rank()),
+        emulated=device,
+        effort=replace(effort, max_microbatch_size=case.microbatch_size),
+    )
+
+
+def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
+    """The planner's plan and those of the simpler planners, nothing recomputed."""
+    ours = (measurement.cluster, measurement.workload, measurement.profile)
+    batch = {"global_batch_size": case.work.global_batch_size}
+    limits = {
+        position: DeviceLimits(
+            recomputes=None if case.cluster.is_capped else False,
+            rank_batch_size=0 if position in case.cluster.only_stores else None,
+        )
+        for position in range(case.cluster.world_size)
+    }
+    makers = {
+        PLANNED: lambda: solve(
+            *ours, **batch, limits=limits, max_microbatch_size=case.microbatch_size
+        ),
+        EVEN: lambda: baselines.even(*ours, **batch),
+        COMPUTE_ONLY: lambda: baselines.compute_only(*ours, **batch),
+        MEMORY_ONLY: lambda: baselines.memory_only(*ours, **batch),
+    }
+    return [_attempt(name, make) for name, make in makers.items()]
+
+
+def _attempt(system: str, make: Callable[[], PlanSolution]) -> Planned:
+    try:
+        solution = make()
+    except PlanError as error:
+        return Planned(system=system, plan=None, predicted_step_time_s=None, why_not=str(error))
+    return Planned(
+        system=system,
+        plan=solution.plan,
+        predicted_step_time_s=solution.predicted.step_time_s,
+    )
