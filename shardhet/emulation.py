@@ -11,6 +11,7 @@ cores: else the processes wait for cores as well as for their emulated selves.
 """
 
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Event, Observer
 
+THREAD_STACK_BYTES = 2**20  # instead of the system's 8 MiB
 STRETCHED = (Activity.FORWARD, Activity.BACKWARD)
 
 
@@ -79,13 +81,16 @@ class EmulatedDevice:
         """Let this process allocate ``memory_bytes`` more than it has, and no more.
 
         Counted is what it asks for, used or not, as a device's allocator counts; stacks of
-        new threads are counted too, so process groups should exist already.  Beyond the cap
+        new threads are counted too (those of Python's threads are made small), so process
+        groups should exist already.  The C library's allocator leaves gaps: a budget of 0.7
+        of the cap can be relied on.  Beyond the cap
         PyTorch raises its ordinary RuntimeError, "can't allocate memory".  Returns the bytes
         that are resident now, which are not the emulated device's (0 if nothing is capped);
         the process's record of its highest resident memory starts again from there.
         """
         if self.memory_bytes is None:
             return 0
+        threading.stack_size(THREAD_STACK_BYTES)
         _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         cap_bytes = memory_of_process("VmData") + self.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard_bytes))

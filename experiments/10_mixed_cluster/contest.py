@@ -1,5 +1,6 @@
 """What runs in the ranks: measure and plan, take turns, or train one system by itself."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from systems import Make, System, Work
 from torch import Tensor
 
 from shardhet.distributed import Communicators
-from shardhet.emulation import memory_of_process
+from shardhet.emulation import THREAD_STACK_BYTES, memory_of_process
 
 NUM_BATCHES = 4
 NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these
@@ -62,7 +63,7 @@ def take_turns(
     plans: Sequence[Planned],
     names: Sequence[str],
     num_rounds: int,
-    num_steps: int,
+    turn_s: float,
 ) -> list[Turn]:
     """Steps of every system of ``names`` and of plain PyTorch in the same processes; the same
     list on every rank.
@@ -76,7 +77,11 @@ def take_turns(
     make_by_name = makers(rank, case, slowness, plans)
     contestants = [make_by_name[name](case.work) for name in names]
     with slowness.applied():
-        check_same_losses(contestants, batches)
+        seconds = check_same_losses(contestants, batches)
+        num_steps = {
+            name: max(1, round(turn_s / each))
+            for name, each in zip(names, seconds, strict=True)
+        }
         return [
             turn
             for number in range(num_rounds)
@@ -86,7 +91,7 @@ def take_turns(
                     for slow_rank in range(dist.get_world_size())
                 ),
                 *(
-                    _turn(system, batches, case.work, number, num_steps)
+                    _turn(system, batches, case.work, number, num_steps[system.name])
                     for system in contestants[:: 1 if number % 2 else -1]
                 ),
             )
@@ -109,6 +114,7 @@ def train_by_itself(
     own = slowness[rank]
     make = makers(rank, case, own, plans)[name]
     batches = make_batches(case.work)
+    threading.stack_size(THREAD_STACK_BYTES)
     Communicators.over(dist.group.WORLD, systems.CPU)  # their threads are nobody's memory
     level_bytes, level_asked_bytes = memory_of_process("VmRSS"), memory_of_process("VmData")
     system = make(case.work)
@@ -225,17 +231,23 @@ def plain_name(rank: int) -> str:
     return f"plain PyTorch on rank {rank} alone"
 
 
-def check_same_losses(contestants: Sequence[System], batches: Sequence[Batch]) -> None:
-    """Raise unless all systems train the same model in the same way."""
-    by_system = []
+def check_same_losses(contestants: Sequence[System], batches: Sequence[Batch]) -> list[float]:
+    """Raise unless all systems train the same model in the same way; how long a step takes."""
+    by_system, step_times_s = [], []
     for system in contestants:
-        losses = [system.step(*batches[step]) for step in range(NUM_STEPS_COMPARED)]
+        losses = []
+        for step in range(NUM_STEPS_COMPARED):
+            start_s = time.perf_counter()
+            losses.append(system.step(*batches[step]))
+            last_s = time.perf_counter() - start_s
         mean = torch.tensor(losses, dtype=torch.float64)
         dist.all_reduce(mean)
         by_system.append(mean)
+        step_times_s.append(max(seconds for (seconds,) in _rows([last_s])))
     for system, losses_of_system in zip(contestants, by_system, strict=True):
         if not torch.allclose(losses_of_system, by_system[0], rtol=LOSS_TOLERANCE, atol=0):
             raise RuntimeError(
                 f"{system.name}: losses {losses_of_system.tolist()} but {contestants[0].name} "
                 f"has {by_system[0].tolist()}. They do not train the same; mend that first."
             )
+    return step_times_s

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from clusters import Case
+from clusters import USABLE_FRACTION, Case
 
 from shardhet import Plan
 from shardhet.emulation import EmulatedDevice
@@ -46,7 +46,8 @@ def measured(case: Case, device: EmulatedDevice, effort: Effort) -> Measurement:
 
 def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
     """The planner's plan and those of the simpler planners, nothing recomputed."""
-    ours = (measurement.cluster, measurement.workload, measurement.profile)
+    cluster = replace(measurement.cluster, usable_memory_fraction=USABLE_FRACTION)
+    ours = (cluster, measurement.workload, measurement.profile)
     batch = {"global_batch_size": case.work.global_batch_size}
     limits = {
         position: DeviceLimits(

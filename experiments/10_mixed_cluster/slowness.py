@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from clusters import MixedCluster
 
@@ -35,13 +36,15 @@ class Slowness:
     def cap_memory(self, level_bytes: int) -> None:
         """Hold the process to its device's memory, counted from ``level_bytes``.
 
-        What the allocator keeps of memory that was freed goes back to the system first.
+        What the allocator keeps of memory that was freed goes back to the system first, and
+        the record of the highest resident memory starts again.
         """
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # of the C library
         assert self.device.memory_bytes is not None
         limit_bytes = level_bytes + self.device.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager
