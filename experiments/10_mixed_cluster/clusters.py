@@ -58,10 +58,10 @@ TWO_KINDS = MixedCluster(name="two kinds", cores=(0.6, 0.6, 0.3, 0.3))
 STRONG = MixedCluster(name="strong", cores=(0.9, 0.45, 0.225, 0.225))
 EXTREME = MixedCluster(name="extreme", cores=(1.0, 0.1))
 FAST_BUT_SMALL = MixedCluster(
-    name="fast but small, slow but large", cores=(0.9, 0.45), memory_mib=(256, 1024)
+    name="fast but small, slow but large", cores=(0.9, 0.45), memory_mib=(448, 1280)
 )
 STORAGE_ONLY = MixedCluster(
-    name="one only stores", cores=(0.8, 0.8, 0.1), memory_mib=(256, 256, 1024), only_stores=(2,)
+    name="one only stores", cores=(0.8, 0.8, 0.2), memory_mib=(384, 384, 1280), only_stores=(2,)
 )
 CLUSTERS = (MILD, TWO_KINDS, STRONG, EXTREME, FAST_BUT_SMALL, STORAGE_ONLY)
 
@@ -80,7 +80,7 @@ COMMUNICATION_BOUND = Work(
 LARGE_STATE = Work(
     name="large state",
     config=decoder_config(width=512, num_layers=8, seq_len=32),
-    global_batch_size=24,
+    global_batch_size=32,
 )
 
 

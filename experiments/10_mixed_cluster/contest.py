@@ -136,7 +136,12 @@ def makers(
     """All systems by name; only HetFSDP where other programs cannot be slowed down."""
     found: dict[str, Make] = {}
     if slowness.group is not None:
-        found |= systems.stock_systems(case.work, case.cluster.cores, case.microbatch_size)
+        found |= systems.stock_systems(
+            case.work,
+            case.cluster.cores,
+            case.microbatch_size,
+            is_capped=case.cluster.is_capped,
+        )
         if case.cluster.is_capped:
             found[LARGEST_ALONE] = partial(_largest_alone, rank=rank, case=case)
     for planned in plans:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,7 @@ from shardhet.emulation import EmulatedDevice
 from shardhet.models.decoder import Block, Decoder, DecoderConfig, Embedding, Head
 
 LEARNING_RATE = 1e-3
+FSDP2_RECOMPUTED = "FSDP2, recomputed"
 FSDP2, FSDP2_UNEVEN = "FSDP2", "FSDP2, uneven counts"  # the second is the strong baseline
 CPU = torch.device("cpu")
 
@@ -133,6 +135,14 @@ def fsdp2(work: Work, name: str, microbatch_size: int | None = None) -> System:
     """
     model = _fully_sharded(work.model(), reshards=True)
     return _stock(work, name, model, _even(work), microbatch_size)
+
+
+def fsdp2_recomputed(work: Work, name: str) -> System:
+    """The same with the activations of every block recomputed, for devices short of memory."""
+    model = work.model()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    return _stock(work, name, _fully_sharded(model, reshards=True), _even(work), None)
 
 
 def fsdp2_uneven(
@@ -278,7 +288,9 @@ def deepspeed_zero3(work: Work, name: str) -> System:
 Make = Callable[[Work], System]
 
 
-def stock_systems(work: Work, speeds: Sequence[float], microbatch_size: int) -> dict[str, Make]:
+def stock_systems(
+    work: Work, speeds: Sequence[float], microbatch_size: int, *, is_capped: bool
+) -> dict[str, Make]:
     """What there is besides HetFSDP, by name; ``speeds`` are for the strong baseline."""
     counts = Plan.proportional(
         speeds=speeds,
@@ -302,6 +314,8 @@ def stock_systems(work: Work, speeds: Sequence[float], microbatch_size: int) -> 
         "FSDP1": partial(fsdp1, name="FSDP1"),
         "DDP": partial(ddp, name="DDP"),
     }
+    if is_capped:
+        made[FSDP2_RECOMPUTED] = partial(fsdp2_recomputed, name=FSDP2_RECOMPUTED)
     if has_deepspeed():
         made["DeepSpeed ZeRO-3"] = partial(deepspeed_zero3, name="DeepSpeed ZeRO-3")
     return made
