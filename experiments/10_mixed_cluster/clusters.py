@@ -4,54 +4,7 @@ from dataclasses import dataclass
 
 from systems import Work, decoder_config
 
-from shardhet import DeviceSpec
-
-MIB = 2**20
-# What a plan may use of a process's memory: the C library's allocator leaves gaps.  A rank
-# that needs 184 MiB when every tensor has a mapping of its own asks for 250 without.
-USABLE_FRACTION = 0.68
-ROOMY_MIB = 4096  # where memory is no matter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedCluster:
-    """Processes of one machine made unlike from outside."""
-
-    name: str
-    cores: tuple[float, ...]  # CPU time of each, as a part of a core
-    memory_mib: tuple[int, ...] = ()  # empty: nobody's is limited
-    only_stores: tuple[int, ...] = ()  # ranks that HetFSDP gives no samples
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return len(self.cores)
-
-    @property
-    def is_capped(self) -> bool:
-        """Whether memory is limited, so that systems cannot share a process."""
-        return bool(self.memory_mib)
-
-    def memory_bytes(self, rank: int) -> int:
-        """The rank's limit, or what is far more than it needs."""
-        return (self.memory_mib[rank] if self.memory_mib else ROOMY_MIB) * MIB
-
-    def device_spec(self, rank: int) -> DeviceSpec:
-        """What the rank announces itself as; ranks of equal quota are one kind."""
-        return DeviceSpec(
-            host="here",
-            kind=f"{self.cores[rank]:g} of a core",
-            memory_capacity_bytes=self.memory_bytes(rank),
-        )
-
-    @property
-    def title(self) -> str:
-        """For tables."""
-        parts = [" : ".join(f"{each:g}" for each in self.cores) + " of a core"]
-        if self.memory_mib:
-            parts.append(" : ".join(str(each) for each in self.memory_mib) + " MiB")
-        return f"{self.name} ({', '.join(parts)})"
-
+from experiments.unlike import MixedCluster
 
 MILD = MixedCluster(name="mild", cores=(0.95, 0.76))
 TWO_KINDS = MixedCluster(name="two kinds", cores=(0.6, 0.6, 0.3, 0.3))

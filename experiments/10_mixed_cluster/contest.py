@@ -9,18 +9,19 @@ from functools import partial
 import systems
 import torch
 import torch.distributed as dist
-from clusters import MIB, Case
+from clusters import Case
 from plans import Effort, Planned, make_plans, measured
-from slowness import Slowness
 from systems import Make, System, Work
 from torch import Tensor
 
+from experiments.unlike import MIB, Slowness
 from shardhet.distributed import Communicators
 from shardhet.emulation import THREAD_STACK_BYTES, memory_of_process
 
 NUM_BATCHES = 4
 NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these
 LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order
+TOGETHER = "plain PyTorch on all ranks at once, nothing shared"
 LARGEST_ALONE = "plain PyTorch on the largest device alone"
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets of the global batch, [B, T]
@@ -90,6 +91,7 @@ def take_turns(
                     _plain_turn(plain, slowness, batches, case, number, slow_rank)
                     for slow_rank in range(dist.get_world_size())
                 ),
+                _plain_together(plain, slowness, batches, case, number),
                 *(
                     _turn(system, batches, case.work, number, num_steps[system.name])
                     for system in contestants[:: 1 if number % 2 else -1]
@@ -221,6 +223,37 @@ def _plain_turn(
         samples_per_s=size / seconds,
         step_time_s=seconds,
         cpu_s=(round(cpu_s, 4),),
+    )
+
+
+def _plain_together(
+    plain: System, slowness: Slowness, batches: Sequence[Batch], case: Case, number: int
+) -> Turn:
+    """All ranks at once, each for itself: what sharing memory and caches leaves of the ideal.
+
+    They go on until the slowest has finished a step.
+    """
+    size = case.microbatch_size
+    tokens, targets = (tensor[:size] for tensor in batches[number % len(batches)])
+    dist.barrier()
+    store, num_steps = dist.distributed_c10d._get_default_store(), 0
+    key = f"slowest has finished, round {number}"
+    is_slowest = dist.get_rank() == case.cluster.slowest_rank
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    while num_steps < (2 if is_slowest else 1) or not (is_slowest or store.check([key])):
+        with slowness.device.slowed():
+            plain.step(tokens, targets)
+        num_steps += 1
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    if is_slowest:
+        store.set(key, "")
+    rows = _rows([num_steps * size / seconds, cpu_s / num_steps])
+    return Turn(
+        system=TOGETHER,
+        round=number,
+        samples_per_s=sum(samples_per_s for samples_per_s, _ in rows),
+        step_time_s=seconds / num_steps,
+        cpu_s=tuple(round(cpu_s, 4) for _, cpu_s in rows),
     )
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from clusters import USABLE_FRACTION, Case
+from clusters import Case
 
+from experiments.unlike import USABLE_FRACTION
 from shardhet import Plan
 from shardhet.emulation import EmulatedDevice
 from shardhet.planner import DeviceLimits, PlanError, PlanSolution, baselines, solve

@@ -15,10 +15,10 @@ import report
 from clusters import CASES, STRONG, Case
 from figure import draw
 from plans import Planned
-from slowness import Slowness, slowness_of, why_no_groups
 from systems import has_deepspeed
 
 from experiments.common import Environment, console, run_ranks, write_results_block
+from experiments.unlike import Slowness, slowness_of, why_no_groups
 from shardhet.profiler.measure import Effort
 
 HERE = Path(__file__).parent

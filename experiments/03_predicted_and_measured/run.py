@@ -1,0 +1,215 @@
+"""Does a step take as long as the simulator says, and are ranks idle as it says?
+
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 25 minutes
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --quick    about four minutes
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --only "quota 0.9"
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from cases import CASES, MAX_MICROBATCH_SIZE, Case
+from ranks import Comparison, Prediction, compare
+
+from experiments.common import (
+    BAR_HEADER,
+    Bar,
+    Environment,
+    Spread,
+    console,
+    markdown_table,
+    print_table,
+    run_ranks,
+    write_csv,
+    write_results_block,
+)
+from experiments.unlike import slowness_of, why_no_groups
+from shardhet.profiler.measure import Effort
+
+HERE = Path(__file__).parent
+HEADER = [
+    "cluster and model",
+    "plan",
+    "samples of each rank",
+    "predicted ms",
+    "measured ms (p10-p90)",
+    "error",
+    "idle predicted",
+    "idle measured",
+]
+PREDICTED, MEASURED = "predicted", "measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One step, predicted or measured."""
+
+    case: str
+    plan: str
+    what: str
+    round: int
+    samples: str  # of each rank
+    step_time_s: float
+    idle: str  # of each rank, as fractions of the step
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A prediction beside what was measured."""
+
+    case: Case
+    prediction: Prediction
+    measured: Spread
+    measured_idle: tuple[float, ...]  # medians
+
+    @property
+    def error(self) -> float:
+        """Of the step time, relative; above zero where the step was faster than predicted."""
+        return self.prediction.step_time_s / self.measured.median - 1
+
+    @property
+    def idle_error(self) -> float:
+        """The largest of any rank, in fractions of the step."""
+        pairs = zip(self.prediction.idle, self.measured_idle, strict=True)
+        return max(abs(predicted - measured) for predicted, measured in pairs)
+
+    @property
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        ranks = self.prediction.plan.ranks
+        ms = [1000 * each for each in (self.measured.median, self.measured.p10)]
+        return [
+            self.case.name,
+            self.prediction.plan_name,
+            " / ".join(str(rank.rank_batch_size) for rank in ranks),
+            f"{1000 * self.prediction.step_time_s:.0f}",
+            f"{ms[0]:.0f} ({ms[1]:.0f}-{1000 * self.measured.p90:.0f})",
+            f"{self.error:+.1%}",
+            _percents(self.prediction.idle),
+            _percents(self.measured_idle),
+        ]
+
+
+def _percents(fractions: Sequence[float]) -> str:
+    return " / ".join(f"{each:.0%}" for each in fractions)
+
+
+def main() -> None:
+    """Measure, print, and keep."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="three cases; keeps nothing")
+    parser.add_argument("--only", metavar="WORDS", help="cases whose name has these words")
+    options = parser.parse_args()
+    cases = [case for case in CASES if (options.only or "") in case.name]
+    if not cases:
+        parser.error(f"no case has {options.only!r}: {[case.name for case in CASES]}")
+    reason = why_no_groups()
+    if reason is not None:
+        console.print(f"Cases that are slowed from outside are left out: {reason}")
+        cases = [case for case in cases if not case.is_slowed_from_outside]
+    if options.quick:
+        cases = cases[:: max(1, len(cases) // 3)][:3]
+    environment = Environment.here()
+    console.print(environment.as_markdown())
+    rows: list[Row] = []
+    verdicts: list[Verdict] = []
+    for case in cases:
+        found = measure_case(case, is_quick=options.quick)
+        rows += rows_of(case, found)
+        verdicts += verdicts_of(case, found)
+        print_table(case.name, HEADER, [each.cells for each in verdicts if each.case is case])
+    bars = bars_of(verdicts)
+    print_table("Bars", BAR_HEADER, [bar.cells for bar in bars])
+    if options.quick or options.only:
+        console.print("Only a part was measured: nothing was written.")
+        return
+    write_csv(HERE / "results.csv", rows)
+    tables = [
+        environment.as_markdown(),
+        markdown_table(BAR_HEADER, [bar.cells for bar in bars]),
+        markdown_table(HEADER, [verdict.cells for verdict in verdicts]),
+    ]
+    write_results_block(HERE / "README.md", "\n\n".join(tables))
+
+
+def measure_case(case: Case, *, is_quick: bool) -> Comparison:
+    """One launch: the ranks are measured, and train with what follows from it."""
+    effort = Effort(
+        max_microbatch_size=MAX_MICROBATCH_SIZE,
+        time_limit_s=20.0 if is_quick else 60.0,
+        num_repeats=5 if is_quick else 12,
+    )
+    has_groups = case.is_slowed_from_outside
+    with slowness_of(case.cluster, has_groups=has_groups) as slownesses:
+        found: list[Comparison] = run_ranks(
+            compare,
+            case.cluster.world_size,
+            case,
+            slownesses,
+            effort,
+            5 if is_quick else 15,
+        )
+    return found[0]
+
+
+def rows_of(case: Case, found: Comparison) -> list[Row]:
+    """For the file."""
+    samples = {
+        each.plan_name: " ".join(str(rank.rank_batch_size) for rank in each.plan.ranks)
+        for each in found.predictions
+    }
+    predicted = [(each, PREDICTED, 0) for each in found.predictions]
+    measured = [(each, MEASURED, each.round) for each in found.steps]
+    return [
+        Row(
+            case=case.name,
+            plan=each.plan_name,
+            what=what,
+            round=number,
+            samples=samples[each.plan_name],
+            step_time_s=round(each.step_time_s, 5),
+            idle=" ".join(f"{idle:.3f}" for idle in each.idle),
+        )
+        for each, what, number in (*predicted, *measured)
+    ]
+
+
+def verdicts_of(case: Case, found: Comparison) -> list[Verdict]:
+    """One per plan."""
+    verdicts = []
+    for prediction in found.predictions:
+        steps = [step for step in found.steps if step.plan_name == prediction.plan_name]
+        idle = zip(*(step.idle for step in steps), strict=True)
+        verdicts.append(
+            Verdict(
+                case,
+                prediction,
+                Spread.of([step.step_time_s for step in steps]),
+                tuple(Spread.of(of_rank).median for of_rank in idle),
+            )
+        )
+    return verdicts
+
+
+def bars_of(verdicts: Sequence[Verdict]) -> list[Bar]:
+    """The claims made before the measurement."""
+    errors = [verdict.error for verdict in verdicts]
+    spreads = [(v.measured.p90 - v.measured.p10) / v.measured.median for v in verdicts]
+    claims = (
+        ("step time: mean of the absolute errors", mean(map(abs, errors)), 0.05),
+        ("step time: largest absolute error", max(map(abs, errors)), 0.10),
+        ("idle time: largest error of any rank", max(v.idle_error for v in verdicts), 0.10),
+    )
+    bars = [Bar(claim=claim, measured=value, at_most=most) for claim, value, most in claims]
+    signs = f"{sum(error > 0 for error in errors)} of {len(errors)} predicted too slow"
+    shown = f"mean error {mean(errors):+.3f}, {signs}; p90 - p10 of the steps is"
+    return [*bars, Bar(claim=f"(no bar: {shown})", measured=mean(spreads))]
+
+
+if __name__ == "__main__":
+    main()
