@@ -1,10 +1,13 @@
 """Emulated devices: ordinary CPU processes that behave like slower or smaller ones.
 
-Time is stretched where computing happens: what has just taken t seconds is followed by a
-sleep of t * (1 / speed - 1), so that the stretched device runs the same code on the same data
-and only its clock differs.  It is never filled up to a nominal time: what the code really
-costs, its noise and its progress from one version to the next stay visible.  Memory is capped
-by the kernel, so that an allocation too many fails as it would on a small device.
+Time is stretched where computing happens: what the thread has just spent t seconds of the
+processor on lasts t / speed, the rest of it asleep.  So the stretched device runs the same
+code on the same data and only its clock differs, and what the code really costs, its noise
+and its progress from one version to the next stay visible: nothing is filled up to a time
+that somebody wrote down.  Counting the processor's seconds and not those of the clock keeps
+other processes of the machine out of it: while one has to wait for a core, a slow device
+would have computed.  Memory is capped by the kernel, so that an allocation too many fails as
+it would on a small device.
 
 Speeds are relative to one process of this machine.  Together they should not exceed its
 cores: else the processes wait for cores as well as for their emulated selves.
@@ -25,6 +28,7 @@ from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Event, Observer
 
 THREAD_STACK_BYTES = 2**20  # instead of the system's 8 MiB
+MAX_CREDIT_S = 0.02  # a few turns of the system's scheduler
 STRETCHED = (Activity.FORWARD, Activity.BACKWARD)
 
 
@@ -54,7 +58,7 @@ class EmulatedDevice:
             )
 
     def slowed(self) -> AbstractContextManager[None]:
-        """Leave the context 1 / speed times as late as its contents would."""
+        """Be in the context for 1 / speed times what its contents need of the processor."""
         return nullcontext() if self.speed == 1 else _Stretch(self.speed).around()
 
     def observer(self) -> Observer:
@@ -113,34 +117,41 @@ def memory_of_process(key: str) -> int:
 
 
 class _Stretch:
-    """Sleeps for what computations owe; a sleep that was too long counts for the next."""
+    """Sleeps for what computations owe.
+
+    A sleep that was too long, and waiting for a core for longer than there was to sleep, count
+    for what comes next, up to a limit.
+    """
 
     def __init__(self, speed: float) -> None:
-        self._sleep_per_second = 1 / speed - 1
-        self._owed_s = 0.0  # negative after a sleep that was too long
-        self._optimizer_start_s = 0.0
+        self._speed = speed
+        self._owed_s = 0.0
+        self._optimizer_began = (0.0, 0.0)
 
-    def after(self, seconds: float) -> None:
-        """Pay for ``seconds`` of computing."""
-        self._owed_s += seconds * self._sleep_per_second
+    def after(self, seconds: float, cpu_s: float) -> None:
+        """Pay for ``cpu_s`` of computing, which took ``seconds`` by the clock."""
+        self._owed_s += cpu_s / self._speed - seconds
         if self._owed_s > 0:
             start_s = time.perf_counter()
             time.sleep(self._owed_s)
             self._owed_s -= time.perf_counter() - start_s
+        self._owed_s = max(self._owed_s, -MAX_CREDIT_S)
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         yield
-        self.after(time.perf_counter() - start_s)
+        self.after(time.perf_counter() - start_s, time.thread_time() - start_cpu_s)
 
     def observe(self, event: Event) -> None:
         # These never contain each other: a unit's recomputation is part of its backward.
         if event.activity in STRETCHED:
-            self.after(event.end_s - event.start_s)
+            seconds = event.end_s - event.start_s
+            self.after(seconds, seconds if event.cpu_s is None else event.cpu_s)
 
     def begin_optimizer_step(self, *_: Any) -> None:
-        self._optimizer_start_s = time.perf_counter()
+        self._optimizer_began = (time.perf_counter(), time.thread_time())
 
     def end_optimizer_step(self, *_: Any) -> None:
-        self.after(time.perf_counter() - self._optimizer_start_s)
+        start_s, start_cpu_s = self._optimizer_began
+        self.after(time.perf_counter() - start_s, time.thread_time() - start_cpu_s)

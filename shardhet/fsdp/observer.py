@@ -29,6 +29,7 @@ class Event(NamedTuple):
     microbatch: int | None
     start_s: float
     end_s: float
+    cpu_s: float | None = None  # that the thread itself has run for; None: not counted
 
 
 Observer = Callable[[Event], None]
@@ -62,15 +63,17 @@ class Observers:
 
     @contextmanager
     def _watch(self, unit: str, activity: Activity, microbatch: int | None) -> Iterator[None]:
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         with (
             record_function(_label(unit, activity, microbatch))
             if self.is_traced
             else _UNWATCHED
         ):
             yield
+            cpu_s = time.thread_time() - start_cpu_s
             for observer in self._observers:
-                observer(Event(unit, activity, microbatch, start_s, time.perf_counter()))
+                end_s = time.perf_counter()
+                observer(Event(unit, activity, microbatch, start_s, end_s, cpu_s))
 
 
 def _label(unit: str, activity: Activity, microbatch: int | None) -> str:

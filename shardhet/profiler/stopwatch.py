@@ -23,7 +23,7 @@ class Stopwatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time what is inside; on an accelerator by its own clock, until it is done."""
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         if self._is_cuda:
             begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             begin.record()
@@ -36,7 +36,8 @@ class Stopwatch:
             seconds = time.perf_counter() - start_s
         stop_s = time.perf_counter()
         if self._stretch is not None:
-            self._stretch(Event("", Activity.FORWARD, None, stop_s - seconds, stop_s))
+            cpu_s = time.thread_time() - start_cpu_s
+            self._stretch(Event("", Activity.FORWARD, None, stop_s - seconds, stop_s, cpu_s))
         self.seconds = seconds + time.perf_counter() - stop_s
 
 
