@@ -20,7 +20,7 @@ from pathlib import Path
 MOUNTS = Path("/proc/mounts")
 PERIOD_US = 10_000  # short beside a step, so that a rank is slow all the time and not in turns
 LEAST_QUOTA_US = 1_000  # the kernel's own minimum
-WEIGHT_PER_CORE = 1_000  # about that of any other process of the machine
+WEIGHT_PER_CORE = 4_000  # a quarter of a core weighs as much as any other process
 LEAST_WEIGHT = 2
 ROUNDING = 1e-9
 PREFIX = "shardhet_experiment"
