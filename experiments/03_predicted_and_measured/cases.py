@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from experiments.unlike import MixedCluster
 from shardhet import Cluster, Plan, Profile, Workload
 from shardhet.models.decoder import DecoderConfig
-from shardhet.planner import baselines, solve
+from shardhet.planner import Demands, baselines, solve
 
 MAX_MICROBATCH_SIZE = 8
 
@@ -72,11 +72,10 @@ def plans_of(
     case: Case, cluster: Cluster, workload: Workload, profile: Profile
 ) -> Mapping[str, Plan]:
     """Good and bad ones, by name."""
-    limits = {"global_batch_size": case.global_batch_size}
-    best = solve(
-        cluster, workload, profile, max_microbatch_size=MAX_MICROBATCH_SIZE, **limits
-    ).plan
-    even = baselines.even(cluster, workload, profile, **limits).plan
+    records, batch = (cluster, workload, profile), case.global_batch_size
+    demands = Demands(max_microbatch_size=MAX_MICROBATCH_SIZE)
+    best = solve(*records, global_batch_size=batch, demands=demands).plan
+    even = baselines.even(*records, global_batch_size=batch, demands=demands).plan
     return {"planned": best, "even": even, "upside down": _upside_down(best)}
 
 

@@ -6,6 +6,7 @@ measurement that ``shardhet measure`` makes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from clusters import Case
 from experiments.unlike import USABLE_FRACTION
 from shardhet import Plan
 from shardhet.emulation import EmulatedDevice
-from shardhet.planner import DeviceLimits, PlanError, PlanSolution, baselines, solve
+from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, Measurement, measure
 from shardhet.profiler.unit_runner import TrainedModel
@@ -49,23 +50,31 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
     """The planner's plan and those of the simpler planners, nothing recomputed."""
     cluster = replace(measurement.cluster, usable_memory_fraction=USABLE_FRACTION)
     ours = (cluster, measurement.workload, measurement.profile)
-    batch = {"global_batch_size": case.work.global_batch_size}
-    limits = {
-        position: DeviceLimits(
-            recomputes=None if case.cluster.is_capped else False,
-            rank_batch_size=0 if position in case.cluster.only_stores else None,
+    demands = Demands(
+        limits={
+            position: DeviceLimits(
+                recomputes=None if case.cluster.is_capped else False,
+                rank_batch_size=0 if position in case.cluster.only_stores else None,
+            )
+            for position in range(case.cluster.world_size)
+        },
+        max_microbatch_size=case.microbatch_size,
+    )
+    makers: dict[str, Callable[..., PlanSolution]] = {
+        PLANNED: solve,
+        EVEN: baselines.even,
+        COMPUTE_ONLY: baselines.compute_only,
+        MEMORY_ONLY: baselines.memory_only,
+    }
+    return [
+        _attempt(
+            name,
+            partial(
+                make, *ours, global_batch_size=case.work.global_batch_size, demands=demands
+            ),
         )
-        for position in range(case.cluster.world_size)
-    }
-    makers = {
-        PLANNED: lambda: solve(
-            *ours, **batch, limits=limits, max_microbatch_size=case.microbatch_size
-        ),
-        EVEN: lambda: baselines.even(*ours, **batch),
-        COMPUTE_ONLY: lambda: baselines.compute_only(*ours, **batch),
-        MEMORY_ONLY: lambda: baselines.memory_only(*ours, **batch),
-    }
-    return [_attempt(name, make) for name, make in makers.items()]
+        for name, make in makers.items()
+    ]
 
 
 def _attempt(system: str, make: Callable[[], PlanSolution]) -> Planned:
