@@ -88,17 +88,19 @@ class Slowness:
             self.group.leave()
 
     def cap_memory(self, level_bytes: int) -> None:
-        """Hold the process to its device's memory, counted from ``level_bytes``.
-
-        What the allocator keeps of memory that was freed goes back to the system first, and
-        the record of the highest resident memory starts again.
-        """
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # of the C library
+        """Hold the process to its device's memory, counted from ``level_bytes``."""
         assert self.device.memory_bytes is not None
         limit_bytes = level_bytes + self.device.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-        Path("/proc/self/clear_refs").write_text("5")
+
+
+def forget_building() -> None:
+    """Give back to the system what the allocator keeps of memory that was freed, and let the
+    record of the highest resident memory start again.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # of the C library
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager

@@ -33,8 +33,11 @@ COMMUNICATION_BOUND = Work(
 LARGE_STATE = Work(
     name="large state",
     config=decoder_config(width=512, num_layers=8, seq_len=32),
-    global_batch_size=32,
+    global_batch_size=30,
 )
+
+
+MICROBATCH_SIZES = {COMPUTE_BOUND.name: 8, COMMUNICATION_BOUND.name: 4, LARGE_STATE.name: 5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,13 @@ class Case:
 
     cluster: MixedCluster
     work: Work
-    microbatch_size: int  # at most, of every system that has microbatches
+    max_microbatch_size: int  # in plans of HetFSDP
+    microbatch_size: int  # of stock systems that accumulate, and of plain PyTorch
+
+    @property
+    def plain_batch_size(self) -> int:
+        """Samples of a step of plain PyTorch: an even share of the global batch."""
+        return self.work.global_batch_size // self.cluster.world_size
 
     @property
     def name(self) -> str:
@@ -52,7 +61,12 @@ class Case:
 
 
 CASES = tuple(
-    Case(cluster=cluster, work=work, microbatch_size=8 if work is COMPUTE_BOUND else 4)
+    Case(
+        cluster=cluster,
+        work=work,
+        max_microbatch_size=16 if work is COMMUNICATION_BOUND else 8,
+        microbatch_size=MICROBATCH_SIZES[work.name],
+    )
     for cluster in CLUSTERS
     for work in ((LARGE_STATE,) if cluster.is_capped else (COMPUTE_BOUND, COMMUNICATION_BOUND))
 )

@@ -14,7 +14,7 @@ from plans import Effort, Planned, make_plans, measured
 from systems import Make, System, Work
 from torch import Tensor
 
-from experiments.unlike import MIB, Slowness
+from experiments.unlike import MIB, Slowness, forget_building
 from shardhet.distributed import Communicators
 from shardhet.emulation import THREAD_STACK_BYTES, memory_of_process
 
@@ -74,10 +74,11 @@ def take_turns(
     """
     slowness = slownesses[rank]
     batches = make_batches(case.work)
-    plain = systems.plain_pytorch(case.work, case.microbatch_size, case.microbatch_size)
+    plain = systems.plain_pytorch(case.work, case.plain_batch_size, case.microbatch_size)
     make_by_name = makers(rank, case, slowness, plans)
     contestants = [make_by_name[name](case.work) for name in names]
     with slowness.applied():
+        plain.step(*batches[0])  # warms up
         seconds = check_same_losses(contestants, batches)
         num_steps = {
             name: max(1, round(turn_s / each))
@@ -110,8 +111,8 @@ def train_by_itself(
 ) -> list[Peak]:
     """One system in these fresh processes; the same list on every rank.
 
-    Memory is capped where the case says so, once the system is built: what building takes is
-    another question.
+    Memory is counted, and capped where the case says so, once the system is built: what
+    building takes is another question.
     """
     own = slowness[rank]
     make = makers(rank, case, own, plans)[name]
@@ -120,6 +121,7 @@ def train_by_itself(
     Communicators.over(dist.group.WORLD, systems.CPU)  # their threads are nobody's memory
     level_bytes, level_asked_bytes = memory_of_process("VmRSS"), memory_of_process("VmData")
     system = make(case.work)
+    forget_building()
     if case.cluster.is_capped:
         own.cap_memory(level_asked_bytes)
     with own.applied():
@@ -205,22 +207,19 @@ def _plain_turn(
     number: int,
     slow_rank: int,
 ) -> Turn:
-    """Two steps of ``slow_rank`` while the others sleep in a barrier; the second counts."""
+    """A step of ``slow_rank`` while the others sleep in a barrier."""
     dist.barrier()
-    size = case.microbatch_size
     mine = [0.0, 0.0]
     if dist.get_rank() == slow_rank:
-        for step in range(2):
-            tokens, targets = batches[step]
-            start_s, start_cpu_s = time.perf_counter(), time.process_time()
-            with slowness.device.slowed():
-                plain.step(tokens[:size], targets[:size])
-            mine = [time.perf_counter() - start_s, time.process_time() - start_cpu_s]
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        with slowness.device.slowed():
+            plain.step(*batches[number % len(batches)])
+        mine = [time.perf_counter() - start_s, time.process_time() - start_cpu_s]
     seconds, cpu_s = _rows(mine)[slow_rank]
     return Turn(
         system=plain_name(slow_rank),
         round=number,
-        samples_per_s=size / seconds,
+        samples_per_s=case.plain_batch_size / seconds,
         step_time_s=seconds,
         cpu_s=(round(cpu_s, 4),),
     )
@@ -233,21 +232,19 @@ def _plain_together(
 
     They go on until the slowest has finished a step.
     """
-    size = case.microbatch_size
-    tokens, targets = (tensor[:size] for tensor in batches[number % len(batches)])
     dist.barrier()
     store, num_steps = dist.distributed_c10d._get_default_store(), 0
     key = f"slowest has finished, round {number}"
     is_slowest = dist.get_rank() == case.cluster.slowest_rank
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    while num_steps < (2 if is_slowest else 1) or not (is_slowest or store.check([key])):
+    while not num_steps or not (is_slowest or store.check([key])):
         with slowness.device.slowed():
-            plain.step(tokens, targets)
+            plain.step(*batches[num_steps % len(batches)])
         num_steps += 1
     seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     if is_slowest:
         store.set(key, "")
-    rows = _rows([num_steps * size / seconds, cpu_s / num_steps])
+    rows = _rows([num_steps * case.plain_batch_size / seconds, cpu_s / num_steps])
     return Turn(
         system=TOGETHER,
         round=number,

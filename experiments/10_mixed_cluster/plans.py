@@ -37,12 +37,12 @@ class Planned:
 def measured(case: Case, device: EmulatedDevice, effort: Effort) -> Measurement:
     """Cluster, workload and profile of the ranks as they are now.  Collective."""
     config = case.work.config
-    tokens = torch.randint(config.vocab_size, (case.microbatch_size, config.seq_len))
+    tokens = torch.randint(config.vocab_size, (case.max_microbatch_size, config.seq_len))
     return measure(
         TrainedModel(module=case.work.model(), batch=ExampleBatch(args=(tokens, tokens))),
         device_spec=case.cluster.device_spec(dist.get_rank()),
         emulated=device,
-        effort=replace(effort, max_microbatch_size=case.microbatch_size),
+        effort=replace(effort, max_microbatch_size=case.max_microbatch_size),
     )
 
 
@@ -58,7 +58,7 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
             )
             for position in range(case.cluster.world_size)
         },
-        max_microbatch_size=case.microbatch_size,
+        max_microbatch_size=case.max_microbatch_size,
     )
     makers: dict[str, Callable[..., PlanSolution]] = {
         PLANNED: solve,
