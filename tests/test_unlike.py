@@ -1,0 +1,45 @@
+"""What experiments share about unlike processes."""
+
+import resource
+
+import pytest
+import torch
+
+from experiments.unlike import MIB, MixedCluster, slowness_of
+from shardhet.emulation import EmulatedDevice, memory_of_process
+from tests.worlds import run_ranks
+
+CLUSTER = MixedCluster(name="two", cores=(1.0, 0.5), memory_mib=(256, 128))
+
+
+def test_ranks_of_equal_quota_are_of_one_kind() -> None:
+    cluster = MixedCluster(name="three", cores=(0.5, 0.25, 0.25))
+    kinds = [cluster.device_spec(rank).kind for rank in range(cluster.world_size)]
+    assert kinds[0] != kinds[1] == kinds[2]
+    assert cluster.slowest_rank == 1
+    assert not cluster.is_capped
+
+
+def test_without_control_groups_processes_are_emulated() -> None:
+    with slowness_of(CLUSTER, has_groups=False) as slownesses:
+        assert [each.device for each in slownesses] == [
+            EmulatedDevice(speed=1.0, memory_bytes=256 * MIB),
+            EmulatedDevice(speed=0.5, memory_bytes=128 * MIB),
+        ]
+        with slownesses[1].applied():
+            pass
+
+
+def test_a_cap_counts_from_a_level_in_the_past() -> None:
+    run_ranks(_allocate_after_the_level, 1, fresh_world=True)
+
+
+def _allocate_after_the_level(rank: int) -> None:
+    with slowness_of(CLUSTER, has_groups=False) as slownesses:
+        level_bytes = memory_of_process("VmData")
+        built = torch.ones(100 * MIB, dtype=torch.uint8)
+        slownesses[1].cap_memory(level_bytes)
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == level_bytes + 128 * MIB
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.ones(100 * MIB, dtype=torch.uint8)
+        assert built[-1] == 1
