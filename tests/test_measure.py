@@ -176,12 +176,16 @@ def test_an_emulated_device_is_timed_as_slow_as_it_is() -> None:
         Stopwatch(torch.device("cpu")),
         Stopwatch(torch.device("cpu"), EmulatedDevice(speed=0.5)),
     )
-    with full.running():
-        time.sleep(0.05)
-    with half.running():
-        time.sleep(0.05)
-    assert 0.05 <= full.seconds < half.seconds
+    for watch in (full, half):
+        with watch.running():
+            start_s = time.thread_time()
+            while time.thread_time() < start_s + 0.05:
+                pass
+    assert full.seconds >= 0.05
     assert half.seconds >= 0.1
+    with half.running():  # what waits does not compute: nothing is stretched
+        time.sleep(0.4)
+    assert 0.4 <= half.seconds < 0.7
 
 
 # Ranks #
