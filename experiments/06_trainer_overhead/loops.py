@@ -130,7 +130,7 @@ class BareLoop:
             plan,
             device=CPU,
             seed=conf.seed,
-            device_spec=announced_device(conf, env, CPU),
+            device_spec=announced_device(conf.cluster, env, CPU),
         )
         self._optimizer = conf.optim.to_record().build(list(self.model.parameters()))
         self._max_grad_norm = conf.max_grad_norm
