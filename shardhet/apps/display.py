@@ -8,6 +8,7 @@ from typing import Self
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +40,7 @@ class Display:
         self._target_name = target_name
         self._latest: StepMetrics | None = None
         self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_IN_MEAN)
-        self._uses: Sequence[DeviceUse] = ()
+        self._drawn_devices: RenderableType = ""
         self._live = Live(
             console=console,
             refresh_per_second=REFRESHES_PER_S,
@@ -49,6 +50,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
+            self._draw_devices(())
             self._live.start()
         return self
 
@@ -70,8 +72,9 @@ class Display:
 
     def show_devices(self, uses: Sequence[DeviceUse]) -> None:
         """Into the live table; elsewhere one line for all devices."""
-        self._uses = uses
-        if not self.console.is_terminal:
+        if self.console.is_terminal:
+            self._draw_devices(uses)
+        else:
             shares = "   ".join(
                 f"{i}: {use.busy_share:.0%} busy {use.waiting_share:.0%} waiting"
                 for i, use in enumerate(uses)
@@ -107,12 +110,15 @@ class Display:
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
+    def _draw_devices(self, uses: Sequence[DeviceUse]) -> None:
+        # Once per look: laid out at every refresh, the table would take 2 % of a short step.
+        table = device_table(self._plan, uses, self._budgets_bytes)
+        self._drawn_devices = Segments(list(self.console.render(table)))
+
     def _draw(self) -> RenderableType:
         if self._latest is None:
             return Text("the first step ...")
-        return Group(
-            device_table(self._plan, self._uses, self._budgets_bytes), self._line(self._latest)
-        )
+        return Group(self._drawn_devices, Text(self._line(self._latest)))
 
 
 def device_table(plan: Plan, uses: Sequence[DeviceUse], budgets_bytes: Sequence[int]) -> Table:
