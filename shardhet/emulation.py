@@ -77,7 +77,7 @@ class EmulatedDevice:
         if self.speed == 1:
             return
         stretch = _Stretch(self.speed)
-        model.add_observer(stretch.observe)
+        model.add_observer(stretch.observe, counts_cpu=True)
         optimizer.register_step_pre_hook(stretch.begin_optimizer_step)
         optimizer.register_step_post_hook(stretch.end_optimizer_step)
 

@@ -301,9 +301,12 @@ class HetFSDP(nn.Module):
         """The inverse of ``sharded_state_dict`` under the same plan."""
         load_sharded_state_dict(self._flats, boxes)
 
-    def add_observer(self, observer: Observer) -> None:
-        """Call ``observer`` with an ``Event`` for each computation and wait from now on."""
-        self._runtime.observers.add(observer)
+    def add_observer(self, observer: Observer, *, counts_cpu: bool = False) -> None:
+        """Call ``observer`` with an ``Event`` for each computation and wait from now on.
+
+        ``counts_cpu`` fills in ``Event.cpu_s``, which costs two calls of the kernel each.
+        """
+        self._runtime.observers.add(observer, counts_cpu=counts_cpu)
 
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Name computations and waits, per unit, in what torch.profiler records from now on."""

@@ -44,14 +44,17 @@ class Observers:
     def __init__(self) -> None:
         self.is_traced = False
         self._observers: list[Observer] = []
+        self._counts_cpu = False
 
-    def add(self, observer: Observer) -> None:
+    def add(self, observer: Observer, *, counts_cpu: bool = False) -> None:
         """Call ``observer`` with every event from now on, in the thread that does the work.
 
-        What an observer takes belongs to the activity for those added after it and in traces:
-        that is how a device is made to look slower.
+        ``counts_cpu`` fills ``cpu_s`` of all events: two calls of the kernel for each.  What an
+        observer takes belongs to the activity for those added after it and in traces: that is
+        how a device is made to look slower.
         """
         self._observers.append(observer)
+        self._counts_cpu |= counts_cpu
 
     def watch(
         self, unit: str, activity: Activity, microbatch: int | None = None
@@ -63,14 +66,15 @@ class Observers:
 
     @contextmanager
     def _watch(self, unit: str, activity: Activity, microbatch: int | None) -> Iterator[None]:
-        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+        start_s = time.perf_counter()
+        start_cpu_s = time.thread_time() if self._counts_cpu else None
         with (
             record_function(_label(unit, activity, microbatch))
             if self.is_traced
             else _UNWATCHED
         ):
             yield
-            cpu_s = time.thread_time() - start_cpu_s
+            cpu_s = None if start_cpu_s is None else time.thread_time() - start_cpu_s
             for observer in self._observers:
                 end_s = time.perf_counter()
                 observer(Event(unit, activity, microbatch, start_s, end_s, cpu_s))
