@@ -13,6 +13,7 @@ Turns that are alike (the blocks) are added up first, so the predicted step is
     sum over classes of turns of max(g, max_i C_i + (1 - 1/kappa) g)
       + the first gather and the last reduction, which nothing hides
       + max_i (seconds per element of the optimizer) * (elements stored by i)
+      + the runtime's own time in every turn, where the host does not run ahead of its device
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,6 +60,11 @@ class CostModel:
     def overlap_excess(self) -> float:
         """1 - 1/kappa: seconds that compute loses per second of communication beside it."""
         return 1 - 1 / self.profile.overlap_slowdown
+
+    @property
+    def overhead_s(self) -> float:
+        """The runtime's own time in all turns of a step."""
+        return len(Phase) * len(self.visited_units) * self.profile.turn_overhead_s
 
     @cached_property
     def visited_units(self) -> tuple[Unit, ...]:
@@ -327,6 +333,7 @@ class CostModel:
             turns=tuple(self._turn_costs(turns, parts)),
             optimizer_s=max(cost.optimizer_s for cost in costs),
             exposed_comm_s=turns.exposed_comm_s,
+            overhead_s=self.overhead_s,
             ranks=costs,
         )
 

@@ -236,6 +236,7 @@ class Profile:
     collectives: Collectives
     # Compute beside a collective takes this much longer; 1.126 is Cephalo's published figure.
     overlap_slowdown: float = 1.0
+    turn_overhead_s: float = 0.0  # host time per unit and phase, in no computation or wait
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -249,6 +250,11 @@ class Profile:
         if not self.overlap_slowdown >= 1:
             raise ValueError(
                 f"profile: overlap_slowdown is {self.overlap_slowdown} but must be at least 1."
+            )
+        if not 0 <= self.turn_overhead_s < inf:
+            raise ValueError(
+                f"profile: turn_overhead_s is {self.turn_overhead_s} but must be finite and at "
+                "least 0."
             )
 
     def device(self, device_kind: str | None) -> DeviceProfile:
@@ -299,6 +305,9 @@ class Profile:
                 devices=tuple(map(_device_from, fields.take_objects("devices"))),
                 collectives=_collectives_from(fields.take_object("collectives")),
                 overlap_slowdown=fields.take_number("overlap_slowdown", minimum=1.0),
+                turn_overhead_s=fields.take_number("turn_overhead_s")
+                if fields.has("turn_overhead_s")  # files of before it was measured have none
+                else 0.0,
                 note=fields.take("note", str),
             )
         except ValueError as error:

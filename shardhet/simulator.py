@@ -39,6 +39,7 @@ class _State(Enum):
     """What a rank is doing; it leaves each state in ``_Simulation.advance``."""
 
     BEGIN = auto()  # of a turn: launch gathers
+    PREPARE = auto()  # until the runtime has done its own work for the turn
     WAIT_GATHER = auto()  # until the turn's gather is done
     COMPUTE = auto()  # until nothing remains
     END = auto()  # of a turn: launch the reduction
@@ -47,6 +48,9 @@ class _State(Enum):
     AGREE = auto()  # until all ranks have come
     OPTIMIZE = auto()  # until nothing remains
     DONE = auto()
+
+
+TIMED = frozenset({_State.PREPARE, _State.COMPUTE, _State.OPTIMIZE})
 
 
 @dataclass
@@ -141,9 +145,7 @@ class _Simulation:
     def pass_time(self) -> None:
         """Move the clock to the next end of a computation or of a collective."""
         slowdown = self.model.profile.overlap_slowdown if self.sending else 1.0
-        computing = [
-            actor for actor in self.actors if actor.state in (_State.COMPUTE, _State.OPTIMIZE)
-        ]
+        computing = [actor for actor in self.actors if actor.state in TIMED]
         ends_s = [actor.remaining_s * slowdown for actor in computing]
         if self.sending:
             ends_s.append(self.sending_remaining_s)
@@ -197,6 +199,13 @@ class _Simulation:
         if state is _State.BEGIN:
             assert turn is not None
             self.launch_ahead(actor)
+            actor.remaining_s = self.model.profile.turn_overhead_s
+            self.enter(actor, _State.PREPARE)
+        elif state is _State.PREPARE:
+            if actor.remaining_s > 0:
+                return False
+            if self.model.profile.turn_overhead_s:
+                self.leave(actor, Work.OVERHEAD)
             self.enter(actor, _State.WAIT_GATHER)
         elif state is _State.WAIT_GATHER:
             assert turn is not None

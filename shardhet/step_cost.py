@@ -75,6 +75,7 @@ class StepCost:
     turns: tuple[TurnCost, ...]
     optimizer_s: float
     exposed_comm_s: float  # before the first turn and after the last
+    overhead_s: float  # the runtime's own, in all turns
     ranks: tuple[RankCost, ...]
 
     @property
@@ -90,7 +91,8 @@ class StepCost:
     @property
     def step_time_s(self) -> float:
         """Seconds of one optimizer step."""
-        return self.forward_s + self.backward_s + self.optimizer_s + self.exposed_comm_s
+        beside_s = self.optimizer_s + self.exposed_comm_s + self.overhead_s
+        return self.forward_s + self.backward_s + beside_s
 
     def within(self, budgets: Sequence[int]) -> "StepCost":
         """The same under these budgets, one per rank, where they differ from the cluster's."""

@@ -18,6 +18,7 @@ class Work(Enum):
     WAIT_GATHER = "wait_gather"
     WAIT_REDUCE = "wait_reduce"
     AGREE = "agree"  # until the slowest rank comes
+    OVERHEAD = "overhead"  # the runtime's own
     GATHER = "gather"  # on the links
     REDUCE = "reduce"
 

@@ -1,5 +1,7 @@
 """What a step is predicted to take and to hold, against arithmetic done by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardhet.cluster import Cluster, DeviceSpec, Node
@@ -15,6 +17,8 @@ from shardhet.profiles import (
     Timing,
     UnitProfile,
 )
+from shardhet.simulator import simulate
+from shardhet.timeline import Work
 from shardhet.workload import Unit, UnitKind, Workload
 
 BLOCK = UnitKind(
@@ -116,6 +120,18 @@ def test_communication_hides_behind_compute_or_sets_the_pace() -> None:
 def test_compute_slows_beside_communication() -> None:
     step = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0, slowdown=1.25)).predict(plan())
     assert step.forward_s == pytest.approx(40 + 0.2 * 3)
+
+
+def test_the_runtime_takes_its_own_time_in_every_turn() -> None:
+    free = CostModel(CLUSTER, WORKLOAD, profile())
+    model = replace(free, profile=replace(profile(), turn_overhead_s=0.25))
+    step = model.predict(plan())
+    assert step.overhead_s == 2 * 4 * 0.25  # four units, forward and backward
+    assert step.step_time_s == pytest.approx(free.predict(plan()).step_time_s + 2.0)
+    timeline = simulate(plan(), CLUSTER, WORKLOAD, model.profile)
+    assert timeline.step_time_s == pytest.approx(step.step_time_s)
+    own_s = [rank.seconds(frozenset({Work.OVERHEAD})) for rank in timeline.ranks]
+    assert own_s == pytest.approx([2.0, 2.0])
 
 
 def test_direct_messages_make_uneven_shares_slow_and_rings_do_not() -> None:

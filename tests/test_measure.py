@@ -99,6 +99,7 @@ def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
         alone=samples(block_s),
         together=samples(2 * block_s),
         optimizer_s_per_element=[block_s, 2 * block_s, 3 * block_s],
+        turn_overhead_s=block_s / 100,
         reserved_bytes=7,
         note="now",
     )
@@ -118,6 +119,7 @@ def test_the_slowest_rank_of_a_kind_stands_for_it() -> None:
     assert together.unit("x", "block").forward_s.at(2) == 6.0
     assert alone.unit("x", "block").backward_s.at(2) == 6.0
     assert together.device("x").optimizer_seconds_per_element == 3.0
+    assert together.turn_overhead_s == 1.5 / 100
     assert "the slowest of 2 ranks, 1.50 times the fastest" in together.device("x").note
     assert together.is_measured
 
@@ -206,6 +208,7 @@ def test_one_process_is_measured_without_a_process_group() -> None:
             assert 0 < point.forward.p10_s <= point.forward.p90_s
             assert point.peak_bytes is None  # nobody counts on a CPU
     assert measured.profile.device("cpu").optimizer_seconds_per_element > 0
+    assert 1e-5 < measured.profile.turn_overhead_s < 1e-2
     assert shown == sorted(shown)
     assert shown[-1] == 1.0
 

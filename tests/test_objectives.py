@@ -1,7 +1,7 @@
 """Demands and objectives against exhaustive search over whole plans of small clusters."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import inf
@@ -44,6 +44,9 @@ class Case:
     def __init__(self, seed: int, *, roomy: float) -> None:
         rng = np.random.default_rng(seed)
         cluster, profile, _ = random_case(seed)
+        overhead_s = float(np.random.default_rng([seed, 1]).uniform(0, 0.01))
+        profile = replace(profile, turn_overhead_s=overhead_s)
+        self.overhead_s = 2 * overhead_s * sum(bool(unit.fqn) for unit in WORKLOAD.units)
         capacity = {
             kind: int(16 * WORKLOAD.numel * roomy * rng.uniform(0.4, 1)) for kind in "ABC"
         }
@@ -153,7 +156,7 @@ def step_time_s(
         max(comm_s, seconds + (1 - 1 / OVERLAP_SLOWDOWN) * comm_s)
         for seconds, comm_s in zip(compute_s, case.comm_s, strict=True)
     )
-    return turns_s + case.turns.exposed_comm_s + optimizer_s
+    return turns_s + case.turns.exposed_comm_s + optimizer_s + case.overhead_s
 
 
 def demands_of(seed: int) -> Demands:

@@ -39,7 +39,7 @@ def parts(folder: Path, num_steps: int) -> list[Part]:
     return [
         Part(
             "How fast is every device, at every part of the model, at every microbatch size?",
-            ("measure", f"cluster={CLUSTER}", "max_microbatch_size=16", f"out={measured}"),
+            ("measure", f"cluster={CLUSTER}", "max_microbatch_size=32", f"out={measured}"),
         ),
         Part(
             "Who should compute how much, and who should store how much?",

@@ -61,6 +61,12 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
             "element that is stored",
             soft_wrap=True,
         )
+    if measured.profile.turn_overhead_s:
+        console.print(
+            f"the runtime takes {measured.profile.turn_overhead_s * 1e6:.0f} us of its own for "
+            "every unit and phase",
+            soft_wrap=True,
+        )
     if measured.profile.collectives.points:
         console.print(f"\ncollectives over {measured.cluster.world_size} devices", style="bold")
         console.print(collectives_table(measured.profile.collectives))

@@ -214,11 +214,16 @@ def _alternatives_table(report: PlanReport) -> Table:
 
 def limit_lines(explanation: Explanation) -> Iterator[str]:
     """What limits the plan, in words."""
-    total = explanation.links_s + explanation.compute_s + explanation.optimizer_s
+    step_s = explanation.step_time_s
+    overhead = (
+        f" {explanation.overhead_s / step_s:.0%} are the runtime's own."
+        if explanation.overhead_s
+        else ""
+    )
     yield (
-        f"Of the step {explanation.compute_s / total:.0%} go at the pace of computing devices, "
-        f"{explanation.links_s / total:.0%} at that of links, "
-        f"{explanation.optimizer_s / total:.0%} at that of optimizers."
+        f"Of the step {explanation.compute_s / step_s:.0%} go at the pace of computing "
+        f"devices, {explanation.links_s / step_s:.0%} at that of links, "
+        f"{explanation.optimizer_s / step_s:.0%} at that of optimizers.{overhead}"
     )
     limit, endless = explanation.limit, explanation.endless_memory
     slowest, fullest = (

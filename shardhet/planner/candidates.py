@@ -164,7 +164,7 @@ class TableBuilder:
             global_batch_size=self.global_batch_size,
             # Even shares sum to the state but for rounding.
             state_numel=self.state_numel * (1 if self.stored_numel is None else 1 - 1e-12),
-            fixed_s=excess + self.turns.exposed_comm_s,
+            fixed_s=excess + self.turns.exposed_comm_s + model.overhead_s,
             row_numel=self.row_numel,
         )
         return CandidateTable(

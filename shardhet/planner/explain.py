@@ -68,6 +68,12 @@ class Explanation:
     links_s: float  # of the step in which what is sent sets the pace
     compute_s: float  # of the step in which a device's compute sets the pace
     optimizer_s: float
+    overhead_s: float  # the runtime's own
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.links_s + self.compute_s + self.optimizer_s + self.overhead_s
 
     @property
     def limit(self) -> Gain | None:
@@ -108,6 +114,7 @@ def explain(
         links_s=paced_by_links_s + predicted.exposed_comm_s,
         compute_s=predicted.forward_s + predicted.backward_s - paced_by_links_s,
         optimizer_s=predicted.optimizer_s,
+        overhead_s=predicted.overhead_s,
     )
 
 

@@ -35,6 +35,7 @@ class RankReport:
     alone: Samples
     together: Samples  # while all ranks compute
     optimizer_s_per_element: list[float]
+    turn_overhead_s: float
     reserved_bytes: int
     note: str  # versions and date
 
@@ -114,6 +115,7 @@ def make_profile(
         ),
         collectives=Collectives(source=Source.MEASURED, points=points, note=traffic.note),
         overlap_slowdown=traffic.overlap_slowdown,
+        turn_overhead_s=max(report.turn_overhead_s for report in reports),
         note="all ranks computing at once" if is_together else "each rank computing alone",
     )
     if not points:

@@ -27,6 +27,7 @@ from shardhet.profiler.compute import ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
 from shardhet.profiler.sketch import ModelSketch, sketch_model
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic, sizes_to_measure
+from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.profiles import Profile
 from shardhet.workload import Workload
@@ -97,7 +98,7 @@ def measure(
     members = Members.meet(group, anyone, device=device, device_spec=found)
     with members.lifeline.guard("measuring"):
         channels = Channels(
-            gather=members.gather, reduce=members.reduce, control=members.control
+            group=group, gather=members.gather, reduce=members.reduce, control=members.control
         )
         session = _Session(
             model,
@@ -230,11 +231,14 @@ class _Session:
         optimizer_s = compute.optimizer_seconds(
             self._optimizer, 1 / channels.world_size, effort.num_repeats
         )
+        self._on_progress("the runtime's own time", 0.73)
+        overhead_s = turn_overhead_seconds(channels.group, self._device, effort.num_repeats)
         return RankReport(
             device=self._spec,
             alone=peaks_into(alone, peaks),
             together=peaks_into(together, peaks),
             optimizer_s_per_element=optimizer_s,
+            turn_overhead_s=overhead_s,
             reserved_bytes=self._reserved_bytes,
             note=_note(self._spec),
         )

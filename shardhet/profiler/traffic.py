@@ -11,6 +11,7 @@ from functools import partial
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardhet.collectives import all_gather_uneven
@@ -42,6 +43,7 @@ Launch = Callable[[], Callable[[], None]]  # starts a collective, returns what w
 class Channels:
     """The process groups that are measured, as HetFSDP makes them."""
 
+    group: dist.ProcessGroup | None  # that they were made for; None: one process
     gather: Channel
     reduce: Channel
     control: Channel

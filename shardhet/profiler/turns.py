@@ -1,0 +1,72 @@
+"""What a visit of a unit takes besides computing and waiting: the runtime's own time."""
+
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.observer import Event
+from shardhet.plan import Plan
+from shardhet.schedule import Phase
+
+NUM_UNITS = 24
+NUM_WARMUP_STEPS = 2  # the first finds the order of units
+
+
+def turn_overhead_seconds(
+    group: dist.ProcessGroup | None, device: torch.device, num_repeats: int
+) -> float:
+    """Host seconds per unit and phase that are in no computation and in no wait.  Collective.
+
+    Taken from training steps of a chain of units that compute next to nothing.  On an
+    accelerator it is 0: there the host runs ahead, and this time hides behind the device's.
+    """
+    world_size = 1 if group is None else group.size()
+    model = HetFSDP(
+        _Chain(),
+        Plan.even(world_size, microbatch_size=1),
+        group=group,
+        device=device,
+        units=[_Link],
+    )
+    inside_s = 0.0
+
+    def add(event: Event) -> None:
+        nonlocal inside_s
+        inside_s += event.end_s - event.start_s
+
+    model.add_observer(add)
+    one = torch.ones(1, 1, device=device)
+    num_turns = NUM_UNITS * len(Phase)
+    outside_s = []
+    for _ in range(NUM_WARMUP_STEPS + num_repeats):
+        inside_s = 0.0
+        start_s = time.perf_counter()
+        model.backward(*model(one))
+        outside_s.append(time.perf_counter() - start_s - inside_s)
+        model.zero_grad()
+    if device.type == "cuda":
+        return 0.0
+    return median(outside_s[NUM_WARMUP_STEPS:]) / num_turns
+
+
+class _Link(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class _Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links = nn.Sequential(*(_Link() for _ in range(NUM_UNITS)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.links(x)
+        return y.sum(), torch.tensor(len(x), device=x.device)
