@@ -17,12 +17,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardhet.emulation import packed
+
 MOUNTS = Path("/proc/mounts")
 PERIOD_US = 10_000  # short beside a step, so that a rank is slow all the time and not in turns
 LEAST_QUOTA_US = 1_000  # the kernel's own minimum
 WEIGHT_PER_CORE = 4_000  # a quarter of a core weighs as much as any other process
 LEAST_WEIGHT = 2
-ROUNDING = 1e-9
 PREFIX = "shardhet_experiment"
 SECONDS_TO_LEAVE = 5.0  # for processes that have ended but are still being buried
 
@@ -115,19 +116,6 @@ def quotas(cores: Sequence[float]) -> Iterator[list[Group]]:
     finally:
         for group in groups:
             group.remove()
-
-
-def packed(cores: Sequence[float]) -> list[int | None]:
-    """A core for each quota, so that no core is promised more than once; None for all where
-    they cannot be dealt out like that.  The largest first, each to the emptiest core.
-    """
-    taken = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
-    found: list[int | None] = [None] * len(cores)
-    for i in sorted(range(len(cores)), key=lambda i: -cores[i]):
-        core = min(taken, key=taken.__getitem__)
-        taken[core] += cores[i]
-        found[i] = core
-    return found if max(taken.values()) <= 1 + ROUNDING else [None] * len(cores)
 
 
 def _keep_on(cores: set[int]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.control_groups import Group, NoControlGroupsError, quotas
 from shardhet import DeviceSpec
-from shardhet.emulation import EmulatedDevice
+from shardhet.emulation import EmulatedDevice, cores_for, stay_on
 
 MIB = 2**20
 # What a plan may use of a process's memory: the C library's allocator leaves gaps.  A rank
@@ -74,11 +74,13 @@ class Slowness:
 
     group: Group | None  # None: emulated in the process, for HetFSDP only
     device: EmulatedDevice  # of full speed where the group slows the whole process
+    core: int | None = None  # where an emulated one is kept; groups have their own
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """This process is under the quota inside, if there is one."""
         if self.group is None:
+            stay_on(self.core)
             yield
             return
         self.group.join()
@@ -109,8 +111,12 @@ def slowness_of(cluster: MixedCluster, *, has_groups: bool) -> Iterator[list[Slo
     memory = [cluster.memory_bytes(rank) for rank in range(cluster.world_size)]
     if not has_groups:
         yield [
-            Slowness(group=None, device=EmulatedDevice(speed=cores, memory_bytes=nbytes))
-            for cores, nbytes in zip(cluster.cores, memory, strict=True)
+            Slowness(
+                group=None, device=EmulatedDevice(speed=speed, memory_bytes=nbytes), core=core
+            )
+            for speed, nbytes, core in zip(
+                cluster.cores, memory, cores_for(cluster.cores), strict=True
+            )
         ]
         return
     with quotas(cluster.cores) as groups:

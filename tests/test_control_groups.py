@@ -12,7 +12,6 @@ from experiments.control_groups import (
     Group,
     NoControlGroupsError,
     find_controller,
-    packed,
     quotas,
 )
 from tests.worlds import run_ranks
@@ -27,26 +26,6 @@ def why_not() -> str | None:
 
 
 needs_groups = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-
-
-@pytest.mark.parametrize(
-    ("cores", "num_cores", "expected"),
-    [
-        ([0.9, 0.45, 0.225, 0.225], 2, [0, 1, 1, 1]),
-        ([0.6, 0.6, 0.3, 0.3], 2, [0, 1, 0, 1]),
-        ([1.0, 0.1], 2, [0, 1]),
-        ([0.7, 0.7, 0.7], 2, [None, None, None]),  # a core would be promised twice
-        ([0.5, 0.5], 1, [0, 0]),
-    ],
-)
-def test_no_core_is_promised_more_than_once(
-    cores: list[float],
-    num_cores: int,
-    expected: list[int | None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
-    assert packed(cores) == expected
 
 
 @needs_groups

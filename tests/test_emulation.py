@@ -1,5 +1,6 @@
 """Emulated devices: slower in what they compute, smaller in what they may allocate."""
 
+import os
 import time
 from typing import Any
 
@@ -18,7 +19,14 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.training import ClusterConf, DeviceType
-from shardhet.emulation import MAX_CREDIT_S, EmulatedDevice, memory_of_process
+from shardhet.emulation import (
+    MAX_CREDIT_S,
+    EmulatedDevice,
+    cores_for,
+    memory_of_process,
+    packed,
+    stay_on,
+)
 from shardhet.fsdp.observer import Activity, Event
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -262,3 +270,38 @@ def test_emulated_clusters_fit_two_cores_and_are_named_as_emulated() -> None:
             assert cluster.num_ranks == len(cluster.speeds) == num_ranks
             assert sum(cluster.speeds) <= 2
             assert all(kind.startswith("emulated") for kind in cluster.kinds)
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_cores", "expected"),
+    [
+        ([0.9, 0.45, 0.225, 0.225], 2, [0, 1, 1, 1]),
+        ([0.6, 0.6, 0.3, 0.3], 2, [0, 1, 0, 1]),
+        ([1.0, 0.1], 2, [0, 1]),
+        ([0.7, 0.7, 0.7], 2, [None, None, None]),  # a core would be promised twice
+        ([0.5, 0.5], 1, [0, 0]),
+    ],
+)
+def test_no_core_is_promised_more_than_once(
+    cores: list[float],
+    num_cores: int,
+    expected: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    assert packed(cores) == expected
+    if num_cores < len(cores):
+        assert cores_for(cores) == expected
+    else:
+        assert cores_for(cores) == [None] * len(cores)
+
+
+def test_a_process_stays_on_its_core() -> None:
+    [seen] = run_ranks(_stay_on_core, 1, fresh_world=True)
+    assert seen[0] == seen[1]
+
+
+def _stay_on_core(rank: int) -> tuple[set[int], set[int]]:
+    core = max(os.sched_getaffinity(0))
+    stay_on(core)
+    return os.sched_getaffinity(0), {core}

@@ -41,6 +41,7 @@ from shardhet.distributed import (
     check_same_on_all_ranks,
     local_device_spec,
 )
+from shardhet.emulation import cores_for, stay_on
 from shardhet.sampling import sample_tokens
 from shardhet.trainer import Trainer
 
@@ -79,6 +80,8 @@ def joined(cluster: ClusterConf, folder: RunFolder, env: RankEnv) -> Iterator[to
     device = choose_device(cluster, env)
     with _log_to(folder, env.rank), _report_failure(cluster, folder, env, device):
         torch.set_num_threads(cluster.num_threads)
+        if cluster.speeds:
+            stay_on(cores_for(cluster.speeds)[env.rank])
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             device_id=device if device.type == "cuda" else None,
