@@ -15,6 +15,9 @@ from systems import FSDP2, HET
 from shardhet.plots import draw_lines
 
 HERE = Path(__file__).parent
+MARKDOWN = """![ms of a step beyond compute, by number of microbatches](accumulation.png)
+![seconds of a step, by number of ranks](worlds.png)"""
+
 Points = list[tuple[float, float]]
 
 

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 Result = TypeVar("Result")
 
 HOST = "127.0.0.1"
-TIMEOUT = timedelta(minutes=3)
+TIMEOUT = timedelta(minutes=5)
 PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "experiments.common", "shardhet.fsdp"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")

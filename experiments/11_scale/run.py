@@ -67,6 +67,7 @@ def main() -> None:
         bars += report.bars
         shown += [show(table.title, table.header, table.rows) for table in report.tables]
     shown.append(show("Bars", BAR_HEADER, [bar.cells for bar in bars]))
+    shown.append(figure.MARKDOWN)
     if options.quick or options.only:
         console.print("Only a part was measured: nothing was written.")
         return
