@@ -32,6 +32,7 @@ from shardhet.profiler.traffic import (
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.workload import Unit, UnitKind
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +87,17 @@ def test_collectives_are_measured_at_the_sizes_of_the_units() -> None:
     sizes = sizes_to_measure(WORKLOAD)
     assert sizes == sorted(set(sizes))
     assert {kind.numel * 4 for kind in WORKLOAD.kinds} <= set(sizes)
+    alike = UnitKind(
+        name="block",
+        param_shapes=((256, 64),),
+        forward_flops=1,
+        backward_flops=2,
+        input_bytes=1,
+        activation_bytes=1,
+        transient_bytes=1,
+    )
+    of_one_size = Workload(kinds=(alike,), units=(Unit(fqn="blocks.0", kind="block"),))
+    assert sizes_to_measure(of_one_size) == [2**14, 2**16]  # one point has no latency
 
 
 def samples(block_s: float) -> dict[str, UnitSamples]:

@@ -1,7 +1,7 @@
 """The records that describe ranks whose compute is slept: cluster, workload, profile.
 
-Compute is derived: a sleep takes as long as it is told to.  Collectives are measured, on the
-ranks themselves, through the code that training uses.
+Compute is derived: a sleep takes as long as it is told to.  Collectives, and the runtime's own
+time per turn, are measured on the ranks themselves, through the code that training uses.
 """
 
 from dataclasses import replace
@@ -21,6 +21,7 @@ from shardhet.profiler.traffic import (
     Traffic,
     even_shares,
 )
+from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.profiles import (
     CollectivePoint,
     Collectives,
@@ -110,6 +111,7 @@ def measured_profile(
     profile = Profile(
         devices=slept_devices(forward_s_per_sample),
         collectives=Collectives(source=Source.MEASURED, points=points),
+        turn_overhead_s=_turn_overhead_s(num_repeats),
     )
     gather_weight, reduce_weight = unevenness_weights(measured, profile, cluster, workload)
     profile = replace(
@@ -125,6 +127,14 @@ def measured_profile(
     return profile, of_unit.gather_s, of_unit.reduce_s
 
 
+def _turn_overhead_s(num_repeats: int) -> float:
+    """Of the slowest rank, as the profiler takes it."""
+    mine = turn_overhead_seconds(dist.group.WORLD, torch.device("cpu"), num_repeats)
+    slowest = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
 def _measure_collectives(workload: Workload, num_repeats: int) -> list[CollectiveSamples]:
     world_size = dist.get_world_size()
     members = Members.meet(
@@ -133,7 +143,12 @@ def _measure_collectives(workload: Workload, num_repeats: int) -> list[Collectiv
         device=torch.device("cpu"),
         device_spec=DeviceSpec(),
     )
-    channels = Channels(gather=members.gather, reduce=members.reduce, control=members.control)
+    channels = Channels(
+        group=dist.group.WORLD,
+        gather=members.gather,
+        reduce=members.reduce,
+        control=members.control,
+    )
     traffic = Traffic(
         channels, workload, torch.device("cpu"), orig_dtype=getattr(torch, workload.param_dtype)
     )

@@ -101,7 +101,7 @@ def sizes_to_measure(workload: Workload) -> list[int]:
     of_units |= {kind.numel * workload.reduce_itemsize for kind in kinds}
     nbytes, sizes = SMALLEST_NBYTES, set(of_units)
     while nbytes < 2 * max(of_units):
-        if nbytes > min(of_units) / 4:
+        if nbytes >= min(of_units) / 4:
             sizes.add(nbytes)
         nbytes *= 4
     return sorted(min(size, LARGEST_NBYTES) for size in sizes if size >= 8)
