@@ -4,7 +4,9 @@ import math
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -109,6 +111,7 @@ class Trainer:
         self._steps_s = 0.0  # time of the steps since the last look at the devices
         self._is_in_step = False
         model.add_observer(self._observe)
+        self.forget_peak_memory()
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch."""
@@ -178,6 +181,17 @@ class Trainer:
             for busy, waiting, nbytes in rows
         )
 
+    def forget_peak_memory(self) -> None:
+        """Let the record of the most memory begin again from what is held now.
+
+        Done once when the trainer is made: building a model is not training it.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):  # only Linux can; elsewhere the record stays
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
+
     def _observe(self, event: Event) -> None:
         if self._is_in_step:
             self._seconds[event.activity] += event.end_s - event.start_s
@@ -191,7 +205,7 @@ class Trainer:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has had allocated on ``device``, or resident on a CPU."""
+    """The most that was allocated on ``device``, or resident on a CPU, in this record."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT_BYTES

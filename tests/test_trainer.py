@@ -1,5 +1,6 @@
 """The trainer: one curve under every plan, exact evaluation, true shares of time."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from shardhet import HetFSDP, Plan
 from shardhet.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.optim import AdamW, Cosine
-from shardhet.trainer import Evaluation, StepMetrics, Trainer
+from shardhet.trainer import Evaluation, StepMetrics, Trainer, peak_memory_bytes
 from tests.worlds import run_ranks
 
 SEQ_LEN = 8
@@ -186,3 +187,17 @@ def test_an_evaluation_says_bits_and_accuracy() -> None:
     evaluation = Evaluation(loss_sum=8 * np.log(2), num_targets=4, num_correct=3)
     assert evaluation.bits_per_target == pytest.approx(2)
     assert evaluation.accuracy == 0.75
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets the record begin again")
+def test_what_building_took_is_not_in_the_peak() -> None:
+    [before_bytes, after_bytes] = run_ranks(_peaks_around_a_reset, 1, fresh_world=True)[0]
+    assert before_bytes - after_bytes > 200 * 2**20
+
+
+def _peaks_around_a_reset(rank: int) -> list[int]:
+    built = torch.ones(300 * 2**20, dtype=torch.uint8)
+    del built
+    before_bytes = peak_memory_bytes(torch.device("cpu"))
+    make_trainer(PLANS["one rank"], torch.float32)
+    return [before_bytes, peak_memory_bytes(torch.device("cpu"))]

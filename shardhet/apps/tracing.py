@@ -35,12 +35,13 @@ class Tracer:
         self._profile.start()
         self._model.name_in_trace(is_traced=True)
 
-    def after_step(self, step: int) -> None:
-        """Write the file after the last of them."""
+    def after_step(self, step: int) -> bool:
+        """Write the file after the last of them, and say so."""
         if step != self._last_step or self._profile is None:
-            return
+            return False
         self._model.name_in_trace(is_traced=False)
         self._profile.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._path))
         self._profile = None
+        return True

@@ -261,8 +261,8 @@ class Run:
         if self._tracer is not None:
             self._tracer.before_step(step)
         metrics = self.trainer.train_step()
-        if self._tracer is not None:
-            self._tracer.after_step(step)
+        if self._tracer is not None and self._tracer.after_step(step):
+            self.trainer.forget_peak_memory()  # what the profiler took is not the model's
         values = {
             "loss": metrics.mean_loss,
             "grad_norm": metrics.grad_norm,
