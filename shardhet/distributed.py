@@ -346,6 +346,11 @@ class Members:
         )
 
 
+def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``group``, else that of all processes; None where this is the only one."""
+    return dist.group.WORLD if group is None and dist.is_initialized() else group
+
+
 def local_device_spec(device: torch.device) -> DeviceSpec:
     """What this process's device is, asked of the driver (or of the system for a CPU)."""
     host = socket.gethostname()

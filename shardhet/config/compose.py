@@ -156,7 +156,8 @@ def non_default_sources(cfg: DictConfig, overrides: Iterable[str]) -> dict[str, 
     loader = GlobalHydra.instance().config_loader()
     tree = loader.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
     for default in tree.defaults:
-        loaded = loader.repository.load_config(default.config_path)  # type: ignore[attr-defined]
+        repository = loader.repository  # type: ignore[attr-defined]
+        loaded = repository.load_config(default.config_path)
         if loaded is None or loaded.provider in ("hydra", "schema"):
             continue
         package = default.package or ""

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardhet.cluster import DeviceSpec
-from shardhet.distributed import Members
+from shardhet.distributed import Members, default_group
 from shardhet.fsdp.batching import BatchRule, first_length
 from shardhet.fsdp.build import Precision, build_units, planned_units
 from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.observer import Activity, Observer
 from shardhet.fsdp.runtime import Runtime
 from shardhet.fsdp.state import (
@@ -91,9 +92,7 @@ class HetFSDP(nn.Module):
         Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
         """
         super().__init__()
-        if group is None and dist.is_initialized():
-            group = dist.group.WORLD
-        device = device or _device_of(module)
+        group, device = default_group(group), device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
         self._lifeline = members.lifeline
         self._control = members.control
@@ -113,12 +112,7 @@ class HetFSDP(nn.Module):
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
-        params = {
-            slot.fqn: param
-            for flat in self._flats
-            for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
-        }
-        self._param_by_fqn = {fqn: params[fqn] for fqn in fqns}
+        self._param_by_fqn = _in_order(fqns, self._flats)
         self.module = module
         self._loss_fn = loss_fn
         self._loss_inputs: tuple[Any, ...] = ()
@@ -363,6 +357,16 @@ class HetFSDP(nn.Module):
                 f"are alive at a time.",
                 stacklevel=3,
             )
+
+
+def _in_order(fqns: Sequence[str], flats: Sequence[FlatTensor]) -> dict[str, nn.Parameter]:
+    """The sharded parameters by name, in the order that the plain model has them."""
+    params = {
+        slot.fqn: param
+        for flat in flats
+        for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+    }
+    return {fqn: params[fqn] for fqn in fqns}
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.cluster import Cluster, DeviceSpec
-from shardhet.distributed import Members, local_device_spec
+from shardhet.distributed import Members, default_group, local_device_spec
 from shardhet.emulation import EmulatedDevice
 from shardhet.optim import AdamW, OptimizerSpec, Sgd
 from shardhet.plan import Plan
@@ -85,8 +85,7 @@ def measure(
     is what this rank announces itself as; None asks the driver.  A failure on one rank
     raises on all.
     """
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    group = default_group(group)
     device = device or torch.device("cpu")
     found = device_spec or local_device_spec(device)
     world_size = 1 if group is None else group.size()
