@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.cluster import DeviceSpec
-from shardhet.neighbours import LostPeerError, Neighbours, is_running
+from shardhet.neighbours import LostPeerError, Neighbours, is_running, timeout_of
 from shardhet.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
@@ -187,9 +187,12 @@ _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakK
 def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
     backend = group._get_backend(device).name()
     ranks = dist.get_process_group_ranks(group)
+    timeout = timeout_of(group, device)
 
     def new_group(backend: str) -> dist.ProcessGroup:
-        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        return dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+        )
 
     gather, reduce = new_group(backend), new_group(backend)
     if backend == "gloo":

@@ -16,9 +16,11 @@ import ctypes
 import errno
 import os
 import platform
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -50,12 +52,13 @@ class LostPeerError(RuntimeError):
 class Board:
     """What one process tells the others."""
 
-    def __init__(self, words: torch.Tensor, *, pid: int) -> None:
+    def __init__(self, words: torch.Tensor, *, pid: int, patience_s: float) -> None:
         self._words: NDArray[np.int64] = words.numpy()
         self._rows: NDArray[np.float64] = words[ROWS:].view(torch.float64).numpy()
         self._address = words.data_ptr()
         self._pid = pid
         self._birth = birth(pid)
+        self._patience_s = patience_s
 
     # By its owner #
 
@@ -84,8 +87,11 @@ class Board:
         return bool(self._words[counter] >= value)
 
     def wait_for(self, counter: int, value: int) -> None:
-        """Until it has; raises ``LostPeerError`` if the owner gave up or is gone."""
+        """Until it has; raises ``LostPeerError`` if the owner gave up or is gone, and
+        ``TimeoutError`` if it lives and nothing comes.
+        """
         timeout = _Timespec(0, int(1e9 * SECONDS_BETWEEN_LOOKS))
+        deadline_s = None
         while (seen := int(self._words[counter])) < value:
             if self._words[BROKEN] or not _futex(
                 self._address + 8 * counter, FUTEX_WAIT, seen & 0xFFFFFFFF, timeout
@@ -95,6 +101,13 @@ class Board:
                 except LostPeerError:
                     if self._words[counter] < value:  # or it was the last that it said
                         raise
+                deadline_s = deadline_s or time.monotonic() + self._patience_s
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(
+                        f"process {self._pid} of this host lives but has not come for "
+                        f"{self._patience_s:g} s. See in its log what it does instead, or give "
+                        "init_process_group a longer timeout."
+                    )
 
     def place(self, collective: int) -> int:
         """See ``write_place``."""
@@ -165,11 +178,13 @@ class Neighbours:
         dist.all_gather_object(answers, bool(peers), group=group)
         if arena is None or not all(answers):
             return None
+        patience_s = timeout_of(group, torch.device("cpu")).total_seconds()
         boards = [
             [
                 Board(
                     peer.view(places[i], BOARD_WORDS, torch.int64) if peer else own[i],
                     pid=whereabouts.pid,
+                    patience_s=patience_s,
                 )
                 for peer, (whereabouts, places) in zip(peers, heard, strict=True)
             ]
@@ -244,6 +259,12 @@ class Neighbours:
     @property
     def _own(self) -> Board:
         return self._boards[self.rank]
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """What it was made with."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def is_running(pid: int) -> bool:

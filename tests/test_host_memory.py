@@ -233,7 +233,7 @@ def test_a_forked_process_leaves_the_arena_alone() -> None:
 
 def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
     words = torch.zeros(BOARD_WORDS, dtype=torch.int64)
-    board = Board(words, pid=2**22 + 1)  # of no process
+    board = Board(words, pid=2**22 + 1, patience_s=60.0)  # of no process
 
     def say_it(*_: object) -> bool:
         words[READ] = 5
@@ -244,6 +244,15 @@ def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
         words[READ] = 0
         with pytest.raises(LostPeerError, match="is gone"):
             board.wait_for(READ, 6)
+
+
+def test_a_peer_that_lives_and_never_comes_is_waited_for_as_long_as_the_group_allows() -> None:
+    words = torch.zeros(BOARD_WORDS, dtype=torch.int64)
+    board = Board(words, pid=os.getpid(), patience_s=0.2)
+    start_s = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"{os.getpid()}.* not come for 0.2 s"):
+        board.wait_for(READ, 1)
+    assert 0.2 < time.monotonic() - start_s < 2
 
 
 def drop_the_model_while_it_is_read(rank: int) -> None:
