@@ -1,9 +1,10 @@
 """Five forms of plan for one case, and what each is predicted to give."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
-from inputs import DERIVED, Case, derived_beside
+from inputs import DERIVED, FEWER_BATCH, Case, derived_beside, on_fewer_nodes
 
 from shardhet.apps.plan import COMPARED
 from shardhet.config.planning import Inputs
@@ -18,8 +19,10 @@ from shardhet.step_cost import StepCost
 EVEN, COMPUTE_ONLY, MEMORY_ONLY = "even", "compute only", "memory only"
 CEPHALO, FULL = "Cephalo's", "full"
 BY_SPECIFICATION = "full, planned from specifications"
+FEWER_NODES = "full, on the best choice of nodes but all"
 FORMS = (EVEN, COMPUTE_ONLY, MEMORY_ONLY, CEPHALO, FULL)
 ONE_SIDED = (COMPUTE_ONLY, MEMORY_ONLY)
+ALL_HOSTS = "all"
 DIGITS = 6  # significant ones that are kept
 
 
@@ -36,6 +39,7 @@ class Row:
     tokens_per_sample: int
     global_batch_size: int
     form: str
+    hosts: str  # types of node that are used
     predicted_step_time_s: float
     predicted_samples_per_s: float
     mfu: float  # model FLOPs, nothing recomputed, over the peak of all devices
@@ -61,7 +65,33 @@ class _Found:
 def predict(case: Case, inputs: Inputs) -> list[Row]:
     """One row per form."""
     forms = [*FORMS, BY_SPECIFICATION] if case.part != DERIVED else list(FORMS)
-    return [_row(case, inputs, form) for form in forms]
+    rows = [_row(case, inputs, form) for form in forms]
+    if case.part == DERIVED and case.global_batch_size == FEWER_BATCH:
+        rows += _fewer_nodes(case)
+    return rows
+
+
+def _fewer_nodes(case: Case) -> list[Row]:
+    """The fastest plan that leaves types of node out; nothing where none fits."""
+    best_s, best = inf, None
+    for hosts, inputs in on_fewer_nodes(case):
+        try:
+            found = solve(
+                inputs.cluster,
+                inputs.workload,
+                inputs.profile,
+                global_batch_size=case.global_batch_size,
+                effort=COMPARED,
+                num_rescored=1,
+            )
+        except PlanError:
+            continue
+        if found.predicted.step_time_s < best_s:
+            best_s, best = found.predicted.step_time_s, (hosts, inputs)
+    if best is None:
+        return []
+    row = _row(case, best[1], FULL)
+    return [replace(row, form=FEWER_NODES, hosts=best[0])]
 
 
 def _row(case: Case, inputs: Inputs, form: str) -> Row:
@@ -160,6 +190,7 @@ def _as_row(case: Case, inputs: Inputs, form: str, **found: float | str) -> Row:
         tokens_per_sample=inputs.workload.tokens_per_sample,
         global_batch_size=case.global_batch_size,
         form=form,
+        hosts=ALL_HOSTS,
         **known,
     )
 

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import combinations
 from pathlib import Path
 
 from blocks import KIND_BY_GPU, Blocks, with_published_blocks
 
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning_input import Request, load
+from shardhet.cluster import Cluster, Node
 from shardhet.config.planning import Inputs, PlannerConf, register_planning_schemas
 from shardhet.profiles import Collectives, Source
 
@@ -39,6 +41,7 @@ MODELS = (
     "llama_13b",
 )
 BATCHES = (128, 256)
+FEWER_BATCH = 256  # at which leaving nodes out is tried
 MANY_DEVICES, LARGE_BATCHES = 64, (512, 2048)  # 2048 x 2048 tokens: what large models take
 
 # Shapes of the published blocks, as changes to a model of conf/.  Text is 512 tokens and
@@ -119,13 +122,36 @@ def derived_beside(case: Case) -> Inputs:
     return described(case.cluster, "precision=FP32", *PUBLISHED_MODELS[case.model])
 
 
-@cache
 def described(cluster: str, *overrides: str) -> Inputs:
     """What ``shardhet plan cluster=... ...`` plans for."""
+    return _loaded(cluster, *overrides)[1]
+
+
+def on_fewer_nodes(case: Case) -> Iterator[tuple[str, Inputs]]:
+    """The same on some of the cluster's nodes: every choice of types of node but all.
+
+    The dtype follows the devices that are left, as it does on the command line.
+    """
+    conf, inputs = _loaded(case.cluster, f"model={case.model}")
+    nodes_by_type: dict[str, list[Node]] = {}
+    for node in inputs.cluster.nodes:
+        nodes_by_type.setdefault(node.host.rpartition("-")[0] or node.host, []).append(node)
+    for number in range(1, len(nodes_by_type)):
+        for types in combinations(nodes_by_type, number):
+            nodes = tuple(node for each in types for node in nodes_by_type[each])
+            left = replace(inputs.cluster, nodes=nodes)
+            yield " + ".join(types), conf.load(partial(_same, left), case.model)
+
+
+def _same(cluster: Cluster) -> Cluster:
+    return cluster
+
+
+@cache
+def _loaded(cluster: str, *overrides: str) -> tuple[PlannerConf, Inputs]:
     register_planning_schemas()
     request = Request((f"cluster=described/{cluster}", *overrides), (), None)
-    _, inputs = load(DOOR, request, PlannerConf)
-    return inputs
+    return load(DOOR, request, PlannerConf)
 
 
 def published_blocks(model: str, folder: Path) -> Blocks:

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from forms import EVEN, FORMS, Row
 from inputs import DERIVED
 from matplotlib.axes import Axes
-from summary import Forms, by_case
+from summary import Forms, at_shown_batch, by_case
 
 OTHERS = [form for form in FORMS if form != EVEN]
 NUM_COLUMNS = 2
@@ -19,7 +19,7 @@ WIDTH = 0.8 / len(OTHERS)
 
 
 def draw(rows: Sequence[Row], picture: Path) -> None:
-    """One panel per part and cluster, at the largest batch that was planned for."""
+    """One panel per part and cluster, at the batch that the tables show too."""
     panels: dict[str, list[Forms]] = {}
     for each in by_case(rows):
         row = each.rows[0]
@@ -32,10 +32,10 @@ def draw(rows: Sequence[Row], picture: Path) -> None:
     )
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for axes, (title, found) in zip(grid.flat, panels.items(), strict=False):
-        batch = max(each.rows[0].global_batch_size for each in found)
-        axes.set_title(f"{title}; batch {batch}", fontsize=9)
-        _panel(axes, [each for each in found if each.rows[0].global_batch_size == batch])
+    for axes, (title, of_cluster) in zip(grid.flat, panels.items(), strict=False):
+        found = at_shown_batch(of_cluster)
+        axes.set_title(f"{title}; batch {found[0].batch}", fontsize=9)
+        _panel(axes, found)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(OTHERS) + 1)
     figure.savefig(picture, dpi=110)
@@ -61,8 +61,9 @@ def _panel(axes: Axes, found: Sequence[Forms]) -> None:
     for x, each in enumerate(found):
         if each.speed(EVEN) is None:
             fitting = [form for form in OTHERS if each.speed(form) is not None]
-            words = f"only {', '.join(fitting)}" if fitting else "nothing fits"
+            words = f"fits: {', '.join(fitting)}" if fitting else "nothing fits"
             axes.text(x, 0.05, words, rotation=90, ha="center", va="bottom", fontsize=6)
     axes.set_xticks(range(len(found)), [each.rows[0].model for each in found], fontsize=7)
+    axes.set_xlim(-0.6, len(found) - 0.4)
     axes.set_ylabel("samples/s / even's", fontsize=8)
     axes.set_ylim(bottom=0)

@@ -18,6 +18,7 @@ from forms import BY_SPECIFICATION, EVEN, FULL, Row, predict
 from inputs import (
     CLUSTERS,
     DERIVED,
+    FEWER_BATCH,
     MEASURED,
     NO_LINKS,
     PARTS,
@@ -31,8 +32,11 @@ from summary import (
     CASE_HEADER,
     SUMMARY_HEADER,
     Forms,
+    at_shown_batch,
     bars,
     by_case,
+    fewer_nodes,
+    in_rounds,
     load,
     plan_by_specification,
     summary_cells,
@@ -103,7 +107,7 @@ def merged(new: Sequence[Row], old: Sequence[Row]) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """All tables that rows alone make; single cases at the largest batches only."""
+    """All tables that rows alone make; single cases at one batch per cluster."""
     every = by_case(rows)
     lines, single = [], []
     for part in PARTS:
@@ -113,15 +117,38 @@ def tables(rows: Sequence[Row]) -> str:
             for batch in batches:
                 found = [e for e in of_cluster if e.batch == batch]
                 lines.append(summary_cells(found))
+            found = at_shown_batch(of_cluster)
             single.append(show(found[0].title, CASE_HEADER, [e.cells for e in found]))
     shown = [
         show("Bars", BAR_HEADER, [bar.cells for bar in bars(rows)]),
         show("How many cases fit, and ratios of samples/s", SUMMARY_HEADER, lines),
         *single,
+        show_fewer_nodes(every),
+        show_rounds(every),
         show_refusals(every),
         show_lost_trust(every),
     ]
     return "\n\n".join(text for text in shown if text)
+
+
+def show_fewer_nodes(every: Sequence[Forms]) -> str:
+    """Where the whole cluster is slower than some of its nodes."""
+    cells = [cells for each in every if (cells := fewer_nodes(each))]
+    header = ["cluster", "model", "all", "samples/s", "only", "these", "samples/s", "of all"]
+    title = f"Where some nodes alone are faster, batch {FEWER_BATCH}"
+    return show(title, header, cells) if cells else ""
+
+
+def show_rounds(every: Sequence[Forms]) -> str:
+    """Where a batch in rounds would be faster than at once."""
+    found: dict[tuple[str, str, str], list[Forms]] = {}
+    for each in every:
+        if each.part != NO_LINKS:
+            found.setdefault(each.key[:3], []).append(each)
+    cells = [cells for each in found.values() if (cells := in_rounds(each))]
+    header = ["cluster", "model", "batch", "at once", "in rounds", "samples/s", "of at once"]
+    title = "Where the largest batch is slower at once than in rounds of a smaller one"
+    return show(title, header, cells) if cells else ""
 
 
 def show_refusals(every: Sequence[Forms]) -> str:

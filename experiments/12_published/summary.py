@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 
-from forms import BY_SPECIFICATION, CEPHALO, EVEN, FORMS, FULL, ONE_SIDED, Row
+from forms import BY_SPECIFICATION, CEPHALO, EVEN, FEWER_NODES, FORMS, FULL, ONE_SIDED, Row
 from inputs import DERIVED
 
 from experiments.common import Bar
@@ -14,6 +14,7 @@ from shardhet.derive import COMPUTE_FRACTION
 
 NO_PLAN = "no"
 LEAST_RATIO = 0.999  # among plans that are this close the simulator chooses
+LEAST_GAIN = 1.02  # of taking a batch in rounds, to be told
 CASE_HEADER = [
     "model",
     *(f"{form}, samples/s" for form in FORMS),
@@ -122,6 +123,16 @@ def by_case(rows: Iterable[Row]) -> list[Forms]:
     return [Forms(tuple(each)) for each in found.values()]
 
 
+def at_shown_batch(of_cluster: Sequence[Forms]) -> list[Forms]:
+    """The cases at the batch at which the full plan fits most models; the largest such."""
+    num_fitting: dict[int, int] = {}
+    for each in of_cluster:
+        num_fitting.setdefault(each.batch, 0)
+        num_fitting[each.batch] += each.row(FULL).fits
+    shown = max(num_fitting, key=lambda batch: (num_fitting[batch], batch))
+    return [each for each in of_cluster if each.batch == shown]
+
+
 def gap(row: Row) -> float:
     """How much longer the step is than that of any plan of the form, at most."""
     return max(0.0, row.predicted_step_time_s / row.lower_bound_s - 1) if row.fits else 0.0
@@ -149,13 +160,52 @@ def plan_by_specification(each: Forms) -> list[str]:
     return said + [f"{speed / base:.2f}" if speed and base else "" for base in (full, even)]
 
 
+def fewer_nodes(each: Forms) -> list[str]:
+    """A row of the table of plans on fewer nodes; empty where all nodes are faster."""
+    fewer = next((row for row in each.rows if row.form == FEWER_NODES), None)
+    if fewer is None:
+        return []
+    full, speed = each.row(FULL), fewer.predicted_samples_per_s
+    if full.fits and full.predicted_samples_per_s >= speed:
+        return []
+    devices = [f"{row.num_devices}, {row.param_dtype}" for row in (full, fewer)]
+    return [
+        each.cluster,
+        full.model,
+        devices[0],
+        f"{full.predicted_samples_per_s:.3g}" if full.fits else NO_PLAN,
+        fewer.hosts,
+        devices[1],
+        f"{speed:.3g}",
+        f"{speed / full.predicted_samples_per_s:.2f}" if full.fits else "",
+    ]
+
+
+def in_rounds(found: Sequence[Forms]) -> list[str]:
+    """One model on one cluster at all batches: what smaller batches, repeated, would give.
+
+    Speeds of a smaller batch hold for the larger one in rounds: gradients add up where they
+    are stored, and the optimizer is even counted once per round.
+    """
+    speeds = {each.batch: each.speed(FULL) for each in found}
+    largest = max(speeds)
+    best = max(speeds, key=lambda batch: (speeds[batch] or 0.0, batch))
+    whole, rounds = speeds[largest], speeds[best]
+    if best == largest or rounds is None or (whole and rounds / whole < LEAST_GAIN):
+        return []
+    said = [f"{found[0].cluster}: {found[0].part}", found[0].rows[0].model, str(largest)]
+    said += [NO_PLAN if whole is None else f"{whole:.3g}", f"{largest // best} of {best}"]
+    return [*said, f"{rounds:.3g}", f"{rounds / whole:.2f}" if whole else ""]
+
+
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """What must hold of any prediction, and was claimed before the run."""
     ratios = [
         ratio
         for each in by_case(rows)
         for row in each.rows
-        if row.form != FULL and (ratio := each.full_over(row.form)) is not None
+        if row.form not in (FULL, FEWER_NODES)
+        and (ratio := each.full_over(row.form)) is not None
     ]
     fitting = [row for row in rows if row.fits]
     full = [row for row in fitting if row.form == FULL]
