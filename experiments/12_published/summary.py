@@ -12,7 +12,7 @@ from inputs import DERIVED
 from experiments.common import Bar
 from shardhet.derive import COMPUTE_FRACTION
 
-NO_PLAN = "no"
+NO_PLAN, TOO_SLOW = "no", "too slow"
 LEAST_RATIO = 0.999  # among plans that are this close the simulator chooses
 LEAST_GAIN = 1.02  # of taking a batch in rounds, to be told
 CASE_HEADER = [
@@ -77,6 +77,11 @@ class Forms:
         row = self.rows[0]
         return row.part, row.cluster, row.model, row.global_batch_size
 
+    @property
+    def is_cephalos_too_slow(self) -> bool:
+        """Whether its programme was not run to its end."""
+        return "programme is too slow" in self.row(CEPHALO).why_not
+
     def row(self, form: str) -> Row:
         """The form's row."""
         return next(row for row in self.rows if row.form == form)
@@ -97,8 +102,8 @@ class Forms:
         full = self.row(FULL)
         speeds = [self.speed(form) for form in FORMS]
         said = [NO_PLAN if speed is None else f"{speed:.3g}" for speed in speeds]
-        if self.row(CEPHALO).why_not.startswith("Cephalo's programme is too slow"):
-            said[FORMS.index(CEPHALO)] = "too slow"
+        if self.is_cephalos_too_slow:
+            said[FORMS.index(CEPHALO)] = TOO_SLOW
         ratios = [self.full_over(EVEN), self.full_over(*ONE_SIDED)]
         tail = [
             f"{full.predicted_step_time_s:.3g}",
@@ -141,6 +146,8 @@ def gap(row: Row) -> float:
 def summary_cells(of_cluster: Sequence[Forms]) -> list[str]:
     """One line per cluster and batch."""
     fitting = [str(sum(each.row(form).fits for each in of_cluster)) for form in FORMS]
+    if all(each.is_cephalos_too_slow for each in of_cluster):
+        fitting[FORMS.index(CEPHALO)] = TOO_SLOW
     first = of_cluster[0]
     name = f"{first.cluster}: {first.part}"
     cells = [name, str(first.batch), str(len(of_cluster)), *fitting]
