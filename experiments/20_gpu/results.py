@@ -1,0 +1,142 @@
+"""One number per row, and what parts, tables and the file on disk share of them."""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from math import isfinite
+from pathlib import Path
+
+from experiments.common import Bar, Spread
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured (or predicted) number."""
+
+    part: str
+    case: str
+    metric: str
+    value: float
+    unit: str
+    repeat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Sends a part's numbers away as they are measured."""
+
+    part: str
+    send: Callable[[Row], None]
+
+    def __call__(
+        self, case: str, metric: str, value: float, unit: str = "", repeat: int = 0
+    ) -> None:
+        row = Row(
+            part=self.part,
+            case=case,
+            metric=metric,
+            value=float(value),
+            unit=unit,
+            repeat=repeat,
+        )
+        self.send(row)
+
+
+class Ledger:
+    """All rows so far; with a path, each is in the file before the next one is measured."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.rows: list[Row] = []
+        self._path = path
+        if path is not None:
+            with path.open("w", newline="") as file:
+                self._writer(file).writeheader()
+
+    def add(self, row: Row) -> None:
+        """Keep it."""
+        self.rows.append(row)
+        if self._path is not None:
+            with self._path.open("a", newline="") as file:
+                self._writer(file).writerow(asdict(row))
+
+    @staticmethod
+    def _writer(file: object) -> "csv.DictWriter[str]":
+        names = [field.name for field in fields(Row)]
+        return csv.DictWriter(file, names, lineterminator="\n")  # type: ignore[arg-type]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The inverse of ``Ledger``."""
+    with path.open() as file:
+        return [
+            Row(
+                part=line["part"],
+                case=line["case"],
+                metric=line["metric"],
+                value=float(line["value"]),
+                unit=line["unit"],
+                repeat=int(line["repeat"]),
+            )
+            for line in csv.DictReader(file)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """For the terminal and for the README."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def cases_of(rows: Iterable[Row], metric: str | None = None) -> list[str]:
+    """Cases that have this metric, in the order in which they were measured."""
+    return list(dict.fromkeys(row.case for row in rows if metric in (None, row.metric)))
+
+
+def values_of(rows: Iterable[Row], case: str, metric: str) -> list[float]:
+    """All repeats of one number."""
+    return [row.value for row in rows if row.case == case and row.metric == metric]
+
+
+def median_of(rows: Iterable[Row], case: str, metric: str) -> float | None:
+    """The middle of the repeats; None where there are none, because a part did not finish."""
+    values = values_of(rows, case, metric)
+    return Spread.of(values).median if values else None
+
+
+def shown(value: float | None, pattern: str = "{:.2f}") -> str:
+    """A cell; empty where nothing was measured."""
+    return "" if value is None else pattern.format(value)
+
+
+def spread_cell(values: Sequence[float], pattern: str = "{:.0f}") -> str:
+    """Median, first and last decile."""
+    if not values:
+        return ""
+    spread = Spread.of(values)
+    middle, low, high = [pattern.format(v) for v in (spread.median, spread.p10, spread.p90)]
+    return f"{middle} ({low}-{high})"
+
+
+def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Relative; 1 where a value is no number, which is as different as can be."""
+    differences = [abs(a / b - 1) for a, b in zip(values, expected, strict=True)]
+    return max(differences) if all(map(isfinite, differences)) else 1.0
+
+
+def ratio_bar(
+    claim: str,
+    dividend: float | None,
+    divisor: float | None,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> list[Bar]:
+    """The bar, or none where one of the two numbers is missing."""
+    if dividend is None or not divisor:
+        return []
+    return [Bar(claim=claim, measured=dividend / divisor, at_least=at_least, at_most=at_most)]
