@@ -1,7 +1,8 @@
 """The experiment for one GPU, as far as it goes without one."""
 
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -91,6 +92,52 @@ def test_overhead_is_what_a_step_takes_beyond_its_microbatches() -> None:
     record(accumulation.COMPUTE_CASE, accumulation.COMPUTE, 0.1, "s")
     record("FSDP2, l = 4", accumulation.STEP, 0.5, "s")
     assert accumulation.overhead_s(ledger.rows, "FSDP2, l = 4") == pytest.approx(0.1)
+
+
+def test_the_picture_shows_what_was_measured(tmp_path: Path) -> None:
+    results, accumulation = own("results"), own("accumulation")
+    ledger = results.Ledger(None)
+    record = results.Recorder("accumulation", ledger.add)
+    accumulation.draw(ledger.rows, tmp_path / "nothing.png")
+    assert not (tmp_path / "nothing.png").exists()
+    record(accumulation.COMPUTE_CASE, accumulation.COMPUTE, 0.1, "s")
+    for count in accumulation.COUNTS:
+        record(f"HetFSDP, l = {count}", accumulation.STEP, 0.1 * count + 0.05, "s")
+    accumulation.draw(ledger.rows, tmp_path / "some.png")
+    assert (tmp_path / "some.png").exists()
+
+
+def test_plans_of_streams_share_one_global_batch() -> None:
+    streams = own("streams")
+    for world_size in streams.WORLDS:
+        cases = streams.cases_for(world_size)
+        assert len({case.name for case in cases}) == len(cases)
+        for case in cases:
+            assert case.plan.world_size == world_size
+            assert case.plan.global_batch_size == streams.GLOBAL_BATCH_SIZE
+
+
+def test_what_a_failed_part_had_measured_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, results, launch, scale = own("run"), own("results"), own("launch"), own("scale")
+
+    def half_a_part(*_: object, on_row: Callable[[object], None], **__: object) -> object:
+        results.Recorder(run.nccl.NAME, on_row)("one rank: gather", "seconds", 0.002, "s")
+        return launch.Outcome(failure="Traceback\nValueError: no luck")
+
+    monkeypatch.setattr(run, "run_limited", half_a_part)
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    shutil.copy(FOLDER / "README.md", tmp_path)
+    ledger = results.Ledger(tmp_path / "results.csv")
+    report = run.Report(["a machine"], ledger, is_kept=True)
+    job = scale.Job(device=torch.device("cpu"), scale=scale.REHEARSAL, budget_s=1.0)
+    report.add(run.PARTS[-1], job, 10.0)
+    report.close()
+    readme = (tmp_path / "README.md").read_text()
+    for text in ("a machine", "| one rank: gather | 2.00 |", "did not finish", "no luck"):
+        assert text in readme
+    assert len(results.read_rows(tmp_path / "results.csv")) == 1
 
 
 def test_the_memory_part_predicts_and_trains_every_plan() -> None:

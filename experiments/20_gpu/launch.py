@@ -16,16 +16,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from results import Recorder, Row
 
 SECONDS_TO_LEAVE = 5.0  # for a process that has delivered everything
-
-# The fork server imports torch once and never touches a device, so that a fork of it may.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "experiments.common"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +44,14 @@ def run_limited(
     *args: Any,
     part: str,
     limit_s: float,
+    is_cuda: bool,
     on_row: Callable[[Row], None],
 ) -> Outcome:
     """``fn(*args, record)`` in a fresh process; ``on_row`` gets what it records at once."""
     start_s = time.monotonic()
-    receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_work, args=(fn, args, part, sender), name=part)
+    context = _context(is_cuda=is_cuda)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(fn, args, part, sender), name=part)
     process.start()
     sender.close()  # ours; the end of file then tells when the process is gone
     result, failure = None, None
@@ -77,7 +75,17 @@ def run_limited(
     return Outcome(result=result, failure=failure, seconds=time.monotonic() - start_s)
 
 
-def _end(process: ForkServerProcess, *, is_over: bool) -> None:
+def _context(*, is_cuda: bool) -> Any:  # of multiprocessing; their classes differ
+    if is_cuda:
+        # A driver that was asked anything before a fork, if only how many devices there are,
+        # does not work after it, and nobody promises that imports ask nothing.
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "experiments.common"])
+    return context
+
+
+def _end(process: BaseProcess, *, is_over: bool) -> None:
     if is_over:
         process.join(SECONDS_TO_LEAVE)
     assert process.pid is not None

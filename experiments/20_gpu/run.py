@@ -132,7 +132,12 @@ def parse() -> argparse.Namespace:
 def look(device: torch.device) -> Machine:
     """Ask in a process of its own: a context in this one would take memory from the parts."""
     outcome = run_limited(
-        machine.look, device, part="machine", limit_s=60.0, on_row=lambda row: None
+        machine.look,
+        device,
+        part="machine",
+        limit_s=60.0,
+        is_cuda=device.type == "cuda",
+        on_row=lambda row: None,
     )
     if outcome.failure is not None:
         raise RuntimeError(f"the device does not answer: {outcome.failure}")
@@ -180,7 +185,12 @@ class Report:
         """Run a part; take what it has recorded, whether it finished or not."""
         console.print(f"{part.name} (at most {limit_s:.0f} s)")
         outcome = run_limited(
-            part.run, job, part=part.name, limit_s=limit_s, on_row=self._ledger.add
+            part.run,
+            job,
+            part=part.name,
+            limit_s=limit_s,
+            is_cuda=job.is_cuda,
+            on_row=self._ledger.add,
         )
         rows = [row for row in self._ledger.rows if row.part == part.name]
         console.print(f"{part.name}: {len(rows)} numbers in {outcome.seconds:.0f} s")
