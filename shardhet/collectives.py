@@ -141,8 +141,11 @@ def _gather_by_list(
     """NCCL turns a list of unequal tensors into one group of broadcasts."""
     if output is None or len(receivers) < channel.world_size or 0 in split_numels:
         return _gather_by_send_recv(output, shard, split_numels, channel, receivers)
-    pieces = _in_rank_order(pieces_of(output, split_numels), channel)
-    work = dist.all_gather(pieces, shard, group=channel.group, async_op=True)
+    if _is_even(split_numels, channel):
+        work = dist.all_gather_into_tensor(output, shard, group=channel.group, async_op=True)
+    else:
+        pieces = _in_rank_order(pieces_of(output, split_numels), channel)
+        work = dist.all_gather(pieces, shard, group=channel.group, async_op=True)
     return Pending(receiving=[work], sending=[work], tensors=[output, shard])
 
 
@@ -157,9 +160,21 @@ def _reduce_by_list(
     """NCCL turns a list of unequal tensors into one group of reductions."""
     if full is None or len(contributors) < channel.world_size or 0 in split_numels:
         return _reduce_by_send_recv(output, full, split_numels, channel, contributors, scratch)
-    pieces = _in_rank_order(pieces_of(full, split_numels), channel)
-    work = dist.reduce_scatter(output, pieces, group=channel.group, async_op=True)
+    if _is_even(split_numels, channel):
+        work = dist.reduce_scatter_tensor(output, full, group=channel.group, async_op=True)
+    else:
+        pieces = _in_rank_order(pieces_of(full, split_numels), channel)
+        work = dist.reduce_scatter(output, pieces, group=channel.group, async_op=True)
     return Pending(receiving=[work], sending=[work], tensors=[output, full])
+
+
+def _is_even(split_numels: Sequence[int], channel: Channel) -> bool:
+    """Whether the pieces lie as NCCL's own even collectives have them.
+
+    Of its list forms those with equal pieces go through a buffer as large as the whole.
+    """
+    in_order = tuple(channel.rank_by_position) == tuple(range(channel.world_size))
+    return in_order and len(set(split_numels)) == 1
 
 
 def _gather_by_all_to_all(

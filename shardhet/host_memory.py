@@ -198,6 +198,8 @@ class _Job:
         try:
             with torch.no_grad():
                 self._run()
+        except TimeoutError as error:  # nobody else knows of it
+            self._error = error
         except (RuntimeError, OSError) as error:
             self._error = LostPeerError(str(error))
         except BaseException as error:  # whoever waits is told

@@ -121,6 +121,7 @@ def algorithm(name: str) -> Iterator[None]:
     by_name = {
         "send_recv": collectives._SEND_RECV,
         "all_to_all": collectives._ALGORITHMS[("gloo", "cuda")],
+        "nccl": collectives._ALGORITHMS[("nccl", "cuda")],
     }
     with mock.patch.dict(collectives._ALGORITHMS, {("gloo", "cpu"): by_name[name]}):
         yield
@@ -143,6 +144,34 @@ def reduce_all(rank: int, cases: list[Case], name: str) -> None:
             finish(pending)
             expected = expected_sum(case, case.seats.index(rank))
             assert torch.equal(output, expected), case
+
+
+def gather_and_reduce_evenly(rank: int) -> list[str]:
+    called = []
+
+    def noted(function: Callable[..., Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return mock.patch.object(dist, function.__name__, call)
+
+    forms = (dist.all_gather, dist.all_gather_into_tensor)
+    reduced = (dist.reduce_scatter, dist.reduce_scatter_tensor)
+    for seats in ((0, 1, 2), (2, 0, 1)):
+        case = Case(seats, (5, 5, 5), (0, 1, 2), torch.int64)
+        with noted(forms[0]), noted(forms[1]), noted(reduced[0]), noted(reduced[1]):
+            gather_all(rank, [case], "nccl")
+            reduce_all(rank, [case], "nccl")
+    return called
+
+
+def test_nccl_is_asked_for_even_pieces_in_one_tensor_where_they_lie_so() -> None:
+    for called in run_ranks(gather_and_reduce_evenly, 3):
+        assert called == [
+            *("all_gather_into_tensor", "reduce_scatter_tensor"),
+            *("all_gather", "reduce_scatter"),
+        ]
 
 
 @pytest.mark.parametrize("name", ["send_recv", "all_to_all"])

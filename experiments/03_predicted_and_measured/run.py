@@ -1,7 +1,7 @@
 """Does a step take as long as the simulator says, and are ranks idle as it says?
 
-PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 25 minutes
-PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --quick    about four minutes
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 12 minutes
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --quick    about three minutes
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --only "quota 0.9"
 """
 
@@ -141,7 +141,7 @@ def measure_case(case: Case, *, is_quick: bool) -> Comparison:
     """One launch: the ranks are measured, and train with what follows from it."""
     effort = Effort(
         max_microbatch_size=MAX_MICROBATCH_SIZE,
-        time_limit_s=20.0 if is_quick else 60.0,
+        time_limit_s=15.0 if is_quick else 30.0,
         num_repeats=5 if is_quick else 12,
     )
     has_groups = case.is_slowed_from_outside
@@ -152,7 +152,7 @@ def measure_case(case: Case, *, is_quick: bool) -> Comparison:
             case,
             slownesses,
             effort,
-            5 if is_quick else 15,
+            5 if is_quick else 12,
         )
     return found[0]
 

@@ -183,7 +183,7 @@ class _Session:
             units=model.units,
             loss_fn=model.loss_fn,
             param_dtype=model.param_dtype,
-            device=torch.device("cpu"),
+            device=self._device,
         )
 
     def _workload(self, sketch: ModelSketch) -> Workload:
@@ -199,7 +199,7 @@ class _Session:
                 reduce_dtype=model.reduce_dtype,
                 tokens_per_sample=None,
                 num_moments=_num_moments(self._optimizer),
-                device=torch.device("cpu"),
+                device=self._device,
             )
         counted: Workload = self._channels.control.exchange_objects(workload)[0]
         return counted
