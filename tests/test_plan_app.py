@@ -1,6 +1,7 @@
 """``shardhet plan`` and ``shardhet simulate`` as typed: what they say, write and refuse."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +236,40 @@ def test_own_descriptions_are_found(capsys: pytest.CaptureFixture[str], tmp_path
     assert "5 devices of 2 kinds" in said(capsys, *own, *QUICK)
     assert "5 devices of 2 kinds" in said(capsys, f"cluster={folder}/mine.yaml", *QUICK)
     assert "7 devices" in said(capsys, "cluster.nodes.0.devices.1.count=6", *QUICK)
+
+
+def test_a_region_that_holds_the_rest_up_is_named_and_can_be_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    two_regions = ("cluster=two_regions_128", "model=llama_7b", "global_batch_size=256")
+    text = said(capsys, *two_regions, "explain=false")
+    named = re.search(r"Without region east\S* .* be ([0-9.]+) times as fast", text)
+    assert named is not None
+    assert float(named[1]) > 5
+    assert "hosts=[west-h100-*] plans for the rest" in text
+    out = f"out={tmp_path}/plan.json"
+    text = said(capsys, *two_regions, "hosts=[west-h100-*]", "explain=false", out)
+    assert "16 devices of 1 kind" in text
+    assert "Without" not in text
+    simulate_main([f"{tmp_path}/plan.json", *two_regions[:2], "hosts=[west-h100-*]"])
+    assert "takes" in capsys.readouterr().out
+
+
+def test_all_of_a_cluster_that_gains_from_all_is_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "Without" not in said(capsys, "explain=false")
+
+
+def test_hosts_that_are_not_there_or_have_no_effect_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, text = refused(capsys, "cluster=two_regions_128", "hosts=[north-*]")
+    assert code == 2
+    assert "hosts: 'north-*' fits none of west-h100-0" in text
+    code, text = refused(capsys, f"measured={tmp_path}", "hosts=[a]")
+    assert code == 2
+    assert "hosts: it has no effect beside measured" in text
 
 
 WITHOUT_TORCH = """

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardhet.apps.fewer_hosts import FewerHosts, faster_on_fewer
 from shardhet.apps.plan_report import Alternative, PlanReport, show_report, wide_console
 from shardhet.apps.planning_input import Door, load, read_request
 from shardhet.config.checks import ConfigError
@@ -90,6 +91,21 @@ def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanRepo
         gain_unit="samples" if conf.objective == "largest_batch" else "samples/s",
         note=answer.note,
         comparison_note=_comparison_note(demands),
+        fewer=_fewer(conf, inputs, answer) if conf.baselines else None,
+    )
+
+
+def _fewer(conf: PlannerConf, inputs: Inputs, answer: _Answer) -> FewerHosts | None:
+    """Nodes without which the step is shorter; only asked where it is plain what that means."""
+    is_described = conf.measured is None and not (conf.limits or conf.equal)
+    if not is_described or conf.objective != "throughput" or conf.max_microbatch_size:
+        return None
+    return faster_on_fewer(
+        inputs,
+        conf.derived,
+        answer.solution.predicted.step_time_s,
+        global_batch_size=conf.global_batch_size,
+        effort=COMPARED,
     )
 
 

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardhet.apps.fewer_hosts import FewerHosts
 from shardhet.config.planning import Inputs
 from shardhet.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.planner import PlanSolution
@@ -42,6 +43,7 @@ class PlanReport:
     gain_unit: str  # of the explanation's values
     note: str  # on the objective
     comparison_note: str  # on the alternatives
+    fewer: FewerHosts | None = None  # a part of the cluster that is faster than all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ def show_report(report: PlanReport, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if report.alternatives:
         console.print(_alternatives_table(report))
+    if report.fewer is not None:
+        console.print(_fewer_line(report, report.fewer), markup=False, soft_wrap=True)
     if report.explanation is not None:
         for line in limit_lines(report.explanation):
             console.print(line, markup=False, soft_wrap=True)
@@ -191,6 +195,14 @@ def _result(report: PlanReport) -> Iterator[str]:
     )
     if not report.note:
         yield f"No plan is predicted to be more than {solution.relative_gap:.2%} faster."
+
+
+def _fewer_line(report: PlanReport, fewer: FewerHosts) -> str:
+    ratio = report.solution.predicted.step_time_s / fewer.step_time_s
+    return (
+        f"Without {', '.join(fewer.left_out)} it is predicted to be {ratio:.2f} times as fast "
+        f"({duration(fewer.step_time_s)}): hosts=[{','.join(fewer.hosts)}] plans for the rest."
+    )
 
 
 def _alternatives_table(report: PlanReport) -> Table:

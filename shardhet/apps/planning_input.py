@@ -174,10 +174,11 @@ def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs
 def _refuse_ignored(request: Request, cfg: DictConfig) -> None:
     """Refuse what measured files or a cluster's own file would silently replace."""
     hardware, numbers = ("cluster", "cluster_file"), ("compute_fraction", "link_fraction")
+    here = (*hardware, "hosts")
     samples = ("model", "vocab_size", "seq_len", "precision")
     replaced_by = {
         "cluster_file": hardware[:1],
-        "measured": (*hardware, *samples, *numbers),
+        "measured": (*here, *samples, *numbers),
     }
     for key, replaced in replaced_by.items():
         if cfg[key] is None:

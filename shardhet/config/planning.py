@@ -5,7 +5,7 @@ specifications, or measured, as three files in one folder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -60,6 +60,7 @@ class InputsConf:
 
     cluster: dict[str, Any] = MISSING  # a description; its files are in cluster/described
     cluster_file: str | None = None  # a description of your own, instead
+    hosts: list[str] = field(default_factory=list)  # of the cluster, as patterns; empty: all
     measured: str | None = None  # a folder with cluster.json, workload.json and profile.json
     model: ModelConf = MISSING
     vocab_size: int | None = None  # null: the model's usual one
@@ -89,6 +90,13 @@ class InputsConf:
             cluster = _named(lambda: Cluster.load(_file("cluster_file", path)))
         else:
             cluster = _named(described)
+        return self.derived(_only(self.hosts, cluster), model_name)
+
+    def derived(self, cluster: Cluster, model_name: str) -> Inputs:
+        """Workload and profile for this cluster, from specifications.
+
+        The number format follows the devices that are there.
+        """
         workload = self.model.to_workload(
             SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
             param_dtype=self._dtype(cluster),
@@ -129,6 +137,21 @@ class InputsConf:
             )
         is_bf16 = self.precision is not fp32 and not lacking
         return (bf16 if is_bf16 else fp32).value
+
+
+def _only(patterns: Sequence[str], cluster: Cluster) -> Cluster:
+    """The nodes whose hosts fit one of the patterns; all where there is none."""
+    if not patterns:
+        return cluster
+    hosts = [node.host for node in cluster.nodes]
+    for pattern in patterns:
+        if not any(fnmatchcase(host, pattern) for host in hosts):
+            raise ConfigError(
+                f"hosts: {pattern!r} fits none of {', '.join(hosts)}. Write patterns such as "
+                f"{hosts[0]}, or drop the key."
+            )
+    kept = [n for n in cluster.nodes if any(fnmatchcase(n.host, each) for each in patterns)]
+    return replace(cluster, nodes=tuple(kept))
 
 
 @dataclass(kw_only=True)
