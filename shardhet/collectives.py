@@ -142,7 +142,7 @@ def _gather_by_list(
     if output is None or len(receivers) < channel.world_size or 0 in split_numels:
         return _gather_by_send_recv(output, shard, split_numels, channel, receivers)
     if _is_even(split_numels, channel):
-        work = dist.all_gather_into_tensor(output, shard, group=channel.group, async_op=True)
+        work = dist.all_gather_single(output, shard, group=channel.group, async_op=True)
     else:
         pieces = _in_rank_order(pieces_of(output, split_numels), channel)
         work = dist.all_gather(pieces, shard, group=channel.group, async_op=True)
@@ -161,7 +161,7 @@ def _reduce_by_list(
     if full is None or len(contributors) < channel.world_size or 0 in split_numels:
         return _reduce_by_send_recv(output, full, split_numels, channel, contributors, scratch)
     if _is_even(split_numels, channel):
-        work = dist.reduce_scatter_tensor(output, full, group=channel.group, async_op=True)
+        work = dist.reduce_scatter_single(output, full, group=channel.group, async_op=True)
     else:
         pieces = _in_rank_order(pieces_of(full, split_numels), channel)
         work = dist.reduce_scatter(output, pieces, group=channel.group, async_op=True)

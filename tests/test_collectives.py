@@ -156,8 +156,8 @@ def gather_and_reduce_evenly(rank: int) -> list[str]:
 
         return mock.patch.object(dist, function.__name__, call)
 
-    forms = (dist.all_gather, dist.all_gather_into_tensor)
-    reduced = (dist.reduce_scatter, dist.reduce_scatter_tensor)
+    forms = (dist.all_gather, dist.all_gather_single)
+    reduced = (dist.reduce_scatter, dist.reduce_scatter_single)
     for seats in ((0, 1, 2), (2, 0, 1)):
         case = Case(seats, (5, 5, 5), (0, 1, 2), torch.int64)
         with noted(forms[0]), noted(forms[1]), noted(reduced[0]), noted(reduced[1]):
@@ -169,7 +169,7 @@ def gather_and_reduce_evenly(rank: int) -> list[str]:
 def test_nccl_is_asked_for_even_pieces_in_one_tensor_where_they_lie_so() -> None:
     for called in run_ranks(gather_and_reduce_evenly, 3):
         assert called == [
-            *("all_gather_into_tensor", "reduce_scatter_tensor"),
+            *("all_gather_single", "reduce_scatter_single"),
             *("all_gather", "reduce_scatter"),
         ]
 

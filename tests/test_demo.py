@@ -17,7 +17,7 @@ from shardhet.trainer import DeviceUse
 
 @pytest.mark.timeout(400)
 def test_all_of_it_runs_and_stays_in_one_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardhet.apps.demo", "--steps=8", "--out=demo"]
+    command = [sys.executable, "-m", "shardhet.apps.demo", "--quick", "--out=demo"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False
     )

@@ -1,6 +1,6 @@
 """Measure, plan, simulate, train: the whole of shardhet on four emulated devices of this CPU.
 
-    python -m shardhet.apps.demo [--out DIR] [--steps N]
+    python -m shardhet.apps.demo [--out DIR] [--steps N] [--quick]
 
 Runs the commands that a user would type, one after the other, and shows each before it runs.
 The text is the interpreter's own standard library, so nothing is downloaded; everything that
@@ -21,7 +21,9 @@ from rich.console import Console
 
 CLUSTER = "emulated_4"
 GLOBAL_BATCH_SIZE = 48
+MEASURED_SIZES = "max_microbatch_size=32"  # as large as plans for this cluster use
 NUM_STEPS = 200
+QUICK_NUM_STEPS = 8
 TRACE_FROM = 20  # steps; by then the run is in its stride
 
 
@@ -33,13 +35,14 @@ class Part:
     arguments: tuple[str, ...]  # of `shardhet`
 
 
-def parts(folder: Path, num_steps: int) -> list[Part]:
+def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]:
     """What is run, in this order."""
+    sizes = ("max_microbatch_size=4", "num_repeats=3") if is_quick else (MEASURED_SIZES,)
     measured, plan = folder / "measured", folder / "plan.json"
     return [
         Part(
             "How fast is every device, at every part of the model, at every microbatch size?",
-            ("measure", f"cluster={CLUSTER}", "max_microbatch_size=32", f"out={measured}"),
+            ("measure", f"cluster={CLUSTER}", *sizes, f"out={measured}"),
         ),
         Part(
             "Who should compute how much, and who should store how much?",
@@ -94,14 +97,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=(__doc__ or "").partition("\n")[0],
     )
     parser.add_argument("--out", type=Path, help="a folder; default: runs/demo_<date>")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of training")
+    parser.add_argument("--steps", type=int, help=f"of training; default: {NUM_STEPS}")
+    parser.add_argument(
+        "--quick", action="store_true", help="few sizes and steps: does it run at all?"
+    )
     options = parser.parse_args(argv)
+    if options.steps is None:
+        options.steps = QUICK_NUM_STEPS if options.quick else NUM_STEPS
     if options.steps < 1:
         parser.error(f"--steps: {options.steps} but there must be at least 1.")
     folder = options.out or Path("runs") / f"demo_{datetime.now():%Y-%m-%d_%H-%M-%S}"
     console = Console(highlight=False, soft_wrap=True)
     started_s = time.monotonic()
-    for part in parts(folder, options.steps):
+    for part in parts(folder, options.steps, is_quick=options.quick):
         console.print(f"\n{part.why}", style="bold")
         console.print(f"$ shardhet {' '.join(part.arguments)}\n", markup=False, style="cyan")
         command = [sys.executable, "-m", "shardhet.apps.main", *part.arguments]
