@@ -82,10 +82,15 @@ class Group:
             _keep_on(set(range(os.cpu_count() or 1)))
 
     def remove(self) -> None:
-        """Take the group away; processes that are left in it go back to its parent."""
+        """Take the group away; processes that are left in it go back to its parent.
+
+        This one may use all cores again; others stay where they were kept.
+        """
+        if self.folder.exists() and str(os.getpid()) in self._pids():
+            self.leave()
         deadline_s = time.monotonic() + SECONDS_TO_LEAVE
         while self.folder.exists():
-            for pid in (self.folder / "cgroup.procs").read_text().split():
+            for pid in self._pids():
                 with suppress(OSError):  # it ends at this moment
                     Group(self.folder.parent)._add(int(pid))
             try:
@@ -94,6 +99,9 @@ class Group:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(0.05)
+
+    def _pids(self) -> list[str]:
+        return (self.folder / "cgroup.procs").read_text().split()
 
     def _add(self, pid: int) -> None:
         (self.folder / "cgroup.procs").write_text(str(pid))
