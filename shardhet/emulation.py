@@ -94,8 +94,7 @@ class EmulatedDevice:
         groups should exist already.  The C library's allocator leaves gaps: a budget of 0.7
         of the cap can be relied on.  Beyond the cap
         PyTorch raises its ordinary RuntimeError, "can't allocate memory".  Returns the bytes
-        that are resident now, which are not the emulated device's (0 if nothing is capped);
-        the process's record of its highest resident memory starts again from there.
+        that are resident now, which are not the emulated device's (0 if nothing is capped).
         """
         if self.memory_bytes is None:
             return 0
@@ -103,7 +102,6 @@ class EmulatedDevice:
         _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         cap_bytes = memory_of_process("VmData") + self.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard_bytes))
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
         return memory_of_process("VmRSS")
 
 

@@ -99,8 +99,8 @@ class _Paced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
         ctx.spend(BACKWARD_OVER_FORWARD * ctx.seconds)
-        # A tensor of its own, as kernels make it: whoever adds gradients up may take it over.
-        weight_grad = grad.sum().expand(ctx.shape).contiguous()
+        # Every element: what is reduced is as long as the parameter.
+        weight_grad = grad.sum().expand(ctx.shape)
         return grad if ctx.needs_input_grad[0] else None, weight_grad, None
 
 

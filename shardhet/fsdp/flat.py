@@ -173,11 +173,8 @@ class FlatTensor:
             if comm.is_receiver and not self._is_shard_itself:
                 numel, itemsize = self.layout.numel, self.param_dtype.itemsize
                 self._unsharded.untyped_storage().resize_(numel * itemsize)
-            if comm.gather_channel.group is None:  # all there is to do is to change the dtype
-                self._unsharded.copy_(self.flat_shard)
-                self._gather = Pending()
-                return
-            shard = self.flat_shard.to(self.param_dtype)
+            is_alone = comm.gather_channel.group is None  # then the copy changes the dtype
+            shard = self.flat_shard if is_alone else self.flat_shard.to(self.param_dtype)
             self._gather = all_gather_uneven(
                 self._unsharded if comm.is_receiver else None,
                 shard,
