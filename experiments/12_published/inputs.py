@@ -3,15 +3,16 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 from blocks import KIND_BY_GPU, Blocks, with_published_blocks
 
+from shardhet.apps.fewer_hosts import node_type
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning_input import Request, load
-from shardhet.cluster import Cluster, Node
+from shardhet.cluster import Node
 from shardhet.config.planning import Inputs, PlannerConf, register_planning_schemas
 from shardhet.profiles import Collectives, Source
 
@@ -135,16 +136,12 @@ def on_fewer_nodes(case: Case) -> Iterator[tuple[str, Inputs]]:
     conf, inputs = _loaded(case.cluster, f"model={case.model}")
     nodes_by_type: dict[str, list[Node]] = {}
     for node in inputs.cluster.nodes:
-        nodes_by_type.setdefault(node.host.rpartition("-")[0] or node.host, []).append(node)
+        nodes_by_type.setdefault(node_type(node), []).append(node)
     for number in range(1, len(nodes_by_type)):
         for types in combinations(nodes_by_type, number):
             nodes = tuple(node for each in types for node in nodes_by_type[each])
             left = replace(inputs.cluster, nodes=nodes)
-            yield " + ".join(types), conf.load(partial(_same, left), case.model)
-
-
-def _same(cluster: Cluster) -> Cluster:
-    return cluster
+            yield " + ".join(types), conf.derived(left, case.model)
 
 
 @cache
