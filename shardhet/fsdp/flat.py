@@ -102,10 +102,9 @@ class FlatTensor:
         # that tensors it saved in forward were changed.
         self.unsharded_params = [
             nn.Parameter(
-                self._unsharded.data[span.start : span.stop].view(slot.shape),
-                requires_grad=self.is_trainable,
+                self._unsharded_part(self._unsharded.data, i), requires_grad=self.is_trainable
             )
-            for slot, span in zip(self.slots, layout.param_spans, strict=True)
+            for i in range(len(slots))
         ]
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
@@ -115,11 +114,11 @@ class FlatTensor:
 
         self._gather: Pending | None = None
         self._unsharded_grad: Tensor | None = None  # [layout.numel]
-        self._grad_views: list[Tensor] = []
-        self._whole_grads: dict[int, Tensor] = {}  # by parameter; of a rank that is alone
+        # By parameter, of the microbatches so far: views of _unsharded_grad, or what autograd
+        # made on a rank that is alone, which has no such buffer and keeps them for its shard.
+        self._sums: dict[int, Tensor] = {}
         self._is_accumulating = False
-        self._keeps_grads = False  # in _whole_grads instead of _unsharded_grad
-        self.has_grad = [False] * len(slots)  # of this rank, since begin_backward
+        self.has_grad = [False] * len(slots)  # of this rank, as reduce() found it
         self._reduction: Pending | None = None
         self._reduced: Tensor | None = None  # [own numel], reduce_dtype
 
@@ -215,17 +214,11 @@ class FlatTensor:
         if not self.is_trainable or self._is_accumulating:
             return
         self._is_accumulating = True
-        self.has_grad = [False] * len(self.slots)
-        self._keeps_grads = self._is_alone
-        if self._keeps_grads:
-            return  # what autograd makes is kept as it is
-        comm = self._comm
-        grad = comm.buffers.lend(self.layout.numel, dtype=self.reduce_dtype, device=comm.device)
-        self._unsharded_grad = grad
-        self._grad_views = [
-            grad[span.start : span.stop].view(slot.shape)
-            for slot, span in zip(self.slots, self.layout.param_spans, strict=True)
-        ]
+        if not self._is_alone:
+            comm = self._comm
+            self._unsharded_grad = comm.buffers.lend(
+                self.layout.numel, dtype=self.reduce_dtype, device=comm.device
+            )
 
     def _accumulate(self, index: int, param: Tensor) -> None:
         # Called by autograd right after it has set param.grad, while that is still in cache.
@@ -236,28 +229,41 @@ class FlatTensor:
             )
         grad = param.grad
         assert grad is not None
-        if self.has_grad[index]:
-            into = self._whole_grads if self._keeps_grads else self._grad_views
-            into[index].add_(grad)
-        elif self._keeps_grads:
-            self._whole_grads[index] = grad.to(self.reduce_dtype)
-        else:
-            self._grad_views[index].copy_(grad)
-        self.has_grad[index] = True
-        param.grad = None
+        total = self._sums.get(index)
+        if total is None:
+            if self._unsharded_grad is None:
+                total = grad.to(self.reduce_dtype)
+            else:
+                total = self._unsharded_part(self._unsharded_grad, index)
+                total.copy_(grad)
+            self._sums[index] = total
+        elif total is not grad:
+            total.add_(grad)
+        # Autograd itself adds what comes next, where it can.
+        param.grad = total if total.dtype == param.dtype else None
+
+    def _unsharded_part(self, flat: Tensor, param: int) -> Tensor:
+        span = self.layout.param_spans[param]
+        return flat[span.start : span.stop].view(self.slots[param].shape)
+
+    def _end_accumulating(self) -> None:
+        self._is_accumulating = False
+        for param in self.unsharded_params:
+            param.grad = None
 
     def reduce(self) -> None:
         """Start summing the gradients of all computing ranks into the shards' owners."""
         comm = self._comm
+        self._end_accumulating()
+        self.has_grad = [i in self._sums for i in range(len(self.slots))]
         grad = self._unsharded_grad
         if grad is not None:
-            for span in self.layout.gap_spans:
-                grad[span.start : span.stop].zero_()
-            for view, has_grad in zip(self._grad_views, self.has_grad, strict=True):
+            self._sums = {}
+            for gap in self.layout.gap_spans:
+                grad[gap.start : gap.stop].zero_()
+            for i, has_grad in enumerate(self.has_grad):
                 if not has_grad:
-                    view.zero_()
-        self._grad_views = []
-        self._is_accumulating = False
+                    self._unsharded_part(grad, i).zero_()
         own_numel = self.layout.shard_numels[self._position]
         if self._is_private:  # so there is no reduction, on any rank
             if not own_numel:
@@ -294,9 +300,9 @@ class FlatTensor:
     def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
         """Give the shards their gradients, added to those there; None where no rank has one."""
         reduced, self._reduced = self._reduced, None
-        whole_grads, self._whole_grads = self._whole_grads, {}
+        sums, self._sums = self._sums, {}
         self.has_grad = [False] * len(self.slots)
-        if reduced is None and not whole_grads:
+        if reduced is None and not sums:
             return  # the unit is never visited
         flat_grad = None if reduced is None else reduced.to(self.orig_dtype)
         for i, param in enumerate(self.sharded_params):
@@ -308,7 +314,7 @@ class FlatTensor:
             if not has_grad[i]:
                 continue
             if flat_grad is None:
-                grad = whole_grads[i].to(self.orig_dtype).view_as(param)
+                grad = sums[i].to(self.orig_dtype).view_as(param)
             else:
                 grad = self._box(flat_grad, i)
             if param.grad is None:
@@ -321,9 +327,8 @@ class FlatTensor:
         if self._unsharded_grad is not None:
             self._comm.buffers.take_back(self._unsharded_grad)
         self._unsharded_grad = None
-        self._grad_views = []
-        self._whole_grads = {}
-        self._is_accumulating = False
+        self._end_accumulating()
+        self._sums = {}
         self._reduced = None
         self.has_grad = [False] * len(self.slots)
 
