@@ -3,20 +3,20 @@
 A turn is one visit of a unit in one phase.  Ranks meet at every turn, because each gather
 takes something from all of them, and beside a turn's compute run the gather of the next
 unit and, in backward, the reduction of the one before.  With C_i the compute of rank i in a
-turn, g what the collectives beside it take, and kappa how much compute slows beside them,
-the turn takes
+turn, g what the collectives beside it take, and kappa_i how much the compute of i slows
+beside them, the turn takes
 
-    max(g,  max_i C_i + (1 - 1/kappa) g)
+    max(g,  max_i C_i + (1 - 1/kappa_i) g)
 
 Turns that are alike (the blocks) are added up first, so the predicted step is
 
-    sum over classes of turns of max(g, max_i C_i + (1 - 1/kappa) g)
+    sum over classes of turns of max(g, max_i C_i + (1 - 1/kappa_i) g)
       + the first gather and the last reduction, which nothing hides
       + max_i (seconds per element of the optimizer) * (elements stored by i)
       + the runtime's own time in every turn, where the host does not run ahead of its device
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,11 +57,6 @@ class CostModel:
     profile: Profile
 
     @property
-    def overlap_excess(self) -> float:
-        """1 - 1/kappa: seconds that compute loses per second of communication beside it."""
-        return 1 - 1 / self.profile.overlap_slowdown
-
-    @property
     def overhead_s(self) -> float:
         """The runtime's own time in all turns of a step."""
         return len(Phase) * len(self.visited_units) * self.profile.turn_overhead_s
@@ -90,9 +85,9 @@ class CostModel:
             sum(unit.backward_s.at(size) for size in sizes),
         )
 
-    def turn_seconds(self, compute_s: float, comm_s: float) -> float:
-        """A turn whose slowest rank computes for ``compute_s`` beside ``comm_s``."""
-        return max(comm_s, compute_s + self.overlap_excess * comm_s)
+    def beside_comm_s(self, device_kind: str | None, compute_s: float, comm_s: float) -> float:
+        """How long a device computes what takes ``compute_s`` alone beside ``comm_s``."""
+        return compute_s + self.profile.device(device_kind).overlap_excess * comm_s
 
     def unevenness(self, shares: Sequence[float], computes: Sequence[bool]) -> float:
         """What the busiest port moves when owners send directly, over what a ring moves.
@@ -320,37 +315,42 @@ class CostModel:
             reshard_after_forward=plan.reshard_after_forward,
         )
         compute: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-        parts = []
-        for rank in ranks:
+        parts_by_kind: dict[str | None, list[list[tuple[float, float]]]] = {}
+        costs = []
+        for i, rank in enumerate(ranks):
             key = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units)
             if key not in compute:
                 compute[key] = [self._class_seconds(each, rank) for each in turns.classes]
-            parts.append(compute[key])
-        costs = tuple(
-            self._rank_cost(i, rank, stored[i], parts[i]) for i, rank in enumerate(ranks)
-        )
+                parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
+            costs.append(self._rank_cost(i, rank, stored[i], compute[key]))
         return StepCost(
-            turns=tuple(self._turn_costs(turns, parts)),
+            turns=tuple(self._turn_costs(turns, parts_by_kind)),
             optimizer_s=max(cost.optimizer_s for cost in costs),
             exposed_comm_s=turns.exposed_comm_s,
             overhead_s=self.overhead_s,
-            ranks=costs,
+            ranks=tuple(costs),
         )
 
     def _turn_costs(
-        self, turns: Turns, parts: Sequence[Sequence[tuple[float, float]]]
+        self, turns: Turns, parts: Mapping[str | None, Sequence[Sequence[tuple[float, float]]]]
     ) -> Iterator[TurnCost]:
-        """Every class of turns in both phases; ``parts`` is compute by rank, class, phase."""
+        """Every class of turns in both phases; ``parts`` is compute by kind of device, and of
+        its ranks by class and phase.
+        """
         for j, each in enumerate(turns.classes):
-            comm_s = (each.forward_comm_s, each.backward_comm_s)
-            for i, phase in enumerate((Phase.FORWARD, Phase.BACKWARD)):
-                slowest_s = max(part[j][i] for part in parts)
+            both_comm_s = (each.forward_comm_s, each.backward_comm_s)
+            for i, (phase, comm_s) in enumerate(zip(Phase, both_comm_s, strict=True)):
+                beside_s, compute_s = max(
+                    (self.beside_comm_s(kind, part[j][i], comm_s), part[j][i])
+                    for kind, of_kind in parts.items()
+                    for part in of_kind
+                )
                 yield TurnCost(
                     unit_kind=each.kind.name,
                     phase=phase,
-                    compute_s=slowest_s,
-                    comm_s=comm_s[i],
-                    seconds=self.turn_seconds(slowest_s, comm_s[i]),
+                    compute_s=compute_s,
+                    comm_s=comm_s,
+                    seconds=max(comm_s, beside_s),
                 )
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:

@@ -49,7 +49,6 @@ def derive_profile(
             _device_profile(cluster.kind(kind), workload, compute_fraction) for kind in kinds
         ),
         collectives=_collectives(cluster, link_fraction),
-        overlap_slowdown=OVERLAP_SLOWDOWN,
         note=f"derived: {compute_fraction:.2f} of peak FLOP/s, {link_fraction:.2f} of links",
     )
 
@@ -72,6 +71,7 @@ def _device_profile(
         source=Source.DERIVED,
         units=units,
         optimizer_seconds_per_element=ADAM_PASSES * STATE_ITEMSIZE / bytes_per_s,
+        overlap_slowdown=OVERLAP_SLOWDOWN,
         reserved_bytes=RESERVED_BYTES,
         note=kind.source,
     )

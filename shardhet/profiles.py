@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from shardhet.fields import Fields, named, parse_json, read_document
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 # How a layer's time goes on beyond the sizes that were measured.  Chosen on the 424 curves of
 # Cephalo's published profiles (sizes 1-5 predicting the largest); leaving one kind of GPU out
@@ -172,8 +172,22 @@ class DeviceProfile:
     source: Source
     units: tuple[UnitProfile, ...]
     optimizer_seconds_per_element: float = 0.0
+    # Compute beside a collective takes this much longer; 1.126 is Cephalo's published figure.
+    overlap_slowdown: float = 1.0
     reserved_bytes: int = 0  # taken before any tensor: the driver's context, the allocator
     note: str = ""  # versions and date, the table's address, or the specification's
+
+    def __post_init__(self) -> None:
+        if not self.overlap_slowdown >= 1:
+            raise ValueError(
+                f"profile: overlap_slowdown of device kind {self.device_kind!r} is "
+                f"{self.overlap_slowdown} but must be at least 1."
+            )
+
+    @property
+    def overlap_excess(self) -> float:
+        """1 - 1/kappa: seconds that compute loses per second of communication beside it."""
+        return 1 - 1 / self.overlap_slowdown
 
     @cached_property
     def unit_by_kind(self) -> dict[str, UnitProfile]:
@@ -234,8 +248,6 @@ class Profile:
 
     devices: tuple[DeviceProfile, ...]
     collectives: Collectives
-    # Compute beside a collective takes this much longer; 1.126 is Cephalo's published figure.
-    overlap_slowdown: float = 1.0
     turn_overhead_s: float = 0.0  # host time per unit and phase, in no computation or wait
     note: str = ""
 
@@ -246,10 +258,6 @@ class Profile:
             raise ValueError(
                 f"profile: {len(kinds)} device kinds, {repeated} more than once. Give at least "
                 "one, and each once."
-            )
-        if not self.overlap_slowdown >= 1:
-            raise ValueError(
-                f"profile: overlap_slowdown is {self.overlap_slowdown} but must be at least 1."
             )
         if not 0 <= self.turn_overhead_s < inf:
             raise ValueError(
@@ -304,7 +312,6 @@ class Profile:
             profile = cls(
                 devices=tuple(map(_device_from, fields.take_objects("devices"))),
                 collectives=_collectives_from(fields.take_object("collectives")),
-                overlap_slowdown=fields.take_number("overlap_slowdown", minimum=1.0),
                 turn_overhead_s=fields.take_number("turn_overhead_s")
                 if fields.has("turn_overhead_s")  # files of before it was measured have none
                 else 0.0,
@@ -351,13 +358,16 @@ class Profile:
             unit = UnitProfile(unit_kind=unit_kind, points=points)
             devices.append(
                 DeviceProfile(
-                    device_kind=device_kind, source=Source.IMPORTED, units=(unit,), note=note
+                    device_kind=device_kind,
+                    source=Source.IMPORTED,
+                    units=(unit,),
+                    overlap_slowdown=overlap_slowdown,
+                    note=note,
                 )
             )
         return cls(
             devices=tuple(devices),
             collectives=Collectives(source=Source.IMPORTED, points=(), note=note),
-            overlap_slowdown=overlap_slowdown,
             note=note,
         )
 
@@ -401,6 +411,7 @@ def _device_from(fields: Fields) -> DeviceProfile:
         source=_source_from(fields),
         units=tuple(map(_unit_from, fields.take_objects("units"))),
         optimizer_seconds_per_element=fields.take_number("optimizer_seconds_per_element"),
+        overlap_slowdown=fields.take_number("overlap_slowdown", minimum=1.0),
         reserved_bytes=fields.take_int("reserved_bytes"),
         note=fields.take("note", str),
     )

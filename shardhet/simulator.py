@@ -72,6 +72,7 @@ class _Actor:
     positions: list[int]
     seconds: dict[tuple[str, Phase], float]  # compute by kind of unit, recomputation included
     optimizer_s: float
+    overlap_slowdown: float
     state: _State = _State.BEGIN
     turn: int = 0
     num_launched: int = 0  # turns whose gathers it has launched
@@ -144,9 +145,12 @@ class _Simulation:
 
     def pass_time(self) -> None:
         """Move the clock to the next end of a computation or of a collective."""
-        slowdown = self.model.profile.overlap_slowdown if self.sending else 1.0
         computing = [actor for actor in self.actors if actor.state in TIMED]
-        ends_s = [actor.remaining_s * slowdown for actor in computing]
+        slowdowns = [actor.overlap_slowdown if self.sending else 1.0 for actor in computing]
+        ends_s = [
+            actor.remaining_s * slowdown
+            for actor, slowdown in zip(computing, slowdowns, strict=True)
+        ]
         if self.sending:
             ends_s.append(self.sending_remaining_s)
         if not ends_s:
@@ -154,7 +158,7 @@ class _Simulation:
             raise RuntimeError(f"simulate: ranks wait for each other for ever: {states}.")
         step_s = min(ends_s)
         self.clock_s += step_s
-        for actor in computing:
+        for actor, slowdown in zip(computing, slowdowns, strict=True):
             actor.remaining_s = max(0.0, actor.remaining_s - step_s / slowdown)
             if actor.remaining_s <= 1e-12 * self.clock_s:
                 actor.remaining_s = 0.0
@@ -349,7 +353,8 @@ class _Simulation:
                         )
                         seconds[kind, Phase.FORWARD] = forward_s
                         seconds[kind, Phase.BACKWARD] = backward_s
-                actors[key] = _Actor(rank, [], seconds, optimizer_s)
+                slowdown = self.model.profile.device(device.kind).overlap_slowdown
+                actors[key] = _Actor(rank, [], seconds, optimizer_s, slowdown)
             actors[key].positions.append(position)
         return list(actors.values())
 

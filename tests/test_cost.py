@@ -47,7 +47,13 @@ CLUSTER = Cluster(
 )
 
 
-def profile(*, gather_s: float = 0.0, weight: float = 0.0, slowdown: float = 1.0) -> Profile:
+def profile(
+    *,
+    gather_s: float = 0.0,
+    weight: float = 0.0,
+    slowdown: float = 1.0,
+    slow_slowdown: float | None = None,  # of the slow device, where it is another
+) -> Profile:
     devices = []
     for kind, speed in (("fast", 1.0), ("slow", 10.0)):
         points = tuple(
@@ -64,6 +70,7 @@ def profile(*, gather_s: float = 0.0, weight: float = 0.0, slowdown: float = 1.0
                 source=Source.MEASURED,
                 units=(UnitProfile(unit_kind="block", points=points),),
                 optimizer_seconds_per_element=0.01,
+                overlap_slowdown=slowdown if kind == "fast" else slow_slowdown or slowdown,
                 reserved_bytes=50,
             )
         )
@@ -81,7 +88,7 @@ def profile(*, gather_s: float = 0.0, weight: float = 0.0, slowdown: float = 1.0
         gather_unevenness_weight=weight,
         reduce_unevenness_weight=weight,
     )
-    return Profile(devices=tuple(devices), collectives=collectives, overlap_slowdown=slowdown)
+    return Profile(devices=tuple(devices), collectives=collectives)
 
 
 def plan(*, recompute: bool = False, state_shares: tuple[float, float] = (0.25, 0.75)) -> Plan:
@@ -120,6 +127,14 @@ def test_communication_hides_behind_compute_or_sets_the_pace() -> None:
 def test_compute_slows_beside_communication() -> None:
     step = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0, slowdown=1.25)).predict(plan())
     assert step.forward_s == pytest.approx(40 + 0.2 * 3)
+
+
+def test_each_kind_of_device_slows_as_much_as_it_does() -> None:
+    unlike = profile(gather_s=20.0, slowdown=10.0, slow_slowdown=1.0)
+    step = CostModel(CLUSTER, WORKLOAD, unlike).predict(plan())
+    forward = step.turns[0]
+    # The fast device computes for 24 s and loses 0.9 of the 60 s of gathers; the slow one 40 s.
+    assert (forward.compute_s, forward.seconds) == (24, pytest.approx(24 + 0.9 * 60))
 
 
 def test_the_runtime_takes_its_own_time_in_every_turn() -> None:

@@ -32,6 +32,7 @@ from shardhet.profiler.traffic import (
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.profiles import PROFILE_VERSION
 from shardhet.workload import Unit, UnitKind
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -117,14 +118,14 @@ def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
     )
 
 
-ONE_DEVICE = TrafficReport(collectives=[], pairs=[], overlap_slowdown=1.0, note="")
+NO_LINKS = TrafficReport(collectives=[], pairs=[], overlap_excesses=[0.0] * 3, note="")
 
 
 def test_the_slowest_rank_of_a_kind_stands_for_it() -> None:
     reports = [report(1.0), report(1.5), report(0.5, kind="y")]
     cluster = make_cluster([each.device for each in reports], [])
     together, alone = [
-        make_profile(reports, ONE_DEVICE, cluster, WORKLOAD, is_together=both)
+        make_profile(reports, NO_LINKS, cluster, WORKLOAD, is_together=both)
         for both in (True, False)
     ]
     assert [device.device_kind for device in together.devices] == ["x", "y"]
@@ -177,8 +178,12 @@ def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> Non
         )
         for nbytes in (2**16, 2**20, 2**24)
     ]
-    traffic = TrafficReport(collectives=collectives, pairs=[], overlap_slowdown=1.0, note="now")
+    excesses = [0.1, 0.2, 0.3, 0.2]
+    traffic = TrafficReport(
+        collectives=collectives, pairs=[], overlap_excesses=excesses, note="now"
+    )
     profile = make_profile(reports, traffic, cluster, WORKLOAD, is_together=True)
+    assert profile.devices[0].overlap_excess == pytest.approx(0.2)  # they are of one kind
     found = unevenness_weights(collectives, profile, cluster, WORKLOAD)
     assert found == pytest.approx(weights, abs=0.06)  # beyond the last size it is drawn
     kept = profile.collectives
@@ -262,7 +267,7 @@ def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) ->
     alone = Profile.load(tmp_path / "profile_alone.json")
     fast, slow = [alone.unit(kind, "block").points[-1].backward for kind in ("fast", "slow")]
     assert slow.p10_s > 4 * fast.p10_s  # twenty times, but for what else the machine does
-    assert profile.overlap_slowdown >= 1
+    assert all(device.overlap_slowdown >= 1 for device in profile.devices)
     numels = [kind.numel * 4 for kind in WORKLOAD.kinds]
     assert set(numels) <= {point.nbytes for point in profile.collectives.points}
 
@@ -338,7 +343,7 @@ def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path:
     profile = Profile.load(folder / "profile.json")
     plan = find_plan(cluster, workload, profile, global_batch_size=4)
     assert [rank.device.kind for rank in plan.ranks] == ["big", "small"]
-    assert json.loads((folder / "profile.json").read_text())["version"] == 1
+    assert json.loads((folder / "profile.json").read_text())["version"] == PROFILE_VERSION
     assert "all ranks computing at once" in done.stdout
     assert f"shardhet plan measured={folder}" in done.stdout
     again = run([*COMMAND, *TINY, "out=here"], tmp_path)

@@ -23,7 +23,6 @@ WORKLOAD = Workload.transformer(
     num_layers=2, width=32, num_heads=2, seq_len=16, vocab_size=64, hidden_width=64
 )
 MAX_MICROBATCH = 2
-OVERLAP_SLOWDOWN = 1.1  # of random_case's profiles
 ROUNDING = 2e-2  # rows are large beside so small a state
 
 
@@ -65,9 +64,9 @@ class Case:
             for each in self.turns.classes
             for comm_s in (each.forward_comm_s, each.backward_comm_s)
         ]
-        self.per_numel_s = [
-            profile.device(device.kind).optimizer_seconds_per_element for device in devices
-        ]
+        profiles = [profile.device(device.kind) for device in devices]
+        self.per_numel_s = [each.optimizer_seconds_per_element for each in profiles]
+        self.overlap_slowdowns = [each.overlap_slowdown for each in profiles]
 
     @cache  # noqa: B019 -- a case lives as long as its test
     def options(self, position: int, batch: int, largest: int) -> list[Option]:
@@ -151,11 +150,13 @@ def step_time_s(
     optimizer_s = optimizer_seconds(rooms, per_numel_s, WORKLOAD.numel)
     if optimizer_s is None:
         return None
-    compute_s = (max(parts) for parts in zip(*(o.turns_s for o in taken), strict=True))
-    turns_s = sum(
-        max(comm_s, seconds + (1 - 1 / OVERLAP_SLOWDOWN) * comm_s)
-        for seconds, comm_s in zip(compute_s, case.comm_s, strict=True)
-    )
+    turns_s = 0.0
+    for j, comm_s in enumerate(case.comm_s):
+        ends_s = [
+            option.turns_s[j] + (1 - 1 / slowdown) * comm_s
+            for option, slowdown in zip(taken, case.overlap_slowdowns, strict=True)
+        ]
+        turns_s += max(comm_s, *ends_s)
     return turns_s + case.turns.exposed_comm_s + optimizer_s + case.overhead_s
 
 

@@ -59,6 +59,7 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
                 source=Source.MEASURED,
                 units=units,
                 optimizer_seconds_per_element=float(rng.uniform(1e-7, 1e-6)),
+                overlap_slowdown=float(rng.uniform(1, 3)),
             )
         )
     capacities = {name: int(roomy * STATE_BYTES * rng.uniform(0.3, 1)) for name in names}
@@ -74,7 +75,6 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     profile = Profile(
         devices=tuple(profiles),
         collectives=Collectives(source=Source.MEASURED, points=points),
-        overlap_slowdown=1.1,
     )
     cluster = Cluster(nodes=(Node(host="a", devices=tuple(devices)),))
     return cluster, profile, int(rng.integers(4, 40))

@@ -114,7 +114,7 @@ def inputs_of(case: Case, folder: Path) -> Inputs:
     profile = with_published_blocks(inputs.profile, published_blocks(case.model, folder))
     if case.part == NO_LINKS:
         nothing = Collectives(source=Source.IMPORTED, points=(), note="not counted")
-        profile = replace(profile, collectives=nothing, overlap_slowdown=1.0)
+        profile = replace(profile, collectives=nothing)
     return replace(inputs, profile=profile)
 
 

@@ -71,8 +71,11 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
         console.print(f"\ncollectives over {measured.cluster.world_size} devices", style="bold")
         console.print(collectives_table(measured.profile.collectives))
         console.print(
-            f"beside compute {1 / measured.profile.overlap_slowdown:.0%} of their time is "
-            "hidden",
+            "hidden behind compute: "
+            + ", ".join(
+                f"{1 - device.overlap_excess:.0%} of their time on {device.device_kind}"
+                for device in measured.profile.devices
+            ),
             soft_wrap=True,
         )
     for node in measured.cluster.nodes:

@@ -156,15 +156,12 @@ class TableBuilder:
         for (group, _, _), bundles in zip(built, self._bundles, strict=True):
             if not len(group.batch):
                 raise PlanError(self._groups_message(bundles[0]))
-        excess = model.overlap_excess * sum(
-            each.forward_comm_s + each.backward_comm_s for each in self.turns.classes
-        )
         problem = Problem(
             groups=tuple(group for group, _, _ in built),
             global_batch_size=self.global_batch_size,
             # Even shares sum to the state but for rounding.
             state_numel=self.state_numel * (1 if self.stored_numel is None else 1 - 1e-12),
-            fixed_s=excess + self.turns.exposed_comm_s + model.overhead_s,
+            fixed_s=self.turns.exposed_comm_s + model.overhead_s,
             row_numel=self.row_numel,
         )
         return CandidateTable(
@@ -301,6 +298,7 @@ class _RoleTimes:
             state_share=0.0,
             recomputed_units=self._builder.recompute_choices[choice],
         )
+        excess = model.profile.device(self._role.device_kind).overlap_excess
         whole, rest = batches[:, None] // self._sizes, batches[:, None] % self._sizes
         costs = []
         for each, forward, backward in zip(
@@ -314,8 +312,8 @@ class _RoleTimes:
                 (forward_s, each.forward_comm_s),
                 (backward_s, each.backward_comm_s),
             ):
-                # Compute shorter than this hides behind its communication.
-                costs.append(np.maximum(seconds, (1 - model.overlap_excess) * comm_s))
+                # Compute that ends before its communication hides behind it.
+                costs.append(np.maximum(seconds + excess * comm_s, comm_s))
         return np.array(costs), self._room(rank, batches)
 
     def _room(self, rank: RankPlan, batches: Ints) -> Floats:

@@ -7,7 +7,7 @@ slowest rank of a kind stands for all of it, with its own samples.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from statistics import median
+from statistics import fmean, median
 
 from shardhet.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.cost import CostModel
@@ -51,7 +51,7 @@ class TrafficReport:
 
     collectives: list[CollectiveSamples]
     pairs: list[PairSamples]
-    overlap_slowdown: float
+    overlap_excesses: list[float]  # by rank, see DeviceProfile.overlap_excess
     note: str
 
 
@@ -98,8 +98,10 @@ def make_profile(
 ) -> Profile:
     """The profile of the ranks computing all at once, or each alone."""
     by_kind: dict[str, list[RankReport]] = {}
-    for report in reports:
+    excesses: dict[str, list[float]] = {}
+    for report, excess in zip(reports, traffic.overlap_excesses, strict=True):
         by_kind.setdefault(report.kind, []).append(report)
+        excesses.setdefault(report.kind, []).append(excess)
     points = tuple(
         CollectivePoint(
             nbytes=each.nbytes,
@@ -110,11 +112,13 @@ def make_profile(
     )
     profile = Profile(
         devices=tuple(
-            _device_profile(kind, reports, is_together=is_together)
+            replace(
+                _device_profile(kind, reports, is_together=is_together),
+                overlap_slowdown=1 / (1 - fmean(excesses[kind])),
+            )
             for kind, reports in by_kind.items()
         ),
         collectives=Collectives(source=Source.MEASURED, points=points, note=traffic.note),
-        overlap_slowdown=traffic.overlap_slowdown,
         turn_overhead_s=max(report.turn_overhead_s for report in reports),
         note="all ranks computing at once" if is_together else "each rank computing alone",
     )

@@ -245,7 +245,7 @@ class _Session:
     def _traffic(self, workload: Workload, compute: ComputeMeasurement) -> TrafficReport:
         if self._channels.world_size == 1:
             return TrafficReport(
-                collectives=[], pairs=[], overlap_slowdown=1.0, note="one device"
+                collectives=[], pairs=[], overlap_excesses=[0.0], note="one device"
             )
         traffic = Traffic(
             self._channels,
@@ -263,7 +263,7 @@ class _Session:
         kind = max(workload.num_units_by_kind, key=workload.num_units_by_kind.__getitem__)
         nbytes = workload.kind_by_name[kind].numel * workload.param_itemsize
         size = int(self._common(max(compute.sizes(kind)) / 2))
-        slowdown = traffic.overlap_slowdown(
+        excesses = traffic.overlap_excesses(
             compute.runner(kind), max(1, size), nbytes, num_repeats
         )
         self._on_progress("links between pairs", 0.95)
@@ -271,7 +271,7 @@ class _Session:
         return TrafficReport(
             collectives=collectives,
             pairs=pairs,
-            overlap_slowdown=slowdown,
+            overlap_excesses=excesses,
             note=_note(None),
         )
 

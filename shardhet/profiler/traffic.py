@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from statistics import median
 
 import torch
@@ -32,7 +33,7 @@ PAIR_NBYTES = 2**22
 LATENCY_NBYTES = 64
 MAX_BESIDE = 8
 BESIDE_S = 2e-2  # of communication beside compute, and ...
-COMPUTE_PER_COMM = 2  # ... so much longer the compute, so that all of it lies beside
+COMPUTE_PER_COMM = 3  # ... so much longer the compute, so that all of it lies beside
 MAX_EXCESS = 0.99  # of collectives' time that compute beside them loses
 LARGEST_SHARE = 0.75  # of the uneven cut
 
@@ -216,13 +217,13 @@ class Traffic:
 
         return launch
 
-    def overlap_slowdown(
+    def overlap_excesses(
         self, runner: UnitRunner, num_samples: int, nbytes: int, num_repeats: int
-    ) -> float:
-        """How many times as long compute takes while collectives run beside it.
+    ) -> list[float]:
+        """Seconds that compute loses per second of collectives beside it, by position.
 
-        The profile's kappa: of a second of communication beside it, compute loses
-        1 - 1 / kappa.  Compute and communication are timed alone and then together.
+        A slow device may lose more: where the host's processor does the sending, that is as
+        slow as its computing.  Compute and communication are timed alone and then together.
         """
         numel = nbytes // self._param_dtype.itemsize
         shares = even_shares(self._channels.world_size)
@@ -235,30 +236,27 @@ class Traffic:
         num_beside = min(MAX_BESIDE, max(1, round(BESIDE_S / comm_s)))
         launches = [launch for _ in range(num_beside) for launch in both()]
         comm_s = median(self.seconds(partial(_complete, launches), num_repeats))
-        once_s = self._channels.slowest([sum(runner.run(num_samples))])[0]
-        num_runs = max(1, round(COMPUTE_PER_COMM * comm_s / once_s))
+        num_runs = max(1, ceil(COMPUTE_PER_COMM * comm_s / sum(runner.run(num_samples))))
 
-        def compute() -> None:
+        def compute_s() -> float:
+            start_s = time.perf_counter()
             for _ in range(num_runs):
                 runner.run(num_samples)
             self._synchronize()
+            return time.perf_counter() - start_s
 
         excesses = []
         for _ in range(num_repeats):
             self._channels.wait_for_all()
-            start_s = time.perf_counter()
-            compute()
-            alone_s = time.perf_counter() - start_s
+            alone_s = compute_s()
             self._channels.wait_for_all()
-            start_s = time.perf_counter()
             waits = [launch() for launch in launches]
-            compute()
+            beside_s = compute_s()
             for wait in waits:
                 wait()
-            excesses.append((time.perf_counter() - start_s - alone_s) / comm_s)
+            excesses.append((beside_s - alone_s) / comm_s)
         rows = self._channels.control.exchange([median(excesses)])
-        excess = sum(row[0] for row in rows) / len(rows)
-        return 1 / (1 - min(MAX_EXCESS, max(0.0, excess)))
+        return [min(MAX_EXCESS, max(0.0, excess)) for (excess,) in rows]
 
     def pair(self, sender: int, receiver: int, num_repeats: int) -> PairSamples:
         """Two positions alone; the others wait."""
