@@ -90,9 +90,18 @@ class CommContext:
         while self._unsent and (
             len(self._unsent) > MAX_UNSENT_GATHERS or self._unsent[0].is_sent()
         ):
-            self._unsent.popleft().wait_sent()
+            self._let_go_of_oldest()
 
     def wait_all_sent(self) -> None:
         """Until no peer reads this rank's shards any more, so the optimizer may write them."""
         while self._unsent:
+            self._let_go_of_oldest()
+        # The optimizer writes the shards on the compute stream.
+        self.current_stream().wait_event(self.record_event(self.all_gather_stream))
+
+    def _let_go_of_oldest(self) -> None:
+        # A copy of the shard was allocated on the gather stream, so that is where the caching
+        # allocator hands it out again as soon as it is freed: that stream waits for the
+        # transport to have read it, not the compute stream, which never sees the copy.
+        with self.on_stream(self.all_gather_stream):
             self._unsent.popleft().wait_sent()

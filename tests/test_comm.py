@@ -1,0 +1,66 @@
+"""Which stream waits for what is in flight; on a CPU streams are only names."""
+
+import pytest
+import torch
+
+from shardhet.distributed import Channel
+from shardhet.fsdp.comm import MAX_UNSENT_GATHERS, CommContext
+from shardhet.messages import Pending
+
+
+class Sending:
+    """A send that notes on which stream it was waited for."""
+
+    def __init__(self, waited_on: list[object], *, is_done: bool = False) -> None:
+        self._waited_on = waited_on
+        self._is_done = is_done
+
+    def wait(self) -> None:
+        self._waited_on.append(torch.cpu.current_stream())
+
+    def is_completed(self) -> bool:
+        return self._is_done
+
+
+def make_comm() -> CommContext:
+    alone = Channel(None, (0,), 0)
+    return CommContext(torch.device("cpu"), alone, alone)
+
+
+def test_the_stream_that_owns_the_copy_of_a_shard_waits_until_it_is_sent() -> None:
+    comm = make_comm()
+    waited_on: list[object] = []
+    for _ in range(MAX_UNSENT_GATHERS):
+        comm.keep_until_sent(Pending(sending=[Sending(waited_on)]))
+    assert waited_on == []
+    comm.keep_until_sent(Pending(sending=[Sending(waited_on)]))
+    assert waited_on == [comm.all_gather_stream]  # the oldest of one too many
+
+
+def test_a_copy_is_let_go_as_soon_as_it_is_sent() -> None:
+    comm = make_comm()
+    waited_on: list[object] = []
+    comm.keep_until_sent(Pending(sending=[Sending(waited_on, is_done=True)]))
+    assert len(waited_on) == 1  # which returns at once
+    comm.wait_all_sent()
+    assert len(waited_on) == 1
+
+
+def test_compute_waits_for_what_the_gather_stream_has_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm = make_comm()
+    seen: list[object] = []
+    compute = comm.current_stream()
+    recorded: list[object] = []
+
+    def record(stream: object) -> str:
+        recorded.append(stream)
+        return "after all sends"
+
+    monkeypatch.setattr(comm, "record_event", record)
+    monkeypatch.setattr(compute, "wait_event", seen.append, raising=False)
+    comm.keep_until_sent(Pending(sending=[Sending(seen)]))
+    comm.wait_all_sent()
+    assert recorded == [comm.all_gather_stream]
+    assert seen == [comm.all_gather_stream, "after all sends"]
