@@ -15,6 +15,7 @@ from torch import Tensor
 from shardhet.data import Batch, Batches, deal
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Event
+from shardhet.host_copy import HostCopy, to_device
 from shardhet.layout import Span
 from shardhet.optim import Schedule
 
@@ -31,7 +32,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     learning_rate: float  # of the first parameter group
     num_targets: int  # tokens, or labels, of all ranks
-    step_time_s: float
+    step_time_s: float  # the host's; an accelerator may end a step while the next begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class Evaluation:
 class DeviceUse:
     """What one device did since the last look, as fractions of the time of its steps."""
 
+    # By the device's own clock: where the host, which runs ahead, waits for a peer while the
+    # device still has work, nothing is lost and nothing is counted.
     busy_share: float  # in forward and backward
     waiting_share: float  # for parameters, gradients or news of other ranks
     peak_memory_bytes: int  # allocated on an accelerator; resident of a process on a CPU
@@ -110,22 +113,27 @@ class Trainer:
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0  # time of the steps since the last look at the devices
         self._is_in_step = False
-        model.add_observer(self._observe)
+        self._events: list[Event] = []  # of this step, until the device is past them
+        model.add_observer(self._observe, times_device=True)
         self.forget_peak_memory()
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch."""
         start_s = time.perf_counter()
         self._is_in_step = True
+        self._events.clear()  # of a step that failed
         model = self.model
         batch = self._batches[model.step]
         learning_rate = self._set_learning_rates()
         loss_sum, num_targets, *_ = model(*self._my_part(batch))
         mean_loss = model.backward(loss_sum, num_targets)
-        grad_norm = float(model.clip_grad_norm_(self._max_grad_norm))
+        norm = HostCopy(model.clip_grad_norm_(self._max_grad_norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._is_in_step = False
+        # The host waits here, while the device has the optimizer to run.
+        grad_norm = float(norm.read())
+        self._count_events()
         step_time_s = time.perf_counter() - start_s
         self._steps_s += step_time_s
         return StepMetrics(
@@ -194,14 +202,20 @@ class Trainer:
 
     def _observe(self, event: Event) -> None:
         if self._is_in_step:
-            self._seconds[event.activity] += event.end_s - event.start_s
+            self._events.append(event)
+
+    def _count_events(self) -> None:
+        """Add up this step's events; the device is past all that came before the norm."""
+        for event in self._events:
+            self._seconds[event.activity] += event.seconds
+        self._events.clear()
 
     def _my_part(self, batch: Batch) -> list[Tensor]:
         """This rank's samples on its device; no rows if it has none."""
         mine = deal(batch, self.model.plan, self.model.position)
         # Embeddings and losses read strided indices at a loss of 1 % of a step.
         arrays = map(np.ascontiguousarray, mine.arrays)
-        return [torch.from_numpy(array).to(self._device) for array in arrays]
+        return [to_device(torch.from_numpy(array), self._device) for array in arrays]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -76,6 +76,12 @@ class CommContext:
         event.record(stream)
         return event
 
+    def mark_device_time(self) -> Any:
+        """A timed event after all that the compute stream was given so far."""
+        event = self._handle.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
     def mark_compute(self) -> None:
         """Let gathers launched from now on wait for all that was given to compute so far."""
         self.compute_event = self.record_event(self.current_stream())

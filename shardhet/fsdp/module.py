@@ -29,6 +29,7 @@ from shardhet.fsdp.state import (
 )
 from shardhet.fsdp.unit import UnitModule
 from shardhet.fsdp.wrapping import find_units
+from shardhet.host_copy import HostCopy
 from shardhet.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,9 @@ class HetFSDP(nn.Module):
             with self._runtime.observers.watch("", Activity.AGREE):
                 self._control.enter("model.backward")
                 rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
+            # Read once backward is launched: the host then waits for the end of forward, with
+            # all of backward still before the device, and not for the device to run dry.
+            rows_on_host = HostCopy(rows)
             # Divided before backward, by the tokens of all ranks; a tensor, so that an
             # accelerator is not waited for.
             total = rows[:, 1].sum()
@@ -181,7 +185,7 @@ class HetFSDP(nn.Module):
 
             self._runtime.backward(run_autograd)
             has_grad = self._runtime.agree_on_grads()
-            losses, counts = rows.T.tolist()
+            losses, counts = rows_on_host.read().T.tolist()
         self._runtime.step += 1
         if not all(map(math.isfinite, losses)) or sum(counts) == 0:
             for flat in self._flats:
@@ -295,12 +299,16 @@ class HetFSDP(nn.Module):
         """The inverse of ``sharded_state_dict`` under the same plan."""
         load_sharded_state_dict(self._flats, boxes)
 
-    def add_observer(self, observer: Observer, *, counts_cpu: bool = False) -> None:
+    def add_observer(
+        self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False
+    ) -> None:
         """Call ``observer`` with an ``Event`` for each computation and wait from now on.
 
-        ``counts_cpu`` fills in ``Event.cpu_s``, which costs two calls of the kernel each.
+        ``counts_cpu`` fills in ``Event.cpu_s``, which costs two calls of the kernel each;
+        ``times_device`` makes ``Event.seconds`` those of an accelerator, which is seldom past
+        the event when it is told: keep events and read them after something that waits.
         """
-        self._runtime.observers.add(observer, counts_cpu=counts_cpu)
+        self._runtime.observers.add(observer, counts_cpu=counts_cpu, times_device=times_device)
 
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Name computations and waits, per unit, in what torch.profiler records from now on."""

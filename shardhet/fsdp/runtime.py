@@ -62,7 +62,7 @@ class Runtime:
     ) -> None:
         self.units = tuple(units)
         self.root = root  # what no unit owns; unsharded for the whole step
-        self.observers = Observers()
+        self.observers = Observers(None if comm.device.type == "cpu" else comm.mark_device_time)
         self.step = 0  # optimizer steps finished
         self._plan = plan
         self._rank_plan = plan.ranks[control.position]
