@@ -24,7 +24,12 @@ from shardhet.workload import UnitKind, Workload
 MIN_ROUNDS = 3  # fewer have no deciles
 USED_PART_OF_MEMORY = 0.8  # of what is free; the rest is for kernels' own buffers
 CACHE_BYTES = 2**27  # more than any device caches; so much waits for its backward
-MAX_OPTIMIZED_NUMEL = 2**24  # larger shards take proportionally longer
+# Larger shards take proportionally longer.  On an accelerator they have to be so large that
+# launching its kernels takes less than they do.
+MAX_OPTIMIZED_NUMEL = 2**24
+MAX_OPTIMIZED_NUMEL_OF_ACCELERATOR = 2**28
+OPTIMIZED_PART_OF_MEMORY = 0.1  # of all; units run beside it
+OPTIMIZED_TENSORS = 4  # parameter, gradient and two moments
 
 
 @dataclass(slots=True)
@@ -73,13 +78,13 @@ class ComputeMeasurement:
         device: torch.device,
         memory_bytes: int,
         max_microbatch_size: int,
-        is_alone: bool,
         emulated: EmulatedDevice | None,
     ) -> None:
         """``memory_bytes`` is what this rank may use."""
         self._model = model
         self._device = device
         self._workload = workload
+        self._memory_bytes = memory_bytes
         self._stopwatch = Stopwatch(device, emulated)
         self._sizes: dict[str, list[int]] = {}
         self._runners: dict[str, UnitRunner] = {}
@@ -97,7 +102,6 @@ class ComputeMeasurement:
                 sketch.unit_by_kind[kind.name],
                 device=device,
                 max_samples=sizes[-1],
-                is_alone=is_alone,
                 stopwatch=self._stopwatch,
             )
 
@@ -129,8 +133,7 @@ class ComputeMeasurement:
                     continue
                 peaks[kind][size] = runner.peak_bytes(size)
                 runner.run(size)
-                spent_s = sum(runner.run(size))
-                round_s += spent_s
+                round_s += runner.num_microbatches(size) * sum(runner.run(size))
             is_too_long = round_s > seconds_per_round / 2  # the next sizes would double it
             if is_too_long:
                 for kind, sizes in self._sizes.items():
@@ -159,16 +162,19 @@ class ComputeMeasurement:
         def finish_oldest() -> None:
             nonlocal waiting_bytes
             kind, case = started.popleft()
-            taken = samples[kind].seconds.setdefault(case.num_samples, [])
+            taken = samples[kind].seconds.setdefault(case.microbatch_sizes[0], [])
             taken.append(self._runners[kind].backward(case))
-            waiting_bytes -= self._graph_bytes(kind, case.num_samples)
+            waiting_bytes -= self._graph_bytes(kind, sum(case.microbatch_sizes))
 
         for kind, runner in self._runners.items():
             for size in self._sizes[kind]:
-                started.append((kind, runner.forward(size)))
-                waiting_bytes += self._graph_bytes(kind, size)
-                while len(started) > 1 and waiting_bytes > CACHE_BYTES:
+                num_microbatches = runner.num_microbatches(size)
+                nbytes = self._graph_bytes(kind, num_microbatches * size)
+                # Before it begins: memory is there for the largest case and for what waits.
+                while started and waiting_bytes + nbytes > CACHE_BYTES:
                     finish_oldest()
+                started.append((kind, runner.forward(size, num_microbatches)))
+                waiting_bytes += nbytes
         while started:
             finish_oldest()
 
@@ -183,9 +189,14 @@ class ComputeMeasurement:
         The parameters are those that a rank which stores ``share`` of every unit would have.
         """
         dtype = orig_dtype(self._model.module)
+        max_numel = MAX_OPTIMIZED_NUMEL
+        if self._device.type != "cpu":
+            usable_bytes = OPTIMIZED_PART_OF_MEMORY * self._memory_bytes
+            fitting = int(usable_bytes / (OPTIMIZED_TENSORS * dtype.itemsize))
+            max_numel = min(MAX_OPTIMIZED_NUMEL_OF_ACCELERATOR, fitting)
         params = [
             torch.nn.Parameter(torch.zeros(shape, device=self._device, dtype=dtype))
-            for shape in _shard_shapes(self._workload, share)
+            for shape in _shard_shapes(self._workload, share, max_numel)
         ]
         stepper = optimizer.build(params)
         for param in params:
@@ -201,14 +212,14 @@ class ComputeMeasurement:
         return seconds[2:]  # the first make the state
 
 
-def _shard_shapes(workload: Workload, share: float) -> list[tuple[int, ...]]:
+def _shard_shapes(workload: Workload, share: float, max_numel: int) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     numel = 0
     for unit in workload.units:
         for shape in workload.kind_of(unit).param_shapes:
             rows = max(1, round(shape[0] * share)) if shape else 1
             box = (rows, *shape[1:])
-            if numel and numel + torch.Size(box).numel() > MAX_OPTIMIZED_NUMEL:
+            if numel and numel + torch.Size(box).numel() > max_numel:
                 return shapes
             shapes.append(box)
             numel += torch.Size(box).numel()

@@ -154,7 +154,6 @@ class _Session:
             device=self._device,
             memory_bytes=(self._spec.memory_capacity_bytes or 2**62) - self._reserved_bytes,
             max_microbatch_size=self._effort.max_microbatch_size,
-            is_alone=self._channels.world_size == 1,
             emulated=self._emulated,
         )
         report = self._compute(compute)

@@ -1,7 +1,14 @@
-"""One unit on one device, run as the runtime runs a microbatch of it, with nobody else."""
+"""One unit on one device, run as the runtime runs a microbatch of it, with nobody else.
+
+[Note: How a microbatch is timed]
+On a CPU each by itself, in the unit's own forward and backward.  On an accelerator the host
+launches and the device follows; between two waits for the device a visit runs several
+microbatches, as in training, and a microbatch is a part of that: what kernels take, or what
+launching them takes where that is longer.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,20 +41,23 @@ class TrainedModel:
     seed: int = 0
 
 
+MAX_MICROBATCHES = 8  # of a visit that is timed as a whole
+
+
 @dataclass(slots=True)
 class Started:
     """A forward whose backward is still to come."""
 
-    num_samples: int
-    forward_s: float = 0.0
+    microbatch_sizes: tuple[int, ...]  # equal ones
+    forward_s: float = 0.0  # of one microbatch
     outputs: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)  # and grads
 
 
 class UnitRunner:
     """A unit with its parameters on the device, ready to be run on microbatches.
 
-    It runs what ``fsdp.layered`` runs: the inputs are cut off, the graph is kept, every
-    gradient is added to the unit's flat one as soon as it is there.
+    It runs what ``fsdp.layered`` runs: the inputs are cut off, the graph is kept, gradients
+    are added to those of the microbatches before, as all but the first of a step are.
     """
 
     def __init__(
@@ -57,54 +67,62 @@ class UnitRunner:
         *,
         device: torch.device,
         max_samples: int,
-        is_alone: bool,
         stopwatch: Stopwatch,
     ) -> None:
-        """``is_alone``: no other rank trains, so gradients are kept as autograd makes them."""
         self._device = device
+        self._max_samples = max_samples
         self._stopwatch = stopwatch
         self._random = RandomStates(model.seed, device)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._module, draft = _drafted(model, unit.fqn)
         _put_on_device(draft, model, device)
-        if not is_alone:
-            self._accumulate(draft, model.reduce_dtype)
-        else:
-            for slot in draft.slots:
-                slot.current.register_post_accumulate_grad_hook(_drop_grad)
+        self._accumulate_in(model.reduce_dtype, draft)
         given = model.batch.of_size(max_samples).tensors
         self._calls = [_PreparedCall(call, given, max_samples, device) for call in unit.calls]
         self._functions = [
             call.function(self._module, param_dtype=model.param_dtype, loss_fn=model.loss_fn)
             for call in unit.calls
         ]
-        self._seconds = [0.0, 0.0]
+        self._seconds = 0.0
+        self._times_visits = device.type != "cpu"  # [Note: How a microbatch is timed]
+
+    def num_microbatches(self, num_samples: int) -> int:
+        """How many microbatches of so many samples are to be run in a visit that is timed."""
+        if not self._times_visits or not all(call.is_batched for call in self._calls):
+            return 1
+        return max(1, min(MAX_MICROBATCHES, self._max_samples // num_samples))
 
     def run(self, num_samples: int) -> tuple[float, float]:
         """Seconds of a forward and a backward of one microbatch, nothing recomputed."""
         return self.backward(self.forward(num_samples))
 
-    def forward(self, num_samples: int) -> Started:
-        """Run a forward; its graph waits for ``backward``."""
-        self._seconds = [0.0, 0.0]
-        started = Started(num_samples)
+    def forward(self, num_samples: int, num_microbatches: int = 1) -> Started:
+        """Run a forward of microbatches of so many samples; their graphs wait for ``backward``.
+
+        Together they may have the ``max_samples`` that the runner was made for.
+        """
+        self._seconds = 0.0
+        started = Started((num_samples,) * num_microbatches)
+        batch = num_samples * num_microbatches
         for call, function in zip(self._calls, self._functions, strict=True):
-            args, kwargs = call.arguments(num_samples)
-            visit = self._visit(call.unit_call.module_fqn, function, num_samples)
-            returned = run_visit(visit, self._anchor, args, kwargs)
+            args, kwargs = call.arguments(batch)
+            visit = self._visit(call, function, started.microbatch_sizes)
+            with self._timing(is_visit=True):
+                returned = run_visit(visit, self._anchor, args, kwargs)
             outputs = [leaf for leaf in tree_leaves(returned) if _needs_grad(leaf)]
-            started.outputs.append((outputs, call.output_grads(num_samples, outputs)))
-        started.forward_s = self._seconds[0]
+            started.outputs.append((outputs, call.output_grads(batch, outputs)))
+        started.forward_s = self._seconds / num_microbatches
         return started
 
     def backward(self, started: Started) -> tuple[float, float]:
-        """Run the backward of a forward; seconds of both."""
-        self._seconds = [0.0, 0.0]
+        """Run the backward of a forward; seconds of both of one microbatch."""
+        self._seconds = 0.0
         while started.outputs:
             outputs, grads = started.outputs.pop()
             if outputs:
-                torch.autograd.backward(outputs, grads)
-        return started.forward_s, self._seconds[1]
+                with self._timing(is_visit=True):
+                    torch.autograd.backward(outputs, grads)
+        return started.forward_s, self._seconds / len(started.microbatch_sizes)
 
     def peak_bytes(self, num_samples: int) -> int | None:
         """The most that one run allocates; None where nobody counts (on the CPU)."""
@@ -117,34 +135,45 @@ class UnitRunner:
         self.run(num_samples)
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _visit(self, fqn: str, function: Callable[..., Any], num_samples: int) -> Visit:
+    def _visit(
+        self,
+        call: "_PreparedCall",
+        function: Callable[..., Any],
+        microbatch_sizes: tuple[int, ...],
+    ) -> Visit:
+        fqn = call.unit_call.module_fqn
         is_training = self._module.get_submodule(fqn).training
         return Visit(
             unit_fqn=fqn,
             function=function,
-            microbatch_sizes=(num_samples,),
+            microbatch_sizes=microbatch_sizes,
             recomputes=False,
-            unbatched_addresses=frozenset(),
+            unbatched_addresses=call.unbatched_addresses,
             param_addresses=frozenset(),
             device_type=self._device.type,
             random_state=partial(self._random.around, is_training),
             seed_microbatch=lambda start: self._random.seed(fqn, 0, 0, start, is_training),
-            watch_forward=lambda _: self._timed(0),
-            watch_backward=lambda _: self._timed(1),
+            watch_forward=lambda _: self._timing(is_visit=False),
+            watch_backward=lambda _: self._timing(is_visit=False),
             enter_backward=_nothing,
             leave_backward=_nothing,
         )
 
+    def _timing(self, *, is_visit: bool) -> AbstractContextManager[None]:
+        """Around a visit or one of its microbatches, whichever it is that is timed."""
+        return self._timed() if is_visit == self._times_visits else nullcontext()
+
     @contextmanager
-    def _timed(self, phase: int) -> Iterator[None]:
+    def _timed(self) -> Iterator[None]:
         with self._stopwatch.running():
             yield
-        self._seconds[phase] += self._stopwatch.seconds
+        self._seconds += self._stopwatch.seconds
 
-    def _accumulate(self, draft: UnitDraft, reduce_dtype: torch.dtype | None) -> None:
+    def _accumulate_in(self, reduce_dtype: torch.dtype | None, draft: UnitDraft) -> None:
+        # In their own dtype autograd itself adds gradients to those that are there.
         for slot in draft.slots:
-            if slot.is_trainable:
-                param = slot.current
+            param = slot.current
+            if slot.is_trainable and reduce_dtype not in (None, param.dtype):
                 grad = torch.zeros_like(param, dtype=reduce_dtype)
                 param.register_post_accumulate_grad_hook(partial(_add_grad, grad))
 
@@ -166,6 +195,12 @@ class _PreparedCall:
         for leaf in unit_call.tensor_inputs:
             known = None if leaf.source is None else given[leaf.source]
             self._tensors[id(leaf)] = _values(leaf, known, max_samples, device)
+        self.is_batched = any(leaf.is_batched for leaf in unit_call.tensor_inputs)
+        self.unbatched_addresses = frozenset(
+            self._tensors[id(leaf)].untyped_storage().data_ptr()
+            for leaf in unit_call.tensor_inputs
+            if not leaf.is_batched
+        )
 
     def arguments(self, num_samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the unit is called with; batched tensors are the first rows of larger ones."""
@@ -224,10 +259,6 @@ def _needs_grad(leaf: Any) -> bool:
 def _add_grad(into: Tensor, param: Tensor) -> None:
     assert param.grad is not None
     into.add_(param.grad)
-    param.grad = None
-
-
-def _drop_grad(param: Tensor) -> None:
     param.grad = None
 
 
