@@ -174,7 +174,7 @@ class DeviceProfile:
     optimizer_seconds_per_element: float = 0.0
     # Compute beside a collective takes this much longer; 1.126 is Cephalo's published figure.
     overlap_slowdown: float = 1.0
-    reserved_bytes: int = 0  # taken before any tensor: the driver's context, the allocator
+    reserved_bytes: int = 0  # of a process besides its tensors: the driver's context, libraries
     note: str = ""  # versions and date, the table's address, or the specification's
 
     def __post_init__(self) -> None:

@@ -6,9 +6,7 @@ share a host's memory and caches slow each other down.  Then come optimizer, col
 links, and compute beside collectives.
 """
 
-import os
 import platform
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +23,7 @@ from shardhet.plan import Plan
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.compute import ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
+from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic, sizes_to_measure
 from shardhet.profiler.turns import turn_overhead_seconds
@@ -134,7 +133,9 @@ class _Session:
         self._optimizer = optimizer
         self._effort = effort
         self._on_progress = on_progress
-        self._reserved_bytes = 0 if has_own_memory(emulated) else reserved_bytes(device)
+        self._reserved = find_reserved(device, channels.control)
+        if has_own_memory(emulated):
+            self._reserved = Reserved(0, "memory that the emulation caps")
         hosts = channels.control.exchange_objects(found.host)
         neighbours = [i for i, host in enumerate(hosts) if host == found.host]
         self._turn = neighbours.index(channels.control.position)
@@ -152,7 +153,7 @@ class _Session:
             sketch,
             workload,
             device=self._device,
-            memory_bytes=(self._spec.memory_capacity_bytes or 2**62) - self._reserved_bytes,
+            memory_bytes=(self._spec.memory_capacity_bytes or 2**62) - self._reserved.nbytes,
             max_microbatch_size=self._effort.max_microbatch_size,
             emulated=self._emulated,
         )
@@ -237,8 +238,8 @@ class _Session:
             together=peaks_into(together, peaks),
             optimizer_s_per_element=optimizer_s,
             turn_overhead_s=overhead_s,
-            reserved_bytes=self._reserved_bytes,
-            note=_note(self._spec),
+            reserved_bytes=self._reserved.nbytes,
+            note=f"{_note(self._spec)}; reserved: {self._reserved.counted}",
         )
 
     def _traffic(self, workload: Workload, compute: ComputeMeasurement) -> TrafficReport:
@@ -295,18 +296,6 @@ def _num_moments(optimizer: OptimizerSpec) -> int:
 def has_own_memory(emulated: EmulatedDevice | None) -> bool:
     """Whether the emulation counts memory from what the process has already."""
     return emulated is not None and emulated.memory_bytes is not None
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """What this process holds before any tensor of the model: libraries, the context."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free - torch.cuda.memory_reserved(device)
-    statm = Path("/proc/self/statm")
-    if statm.is_file():
-        num_pages = int(statm.read_text(encoding="ascii").split()[1])
-        return num_pages * os.sysconf("SC_PAGE_SIZE")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
 
 
 def _own_spec(

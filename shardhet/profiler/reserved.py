@@ -1,0 +1,105 @@
+"""Memory that a process takes from its device besides PyTorch's tensors.
+
+On an accelerator that is the driver's context, kernels that were loaded, and what libraries
+allocate by themselves, buffers of communicators above all.  Other processes' memory is not
+part of it, as far as that can be known: the driver counts by process, but inside a container
+it may not know the process by its own number.
+"""
+
+import os
+import resource
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardhet.distributed import Channel
+
+LIST_PROCESSES = (
+    "nvidia-smi",
+    "--query-compute-apps=pid,gpu_uuid,used_gpu_memory",
+    "--format=csv,noheader,nounits",
+)
+LIST_TIMEOUT_S = 10.0
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Bytes, and in words what was counted."""
+
+    nbytes: int
+    counted: str
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """What a rank knows of the accelerator that it uses."""
+
+    uuid: str
+    cached_bytes: int  # by PyTorch's allocator in this process
+    used_bytes: int  # by all processes
+
+
+def find_reserved(device: torch.device, control: Channel) -> Reserved:
+    """What this process holds now besides tensors.  Collective over ``control``."""
+    own = _card_use(device) if device.type == "cuda" else None
+    all_ranks: list[CardUse | None] = control.exchange_objects(own)
+    if own is None:
+        return Reserved(_resident_bytes(), "memory resident before the model was built")
+    listed = listed_bytes(_list_processes(), pid=os.getpid(), uuid=own.uuid)
+    return reserved_on_card(own, [use for use in all_ranks if use], listed)
+
+
+def reserved_on_card(
+    own: CardUse, all_ranks: Sequence[CardUse], process_bytes: int | None
+) -> Reserved:
+    """``process_bytes`` are this process's by the driver, tensors included; None: not known."""
+    if process_bytes is not None and process_bytes >= own.cached_bytes:
+        return Reserved(
+            process_bytes - own.cached_bytes, "memory of this process, by the driver"
+        )
+    mates = [use for use in all_ranks if use.uuid == own.uuid]
+    uncached = own.used_bytes - sum(use.cached_bytes for use in mates)
+    return Reserved(
+        max(0, uncached // len(mates)),
+        f"memory of all processes on the card, divided by the {len(mates)} measured there",
+    )
+
+
+def listed_bytes(listing: str, *, pid: int, uuid: str) -> int | None:
+    """What ``LIST_PROCESSES`` says of a process on a card; None if it says nothing."""
+    for line in listing.splitlines():
+        match [cell.strip() for cell in line.split(",")]:
+            case [listed_pid, card, mib] if listed_pid == str(pid) and card.endswith(uuid):
+                return int(mib) * MIB if mib.isdecimal() else None
+    return None
+
+
+def _list_processes() -> str:
+    try:
+        done = subprocess.run(
+            LIST_PROCESSES, capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""  # not installed here, or the driver does not answer it
+    return done.stdout
+
+
+def _card_use(device: torch.device) -> CardUse:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return CardUse(
+        uuid=str(torch.cuda.get_device_properties(device).uuid),
+        cached_bytes=torch.cuda.memory_reserved(device),
+        used_bytes=total_bytes - free_bytes,
+    )
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        num_pages = int(statm.read_text(encoding="ascii").split()[1])
+        return num_pages * os.sysconf("SC_PAGE_SIZE")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
