@@ -142,7 +142,8 @@ def _gather_by_list(
     if output is None or len(receivers) < channel.world_size or 0 in split_numels:
         return _gather_by_send_recv(output, shard, split_numels, channel, receivers)
     if _is_even(split_numels, channel):
-        work = dist.all_gather_single(output, shard, group=channel.group, async_op=True)
+        gather = _named("all_gather_single", "all_gather_into_tensor")
+        work = gather(output, shard, group=channel.group, async_op=True)
     else:
         pieces = _in_rank_order(pieces_of(output, split_numels), channel)
         work = dist.all_gather(pieces, shard, group=channel.group, async_op=True)
@@ -161,11 +162,20 @@ def _reduce_by_list(
     if full is None or len(contributors) < channel.world_size or 0 in split_numels:
         return _reduce_by_send_recv(output, full, split_numels, channel, contributors, scratch)
     if _is_even(split_numels, channel):
-        work = dist.reduce_scatter_single(output, full, group=channel.group, async_op=True)
+        reduce = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        work = reduce(output, full, group=channel.group, async_op=True)
     else:
         pieces = _in_rank_order(pieces_of(full, split_numels), channel)
         work = dist.reduce_scatter(output, pieces, group=channel.group, async_op=True)
     return Pending(receiving=[work], sending=[work], tensors=[output, full])
+
+
+def _named(name: str, name_before: str) -> Callable[..., dist.Work]:
+    """A collective whose name is another in builds for CUDA that are older than torch 2.13."""
+    collective: Callable[..., dist.Work] = getattr(dist, name, None) or getattr(
+        dist, name_before
+    )
+    return collective
 
 
 def _is_even(split_numels: Sequence[int], channel: Channel) -> bool:
