@@ -1,7 +1,12 @@
 """Copies between host and device; where they are one, nothing is copied."""
 
+import pytest
 import torch
+from torch import Tensor, nn
 
+from shardhet import HetFSDP, Plan
+from shardhet.fsdp import module as fsdp_module
+from shardhet.fsdp.observer import Activity
 from shardhet.host_copy import HostCopy, to_device
 
 
@@ -12,3 +17,33 @@ def test_on_a_cpu_the_values_are_there_at_once_and_nothing_is_copied() -> None:
     assert not copy.requires_grad
     assert HostCopy(tensor).read().data_ptr() == tensor.data_ptr()
     assert to_device(tensor, torch.device("cpu")) is tensor
+
+
+def test_losses_set_out_before_backward_and_are_read_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+
+    class Noted(HostCopy):
+        def __init__(self, tensor: Tensor) -> None:
+            happened.append("copied")
+            super().__init__(tensor)
+
+        def read(self) -> Tensor:
+            happened.append("read")
+            return super().read()
+
+    monkeypatch.setattr(fsdp_module, "HostCopy", Noted)
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = HetFSDP(layers, Plan.even(1, microbatch_size=3), units=[nn.Linear])
+    model.add_observer(
+        lambda event: (
+            happened.append(event.activity.value)
+            if event.activity is Activity.BACKWARD
+            else None
+        )
+    )
+    x = torch.ones(3, 2)
+    output = model(x)
+    assert model.backward(output.sum(), 3) == pytest.approx(float(output.detach().mean()))
+    assert happened == ["copied", "backward", "backward", "read"]
