@@ -248,7 +248,7 @@ class Profile:
 
     devices: tuple[DeviceProfile, ...]
     collectives: Collectives
-    turn_overhead_s: float = 0.0  # host time per unit and phase, in no computation or wait
+    turn_overhead_s: float = 0.0  # host time per unit and phase, in no microbatch or wait
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -312,9 +312,7 @@ class Profile:
             profile = cls(
                 devices=tuple(map(_device_from, fields.take_objects("devices"))),
                 collectives=_collectives_from(fields.take_object("collectives")),
-                turn_overhead_s=fields.take_number("turn_overhead_s")
-                if fields.has("turn_overhead_s")  # files of before it was measured have none
-                else 0.0,
+                turn_overhead_s=fields.take_number("turn_overhead_s"),
                 note=fields.take("note", str),
             )
         except ValueError as error:

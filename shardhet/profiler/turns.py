@@ -13,21 +13,24 @@ from shardhet.plan import Plan
 from shardhet.schedule import Phase
 
 NUM_UNITS = 24
+NUM_MICROBATCHES = 5
 NUM_WARMUP_STEPS = 2  # the first finds the order of units
 
 
 def turn_overhead_seconds(
     group: dist.ProcessGroup | None, device: torch.device, num_repeats: int
 ) -> float:
-    """Host seconds per unit and phase that are in no computation and in no wait.  Collective.
+    """Host seconds per unit and phase that are in no microbatch and in no wait.  Collective.
 
-    Taken from training steps of a chain of units that compute next to nothing.  On an
-    accelerator it is 0: there the host runs ahead, and this time hides behind the device's.
+    Taken from training steps of a chain of units that compute next to nothing, of one
+    microbatch and of several: what grows with their number belongs to them, and is in the
+    times of units.  On an accelerator it is 0: there the host runs ahead, and this time hides
+    behind the device's.
     """
     world_size = 1 if group is None else group.size()
     model = HetFSDP(
         _Chain(),
-        Plan.even(world_size, microbatch_size=1),
+        Plan.even(world_size, microbatch_size=1, num_microbatches=NUM_MICROBATCHES),
         group=group,
         device=device,
         units=[_Link],
@@ -39,18 +42,19 @@ def turn_overhead_seconds(
         inside_s += event.end_s - event.start_s
 
     model.add_observer(add)
-    one = torch.ones(1, 1, device=device)
-    num_turns = NUM_UNITS * len(Phase)
-    outside_s = []
+    seconds: dict[int, list[float]] = {1: [], NUM_MICROBATCHES: []}
     for _ in range(NUM_WARMUP_STEPS + num_repeats):
-        inside_s = 0.0
-        start_s = time.perf_counter()
-        model.backward(*model(one))
-        outside_s.append(time.perf_counter() - start_s - inside_s)
-        model.zero_grad()
+        for num_microbatches, outside_s in seconds.items():
+            inside_s = 0.0
+            start_s = time.perf_counter()
+            model.backward(*model(torch.ones(num_microbatches, 1, device=device)))
+            outside_s.append(time.perf_counter() - start_s - inside_s)
+            model.zero_grad()
     if device.type == "cuda":
         return 0.0
-    return median(outside_s[NUM_WARMUP_STEPS:]) / num_turns
+    one_s, several_s = (median(each[NUM_WARMUP_STEPS:]) for each in seconds.values())
+    each_s = (several_s - one_s) / (NUM_MICROBATCHES - 1)
+    return max(0.0, one_s - each_s) / (NUM_UNITS * len(Phase))
 
 
 class _Link(nn.Module):

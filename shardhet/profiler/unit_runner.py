@@ -1,14 +1,14 @@
 """One unit on one device, run as the runtime runs a microbatch of it, with nobody else.
 
 [Note: How a microbatch is timed]
-On a CPU each by itself, in the unit's own forward and backward.  On an accelerator the host
-launches and the device follows; between two waits for the device a visit runs several
-microbatches, as in training, and a microbatch is a part of that: what kernels take, or what
-launching them takes where that is longer.
+As a part of a visit of several, as in training.  On an accelerator that is what its kernels
+take, or what launching them takes where that is longer; the host waits for the device only
+before and after the visit.  On a CPU it is the unit's own work and the runtime's beside it:
+cutting off inputs, joining outputs, calling autograd.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -83,12 +83,10 @@ class UnitRunner:
             call.function(self._module, param_dtype=model.param_dtype, loss_fn=model.loss_fn)
             for call in unit.calls
         ]
-        self._seconds = 0.0
-        self._times_visits = device.type != "cpu"  # [Note: How a microbatch is timed]
 
     def num_microbatches(self, num_samples: int) -> int:
         """How many microbatches of so many samples are to be run in a visit that is timed."""
-        if not self._times_visits or not all(call.is_batched for call in self._calls):
+        if not all(call.is_batched for call in self._calls):
             return 1
         return max(1, min(MAX_MICROBATCHES, self._max_samples // num_samples))
 
@@ -101,28 +99,28 @@ class UnitRunner:
 
         Together they may have the ``max_samples`` that the runner was made for.
         """
-        self._seconds = 0.0
         started = Started((num_samples,) * num_microbatches)
         batch = num_samples * num_microbatches
         for call, function in zip(self._calls, self._functions, strict=True):
             args, kwargs = call.arguments(batch)
             visit = self._visit(call, function, started.microbatch_sizes)
-            with self._timing(is_visit=True):
+            with self._stopwatch.running():
                 returned = run_visit(visit, self._anchor, args, kwargs)
+            started.forward_s += self._stopwatch.seconds / num_microbatches
             outputs = [leaf for leaf in tree_leaves(returned) if _needs_grad(leaf)]
             started.outputs.append((outputs, call.output_grads(batch, outputs)))
-        started.forward_s = self._seconds / num_microbatches
         return started
 
     def backward(self, started: Started) -> tuple[float, float]:
         """Run the backward of a forward; seconds of both of one microbatch."""
-        self._seconds = 0.0
+        backward_s = 0.0
         while started.outputs:
             outputs, grads = started.outputs.pop()
             if outputs:
-                with self._timing(is_visit=True):
+                with self._stopwatch.running():
                     torch.autograd.backward(outputs, grads)
-        return started.forward_s, self._seconds / len(started.microbatch_sizes)
+                backward_s += self._stopwatch.seconds
+        return started.forward_s, backward_s / len(started.microbatch_sizes)
 
     def peak_bytes(self, num_samples: int) -> int | None:
         """The most that one run allocates; None where nobody counts (on the CPU)."""
@@ -153,21 +151,11 @@ class UnitRunner:
             device_type=self._device.type,
             random_state=partial(self._random.around, is_training),
             seed_microbatch=lambda start: self._random.seed(fqn, 0, 0, start, is_training),
-            watch_forward=lambda _: self._timing(is_visit=False),
-            watch_backward=lambda _: self._timing(is_visit=False),
+            watch_forward=_nothing_around,
+            watch_backward=_nothing_around,
             enter_backward=_nothing,
             leave_backward=_nothing,
         )
-
-    def _timing(self, *, is_visit: bool) -> AbstractContextManager[None]:
-        """Around a visit or one of its microbatches, whichever it is that is timed."""
-        return self._timed() if is_visit == self._times_visits else nullcontext()
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        with self._stopwatch.running():
-            yield
-        self._seconds += self._stopwatch.seconds
 
     def _accumulate_in(self, reduce_dtype: torch.dtype | None, draft: UnitDraft) -> None:
         # In their own dtype autograd itself adds gradients to those that are there.
@@ -260,6 +248,10 @@ def _add_grad(into: Tensor, param: Tensor) -> None:
     assert param.grad is not None
     into.add_(param.grad)
     param.grad = None
+
+
+def _nothing_around(_microbatch: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _nothing() -> None:
