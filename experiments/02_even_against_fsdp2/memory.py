@@ -15,10 +15,11 @@ import systems
 import torch
 from systems import System
 
+from experiments.decoders import decoder_config
 from shardhet import Plan
 from shardhet.models.decoder import num_params
 
-CONFIG = systems.decoder_config(width=512, num_layers=12, seq_len=128)
+CONFIG = decoder_config(width=512, num_layers=12, seq_len=128)
 RANK_BATCH_SIZE = 4
 NUM_RANKS = 2
 NUM_WARMUP_STEPS = 2

@@ -6,7 +6,6 @@ one process a slow second meets all of them.  A turn is a few steps, of which th
 left out because the other system has just had the caches.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,16 +13,16 @@ import systems
 import torch
 import torch.distributed as dist
 from systems import System
-from torch import Tensor
 
+from experiments.contestants import check_same_losses, slowest_rank_seconds
+from experiments.decoders import Batch, decoder_config, random_batches
 from shardhet import Plan
 
 NUM_BATCHES = 4  # all systems see the same ones over and over
 NUM_STEPS_COMPARED = 4  # losses of all systems are equal in these
-LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order
 HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"
 
-CONFIG = systems.decoder_config(width=256, num_layers=6, seq_len=128)
+CONFIG = decoder_config(width=256, num_layers=6, seq_len=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +70,19 @@ class StepSample:
 
 def measure_speed(rank: int, contest: Contest) -> list[StepSample]:
     """Steps of all systems of ``contest``; the same list on every rank."""
-    batches = make_batches(rank, contest.rank_batch_size)
+    # Every rank has others, and the same ones for all systems.
+    batches = random_batches(
+        CONFIG, contest.rank_batch_size, seed=rank, num_batches=NUM_BATCHES
+    )
     contestants = make_systems(contest)
-    check_same_losses(contestants, batches)
+    check_same_losses({each.name: first_losses(each, batches) for each in contestants})
     samples = []
     for turn in range(-1, contest.num_rounds):  # the first one warms up
         # There and back again: who goes first in one round goes last in the next.
         order = contestants if turn % 2 else contestants[::-1]
         for system in order:
-            for step, slowest_rank_s in enumerate(time_turn(system, batches, contest)):
+            durations_s = time_turn(system, batches, contest.num_steps)
+            for step, slowest_rank_s in enumerate(durations_s):
                 if turn >= 0 and step > 0:
                     sample = StepSample(
                         num_ranks=contest.num_ranks,
@@ -111,47 +114,16 @@ def make_systems(contest: Contest) -> list[System]:
     return [*ours, systems.plain_pytorch(CONFIG) if is_alone else systems.fsdp2(CONFIG)]
 
 
-def make_batches(rank: int, rank_batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Random tokens and their successors, other ones on each rank."""
-    generator = torch.Generator().manual_seed(rank)
-    shape = (NUM_BATCHES, rank_batch_size, CONFIG.seq_len + 1)
-    tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
-    return [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in tokens]
-
-
-def time_turn(
-    system: System, batches: Sequence[tuple[Tensor, Tensor]], contest: Contest
-) -> list[float]:
+def time_turn(system: System, batches: Sequence[Batch], num_steps: int) -> list[float]:
     """Seconds of each step of one turn on the rank where it took longest."""
-    durations = torch.empty(contest.num_steps + 1, dtype=torch.float64)
-    if contest.num_ranks > 1:
-        dist.barrier()
-    for step in range(len(durations)):
-        start_s = time.perf_counter()
-        system.step(*batches[step % len(batches)])
-        durations[step] = time.perf_counter() - start_s
-    if contest.num_ranks > 1:
-        dist.all_reduce(durations, op=dist.ReduceOp.MAX)
-    return durations.tolist()
+    return slowest_rank_seconds(
+        lambda step: system.step(*batches[step % len(batches)]), num_steps + 1
+    )
 
 
-def check_same_losses(
-    contestants: Sequence[System], batches: Sequence[tuple[Tensor, Tensor]]
-) -> None:
-    """Raise unless all systems train the same model in the same way."""
-    by_system = []
-    for system in contestants:
-        losses = [
-            system.step(*batches[step % len(batches)]) for step in range(NUM_STEPS_COMPARED)
-        ]
-        mean = torch.tensor(losses, dtype=torch.float64)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-        by_system.append(mean)
-    for system, losses_of_system in zip(contestants, by_system, strict=True):
-        if not torch.allclose(losses_of_system, by_system[0], rtol=LOSS_TOLERANCE, atol=0):
-            raise RuntimeError(
-                f"{system.name}: losses {losses_of_system.tolist()} but {contestants[0].name} "
-                f"has {by_system[0].tolist()}. They do not train the same; mend that first."
-            )
+def first_losses(system: System, batches: Sequence[Batch]) -> torch.Tensor:
+    """Means over ranks in the first steps."""
+    losses = [system.step(*batches[step % len(batches)]) for step in range(NUM_STEPS_COMPARED)]
+    mean = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()

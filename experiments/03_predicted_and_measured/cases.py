@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from experiments.decoders import decoder_config
 from experiments.unlike import MixedCluster
 from shardhet import Cluster, Plan, Profile, Workload
 from shardhet.models.decoder import DecoderConfig
@@ -28,20 +29,9 @@ class Case:
         return f"{by} {speeds}, {self.config.num_layers} x {self.config.width}"
 
 
-def _decoder(*, width: int, num_layers: int, seq_len: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=256,
-        width=width,
-        num_layers=num_layers,
-        num_heads=width // 64,
-        num_kv_heads=width // 64,
-        hidden_width=3 * width,
-        seq_len=seq_len,
-    )
-
-
-NARROW = _decoder(width=256, num_layers=6, seq_len=64)
-WIDE = _decoder(width=512, num_layers=3, seq_len=32)  # four times the bytes for each token
+NARROW = decoder_config(width=256, num_layers=6, seq_len=64)
+# Four times the bytes for each token.
+WIDE = decoder_config(width=512, num_layers=3, seq_len=32)
 
 
 def _case(cores: tuple[float, ...], config: DecoderConfig, *, from_outside: bool) -> Case:

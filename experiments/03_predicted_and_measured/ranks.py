@@ -10,11 +10,11 @@ import torch.distributed as dist
 from cases import Case, plans_of
 from torch import Tensor
 
+from experiments.decoders import make_decoder
 from experiments.unlike import Slowness
 from shardhet import HetFSDP, Plan, simulate
 from shardhet.emulation import EmulatedDevice
 from shardhet.fsdp.observer import Activity, Event
-from shardhet.models.decoder import Decoder
 from shardhet.optim import AdamW
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, measure
@@ -59,7 +59,10 @@ def compare(
     slowness = slownesses[rank]
     with slowness.applied():
         measurement = measure(
-            TrainedModel(module=_model(case), batch=ExampleBatch(args=_batch(case, 0, 2))),
+            TrainedModel(
+                module=make_decoder(case.config),
+                batch=ExampleBatch(args=_batch(case, 0, 2)),
+            ),
             device_spec=case.cluster.device_spec(rank),
             emulated=slowness.device,
             optimizer=OPTIMIZER,
@@ -93,7 +96,7 @@ class _Run:
         plan = prediction.plan
         spec = case.cluster.device_spec(dist.get_rank())
         self._name = prediction.plan_name
-        self._model = HetFSDP(_model(case), plan, device_spec=spec)
+        self._model = HetFSDP(make_decoder(case.config), plan, device_spec=spec)
         self._optimizer = OPTIMIZER.build(list(self._model.parameters()))
         device.slow_down(self._model, self._optimizer)
         position = self._model.position
@@ -128,11 +131,6 @@ class _Run:
     def _add(self, event: Event) -> None:
         if event.activity in (Activity.FORWARD, Activity.BACKWARD):
             self._busy_s += event.end_s - event.start_s
-
-
-def _model(case: Case) -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(case.config)
 
 
 def _batch(case: Case, first: int, num_samples: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """The same steps twice: as ``shardhet train`` takes them, and as a bare loop."""
 
 import io
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from torch import Tensor
 
+from experiments.contestants import slowest_rank_seconds
 from shardhet import HetFSDP
 from shardhet.apps.display import Display
 from shardhet.apps.rank_env import RankEnv
@@ -85,12 +85,15 @@ def measure(rank: int, folder: str, setting: str, contest: Contest) -> list[Step
     )
     with run.begin(console) as display:
         check_same_start(run, display, bare)
-        step_by_loop = {TRAIN: _stepper(run, display), BARE: bare.take_step}
+        step_by_loop: dict[str, Callable[[int], object]] = {
+            TRAIN: lambda _: run.take_step(run.model.step + 1, display),
+            BARE: lambda _: bare.take_step(),
+        }
         samples = []
         for turn in range(-1, contest.num_rounds):  # the first one warms up
             # There and back again: who goes first in one round goes last in the next.
             for loop in (TRAIN, BARE) if turn % 2 else (BARE, TRAIN):
-                durations_s = time_turn(step_by_loop[loop], contest.num_steps + 1)
+                durations_s = slowest_rank_seconds(step_by_loop[loop], contest.num_steps + 1)
                 samples += [
                     StepSample(
                         setting=setting,
@@ -150,10 +153,6 @@ class BareLoop:
         return mean_loss
 
 
-def _stepper(run: Run, display: Display) -> Callable[[], None]:
-    return lambda: run.take_step(run.model.step + 1, display)
-
-
 def check_same_start(run: Run, display: Display, bare: BareLoop) -> None:
     """Raise unless both loops do the same to the same weights while batches are the same."""
     for _ in range(NUM_BATCHES):
@@ -165,16 +164,3 @@ def check_same_start(run: Run, display: Display, bare: BareLoop) -> None:
             f"After {NUM_BATCHES} steps the two loops have other weights. Compare what "
             "Trainer.train_step and BareLoop.take_step do."
         )
-
-
-def time_turn(take_step: Callable[[], object], num_steps: int) -> list[float]:
-    """Seconds of each step on the rank where it took longest."""
-    durations_s = torch.empty(num_steps, dtype=torch.float64)
-    dist.barrier()
-    for step in range(num_steps):
-        start_s = time.perf_counter()
-        take_step()
-        durations_s[step] = time.perf_counter() - start_s
-    dist.all_reduce(durations_s, op=dist.ReduceOp.MAX)
-    seconds: list[float] = durations_s.tolist()
-    return seconds

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from systems import Work, decoder_config
+from systems import Work
 
+from experiments.decoders import decoder_config
 from experiments.unlike import MixedCluster
 
 MILD = MixedCluster(name="mild", cores=(0.95, 0.76))

@@ -12,19 +12,17 @@ import torch.distributed as dist
 from clusters import Case
 from plans import Effort, Planned, make_plans, measured
 from systems import Make, System, Work
-from torch import Tensor
 
+from experiments.contestants import check_same_losses
+from experiments.decoders import CPU, Batch, random_batches
 from experiments.unlike import MIB, Slowness, forget_building
 from shardhet.distributed import Communicators
 from shardhet.emulation import THREAD_STACK_BYTES, memory_of_process
 
 NUM_BATCHES = 4
 NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these
-LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order
 TOGETHER = "plain PyTorch on all ranks at once, nothing shared"
 LARGEST_ALONE = "plain PyTorch on the largest device alone"
-
-Batch = tuple[Tensor, Tensor]  # tokens and targets of the global batch, [B, T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +71,13 @@ def take_turns(
     in the next.
     """
     slowness = slownesses[rank]
-    batches = make_batches(case.work)
+    batches = batches_of(case)
     plain = systems.plain_pytorch(case.work, case.plain_batch_size, case.microbatch_size)
     make_by_name = makers(rank, case, slowness, plans)
     contestants = [make_by_name[name](case.work) for name in names]
     with slowness.applied():
         plain.step(*batches[0])  # warms up
-        seconds = check_same_losses(contestants, batches)
+        seconds = first_steps(contestants, batches)
         num_steps = {
             name: max(1, round(turn_s / each))
             for name, each in zip(names, seconds, strict=True)
@@ -116,9 +114,9 @@ def train_by_itself(
     """
     own = slowness[rank]
     make = makers(rank, case, own, plans)[name]
-    batches = make_batches(case.work)
+    batches = batches_of(case)
     threading.stack_size(THREAD_STACK_BYTES)
-    Communicators.over(dist.group.WORLD, systems.CPU)  # their threads are nobody's memory
+    Communicators.over(dist.group.WORLD, CPU)  # their threads are nobody's memory
     level_bytes, level_asked_bytes = memory_of_process("VmRSS"), memory_of_process("VmData")
     system = make(case.work)
     forget_building()
@@ -172,12 +170,10 @@ def _largest_alone(work: Work, *, rank: int, case: Case) -> System:
 # Steps
 
 
-def make_batches(work: Work) -> list[Batch]:
-    """Random tokens and their successors, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (NUM_BATCHES, work.global_batch_size, work.config.seq_len + 1)
-    tokens = torch.randint(0, work.config.vocab_size, shape, generator=generator)
-    return [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in tokens]
+def batches_of(case: Case) -> list[Batch]:
+    """Of all ranks together, so the same on every rank."""
+    work = case.work
+    return random_batches(work.config, work.global_batch_size, seed=0, num_batches=NUM_BATCHES)
 
 
 def _turn(
@@ -266,9 +262,9 @@ def plain_name(rank: int) -> str:
     return f"plain PyTorch on rank {rank} alone"
 
 
-def check_same_losses(contestants: Sequence[System], batches: Sequence[Batch]) -> list[float]:
-    """Raise unless all systems train the same model in the same way; how long a step takes."""
-    by_system, step_times_s = [], []
+def first_steps(contestants: Sequence[System], batches: Sequence[Batch]) -> list[float]:
+    """How long a step of each takes; raises unless all train the same model in the same way."""
+    losses_by_system, step_times_s = {}, []
     for system in contestants:
         losses = []
         for step in range(NUM_STEPS_COMPARED):
@@ -277,12 +273,7 @@ def check_same_losses(contestants: Sequence[System], batches: Sequence[Batch]) -
             last_s = time.perf_counter() - start_s
         mean = torch.tensor(losses, dtype=torch.float64)
         dist.all_reduce(mean)
-        by_system.append(mean)
+        losses_by_system[system.name] = mean
         step_times_s.append(max(seconds for (seconds,) in _rows([last_s])))
-    for system, losses_of_system in zip(contestants, by_system, strict=True):
-        if not torch.allclose(losses_of_system, by_system[0], rtol=LOSS_TOLERANCE, atol=0):
-            raise RuntimeError(
-                f"{system.name}: losses {losses_of_system.tolist()} but {contestants[0].name} "
-                f"has {by_system[0].tolist()}. They do not train the same; mend that first."
-            )
+    check_same_losses(losses_by_system)
     return step_times_s

@@ -13,15 +13,16 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
+from experiments.contestants import fully_sharded, fused_adamw, het_fsdp_step
+from experiments.decoders import CPU, make_decoder, units_of
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.emulation import EmulatedDevice
 from shardhet.models.decoder import Block, Decoder, DecoderConfig, Embedding, Head
@@ -29,7 +30,6 @@ from shardhet.models.decoder import Block, Decoder, DecoderConfig, Embedding, He
 LEARNING_RATE = 1e-3
 FSDP2_RECOMPUTED = "FSDP2, recomputed"
 FSDP2, FSDP2_UNEVEN = "FSDP2", "FSDP2, uneven counts"  # the second is the strong baseline
-CPU = torch.device("cpu")
 
 # Of the global batch, tokens and targets, [B, T]; the parts of all ranks add up to the mean
 # loss over it.
@@ -59,27 +59,11 @@ class Work:
 
     def model(self) -> Decoder:
         """The same weights for everyone."""
-        torch.manual_seed(0)
-        return Decoder(self.config)
+        return make_decoder(self.config)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Fused: the loop over parameters costs FSDP2 a dispatch of DTensor for each."""
-        return AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
-
-def decoder_config(
-    *, width: int, num_layers: int, seq_len: int, vocab_size: int = 256
-) -> DecoderConfig:
-    """A GPT with heads of 64 channels and an MLP three times as wide."""
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        width=width,
-        num_layers=num_layers,
-        num_heads=width // 64,
-        num_kv_heads=width // 64,
-        hidden_width=3 * width,
-        seq_len=seq_len,
-    )
+        """The same for everyone, too."""
+        return fused_adamw(model.parameters(), LEARNING_RATE)
 
 
 # Ours
@@ -98,11 +82,7 @@ def het_fsdp(
     own = slice(first, first + plan.ranks[model.position].rank_batch_size)
 
     def step(tokens: Tensor, targets: Tensor) -> float:
-        mean_loss = model.backward(*model(tokens[own], targets[own]))
-        optimizer.step()
-        optimizer.zero_grad()
-        assert mean_loss is not None
-        return mean_loss / plan.world_size
+        return het_fsdp_step(model, optimizer, tokens[own], targets[own]) / plan.world_size
 
     return System(name, step)
 
@@ -128,13 +108,10 @@ def plain_pytorch(work: Work, rank_batch_size: int, microbatch_size: int) -> Sys
 
 
 def fsdp2(work: Work, name: str, microbatch_size: int | None = None) -> System:
-    """Fully sharded, even batches, wrapped as torchtitan does.
-
-    The head is the last to be used in forward and the first in backward, so there it stays
-    unsharded in between.
-    """
-    model = _fully_sharded(work.model(), reshards=True)
-    return _stock(work, name, model, _even(work), microbatch_size)
+    """Fully sharded, even batches."""
+    model = work.model()
+    sharded = fully_sharded(model, units_of(model))
+    return _stock(work, name, sharded, _even(work), microbatch_size)
 
 
 def fsdp2_recomputed(work: Work, name: str) -> System:
@@ -142,7 +119,7 @@ def fsdp2_recomputed(work: Work, name: str) -> System:
     model = work.model()
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
-    return _stock(work, name, _fully_sharded(model, reshards=True), _even(work), None)
+    return _stock(work, name, fully_sharded(model, units_of(model)), _even(work), None)
 
 
 def fsdp2_uneven(
@@ -154,21 +131,14 @@ def fsdp2_uneven(
     backward (as in ZeRO-2) and gradients are reduced after the last microbatch only: then all
     ranks launch the same collectives.
     """
-    model = _fully_sharded(work.model(), reshards=False)
+    model = work.model()
+    sharded = fully_sharded(model, units_of(model), reshards=False)
 
     def prepare(is_last: bool) -> None:
-        model.set_requires_gradient_sync(is_last)
-        model.set_reshard_after_backward(is_last)
+        sharded.set_requires_gradient_sync(is_last)
+        sharded.set_reshard_after_backward(is_last)
 
-    return _stock(work, name, model, rank_batch_sizes, microbatch_size, prepare)
-
-
-def _fully_sharded(model: Decoder, *, reshards: bool) -> FSDPModule:
-    fully_shard(model.embedding, reshard_after_forward=reshards)
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshards)
-    fully_shard(model.head, reshard_after_forward=False)
-    return fully_shard(model, reshard_after_forward=reshards)
+    return _stock(work, name, sharded, rank_batch_sizes, microbatch_size, prepare)
 
 
 def fsdp1(work: Work, name: str) -> System:

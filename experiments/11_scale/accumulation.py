@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import systems
 import torch
-from decoders import decoder_config, make_decoder, random_batch, units_of
+import torch.distributed as dist
 from paced import PacedModel, Sleeper
 from records import (
     Effort,
@@ -28,6 +28,7 @@ from systems import FSDP2, HET, PLAIN
 from turns import Contestant, Rounds, take_turns
 
 from experiments.common import Bar, run_ranks
+from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
 from shardhet import Plan
 
 NAME = "accumulation"
@@ -69,7 +70,7 @@ def case_name(compute: str, count: int) -> str:
 
 
 def _real(count: int) -> list[Contestant]:
-    batch = random_batch(CONFIG, count * MICROBATCH_SIZE)
+    [batch] = random_batches(CONFIG, count * MICROBATCH_SIZE, seed=dist.get_rank())
     plan = Plan.even(NUM_RANKS, microbatch_size=MICROBATCH_SIZE, num_microbatches=count)
     decoder = make_decoder(CONFIG)
     return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import systems
-from decoders import decoder_config, make_decoder, random_batch, units_of
+import torch.distributed as dist
 from records import (
     Effort,
     Part,
@@ -23,6 +23,7 @@ from systems import FSDP2, HET
 from turns import Rounds, take_turns
 
 from experiments.common import Bar, run_ranks
+from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
 from shardhet import Plan
 from shardhet.models.decoder import DecoderConfig, num_params
 
@@ -77,7 +78,7 @@ def _measure_rank(rank: int, models: Sequence[Model], rounds: Rounds) -> list[Sa
 
 def _measure_model(model: Model, rounds: Rounds) -> list[Sample]:
     config = model.config
-    batch = random_batch(config, RANK_BATCH_SIZE)
+    [batch] = random_batches(config, RANK_BATCH_SIZE, seed=dist.get_rank())
     decoder = make_decoder(config)
     contestants = [
         systems.het_fsdp(

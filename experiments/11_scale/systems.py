@@ -1,9 +1,7 @@
 """One model in training under HetFSDP, under FSDP2 and in plain PyTorch, each as a step.
 
-Models return ``(loss_sum, num_tokens)``.  FSDP2 is wrapped as torchtitan does it: each unit
-by itself, then the root, resharded after forward except for the last unit, whose backward
-comes at once (HetFSDP does the same by itself).  It accumulates in the ordinary way: forward
-and backward of one microbatch after the other, gradients reduced with the last of them.
+Models return ``(loss_sum, num_tokens)``.  FSDP2 accumulates in the ordinary way: forward and
+backward of one microbatch after the other, gradients reduced with the last of them.
 
 The optimizer is left out unless a learning rate is given.
 """
@@ -11,10 +9,9 @@ The optimizer is left out unless a learning rate is given.
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import AdamW
 from turns import Contestant
 
+from experiments.contestants import fully_sharded, fused_adamw
 from shardhet import HetFSDP, Plan
 
 HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"
@@ -52,15 +49,11 @@ def fsdp2(
     learning_rate: float | None = None,
 ) -> Contestant:
     """Fully sharded over all ranks of the default group."""
-    for unit in units[:-1]:
-        fully_shard(unit, reshard_after_forward=True)
-    fully_shard(units[-1], reshard_after_forward=False)
-    sharded = fully_shard(model, reshard_after_forward=True)
+    sharded = fully_sharded(model, units)
     finish = _finish(model, learning_rate)
     microbatches = split(batch, num_microbatches)
 
     def step() -> None:
-        assert isinstance(sharded, FSDPModule)
         for i, microbatch in enumerate(microbatches):
             sharded.set_requires_gradient_sync(i == num_microbatches - 1)
             _forward_and_backward(model, microbatch, len(batch[0]))
@@ -97,8 +90,7 @@ def _forward_and_backward(model: nn.Module, microbatch: Batch, rank_batch_size: 
 
 def _finish(model: nn.Module, learning_rate: float | None) -> Finish:
     if learning_rate is not None:
-        # Fused: the loop over parameters costs FSDP2 a dispatch of DTensor per operation.
-        optimizer = AdamW(model.parameters(), lr=learning_rate, fused=True)
+        optimizer = fused_adamw(model.parameters(), learning_rate)
 
         def update() -> None:
             optimizer.step()

@@ -10,6 +10,8 @@ from results import Recorder
 from scale import PARAM_DTYPE, REDUCE_DTYPE, Job
 from systems import System
 
+from experiments.contestants import het_fsdp_step
+from experiments.decoders import CPU, make_decoder
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.optim import AdamW
@@ -40,7 +42,7 @@ def measure_here(job: Job, *, seconds: float) -> Measurement:
     with torch.device("meta"):
         model = Decoder(config)
     # Its own shapes on the CPU: the profiler takes it where it is needed.
-    tokens, targets = systems.random_batch(config, 2, torch.device("cpu"))
+    tokens, targets = systems.random_batch(config, 2, CPU)
     return measure(
         TrainedModel(
             module=model,
@@ -95,7 +97,7 @@ def noting_lack_of_memory(case: PlannedCase, record: Recorder) -> Iterator[None]
 def in_training(job: Job, plan: Plan) -> System:
     """HetFSDP under ``plan`` with the optimizer that was measured."""
     model = HetFSDP(
-        systems.same_model(job.scale.config, job.device),
+        make_decoder(job.scale.config, job.device),
         plan,
         param_dtype=PARAM_DTYPE,
         reduce_dtype=REDUCE_DTYPE,
@@ -103,10 +105,6 @@ def in_training(job: Job, plan: Plan) -> System:
     optimizer = OPTIMIZER.build(list(model.parameters()))
 
     def step(tokens: torch.Tensor, targets: torch.Tensor, _: int = 1) -> float:
-        mean_loss = model.backward(*model(tokens, targets))
-        optimizer.step()
-        optimizer.zero_grad()
-        assert mean_loss is not None
-        return mean_loss
+        return het_fsdp_step(model, optimizer, tokens, targets)
 
     return System("HetFSDP", step)

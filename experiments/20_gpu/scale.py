@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from experiments.decoders import decoder_config
 from shardhet.models.decoder import DecoderConfig, num_params
 
 STATE_BYTES_PER_PARAM = 16 + 16 + 20
@@ -22,6 +23,7 @@ LOGITS_BYTES_PER_WORD = 16  # of a token
 USABLE = 0.85  # of what is free; the rest is for kernels' own buffers and for fragments
 LEAST_MICROBATCH_SIZE = 4
 LARGEST_MICROBATCH_SIZE = 8
+MLP_RATIO = 2.5
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPE = torch.float32
 RECOMPUTED = ("blocks.*",)  # embedding and head keep what they make, as torchtitan does it
@@ -57,24 +59,14 @@ class Job:
         return short if self.is_short else full
 
 
-def decoder_config(
-    *, width: int, num_layers: int, seq_len: int, vocab_size: int, head_width: int
-) -> DecoderConfig:
-    """A GPT whose MLP is two and a half times as wide."""
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        width=width,
-        num_layers=num_layers,
-        num_heads=width // head_width,
-        num_kv_heads=width // head_width,
-        hidden_width=5 * width // 2,
-        seq_len=seq_len,
-    )
-
-
 def _gpt(width: int, num_layers: int) -> DecoderConfig:
     return decoder_config(
-        width=width, num_layers=num_layers, seq_len=2048, vocab_size=32768, head_width=128
+        width=width,
+        num_layers=num_layers,
+        seq_len=2048,
+        vocab_size=32768,
+        head_width=128,
+        mlp_ratio=MLP_RATIO,
     )
 
 
@@ -89,7 +81,9 @@ SIZES = {
 SMALL_SIZES = ("58M",)  # for a run of a minute
 REHEARSAL = Scale(
     name="tiny",
-    config=decoder_config(width=64, num_layers=2, seq_len=32, vocab_size=256, head_width=32),
+    config=decoder_config(
+        width=64, num_layers=2, seq_len=32, head_width=32, mlp_ratio=MLP_RATIO
+    ),
     microbatch_size=2,
     recomputed_batch_size=4,
 )

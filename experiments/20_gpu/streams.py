@@ -29,9 +29,11 @@ from results import (
     median_of,
     shown,
 )
-from scale import PARAM_DTYPE, REDUCE_DTYPE, Job, decoder_config
+from scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 
 from experiments.common import Bar, run_ranks
+from experiments.contestants import plain_step
+from experiments.decoders import CPU, decoder_config, make_decoder
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.observer import Activity, Event
 from shardhet.models.decoder import DecoderConfig
@@ -114,7 +116,7 @@ def config_of(job: Job) -> DecoderConfig:
     """A small model, for a CPU is to train it too."""
     if job.is_rehearsal:
         return job.scale.config
-    return decoder_config(width=256, num_layers=4, seq_len=128, vocab_size=256, head_width=64)
+    return decoder_config(width=256, num_layers=4, seq_len=128, mlp_ratio=MLP_RATIO)
 
 
 def run(job: Job, record: Recorder) -> None:
@@ -132,19 +134,10 @@ def run(job: Job, record: Recorder) -> None:
 
 def reference_losses(config: DecoderConfig) -> list[float]:
     """Of plain PyTorch, on this machine's CPU, in float32."""
-    device = torch.device("cpu")
-    model = systems.same_model(config, device)
+    model = make_decoder(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    tokens, targets = systems.random_batch(config, GLOBAL_BATCH_SIZE, device)
-    losses = []
-    for _ in range(NUM_STEPS):
-        loss_sum, num_tokens = model(tokens, targets)
-        loss = loss_sum / num_tokens
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    batch = systems.random_batch(config, GLOBAL_BATCH_SIZE, CPU)
+    return [plain_step(model, optimizer, *batch) for _ in range(NUM_STEPS)]
 
 
 def train_cases(
@@ -169,7 +162,7 @@ def train(
 ) -> list[float]:
     """Mean losses of a few steps under the case's plan.  Collective."""
     # Made on the CPU, so that the weights are the reference's.
-    module = systems.same_model(config, torch.device("cpu")).to(device)
+    module = make_decoder(config).to(device)
     in_bfloat16 = case.precision == BFLOAT16
     model = HetFSDP(
         module,

@@ -10,8 +10,6 @@ fastest of the ways, and the arithmetic is the same, so losses must agree.
 
 Recomputation.  Blocks alone, by ``torch.utils.checkpoint`` inside the block's forward, so
 that FSDP2's hooks stay around it (torchtitan's order); HetFSDP recomputes by plan.
-
-FSDP2 is wrapped as torchtitan does it: embedding, each block, the head, then the root.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +23,11 @@ import torch
 import torch.distributed as dist
 from scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim import AdamW, Optimizer
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from experiments.contestants import fully_sharded, fused_adamw, het_fsdp_step
+from experiments.decoders import Batch, make_decoder, random_batches, units_of
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder, DecoderConfig
 
@@ -76,36 +75,21 @@ def one_rank_plan(*, microbatch_size: int, num_microbatches: int = 1, recompute:
     )
 
 
-def same_model(config: DecoderConfig, device: torch.device) -> Decoder:
-    """Equal weights every time, made where they are needed."""
-    torch.manual_seed(0)
-    with device:
-        return Decoder(config)
-
-
-def random_batch(
-    config: DecoderConfig, num_samples: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Random tokens and their successors."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (num_samples, config.seq_len + 1)
-    tokens = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def random_batch(config: DecoderConfig, num_samples: int, device: torch.device) -> Batch:
+    """Random tokens and their successors, on the device."""
+    [(tokens, targets)] = random_batches(config, num_samples, seed=1)
+    return tokens.to(device), targets.to(device)
 
 
 def het_fsdp(config: DecoderConfig, plan: Plan, device: torch.device) -> System:
     """HetFSDP under ``plan``, which decides on microbatches and recomputation."""
-    model = HetFSDP(same_model(config, device), plan, **PRECISION)
-    optimizer = _optimizer(model.parameters())
+    model = HetFSDP(make_decoder(config, device), plan, **PRECISION)
+    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
 
     def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> float:
         planned = len(plan.ranks[0].split(len(tokens)))
         assert planned == num_microbatches, f"the plan makes {planned} microbatches of it"
-        mean_loss = model.backward(*model(tokens, targets))
-        optimizer.step()
-        optimizer.zero_grad()
-        assert mean_loss is not None
-        return mean_loss
+        return het_fsdp_step(model, optimizer, tokens, targets)
 
     return System(HET, step)
 
@@ -116,17 +100,11 @@ def fsdp2(config: DecoderConfig, device: torch.device, *, recompute: bool) -> Sy
     Gradients are reduced after the last of them (``set_requires_gradient_sync``); parameters
     are gathered for each, forward and backward.
     """
-    model = same_model(config, device)
+    model = make_decoder(config, device)
     if recompute:
         recompute_blocks(model)
-    policy = MixedPrecisionPolicy(**PRECISION)
-    fully_shard(model.embedding, mp_policy=policy, reshard_after_forward=True)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=True)
-    # The last of forward and the first of backward, so it stays unsharded in between.
-    fully_shard(model.head, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
-    optimizer = _optimizer(model.parameters())
+    sharded = fully_sharded(model, units_of(model), policy=MixedPrecisionPolicy(**PRECISION))
+    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
 
     def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> Tensor:
         losses = []
@@ -134,7 +112,7 @@ def fsdp2(config: DecoderConfig, device: torch.device, *, recompute: bool) -> Sy
             tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True
         )
         for i, part in enumerate(parts):
-            model.set_requires_gradient_sync(i == num_microbatches - 1)
+            sharded.set_requires_gradient_sync(i == num_microbatches - 1)
             loss_sum, _ = model(*part)
             loss = loss_sum / targets.numel()
             loss.backward()
@@ -148,7 +126,7 @@ def fsdp2(config: DecoderConfig, device: torch.device, *, recompute: bool) -> Sy
 
 def plain_pytorch(config: DecoderConfig, device: torch.device, *, recompute: bool) -> System:
     """One process, a bfloat16 model and its float32 master copy."""
-    model = same_model(config, device)
+    model = make_decoder(config, device)
     if recompute:
         recompute_blocks(model)
     masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
@@ -156,7 +134,7 @@ def plain_pytorch(config: DecoderConfig, device: torch.device, *, recompute: boo
         master.grad = torch.zeros_like(master)
     model.to(PARAM_DTYPE)
     params = list(model.parameters())
-    optimizer = _optimizer(masters)
+    optimizer = fused_adamw(masters, LEARNING_RATE)
 
     def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> Tensor:
         assert num_microbatches == 1, "not needed here"
@@ -178,7 +156,7 @@ def compute_alone(
     config: DecoderConfig, device: torch.device, *, recompute: bool
 ) -> Callable[[Tensor, Tensor], None]:
     """Forward and backward of one microbatch and nothing else: the least that it can take."""
-    model = same_model(config, device).to(PARAM_DTYPE)
+    model = make_decoder(config, device).to(PARAM_DTYPE)
     if recompute:
         recompute_blocks(model)
 
@@ -196,8 +174,3 @@ def recompute_blocks(model: Decoder) -> None:
         block.forward = partial(  # type: ignore[method-assign]
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
         )
-
-
-def _optimizer(params: Iterator[nn.Parameter] | list[nn.Parameter]) -> Optimizer:
-    # Fused: the loop over parameters costs FSDP2 a dispatch of DTensor per operation.
-    return AdamW(params, lr=LEARNING_RATE, fused=True)
