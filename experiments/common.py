@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +24,10 @@ import torch
 import torch.distributed as dist
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
 Result = TypeVar("Result")
+Record = TypeVar("Record")
 
 REPOSITORY = Path(__file__).parent.parent
 GROUP_TIMEOUT = timedelta(minutes=5)
@@ -52,22 +55,40 @@ def run_ranks(
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        ranks = [
-            context.Process(
-                target=_run_rank,
-                args=(fn, rank, world_size, f"{folder}/store", sender, args, initialises),
-                daemon=True,
-            )
-            for rank, (_, sender) in enumerate(pipes)
-        ]
+        join = partial(_join_over_file, f"file://{folder}/store", world_size)
+        return start_ranks(context, join, fn, world_size, *args, initialises=initialises)
+
+
+def _join_over_file(store: str, world_size: int, rank: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+    )
+
+
+def start_ranks(
+    context: BaseContext,
+    join: Callable[[int], None],
+    fn: Callable[..., Result],
+    world_size: int,
+    *args: Any,
+    initialises: bool = True,
+) -> list[Result]:
+    """As ``run_ranks``; processes are made in ``context``, ``join(rank)`` opens their group."""
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    ranks = [
+        context.Process(  # type: ignore[attr-defined]  # every context has one of its own
+            target=_run_rank, args=(fn, rank, join, sender, args, initialises), daemon=True
+        )
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    try:
         for process, (_, sender) in zip(ranks, pipes, strict=True):
             process.start()
             sender.close()  # ours; the end of file then tells when the rank is gone
-        try:
-            return _collect([receiver for receiver, _ in pipes])
-        finally:
-            for process in ranks:
+        return _collect([receiver for receiver, _ in pipes])
+    finally:
+        for process in ranks:
+            if process.pid is not None:
                 process.join(5)
                 process.kill()
 
@@ -83,7 +104,7 @@ def _collect(receivers: list[Connection]) -> list[Any]:
             except EOFError:
                 result, failure = None, "it ended without a message."
             if failure is not None:
-                raise RuntimeError(f"rank {rank}: {failure}")
+                raise RuntimeError(f"rank {rank} of {len(receivers)}: {failure}")
             result_by_rank[rank] = result
     return [result for _, result in sorted(result_by_rank.items())]
 
@@ -91,29 +112,18 @@ def _collect(receivers: list[Connection]) -> list[Any]:
 def _run_rank(
     fn: Callable[..., Any],
     rank: int,
-    world_size: int,
-    store: str,
+    join: Callable[[int], None],
     sender: Connection,
     args: tuple[Any, ...],
     initialises: bool,
 ) -> None:
     torch.set_num_threads(1)
-
-    def join() -> None:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=GROUP_TIMEOUT,
-        )
-
     try:
         if initialises:
-            join()
+            join(rank)
             result = fn(rank, *args)
         else:
-            result = fn(rank, join, *args)
+            result = fn(rank, partial(join, rank), *args)
         dist.barrier()  # nobody leaves while a peer still talks to it
         sender.send((result, None))
         dist.destroy_process_group()
@@ -214,6 +224,13 @@ class Spread:
             n=len(ordered),
         )
 
+    def cell(self, digits: int, *, scale: float = 1.0) -> str:
+        """Of a table: median and how far it reaches, all multiplied by ``scale``."""
+        middle, low, high = (
+            f"{scale * each:.{digits}f}" for each in (self.median, self.p10, self.p90)
+        )
+        return f"{middle} ({low}-{high})"
+
 
 def _quantile(ordered: Sequence[float], fraction: float) -> float:
     place = fraction * (len(ordered) - 1)
@@ -262,9 +279,28 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
+def read_csv(path: Path, record: type[Record]) -> list[Record]:
+    """The inverse of ``write_csv``, for a dataclass whose fields are words and numbers."""
+    type_by_name: dict[str, Any] = {each.name: each.type for each in fields(record)}  # type: ignore[arg-type]
+    with path.open(newline="") as file:
+        return [
+            record(**{name: type_by_name[name](text) for name, text in line.items()})
+            for line in csv.DictReader(file)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """For the terminal and for the README."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on the terminal; text in the first column, numbers in the others."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = TerminalTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i else "left")
     for row in rows:
@@ -276,6 +312,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The same for a README."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Print a table; the same for the README."""
+    print_table(title, header, rows)
+    return f"{title}:\n\n{markdown_table(header, rows)}"
 
 
 def write_results_block(readme: Path, text: str) -> None:

@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from experiments.common import read_csv
+
 FOLDER = Path(__file__).parent.parent / "experiments" / "20_gpu"
 OWN_MODULES = {path.stem for path in FOLDER.glob("*.py")}
 GIB = 2**30
@@ -53,7 +55,7 @@ def test_rows_are_in_the_file_as_soon_as_they_are_recorded(tmp_path: Path) -> No
     ledger = results.Ledger(tmp_path / "results.csv")
     record = results.Recorder("speed", ledger.add)
     record("a, b", "tokens/s", 2.5, "tokens/s", 3)
-    assert results.read_rows(tmp_path / "results.csv") == ledger.rows
+    assert read_csv(tmp_path / "results.csv", results.Row) == ledger.rows
     assert ledger.rows[0].case == "a, b"
 
 
@@ -137,7 +139,7 @@ def test_what_a_failed_part_had_measured_is_kept(
     readme = (tmp_path / "README.md").read_text()
     for text in ("a machine", "| one rank: gather | 2.00 |", "did not finish", "no luck"):
         assert text in readme
-    assert len(results.read_rows(tmp_path / "results.csv")) == 1
+    assert len(read_csv(tmp_path / "results.csv", results.Row)) == 1
 
 
 def test_the_memory_part_predicts_and_trains_every_plan() -> None:

@@ -21,9 +21,9 @@ from inputs import (  # noqa: E402
     inputs_of,
     on_fewer_nodes,
 )
-from summary import bars, by_case, gap, in_rounds, load  # noqa: E402
+from summary import bars, by_case, gap, in_rounds  # noqa: E402
 
-from experiments.common import write_csv  # noqa: E402
+from experiments.common import read_csv, write_csv  # noqa: E402
 from shardhet.profiles import Source  # noqa: E402
 
 sys.path.remove(str(HERE))
@@ -62,7 +62,7 @@ def test_no_form_is_faster_than_the_full_plan(rows: list[Row], tmp_path: Path) -
     assert [row.form for row in rows] == list(FORMS)
     assert all(bar.holds for bar in bars(rows))
     write_csv(tmp_path / "rows.csv", rows)
-    assert load(tmp_path / "rows.csv") == rows
+    assert read_csv(tmp_path / "rows.csv", Row) == rows
     assert predict(CASE, inputs_of(CASE, HERE)) == rows
 
 

@@ -253,8 +253,7 @@ def table(samples: Sequence[Sample]) -> tuple[list[str], list[list[str]]]:
         for mib in SIZES_MIB:
             spread = spread_of(samples, collective, name, mib)
             ratio = spread.median / spread_of(samples, collective, GLOO, mib).median
-            ms = [1000 * each for each in (spread.median, spread.p10, spread.p90)]
-            row += [f"{ms[0]:.1f} ({ms[1]:.1f}-{ms[2]:.1f})", f"{ratio:.2f}"]
+            row += [spread.cell(1, scale=1000), f"{ratio:.2f}"]
         rows.append(row)
     return header, rows
 

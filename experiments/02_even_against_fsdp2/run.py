@@ -17,9 +17,8 @@ from experiments.common import (
     Environment,
     Spread,
     console,
-    markdown_table,
-    print_table,
     run_ranks,
+    show,
     write_csv,
     write_results_block,
 )
@@ -85,12 +84,6 @@ def measure_peaks(num_launches: int) -> list[MemorySample]:
     ]
 
 
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Print a table; the same for the README."""
-    print_table(title, header, rows)
-    return f"{title}:\n\n{markdown_table(header, rows)}"
-
-
 def speed_rows(contest: Contest, steps: Sequence[StepSample]) -> list[list[str]]:
     """One row per system of ``contest``."""
     names = [*map(contest.system_name, contest.microbatch_sizes), contest.opponent]
@@ -98,12 +91,11 @@ def speed_rows(contest: Contest, steps: Sequence[StepSample]) -> list[list[str]]
     rows = []
     for name in names:
         spread = step_spread(contest, name, steps)
-        ms = [1000 * each for each in (spread.median, spread.p10, spread.p90)]
         rows.append(
             [
                 name,
                 f"{contest.tokens_per_step / spread.median:.0f}",
-                f"{ms[0]:.0f} ({ms[1]:.0f}-{ms[2]:.0f})",
+                spread.cell(0, scale=1000),
                 str(spread.n),
                 f"{opponent.median / spread.median:.3f}",
             ]
@@ -139,8 +131,8 @@ def memory_rows(peaks: Sequence[MemorySample]) -> list[list[str]]:
         rows.append(
             [
                 system,
-                f"{peak.median:.0f} ({peak.p10:.0f}-{peak.p90:.0f})",
-                f"{steps.median:.0f} ({steps.p10:.0f}-{steps.p90:.0f})",
+                peak.cell(0),
+                steps.cell(0),
                 str(peak.n),
             ]
         )

@@ -80,13 +80,12 @@ class Verdict:
     def cells(self) -> list[str]:
         """A row of the table."""
         ranks = self.prediction.plan.ranks
-        ms = [1000 * each for each in (self.measured.median, self.measured.p10)]
         return [
             self.case.name,
             self.prediction.plan_name,
             " / ".join(str(rank.rank_batch_size) for rank in ranks),
             f"{1000 * self.prediction.step_time_s:.0f}",
-            f"{ms[0]:.0f} ({ms[1]:.0f}-{1000 * self.measured.p90:.0f})",
+            self.measured.cell(0, scale=1000),
             f"{self.error:+.1%}",
             _percents(self.prediction.idle),
             _percents(self.measured_idle),

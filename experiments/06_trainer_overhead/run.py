@@ -25,9 +25,8 @@ from experiments.common import (
     Environment,
     Spread,
     console,
-    markdown_table,
-    print_table,
     run_ranks,
+    show,
     write_csv,
     write_results_block,
 )
@@ -107,7 +106,7 @@ def loop_rows(steps: Sequence[StepSample]) -> list[list[str]]:
     return [
         [
             loop,
-            f"{1000 * each.median:.1f} ({1000 * each.p10:.1f}-{1000 * each.p90:.1f})",
+            each.cell(1, scale=1000),
             str(each.n),
             f"{each.median / spreads[BARE].median:.3f}",
         ]
@@ -118,12 +117,6 @@ def loop_rows(steps: Sequence[StepSample]) -> list[list[str]]:
 def ratio_cells(ratios: Spread) -> list[str]:
     """A row for the ratios of all rounds."""
     return [f"{ratios.median:.3f}", f"{ratios.p10:.3f}", f"{ratios.p90:.3f}", str(ratios.n)]
-
-
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Print a table; the same for the README."""
-    print_table(title, header, rows)
-    return f"{title}:\n\n{markdown_table(header, rows)}"
 
 
 if __name__ == "__main__":

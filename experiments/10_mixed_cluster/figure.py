@@ -7,12 +7,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from clusters import CASES
-from report import CaseRows, load
+from report import CaseRows, Row
+
+from experiments.common import read_csv
 
 
 def draw(results: Path, picture: Path) -> None:
     """One group of bars per case; whiskers reach from p10 to p90."""
-    rows = load(results)
+    rows = read_csv(results, Row)
     measured = [CaseRows.of(case, rows) for case in CASES]
     measured = [each for each in measured if each.rows]
     systems = list(dict.fromkeys(name for each in measured for name in each.systems))

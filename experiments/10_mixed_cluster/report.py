@@ -1,8 +1,7 @@
 """Rows of results.csv, and what tables and bars say of them."""
 
-import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from clusters import CASES, FAST_BUT_SMALL, STRONG, Case
@@ -17,6 +16,7 @@ from experiments.common import (
     Spread,
     markdown_table,
     print_table,
+    read_csv,
     write_csv,
 )
 
@@ -122,21 +122,12 @@ def _joined(numbers: Sequence[float]) -> str:
 def merge(path: Path, rows: Sequence[Row]) -> list[Row]:
     """Put ``rows`` in the place of the file's rows of the same cases; returns all."""
     measured = {row.case for row in rows}
-    kept = [row for row in load(path) if row.case not in measured] if path.exists() else []
+    before = read_csv(path, Row) if path.exists() else []
+    kept = [row for row in before if row.case not in measured]
     order = [case.name for case in CASES]
     merged = sorted([*kept, *rows], key=lambda row: order.index(row.case))
     write_csv(path, merged)
     return merged
-
-
-def load(path: Path) -> list[Row]:
-    """What ``write_csv`` wrote."""
-    types = {field.name: field.type for field in fields(Row)}
-    with path.open(newline="") as file:
-        return [
-            Row(**{name: types[name](text) for name, text in line.items()})  # type: ignore
-            for line in csv.DictReader(file)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +186,7 @@ class CaseRows:
         over = self.over(system, FSDP2)
         return [
             system,
-            f"{spread.median:.2f} ({spread.p10:.2f}-{spread.p90:.2f})",
+            spread.cell(2),
             f"{spread.median / self.ideal_samples_per_s:.2f}",
             "" if over is None else f"{over:.2f}",
             " / ".join(f"{mib:.0f}" for mib in self.peaks_mib(system)),

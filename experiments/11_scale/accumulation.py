@@ -17,7 +17,6 @@ from records import (
     Part,
     Report,
     Sample,
-    Table,
     median,
     ms,
     ms_spread,
@@ -27,7 +26,7 @@ from records import (
 from systems import FSDP2, HET, PLAIN
 from turns import Contestant, Rounds, take_turns
 
-from experiments.common import Bar, run_ranks
+from experiments.common import Bar, Table, run_ranks
 from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
 from shardhet import Plan
 

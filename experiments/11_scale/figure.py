@@ -3,7 +3,6 @@
 PYTHONPATH=. python experiments/11_scale/figure.py
 """
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import worlds
 from records import Sample, cases_in, median
 from systems import FSDP2, HET
 
+from experiments.common import read_csv
 from shardhet.plots import draw_lines
 
 HERE = Path(__file__).parent
@@ -19,22 +19,6 @@ MARKDOWN = """![ms of a step beyond compute, by number of microbatches](accumula
 ![seconds of a step, by number of ranks](worlds.png)"""
 
 Points = list[tuple[float, float]]
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """The inverse of ``write_csv``."""
-    with path.open(newline="") as file:
-        return [
-            Sample(
-                part=row["part"],
-                case=row["case"],
-                system=row["system"],
-                quantity=row["quantity"],
-                number=int(row["number"]),
-                value=float(row["value"]),
-            )
-            for row in csv.DictReader(file)
-        ]
 
 
 def accumulation_lines(samples: Sequence[Sample]) -> dict[str, Points]:
@@ -65,7 +49,7 @@ def world_lines(samples: Sequence[Sample]) -> dict[str, Points]:
 
 def main() -> None:
     """Both pictures."""
-    samples = read_samples(HERE / "results.csv")
+    samples = read_csv(HERE / "results.csv", Sample)
     by_part = {
         name: [sample for sample in samples if sample.part == name]
         for name in (accumulation.NAME, worlds.NAME)

@@ -13,7 +13,6 @@ from records import (
     Part,
     Report,
     Sample,
-    Table,
     cases_in,
     ms_spread,
     samples_of,
@@ -22,7 +21,7 @@ from records import (
 from systems import FSDP2, HET
 from turns import Rounds, take_turns
 
-from experiments.common import Bar, run_ranks
+from experiments.common import Bar, Table, run_ranks
 from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
 from shardhet import Plan
 from shardhet.models.decoder import DecoderConfig, num_params

@@ -13,12 +13,12 @@ from itertools import product
 import numpy as np
 import systems
 import torch
-from records import Effort, Part, Report, Sample, Table, median, samples_of
+from records import Effort, Part, Report, Sample, median, samples_of
 from systems import HET, PLAIN
 from torch import Tensor, nn
 from turns import Contestant
 
-from experiments.common import Bar, run_ranks
+from experiments.common import Bar, Table, run_ranks
 from shardhet import Plan
 
 NAME = "overhead"

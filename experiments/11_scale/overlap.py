@@ -17,7 +17,6 @@ from records import (
     Part,
     Report,
     Sample,
-    Table,
     median,
     ms,
     ms_spread,
@@ -27,7 +26,7 @@ from records import (
 from systems import FSDP2, HET, PLAIN
 from turns import Contestant, Rounds, take_turns
 
-from experiments.common import Bar, Spread, run_ranks
+from experiments.common import Bar, Spread, Table, run_ranks
 from shardhet import Plan
 
 NAME = "overlap"

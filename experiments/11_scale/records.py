@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from turns import Rounds
 
-from experiments.common import Bar, Spread
+from experiments.common import Bar, Spread, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +36,6 @@ class Effort:
         if self.is_quick:
             return Rounds(num_rounds=1, num_steps=1)
         return Rounds(num_rounds=num_rounds, num_steps=num_steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """For the terminal and for the README."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ PYTHONPATH=. python experiments/11_scale/run.py --only overlap   one part; keeps
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import accumulation
@@ -25,8 +24,7 @@ from experiments.common import (
     Bar,
     Environment,
     console,
-    markdown_table,
-    print_table,
+    show,
     write_csv,
     write_results_block,
 )
@@ -82,12 +80,6 @@ def measure_part(part: Part, effort: Effort) -> tuple[list[Sample], Report]:
     found = part.measure(effort)
     console.print(f"{part.name}: {time.perf_counter() - start_s:.0f} s")
     return found, part.report(found)
-
-
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Print a table; the same for the README."""
-    print_table(title, header, rows)
-    return f"{title}:\n\n{markdown_table(header, rows)}"
 
 
 if __name__ == "__main__":

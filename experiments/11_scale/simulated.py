@@ -7,9 +7,9 @@ planner trusts the cost model.  Here both look at the same plans.
 import time
 from collections.abc import Sequence
 
-from records import Effort, Part, Report, Sample, Table, cases_in, median, samples_of
+from records import Effort, Part, Report, Sample, cases_in, median, samples_of
 
-from experiments.common import Bar
+from experiments.common import Bar, Table
 from shardhet import Cluster, Plan, Workload, simulate
 from shardhet.cluster import DeviceKind, DeviceSpec, Link, Node
 from shardhet.cost import CostModel

@@ -18,7 +18,6 @@ from records import (
     Part,
     Report,
     Sample,
-    Table,
     cases_in,
     median,
     ms,
@@ -30,7 +29,7 @@ from slept_profile import SPEEDS, cluster_of, measured_profile, speed_of, worklo
 from systems import HET
 from turns import Rounds, take_turns
 
-from experiments.common import Bar
+from experiments.common import Bar, Table
 from shardhet import Plan, simulate
 
 NAME = "worlds"
@@ -81,7 +80,7 @@ def measure(effort: Effort) -> list[Sample]:
     return [
         sample
         for world in worlds
-        for sample in run_many_ranks(measure_rank, world.world_size, world)
+        for sample in run_many_ranks(measure_rank, world.world_size, world)[0]
     ]
 
 

@@ -37,7 +37,6 @@ from summary import (
     by_case,
     fewer_nodes,
     in_rounds,
-    load,
     plan_by_specification,
     summary_cells,
 )
@@ -46,8 +45,8 @@ from experiments.common import (
     BAR_HEADER,
     Environment,
     console,
-    markdown_table,
-    print_table,
+    read_csv,
+    show,
     write_csv,
     write_results_block,
 )
@@ -71,7 +70,7 @@ def main() -> None:
     for case in chosen:
         rows += predict(case, inputs_of(case, options.data))
     if not options.quick and RESULTS.is_file():
-        rows = merged(rows, load(RESULTS))
+        rows = merged(rows, read_csv(RESULTS, Row))
     shown = [tables(rows)]
     if has_tables:
         cells = [check.cells for check in checks(options.data)]
@@ -170,12 +169,6 @@ def show_lost_trust(every: Sequence[Forms]) -> str:
     header = ["model", "batch", FULL, BY_SPECIFICATION, f"of {FULL}", f"of {EVEN}"]
     title = "Planned from specifications, judged by published times; samples/s"
     return show(title, header, cells) if cells else ""
-
-
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Print a table; the same for the README."""
-    print_table(title, header, rows)
-    return f"{title}:\n\n{markdown_table(header, rows)}"
 
 
 if __name__ == "__main__":

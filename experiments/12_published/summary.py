@@ -1,9 +1,7 @@
 """What tables and bars say of the rows; nothing is predicted here."""
 
-import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 
 from forms import BY_SPECIFICATION, CEPHALO, EVEN, FEWER_NODES, FORMS, FULL, ONE_SIDED, Row
@@ -249,13 +247,3 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 def furthest(ratios: Iterable[float]) -> float:
     """The ratio that lies furthest from 1."""
     return max(ratios, key=lambda ratio: abs(ratio - 1))
-
-
-def load(path: Path) -> list[Row]:
-    """The rows of results.csv."""
-    types = {field.name: field.type for field in fields(Row)}
-    with path.open(newline="") as file:
-        return [
-            Row(**{key: types[key](value) for key, value in line.items()})
-            for line in csv.DictReader(file)
-        ]

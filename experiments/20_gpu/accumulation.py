@@ -19,7 +19,6 @@ from results import (
     GIB,
     Recorder,
     Row,
-    Table,
     cases_of,
     median_of,
     ratio_bar,
@@ -30,7 +29,7 @@ from results import (
 from scale import Job
 from systems import FSDP2, HET
 
-from experiments.common import Bar
+from experiments.common import Bar, Table
 from shardhet.plots import draw_lines
 
 NAME = "accumulation"
@@ -124,7 +123,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         overhead = overhead_s(rows, case)
         overhead_ms = None if overhead is None else 1000 * overhead
         peak = shown(median_of(rows, case, PEAK))
-        lines.append([case, spread_cell(ms, "{:.1f}"), shown(overhead_ms, "{:.1f}"), peak])
+        lines.append([case, spread_cell(ms, 1), shown(overhead_ms, "{:.1f}"), peak])
     lines.sort(key=lambda line: (line[0].partition(",")[0], int(line[0].rpartition(" ")[2])))
     compute = median_of(rows, COMPUTE_CASE, COMPUTE)
     alone = "" if compute is None else f"; one microbatch alone {1000 * compute:.1f} ms"

@@ -12,10 +12,10 @@ from profiling import (
     noting_lack_of_memory,
     planned_cases,
 )
-from results import GIB, Recorder, Row, Table, cases_of, median_of, ratio_bar, shown
+from results import GIB, Recorder, Row, cases_of, median_of, ratio_bar, shown
 from scale import Job
 
-from experiments.common import Bar
+from experiments.common import Bar, Table
 from shardhet import simulate
 from shardhet.cost import CostModel
 from shardhet.profiler.measure import Measurement

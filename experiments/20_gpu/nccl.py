@@ -16,7 +16,6 @@ from results import (
     MIB,
     Recorder,
     Row,
-    Table,
     cases_of,
     largest_difference,
     median_of,
@@ -33,7 +32,7 @@ from streams import (
     train,
 )
 
-from experiments.common import Bar, run_ranks
+from experiments.common import Bar, Table, run_ranks
 from shardhet.buffers import BufferPool
 from shardhet.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.distributed import Channel

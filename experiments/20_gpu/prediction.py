@@ -14,7 +14,6 @@ from profiling import (
 from results import (
     Recorder,
     Row,
-    Table,
     cases_of,
     median_of,
     ratio_bar,
@@ -24,7 +23,7 @@ from results import (
 )
 from scale import Job
 
-from experiments.common import Bar
+from experiments.common import Bar, Table
 from shardhet import simulate
 from shardhet.planner import Demands, solve
 from shardhet.profiler.measure import Measurement
@@ -100,7 +99,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         error = shown(simulated / measured - 1, "{:+.1%}") if simulated and measured else ""
         simulated_ms = None if simulated is None else 1000 * simulated
         ms = [1000 * seconds for seconds in values_of(rows, case, MEASURED)]
-        lines.append([case, shown(simulated_ms, "{:.1f}"), spread_cell(ms, "{:.1f}"), error])
+        lines.append([case, shown(simulated_ms, "{:.1f}"), spread_cell(ms, 1), error])
     header = ["plan", "simulated ms", "measured ms (p10-p90)", "error"]
     return [Table("Step time", header, lines)]
 

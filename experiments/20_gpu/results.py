@@ -67,31 +67,6 @@ class Ledger:
         return csv.DictWriter(file, names, lineterminator="\n")  # type: ignore[arg-type]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The inverse of ``Ledger``."""
-    with path.open() as file:
-        return [
-            Row(
-                part=line["part"],
-                case=line["case"],
-                metric=line["metric"],
-                value=float(line["value"]),
-                unit=line["unit"],
-                repeat=int(line["repeat"]),
-            )
-            for line in csv.DictReader(file)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """For the terminal and for the README."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def cases_of(rows: Iterable[Row], metric: str | None = None) -> list[str]:
     """Cases that have this metric, in the order in which they were measured."""
     return list(dict.fromkeys(row.case for row in rows if metric in (None, row.metric)))
@@ -113,13 +88,9 @@ def shown(value: float | None, pattern: str = "{:.2f}") -> str:
     return "" if value is None else pattern.format(value)
 
 
-def spread_cell(values: Sequence[float], pattern: str = "{:.0f}") -> str:
-    """Median, first and last decile."""
-    if not values:
-        return ""
-    spread = Spread.of(values)
-    middle, low, high = [pattern.format(v) for v in (spread.median, spread.p10, spread.p90)]
-    return f"{middle} ({low}-{high})"
+def spread_cell(values: Sequence[float], digits: int = 0) -> str:
+    """Median, first and last decile; empty where nothing was measured."""
+    return Spread.of(values).cell(digits) if values else ""
 
 
 def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:

@@ -25,16 +25,16 @@ import streams
 import torch
 from launch import run_limited
 from machine import Machine
-from results import Ledger, Recorder, Row, Table
+from results import Ledger, Recorder, Row
 from scale import REHEARSAL, Job, Scale, scale_for
 
 from experiments.common import (
     BAR_HEADER,
     Bar,
     Environment,
+    Table,
     console,
-    markdown_table,
-    print_table,
+    show,
     write_results_block,
 )
 
@@ -216,9 +216,7 @@ class Report:
 
     def _show(self, table: Table) -> None:
         if table.rows:
-            print_table(table.title, table.header, table.rows)
-            text = markdown_table(table.header, table.rows)
-            self._shown.append(f"{table.title}:\n\n{text}")
+            self._shown.append(show(table.title, table.header, table.rows))
 
     def _write(self) -> None:
         if self.is_kept:

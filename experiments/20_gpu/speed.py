@@ -21,7 +21,6 @@ from results import (
     GIB,
     Recorder,
     Row,
-    Table,
     cases_of,
     largest_difference,
     median_of,
@@ -33,7 +32,7 @@ from results import (
 from scale import Job
 from systems import FSDP2, HET, PLAIN, System
 
-from experiments.common import Bar
+from experiments.common import Bar, Table
 
 NAME = "speed"
 NUM_STEPS_COMPARED = 4  # losses of all systems agree in these

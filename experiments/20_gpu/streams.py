@@ -23,7 +23,6 @@ import torch.distributed as dist
 from results import (
     Recorder,
     Row,
-    Table,
     cases_of,
     largest_difference,
     median_of,
@@ -31,7 +30,7 @@ from results import (
 )
 from scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 
-from experiments.common import Bar, run_ranks
+from experiments.common import Bar, Table, run_ranks
 from experiments.contestants import plain_step
 from experiments.decoders import CPU, decoder_config, make_decoder
 from shardhet import HetFSDP, Plan
