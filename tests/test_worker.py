@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from shardhet.apps.crash import read_failures
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.worker import Run
+from shardhet.apps.worker import Run, joined
 from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,
@@ -19,6 +21,7 @@ from shardhet.config.compose import (
     register_schemas,
     save_resolved,
 )
+from shardhet.config.training import ClusterConf
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 SHORT_DEMO = (
@@ -117,6 +120,19 @@ def test_ranks_with_unlike_configurations_all_stop_with_one_message(tmp_path: Pa
     assert messages[0] == messages[1]
     assert "configuration: not the same on all ranks. Ranks [1] have" in messages[0]
     assert '"optim.lr": 0.5' in messages[0]
+
+
+def test_a_rank_without_a_device_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    env = RankEnv(rank=0, world_size=2, local_rank=1, store_host="", store_port=0)
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ValueError, match="local rank"), joined(ClusterConf(), folder, env):
+        pass
+    [failure] = read_failures(folder)
+    assert failure.device == "no device"
+    assert "local rank 1 but this host has 1 GPUs" in failure.exception
 
 
 def test_the_same_text_may_lie_elsewhere_on_each_rank(tmp_path: Path) -> None:

@@ -1,22 +1,40 @@
-"""What is seen last when a run fails: its root cause, in one panel.
+"""How a rank ends before its time, and what is seen last then: the root cause, in one panel.
 
 Each rank that fails writes a ``Failure`` into the run folder.  Most of them only report that
 a peer is gone; the cause is the first that does not.
 """
 
 import json
+import logging
+import signal
 import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
 from shardhet.apps.run_folder import RunFolder
 from shardhet.neighbours import LostPeerError
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as shells report a program that wrote to nobody
+
+
+class RankConsole(Console):
+    """What a rank prints on.  Where nobody reads on, as after ``| head``, the run ends."""
+
+    def on_broken_pipe(self) -> None:
+        """End this process quietly, with ``OUTPUT_CLOSED``."""
+        logger.info("nobody reads what this rank prints any more: the run ends")
+        try:
+            super().on_broken_pipe()  # so that nothing is printed at exit either
+        except SystemExit:
+            raise SystemExit(OUTPUT_CLOSED) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

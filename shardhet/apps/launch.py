@@ -10,7 +10,13 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from shardhet.apps.crash import Failure, crash_panel, read_failures, root_cause
+from shardhet.apps.crash import (
+    OUTPUT_CLOSED,
+    Failure,
+    crash_panel,
+    read_failures,
+    root_cause,
+)
 from shardhet.apps.run_folder import RunFolder
 
 FILE_WIDTH = 200  # columns, so that no path breaks where the output is a file
@@ -48,6 +54,8 @@ def start_ranks(
         try:
             elastic_launch(config, sys.executable)(*worker)
         except ChildFailedError as error:
+            if any(each.exitcode == OUTPUT_CLOSED for each in error.failures.values()):
+                raise RunFailedExit(OUTPUT_CLOSED) from None
             _show_cause(folder, error.failures)
             raise RunFailedExit(1) from None
         except SignalException as signalled:

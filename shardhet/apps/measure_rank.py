@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
 
+from shardhet.apps.crash import RankConsole
 from shardhet.apps.measure_report import Progress, show_measurement
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
@@ -48,7 +48,7 @@ def main() -> None:
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
     """This process's part, from process group to the files that the first rank writes."""
     with joined(conf.cluster, folder, env) as device:
-        console = Console(quiet=env.rank != 0, highlight=False)
+        console = RankConsole(quiet=env.rank != 0, highlight=False)
         module = make_module(conf.model, conf.data, conf.precision)
         with Progress(console) as progress:
             measured = measure(

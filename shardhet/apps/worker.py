@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from shardhet import DeviceSpec, HetFSDP
-from shardhet.apps.crash import Failure
+from shardhet.apps.crash import Failure, RankConsole
 from shardhet.apps.display import Display, device_table
 from shardhet.apps.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.prediction import Outcome, Prediction
@@ -77,17 +77,20 @@ def joined(cluster: ClusterConf, folder: RunFolder, env: RankEnv) -> Iterator[to
     """Be one of the ranks: log into the folder, have a device and a process group; a failure
     is left where the launcher looks.
     """
-    device = choose_device(cluster, env)
-    with _log_to(folder, env.rank), _report_failure(cluster, folder, env, device):
-        torch.set_num_threads(cluster.num_threads)
-        if cluster.speeds:
-            stay_on(cores_for(cluster.speeds)[env.rank])
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            device_id=device if device.type == "cuda" else None,
-        )
-        yield device
-        dist.destroy_process_group()
+    with _log_to(folder, env.rank):
+        with _report_failure(folder, env, "no device"):
+            device = choose_device(cluster, env)
+            name = f"{device}, {announced_device(cluster, env, device)}"
+        with _report_failure(folder, env, name):
+            torch.set_num_threads(cluster.num_threads)
+            if cluster.speeds:
+                stay_on(cores_for(cluster.speeds)[env.rank])
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                device_id=device if device.type == "cuda" else None,
+            )
+            yield device
+            dist.destroy_process_group()
 
 
 def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
@@ -181,7 +184,7 @@ class Run:
 
     def train(self) -> None:
         """All steps, looks and evaluations."""
-        console = Console(quiet=not self.is_rank_zero, highlight=False)
+        console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
         with self.begin(console) as display:
             for step in range(self._model.step + 1, self._conf.num_steps + 1):
                 self.take_step(step, display)
@@ -218,7 +221,8 @@ class Run:
         num_params = sum(unit.numel for unit in plan.units)
         console.print(
             f"{self._conf.model.kind.value} with {num_params:,} parameters on "
-            f"{plan.world_size} devices; a step is {plan.global_batch_size} samples"
+            f"{_count(plan.world_size, 'device')}; a step is "
+            f"{_count(plan.global_batch_size, 'sample')}"
         )
         if self._conf.compile:
             console.print(self._say_who_compiles(), markup=False, soft_wrap=True)
@@ -327,6 +331,10 @@ def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -
     return replace(found, kind=kind, memory_capacity_bytes=memory_bytes)
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _snake(name: str) -> str:
     return name.replace(" ", "_")
 
@@ -360,15 +368,12 @@ def _redirect(stream: TextIO, file: TextIO) -> None:
 
 
 @contextmanager
-def _report_failure(
-    cluster: ClusterConf, folder: RunFolder, env: RankEnv, device: torch.device
-) -> Iterator[None]:
+def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         logger.exception("rank %d failed", env.rank)
-        name = f"{device}, {announced_device(cluster, env, device)}"
-        Failure.of(error, rank=env.rank, device=name).save(folder)
+        Failure.of(error, rank=env.rank, device=device).save(folder)
         raise
 
 
