@@ -16,12 +16,14 @@ from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,
+    check_choices,
     conf_dir,
     hints,
     load_resolved,
     non_default_sources,
     register_schemas,
     save_resolved,
+    searching_first,
     to_conf,
 )
 from shardhet.config.models import TextConf
@@ -42,7 +44,12 @@ BAD = {
     "trace_steps.first=1": ("trace_steps.first", "first_step"),
     "plan=even plan.speeds=[1,2]": ("plan.speeds", "microbatch_size"),
     "data.seqlen=3": ("data.seqlen", "seq_len"),
+    "+foo=3": ("foo: no such key", "num_steps"),
+    "+model.widht=3": ("model.widht: no such key", "Did you mean model.width?"),
     # choices that do not exist
+    "experiment=dmeo": ("experiment/dmeo", "Available options", "demo"),
+    "debug=slow": ("debug/slow", "Available options", "quick"),
+    "model=null": ("model: null", "tiny"),
     "model=foo": ("model/foo", "Available options", "tiny"),
     "optim=adam": ("optim/adam", "adamw", "sgd"),
     "lr_scheduler=cosin": ("lr_scheduler/cosin", "cosine", "wsd"),
@@ -80,6 +87,7 @@ BAD = {
     "data.tokenizer=WORDS": ("data.tokenizer", "BYTES", "BPE"),
     "data=text_dir data.path=/does/not/exist": ("data.path: '/does/not/exist'", "no folder"),
     "plan=file plan.path=/does/not/exist.json": ("plan.path", "no file"),
+    f"plan=file plan.path={__file__}": (f"plan.path: {__file__}: not JSON",),
     "lr_scheduler.warmup_fraction=2": ("lr_scheduler.warmup_fraction: 2.0", "0 and 1"),
     "plan.microbatch_size=0": ("plan.microbatch_size: 0", "at least 1"),
     "cluster.num_ranks=0": ("cluster.num_ranks: 0", "at least 1"),
@@ -126,6 +134,7 @@ def complaint(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
         __import__("sys").modules, "wandb", None
     )  # as where it is not installed
     try:
+        check_choices(overrides)
         checked_plan(to_conf(compose_with(overrides)), num_launched=None)
     except ConfigError as error:
         return str(error)
@@ -220,6 +229,20 @@ def test_sources_name_who_set_each_value() -> None:
     assert "seed" not in sources
     assert not any(key.endswith(".kind") for key in sources)
     json.dumps(sources)
+
+
+def test_sources_name_own_files_and_what_the_program_found(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tiny.yaml").write_text("defaults: [small]\nnum_layers: 1\n")
+    own, files = searching_first(tmp_path), initialize_config_dir
+    with own, files(str(conf_dir()), version_base=VERSION_BASE):
+        cfg = compose(CONFIG_NAME)
+        cfg.cluster.num_ranks = 2
+        sources = non_default_sources(cfg, [])
+    assert sources["model.num_layers"]["source"] == f"{tmp_path}/model/tiny.yaml"
+    assert sources["model.width"] == {"value": 256, "source": "model/small.yaml"}
+    assert sources["cluster.num_ranks"] == {"value": 2, "source": "shardhet"}
+    assert compose_with([]).model.width == 128  # tiny's own again
 
 
 def test_configurations_become_records() -> None:

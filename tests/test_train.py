@@ -317,6 +317,25 @@ def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_a_run_whose_output_nobody_reads_ends_quietly(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*ALONE, *SMALL, "num_steps=100000", "cluster.num_ranks=2"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == ""
+    log = (run_dirs(tmp_path)[0] / "logs" / "rank0.log").read_text()
+    assert "nobody reads what this rank prints any more" in log
+
+
 def test_help_names_every_group(tmp_path: Path) -> None:
     started_at_s = time.monotonic()
     done = run([*ALONE, "--help"], tmp_path)
@@ -334,14 +353,31 @@ def test_the_configuration_can_be_looked_at(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_help_knows_own_files_and_refuses_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "wee.yaml").write_text("# less than tiny\ndefaults: [tiny]\n")
+    done = run([*ALONE, "--help", "model=wee", "--config-dir=."], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "less than tiny" in done.stdout
+    done = run([*ALONE, "--help", "optim.lrr=1"], tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith("Did you mean optim.lr?\n")
+
+
 def test_files_of_ones_own_are_found_first(tmp_path: Path) -> None:
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "wee.yaml").write_text(
         "defaults:\n  - tiny\nwidth: 64\nnum_layers: 1\n"
     )
-    done = run([*ALONE, "--config-dir=mine", "model=wee", "--cfg", "job"], tmp_path)
+    (tmp_path / "mine" / "optim").mkdir()
+    (tmp_path / "mine" / "optim" / "adamw.yaml").write_text(
+        "defaults:\n  - /schema/optim@_here_: adamw\nlr: 0.125\n"
+    )
+    done = run([*ALONE, "model=wee", "--config-dir=mine", "--cfg", "job"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "width: 64" in done.stdout
+    assert "lr: 0.125" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["fly"]])

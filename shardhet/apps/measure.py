@@ -9,21 +9,22 @@ cluster.json, workload.json and profile.json, which ``shardhet plan measured=DIR
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
+from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardhet.apps.launch import RunFailedExit, start_ranks
-from shardhet.apps.rank_env import RankEnv, agree_on_stamp
+from shardhet.apps.hydra_door import enter, refuse
+from shardhet.apps.launch import start_ranks
+from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.train_help import show_help
 from shardhet.config.checks import ConfigError
-from shardhet.config.compose import VERSION_BASE, conf_dir, hints, to_checked
+from shardhet.config.compose import VERSION_BASE, conf_dir, to_checked
 from shardhet.config.measure import (
     MEASURE_CONFIG_NAME,
     MEASURE_GROUPS,
@@ -66,7 +67,7 @@ def _measure(cfg: DictConfig) -> None:
         world_size = conf.world_size(None if env is None else env.world_size)
     except ConfigError as error:
         folder.remove_if_empty()
-        raise SystemExit(f"{error}\nNothing was started.") from None
+        raise refuse(error, env) from None
     if env is None or env.rank == 0:
         cfg.cluster.num_ranks = world_size
         folder.begin(cfg, {})
@@ -83,28 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         sys.argv = ["shardhet measure", *arguments]
     register_measure_schemas()
-    env = RankEnv.from_environment()
-    OmegaConf.register_new_resolver(
-        "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
+    enter(
+        _measure,
+        config_name=MEASURE_CONFIG_NAME,
+        show_help=partial(
+            show_help, usage=USAGE, config_name=MEASURE_CONFIG_NAME, groups=MEASURE_GROUPS
+        ),
     )
-    overrides = [each for each in sys.argv[1:] if "=" in each and not each.startswith("-")]
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        show_help(
-            Console(highlight=False),
-            overrides,
-            usage=USAGE,
-            config_name=MEASURE_CONFIG_NAME,
-            groups=MEASURE_GROUPS,
-        )
-        return
-    try:
-        _measure()
-    except RunFailedExit:
-        raise
-    except SystemExit as error:
-        if error.code == 1 and (mends := hints(overrides, MEASURE_CONFIG_NAME)):
-            Console(stderr=True, highlight=False, soft_wrap=True).print("\n".join(mends))
-        raise
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
+from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardhet.apps.launch import RunFailedExit, start_ranks
+from shardhet.apps.hydra_door import enter, refuse
+from shardhet.apps.launch import start_ranks
 from shardhet.apps.loggers import check_logger
-from shardhet.apps.rank_env import RankEnv, agree_on_stamp
+from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.train_help import show_help
 from shardhet.config.checks import ConfigError
@@ -30,7 +30,6 @@ from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,
     conf_dir,
-    hints,
     non_default_sources,
     register_schemas,
     to_conf,
@@ -57,10 +56,11 @@ def _train(cfg: DictConfig) -> None:
         plan = checked_plan(conf, num_launched=None if env is None else env.world_size)
     except ConfigError as error:
         folder.remove_if_empty()
-        raise SystemExit(f"{error}\nNothing was started.") from None
+        raise refuse(error, env) from None
     if env is None or env.rank == 0:
         cfg.cluster.num_ranks = plan.world_size
-        folder.begin(cfg, non_default_sources(cfg, context.overrides.task))
+        name = context.job.config_name or CONFIG_NAME
+        folder.begin(cfg, non_default_sources(cfg, context.overrides.task, name))
     if env is None:
         start_ranks(folder, plan.world_size)
     else:
@@ -86,25 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         sys.argv = ["shardhet train", *arguments]
     register_schemas()
-    env = RankEnv.from_environment()
-    OmegaConf.register_new_resolver(
-        "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
-    )
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        show_help(Console(highlight=False), _overrides(sys.argv[1:]))
-        return
-    try:
-        _train()
-    except RunFailedExit:
-        raise
-    except SystemExit as error:
-        if error.code == 1 and (mends := hints(_overrides(sys.argv[1:]))):
-            Console(stderr=True, highlight=False, soft_wrap=True).print("\n".join(mends))
-        raise
-
-
-def _overrides(arguments: Sequence[str]) -> list[str]:
-    return [each for each in arguments if "=" in each and not each.startswith("-")]
+    enter(_train, config_name=CONFIG_NAME, show_help=show_help)
 
 
 if __name__ == "__main__":

@@ -28,40 +28,50 @@ FLAGS = """\
 
 
 def show_help(
-    console: Console,
     overrides: Sequence[str],
+    own_dir: Path | None = None,
     *,
     usage: str = USAGE,
     config_name: str = CONFIG_NAME,
     groups: Sequence[str] | None = None,
 ) -> None:
-    """Print it, with the values that ``overrides`` lead to; of all groups, or of some."""
+    """Print it, with the values that ``overrides`` lead to; of all groups, or of some.
+
+    Choices in ``own_dir``, the user's folder, stand among those of conf/.
+    """
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        cfg = compose(config_name, list(overrides))  # raises before anything is printed
+    console = Console(highlight=False)
     console.print(usage)
     console.print("Choose one of each group, as in model=small:\n")
     table = Table(box=None, show_header=False, padding=(0, 1))
-    for group, choices in choices_by_group(conf_dir()).items():
+    for group, choices in choices_by_group(conf_dir(), own_dir).items():
         if groups is not None and group not in groups:
             continue
         for i, (choice, purpose) in enumerate(choices.items()):
             table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
     console.print(table)
     console.print("\nChange any value, as in optim.lr=1e-3. The values now:\n")
-    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-        cfg = compose(config_name, list(overrides))
     indented = "".join(f"  {line}\n" for line in OmegaConf.to_yaml(cfg).splitlines())
     console.print(indented, markup=False, soft_wrap=True)
     console.print(FLAGS, markup=False)
 
 
-def choices_by_group(folder: Path) -> dict[str, dict[str, str]]:
-    """Per group its files, each with its first line of comment."""
-    groups = sorted(path for path in folder.iterdir() if path.is_dir())
+def choices_by_group(folder: Path, own_dir: Path | None = None) -> dict[str, dict[str, str]]:
+    """Per group of ``folder`` its files, each with its first line of comment.
+
+    A file in ``own_dir`` takes the place of one of the same name.
+    """
+    folders = [folder] if own_dir is None else [folder, own_dir]
     return {
-        group.name: {
+        group: {
             path.stem: _purpose(path.read_text(encoding="utf-8"))
-            for path in sorted(group.glob("*.yaml"))
+            for path in sorted(
+                (path for each in folders for path in (each / group).glob("*.yaml")),
+                key=lambda path: path.stem,  # stable: own files come later, and stay
+            )
         }
-        for group in groups
+        for group in sorted(path.name for path in folder.iterdir() if path.is_dir())
     }
 
 

@@ -3,16 +3,22 @@
 ``conf/`` holds YAML only; the schemas here say which keys there are and of what type.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -57,6 +63,12 @@ HOSTS_OWN_KEYS = (  # what lies there is compared instead
     "plan.measured",
 )
 
+PROGRAM = "shardhet"  # as the source of a value that was worked out at the start
+MAIN_PROVIDER = "main"  # hydra's name for the folder that a program brings along
+
+# A user's own folder, laid out like conf/, while ``searching_first`` lasts.
+_own_dir: ContextVar[Path | None] = ContextVar("own_dir", default=None)
+
 # The schema of a group's choice, by the choice's kind; files say /schema/<group>: <kind>.
 SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
     "model": {
@@ -88,8 +100,31 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else package_dir.parent / "conf"
 
 
+@contextmanager
+def searching_first(own_dir: Path | None) -> Iterator[None]:
+    """Meanwhile a file in ``own_dir`` comes before one of the same name in ``conf/``.
+
+    Hydra's own --config-dir and searchpath only come after it.
+    """
+    before = _own_dir.set(own_dir)
+    try:
+        yield
+    finally:
+        _own_dir.reset(before)
+
+
+class OwnFilesFirst(SearchPathPlugin):
+    """Tells hydra of ``searching_first``."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        own_dir = _own_dir.get()
+        if own_dir is not None:
+            search_path.prepend("own files", f"file://{own_dir.resolve()}", MAIN_PROVIDER)
+
+
 def register_schemas() -> None:
-    """Make the schemas known to hydra."""
+    """Make the schemas, and where files are looked for, known to hydra."""
+    Plugins.instance().register(OwnFilesFirst)
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConf)
     store.store(group="schema/cluster", name="cluster", node=ClusterConf)
@@ -105,6 +140,7 @@ def to_conf(cfg: DictConfig) -> TrainConf:
 
 def to_checked(cfg: DictConfig, schema: type[C]) -> C:
     """The same of a command with a schema of its own."""
+    _refuse_added_keys(cfg, "")
     try:
         conf = OmegaConf.to_object(cfg)
     except MissingMandatoryValue as error:
@@ -114,6 +150,21 @@ def to_checked(cfg: DictConfig, schema: type[C]) -> C:
         raise ConfigError(f"{error.full_key}: {error}") from None
     assert isinstance(conf, schema)
     return conf
+
+
+def _refuse_added_keys(cfg: DictConfig, where: str) -> None:
+    """``+key=value`` makes hydra add a key that no schema has."""
+    schema = OmegaConf.get_type(cfg)
+    if not is_dataclass(schema):  # a map, whose keys are the user's
+        return
+    known = OmegaConf.structured(schema)
+    for key in map(str, cfg):
+        dotted = f"{where}.{key}" if where else key
+        if key not in list(known):
+            raise ConfigError(_no_such_key(known, where, key, asked_for=dotted))
+        node = cfg._get_node(key)
+        if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing()):
+            _refuse_added_keys(node, dotted)
 
 
 def save_resolved(cfg: DictConfig, path: Path) -> None:
@@ -147,28 +198,34 @@ def load_checked(path: Path, schema: type[C]) -> C:
     return to_checked(merged, schema)
 
 
-def non_default_sources(cfg: DictConfig, overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
+def non_default_sources(
+    cfg: DictConfig, overrides: Iterable[str], config_name: str = CONFIG_NAME
+) -> dict[str, dict[str, Any]]:
     """For each value that differs from its schema's default: the value and who set it.
 
-    Only where hydra has composed ``cfg`` in this process from ``overrides``.
+    Only where hydra has composed ``cfg`` in this process from ``overrides``; what none of its
+    files has set, the program has.
     """
     setters: dict[str, str] = {}
     loader = GlobalHydra.instance().config_loader()
-    tree = loader.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
+    tree = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
     for default in tree.defaults:
         repository = loader.repository  # type: ignore[attr-defined]
         loaded = repository.load_config(default.config_path)
         if loaded is None or loaded.provider in ("hydra", "schema"):
             continue
         package = default.package or ""
+        file = f"{default.config_path}.yaml"
+        if loaded.provider != MAIN_PROVIDER:
+            file = f"{loaded.path.removeprefix('file://')}/{file}"
         for key in _leaf_keys(loaded.config):
-            setters[f"{package}.{key}" if package else key] = f"{default.config_path}.yaml"
+            setters[f"{package}.{key}" if package else key] = file
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         for key in _leaf_keys_below(cfg, override.key_or_group):
             setters[key] = "command line"
     defaults = _schema_defaults(cfg)
     return {
-        key: {"value": value, "source": setters.get(key, "interpolation")}
+        key: {"value": value, "source": setters.get(key, PROGRAM)}
         for key, value in _leaves(cfg).items()
         if defaults.get(key, "???") != value and not key.endswith(".kind")
     }
@@ -213,6 +270,21 @@ def _leaf_keys_below(cfg: DictConfig, key: str) -> list[str]:
     return [] if node is None or isinstance(node, DictConfig) else [key]
 
 
+def check_choices(overrides: Iterable[str]) -> None:
+    """Raise where a group is set to null, which hydra answers with a traceback."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:
+        return  # hydra says so itself
+    for each in parsed:
+        folder = conf_dir() / each.key_or_group
+        if folder.is_dir() and not each.is_delete() and each.value() is None:
+            choices = sorted(path.stem for path in folder.glob("*.yaml"))
+            raise ConfigError(
+                f"{each.key_or_group}: null but it must be one of {', '.join(choices)}."
+            )
+
+
 def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:
     """For each override whose key does not exist: which keys there are in its place.
 
@@ -244,12 +316,15 @@ def _unknown_part(cfg: DictConfig, dotted: str) -> str:
     for i, part in enumerate(parts):
         if not isinstance(node, DictConfig):
             return ""
-        keys = sorted(map(str, node))
-        if part not in keys:
-            where = ".".join(parts[:i])
-            close = get_close_matches(part, keys, n=1)
-            mend = f" Did you mean {'.'.join([*parts[:i], close[0]])}?" if close else ""
-            there = f"{where or 'the configuration'} has {', '.join(keys)}"
-            return f"{dotted}: no such key; {there}.{mend}"
+        if part not in list(node):  # a map is said not to contain what is missing
+            return _no_such_key(node, ".".join(parts[:i]), part, asked_for=dotted)
         node = node._get_node(part) if OmegaConf.is_missing(node, part) else node[part]
     return ""
+
+
+def _no_such_key(known: DictConfig, where: str, key: str, *, asked_for: str) -> str:
+    keys = sorted(map(str, known))
+    close = get_close_matches(key, keys, n=1)
+    mend = f" Did you mean {f'{where}.' if where else ''}{close[0]}?" if close else ""
+    there = f"{where or 'the configuration'} has {', '.join(keys)}"
+    return f"{asked_for}: no such key; {there}.{mend}"

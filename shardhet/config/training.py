@@ -361,7 +361,10 @@ class FilePlanConf(PlanConf):
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan as it stands in the file."""
-        return _named(lambda: Plan.load(self.path))
+        try:
+            return Plan.load(self.path)
+        except ValueError as error:
+            raise ConfigError(f"plan.path: {error}") from None
 
 
 @dataclass(kw_only=True)

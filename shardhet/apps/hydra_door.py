@@ -1,0 +1,102 @@
+"""The way into a command that is an application of hydra: what is done before hydra reads on.
+
+Hydra itself wants all flags before all keys, looks into --config-dir after its own files, and
+shows a help of its own.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from shardhet.apps.launch import RunFailedExit
+from shardhet.apps.rank_env import RankEnv, agree_on_stamp
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import check_choices, hints, searching_first
+
+
+def enter(
+    application: Callable[[], None],
+    *,
+    config_name: str,
+    show_help: Callable[[Sequence[str], Path | None], None],
+) -> None:
+    """Run ``application``, which reads ``sys.argv``; SystemExit with the mend if it cannot.
+
+    ``show_help`` is told the overrides and the user's own folder.
+    """
+    env = RankEnv.from_environment()
+    OmegaConf.register_new_resolver(
+        "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
+    )
+    own_dir = own_config_dir(sys.argv[1:])
+    sys.argv[1:] = flags_first(sys.argv[1:])
+    overrides = [each for each in sys.argv[1:] if is_override(each)]
+    with searching_first(own_dir):
+        try:
+            check_choices(overrides)
+            if {"--help", "-h"} & set(sys.argv[1:]):
+                show_help(overrides, own_dir)
+            else:
+                application()
+        except RunFailedExit:
+            raise
+        except ConfigError as error:
+            raise _refusal([str(error)], env) from None
+        except (HydraException, OmegaConfBaseException) as error:
+            reasons = [str(each) for each in (error, error.__cause__) if each is not None]
+            raise _refusal([*reasons, *hints(overrides, config_name)], env) from None
+        except SystemExit as error:
+            if error.code == 1:  # hydra has said what, but not always what to do
+                raise _refusal(hints(overrides, config_name), env) from None
+            raise
+
+
+def _refusal(lines: Sequence[str], env: RankEnv | None) -> SystemExit:
+    if lines:
+        text = "\n".join(lines)
+        _tell_torchrun(ConfigError(text), env)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    return SystemExit(1)
+
+
+def refuse(error: ConfigError, env: RankEnv | None) -> SystemExit:
+    """What ends a process whose configuration cannot be run."""
+    _tell_torchrun(error, env)
+    return SystemExit(f"{error}\nNothing was started.")
+
+
+def _tell_torchrun(error: ConfigError, env: RankEnv | None) -> None:
+    """So that it stands in torchrun's own report, which is what is seen last."""
+    if env is not None:
+        try:
+            raise error  # the report has a traceback, whose last line is the message
+        except ConfigError:
+            get_error_handler().record_exception(error)
+
+
+def own_config_dir(arguments: Sequence[str]) -> Path | None:
+    """The folder that ``--config-dir`` names, if any."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    given, _ = parser.parse_known_args(list(arguments))
+    own_dir: Path | None = given.config_dir
+    if own_dir is not None and not own_dir.is_dir():
+        raise SystemExit(f"--config-dir: {str(own_dir)!r} is no folder.")
+    return own_dir
+
+
+def is_override(argument: str) -> bool:
+    """``key=value``, ``+key=value`` or ``~key``; no flag, nor a flag's value."""
+    return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+
+
+def flags_first(arguments: Sequence[str]) -> list[str]:
+    """Otherwise the same order; argparse takes ``key=value`` in one row only."""
+    return sorted(arguments, key=is_override)
