@@ -47,6 +47,23 @@ def test_the_search_equals_brute_force(block: int) -> None:
     assert num_solved > 0.9 * PROBLEMS_PER_BLOCK
 
 
+def test_no_choice_has_a_phase_below_the_least_that_speeds_allow() -> None:
+    rng = np.random.default_rng(7)
+    closest = 0.0
+    for i in range(60):
+        problem = random_small(rng, i)
+        for d, least_s in enumerate(problem.least_phases_s()):
+            # The fastest in one phase alone, whatever the others take.
+            limits = [np.inf] * problem.num_phases
+            for limit in np.unique(problem.costs[d]):
+                limits[d] = float(limit)
+                if best_choice(problem, Limits(tuple(limits))) is not None:
+                    break
+            assert limits[d] >= least_s * (1 - 1e-12)
+            closest = max(closest, least_s / limits[d])
+    assert closest > 0.9
+
+
 def test_a_search_that_stops_early_states_a_true_bound() -> None:
     gaps = []
     for seed in range(12):

@@ -29,8 +29,14 @@ def best_choice(problem: Problem, limits: Limits) -> tuple[Choice, ...] | None:
         width = len(room)
         for _ in range(group.count):
             padded = np.concatenate((np.full(width - 1, -np.inf), best))
-            # Row b holds best shifted by b.
-            shifted = np.lib.stride_tricks.sliding_window_view(padded, batch_size + 1)[::-1]
+            # A view, [width, batch_size + 1]: row b holds best shifted by b.
+            each = padded.itemsize
+            shifted: Floats = np.ndarray(
+                (width, batch_size + 1),
+                buffer=padded,
+                offset=(width - 1) * each,
+                strides=(-each, each),
+            )
             totals = shifted + room[:, None]
             taken = totals.argmax(axis=0)
             best = totals[taken, np.arange(batch_size + 1)]
@@ -50,14 +56,19 @@ def best_choice(problem: Problem, limits: Limits) -> tuple[Choice, ...] | None:
 def _room_by_batch(
     problem: Problem, g: int, allowed: Bools, optimizer_s: float
 ) -> tuple[Floats, Ints]:
-    """[B_g + 1] most room per batch, and which candidate has it; -inf where none is allowed."""
+    """Most room per batch up to the largest that is allowed, and which candidate has it.
+
+    Both [largest + 1]; -inf where no candidate of the batch is allowed.
+    """
     group = problem.groups[g]
     cap = problem.numel_within(g, optimizer_s)
-    width = min(int(group.batch.max()), problem.global_batch_size) + 1
+    is_allowed = allowed[: len(group.batch)] & (group.batch <= problem.global_batch_size)
+    # Sorted by batch, then by most room: written backwards, the best comes last.
+    indices = np.flatnonzero(is_allowed)[::-1]
+    batch = group.batch[indices]
+    width = int(batch[-1]) + 1 if len(batch) else 1
     room = np.full(width, -np.inf)
     candidate = np.zeros(width, dtype=np.int64)
-    # Sorted by batch, then by most room: written backwards, the best comes last.
-    indices = np.flatnonzero(allowed[: len(group.batch)] & (group.batch < width))[::-1]
-    room[group.batch[indices]] = np.minimum(group.room[indices], cap)
-    candidate[group.batch[indices]] = indices
+    room[batch] = np.minimum(group.room[indices], cap)
+    candidate[batch] = indices
     return room, candidate

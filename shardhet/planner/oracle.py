@@ -44,14 +44,15 @@ class Oracle:
 
     def is_feasible(self, limits: Limits) -> bool:
         """Whether the relaxation fits; false is a proof that no plan does."""
-        return self._meet(limits, stops_early=True) is not None
+        allowed, room = self.problem.allowed(limits), self.problem.room_within(limits)
+        return self._meet(allowed, room, stops_early=True) is not None
 
     def construct(self, limits: Limits) -> tuple[Choice, ...] | None:
         """A plan within the limits; None if there is none or rounding did not find it."""
-        ends = self._meet(limits, stops_early=False)
+        allowed, room = self.problem.allowed(limits), self.problem.room_within(limits)
+        ends = self._meet(allowed, room, stops_early=False)
         if ends is None:
             return None
-        allowed, room = self.problem.allowed(limits), self.problem.room_within(limits)
         left, right = ends
         best: tuple[Choice, ...] | None = None
         best_room = -np.inf
@@ -71,20 +72,22 @@ class Oracle:
         problem, rows = self.problem, self._rows
         return _Point(
             pick,
-            float(problem.counts @ problem.batch[rows, pick]),
-            float(problem.counts @ room[rows, pick]),
+            float(problem.counts.dot(problem.batch[rows, pick])),
+            float(problem.counts.dot(room[rows, pick])),
         )
 
-    def _meet(self, limits: Limits, *, stops_early: bool) -> tuple[_Point, _Point] | None:
+    def _meet(
+        self, allowed: Bools, room: Floats, *, stops_early: bool
+    ) -> tuple[_Point, _Point] | None:
         """The two choices that meet at the best multiplier; None where the state cannot fit."""
         problem = self.problem
         self.num_scanned += problem.batch.size * problem.num_phases + CALL_OVERHEAD
         demand, wanted = problem.state_numel, problem.global_batch_size
-        allowed, room = problem.allowed(limits), problem.room_within(limits)
-        if not allowed.any(axis=1).all():
-            return None
         # Rows are sorted by batch, then room: the first is the largest batch.
-        right = self._point(allowed.argmax(axis=1), room)
+        largest = allowed.argmax(axis=1)
+        if not allowed[self._rows, largest].all():
+            return None
+        right = self._point(largest, room)
         if right.batch < wanted:
             return None
         masked = np.where(allowed, room, -np.inf)

@@ -165,11 +165,22 @@ class Problem:
 
     def room_within(self, limits: Limits) -> Floats:
         """[G, C] room that the optimizer can update within its limit."""
-        if limits.optimizer_s == inf:
+        if limits.optimizer_s == inf or np.isinf(self.numel_per_optimizer_s).all():
             return self.room
         groups = range(len(self.groups))
         caps = np.array([self.numel_within(g, limits.optimizer_s) for g in groups])
         return np.minimum(self.room, caps[:, None])
+
+    def least_phases_s(self) -> tuple[float, ...]:
+        """What each phase takes at least, if memory were no limit and samples were divisible.
+
+        Within T_d a device of group g computes no more than T_d max_c b_c / t_dc samples.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rates = [np.where(self.batch > 0, self.batch / cost, 0.0) for cost in self.costs]
+        return tuple(
+            self.global_batch_size / float(self.counts @ rate.max(axis=1)) for rate in rates
+        )
 
     def totals_above(self, least_s: Sequence[float]) -> Floats:
         """[G, C] sum over phases of max(least, cost): what a step takes if one is used."""

@@ -35,8 +35,8 @@ from shardhet.planner.problem import Choice, Floats, Limits, Problem, Value
 
 # Two objectives closer than this are equal: sums of floats in different orders differ more.
 RELATIVE_EPSILON = 1e-12
-RAY_STEPS = 24  # bisections along the diagonal for the first incumbent, at most
-RAY_PRECISION = 1e-3  # of the incumbent; boxes do the rest better
+RAY_STEPS = 24  # bisections along the diagonal of a box for an incumbent, at most
+RAY_PRECISION = 1e-3  # of the sum of phases; boxes do the rest better
 SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
 NUM_RUNNERS_UP = 6
@@ -49,7 +49,7 @@ class Effort:
     """When the search stops before it has proven its result; the same on every machine."""
 
     relative_gap: float = 0.0  # good enough
-    max_scanned: float = 3e9  # candidates looked at by the oracle
+    max_scanned: float = 4e9  # candidates looked at by the oracle
     max_exact_additions: float = 3e8  # by dynamic programmes
 
 
@@ -156,11 +156,14 @@ class _Search:
         unlimited = Limits(self.values_at(last))
         if not self.oracle.is_feasible(unlimited):
             raise NothingFitsError
-        self.try_choice(self.oracle.construct(unlimited))
+        first = tuple(
+            int(np.searchsorted(values, least_s * (1 - RELATIVE_EPSILON)))
+            for values, least_s in zip(self.values, self.problem.least_phases_s(), strict=True)
+        )
+        box = _Box(first, last, sum(self.values_at(first)), self.problem.least_optimizer_s)
+        self.try_ray(box)
         if self.value is None and self.can_afford_exact:
             self.try_choice(self.exact_choice(unlimited))
-        first = tuple(0 for _ in last)
-        box = _Box(first, last, sum(self.values_at(first)), self.problem.least_optimizer_s)
         tight = self.tightened(box)
         if tight is None:
             return None
@@ -260,6 +263,8 @@ class _Search:
         for d in range(len(self.values)):
             lo = _with(lo, d, self.least_index(d, lo[d], hi, limits))
         total_s = max(total_s, sum(self.values_at(lo)))
+        if total_s + box.optimizer_s >= self.target_s:
+            return None
         limits = self.limits(lo, hi, total_s, box.optimizer_s)
         optimizer_s = self.least_optimizer_s(limits, box.optimizer_s)
         tight = _Box(lo, hi, self.least_total_s(limits, total_s), optimizer_s)
@@ -312,15 +317,9 @@ class _Search:
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
         """Whether the state fits beside the choices and their optimizers keep the limit."""
-        room = sum(
-            choice.count
-            * min(
-                self.problem.room[choice.group, choice.candidate],
-                self.problem.numel_within(choice.group, limits.optimizer_s),
-            )
-            for choice in choices
-        )
-        return bool(room >= self.problem.state_numel)
+        room = self.problem.room_within(limits)
+        total = sum(each.count * room[each.group, each.candidate] for each in choices)
+        return bool(total >= self.problem.state_numel)
 
     def least_index(self, d: int, first: int, hi: tuple[int, ...], limits: Limits) -> int:
         """The least limit on phase ``d`` that fits, the others at ``hi``, which fits."""
@@ -374,38 +373,44 @@ class _Search:
 
     # Incumbents #
 
-    def try_choice(self, choices: tuple[Choice, ...] | None) -> None:
-        """Keep it if it is the best so far."""
-        if choices is None:
-            return
-        value = self.problem.evaluate(choices)
-        if value is None:
-            return
+    def try_choice(self, choices: tuple[Choice, ...] | None) -> bool:
+        """Keep it if it is the best so far; returns whether there is room for the state."""
+        value = None if choices is None else self.problem.evaluate(choices)
+        if choices is None or value is None:
+            return False
         if self.value is None or value.objective_s < self.value.objective_s:
             self.choices, self.value = choices, value
         if value.objective_s <= self.value.objective_s * (1 + RUNNER_UP_MARGIN):
             self.met.setdefault(choices, value.objective_s)
+        return True
 
     def try_ray(self, box: _Box) -> None:
-        """A first incumbent: the least point that fits on the way from ``lo`` to ``hi``."""
+        """An incumbent near the least point that fits on the way from ``lo`` to ``hi``."""
         low, high = np.array(self.values_at(box.lo)), np.array(self.values_at(box.hi))
-        near, far = 0.0, 1.0
-        corner = self.oracle.construct(Limits(self.values_at(box.lo)))
-        self.try_choice(corner)
-        if corner is not None:
-            return
+
+        def limits(part: float) -> Limits:
+            return Limits(tuple((low + part * (high - low)).tolist()))
+
+        near, fitting = 0.0, [1.0]
         # Costs differ by orders of magnitude between good and bad candidates, so the
         # first steps shrink the way by factors.
         for step in range(RAY_STEPS):
-            if (far - near) * float((high - low).sum()) < RAY_PRECISION * self.incumbent_s:
-                return
+            far = fitting[-1]
+            width_s = (far - near) * float((high - low).sum())
+            if width_s < RAY_PRECISION * sum(limits(far).phases_s):
+                break
             part = far / 8 if near == 0 and step < RAY_STEPS // 2 else (near + far) / 2
-            limits = Limits(tuple((low + part * (high - low)).tolist()))
-            if self.oracle.is_feasible(limits):
-                self.try_choice(self.oracle.construct(limits))
-                far = part
+            if self.oracle.is_feasible(limits(part)):
+                fitting.append(part)
             else:
                 near = part
+        for part in reversed(fitting):
+            if self.try_choice(self.choice_within(limits(part))):
+                return
+
+    def choice_within(self, limits: Limits) -> tuple[Choice, ...] | None:
+        """Something within the limits; with few devices what leaves most room, exactly."""
+        return (self.exact_choice if self.is_small else self.oracle.construct)(limits)
 
     @property
     def can_afford_exact(self) -> bool:
