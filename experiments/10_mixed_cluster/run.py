@@ -34,7 +34,7 @@ class Extent:
     turn_s: float  # about how long a turn takes, in whole steps
 
 
-FULL = Extent(profile=Effort(time_limit_s=60.0), num_rounds=7, turn_s=4.0)
+FULL = Extent(profile=Effort(time_limit_s=90.0), num_rounds=5, turn_s=3.0)
 QUICK = Extent(profile=Effort(time_limit_s=20.0, num_repeats=4), num_rounds=2, turn_s=1.0)
 
 

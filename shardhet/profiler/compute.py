@@ -57,13 +57,9 @@ Samples = dict[str, UnitSamples]  # by kind of unit
 
 
 def candidate_sizes(max_microbatch_size: int) -> list[int]:
-    """Powers of two and the middle between each two of them, and the largest."""
-    sizes = {max_microbatch_size}
-    power = 1
-    while power <= max_microbatch_size:
-        sizes |= {size for size in (power, power + power // 2) if size <= max_microbatch_size}
-        power *= 2
-    return sorted(sizes)
+    """Powers of two, and the largest."""
+    powers = [2**i for i in range(max_microbatch_size.bit_length())]
+    return sorted({*powers, max_microbatch_size})
 
 
 class ComputeMeasurement:
@@ -142,15 +138,15 @@ class ComputeMeasurement:
                 break
         return round_s, peaks
 
-    def run_rounds(self, seconds: float) -> Samples:
-        """Rounds until ``seconds`` are over, and at least ``MIN_ROUNDS``.
+    def run_rounds(self, seconds: float, min_rounds: int = MIN_ROUNDS) -> Samples:
+        """Rounds until ``seconds`` are over, and at least ``min_rounds``.
 
         Not a number of rounds: ranks that run together are to disturb each other to the end.
         """
         samples = {kind: UnitSamples() for kind in self._runners}
         deadline_s = time.perf_counter() + seconds
         done = 0
-        while done < MIN_ROUNDS or time.perf_counter() < deadline_s:
+        while done < min_rounds or time.perf_counter() < deadline_s:
             self._run_round(samples)
             done += 1
         return samples

@@ -21,7 +21,7 @@ from shardhet.emulation import EmulatedDevice
 from shardhet.optim import AdamW, OptimizerSpec, Sgd
 from shardhet.plan import Plan
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
-from shardhet.profiler.compute import ComputeMeasurement, peaks_into
+from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
 from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
@@ -41,7 +41,7 @@ class Effort:
 
     max_microbatch_size: int = 32
     num_repeats: int = 10
-    time_limit_s: float = 60.0  # about; slow devices still run every case three times
+    time_limit_s: float = 60.0  # about; slow devices still run every case some times
 
     # Parts of the time limit.
     alone: float = 0.25  # all ranks of a host together
@@ -208,7 +208,8 @@ class _Session:
         effort, channels = self._effort, self._channels
         alone_s = effort.alone * effort.time_limit_s / self._num_turns
         self._on_progress("warming up", 0.05)
-        round_s, peaks = compute.warm_up(alone_s / 3)
+        most_together_s = effort.together * effort.time_limit_s
+        round_s, peaks = compute.warm_up(most_together_s / MIN_ROUNDS)
         alone = None
         for turn in range(self._num_turns):
             self._on_progress(
@@ -217,14 +218,14 @@ class _Session:
             )
             channels.wait_for_all()
             if turn == self._turn:
-                alone = compute.run_rounds(min(alone_s, effort.num_repeats * round_s))
+                seconds = min(alone_s, effort.num_repeats * round_s)
+                alone = compute.run_rounds(seconds, min_rounds=1)
         assert alone is not None
         self._on_progress("all ranks computing at once", 0.4)
         [slowest_round_s] = channels.slowest([round_s])
-        together_s = min(
-            effort.together * effort.time_limit_s, effort.num_repeats * slowest_round_s
+        together = compute.run_rounds(
+            min(most_together_s, effort.num_repeats * slowest_round_s)
         )
-        together = compute.run_rounds(together_s)
         self._on_progress("the optimizer", 0.7)
         channels.wait_for_all()
         optimizer_s = compute.optimizer_seconds(
