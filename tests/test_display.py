@@ -5,6 +5,7 @@ import io
 from rich.console import Console
 
 from shardhet.apps.display import Display, device_table, microbatches
+from shardhet.cluster import DeviceSpec
 from shardhet.plan import Plan
 from shardhet.trainer import DeviceUse, StepMetrics
 
@@ -14,14 +15,14 @@ PLAN = Plan.by_hand(
 USES = tuple(
     DeviceUse(busy_share=0.1 * i, waiting_share=0.5, peak_memory_bytes=2**29) for i in range(3)
 )
-BUDGETS_BYTES = [2**30] * 3
+DEVICES = [DeviceSpec(kind="Tesla T4", memory_capacity_bytes=2**30)] * 3
 
 
 def shown(*, is_terminal: bool) -> str:
     """All that a run of four steps and one look prints."""
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120, record=True)
     with Display(
-        PLAN, BUDGETS_BYTES, num_steps=4, log_every=2, target_name="tokens", console=console
+        PLAN, DEVICES, num_steps=4, log_every=2, target_name="tokens", console=console
     ) as display:
         for step in range(1, 5):
             display.show_step(
@@ -58,10 +59,10 @@ def test_a_terminal_shows_devices_in_its_table_alone() -> None:
 
 def test_the_table_says_what_each_device_does() -> None:
     console = Console(file=io.StringIO(), width=120, record=True)
-    console.print(device_table(PLAN, USES, BUDGETS_BYTES))
+    console.print(device_table(PLAN, DEVICES, USES))
     text = console.export_text()
-    assert "| 1 device |    2 x 2 + 1 |   20% |  10% |     50% | 0.50 of 1.0 GiB |" in text
-    console.print(device_table(PLAN, (), BUDGETS_BYTES))
+    assert "| 1 Tesla T4 |    2 x 2 + 1 |   20% |  10% |     50% | 0.50 of 1.0 GiB |" in text
+    console.print(device_table(PLAN, DEVICES))
     assert "busy" not in console.export_text()  # not known before the first look
 
 

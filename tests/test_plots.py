@@ -9,7 +9,7 @@ import pytest
 
 from shardhet.apps.plot import figure_of, main
 from shardhet.apps.run_folder import RunFolder
-from shardhet.plan import Plan
+from shardhet.cluster import DeviceSpec
 from shardhet.plots import Series
 
 
@@ -26,7 +26,8 @@ def write_run(path: Path) -> RunFolder:
             entries.append({"step": step, **use})
             entries.append({"step": step, "held_out_loss": 4.0})
     folder.metrics_path.write_text("".join(json.dumps(each) + "\n" for each in entries))
-    Plan.even(2, microbatch_size=1).save(folder.plan_path)
+    folder.about_path.write_text("{}")
+    folder.add_devices([DeviceSpec(kind="Tesla T4"), DeviceSpec()])
     return folder
 
 
@@ -36,6 +37,7 @@ def test_series_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert figure.losses["held_out_loss"].steps == (2, 4)
     assert figure.tokens_per_s.values == (128.0,) * 4
     assert figure.busy_shares["1 device"].values == (0.6, 0.6)
+    assert list(figure.busy_shares) == ["0 Tesla T4", "1 device"]
     assert figure.waiting_shares.keys() == figure.busy_shares.keys()
 
 

@@ -104,6 +104,7 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
     assert Plan.load(run_dir / "plan.json").world_size == 4
     about = json.loads((run_dir / "run.json").read_text())
     assert about["versions"]["torch"]
+    assert about["devices"][1]["kind"] == "emulated cramped"
     assert about["command_line"][1] == "experiment=demo"
     entries = metrics(run_dir)
     assert len(losses(run_dir)) == 5

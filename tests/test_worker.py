@@ -19,7 +19,6 @@ from shardhet.config.compose import (
     VERSION_BASE,
     conf_dir,
     register_schemas,
-    save_resolved,
 )
 from shardhet.config.training import ClusterConf
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -62,8 +61,7 @@ def configure(folder: Path, *overrides: str) -> str:
     OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         cfg = compose(CONFIG_NAME, [*overrides, f"run_dir={folder}"])
-    folder.mkdir()
-    save_resolved(cfg, folder / "config.yaml")
+    RunFolder(folder).begin(cfg, {})
     return str(folder)
 
 

@@ -12,6 +12,7 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
+from shardhet.cluster import DeviceSpec
 from shardhet.plan import Plan, RankPlan
 from shardhet.trainer import DeviceUse, StepMetrics
 
@@ -25,7 +26,7 @@ class Display:
     def __init__(
         self,
         plan: Plan,
-        budgets_bytes: Sequence[int],  # memory of each device, in plan order
+        devices: Sequence[DeviceSpec],  # as found, in plan order
         *,
         num_steps: int,
         log_every: int,
@@ -34,7 +35,7 @@ class Display:
     ) -> None:
         self.console = console
         self._plan = plan
-        self._budgets_bytes = budgets_bytes
+        self._devices = devices
         self._num_steps = num_steps
         self._log_every = log_every
         self._target_name = target_name
@@ -112,7 +113,7 @@ class Display:
 
     def _draw_devices(self, uses: Sequence[DeviceUse]) -> None:
         # Once per look: laid out at every refresh, the table would take 2 % of a short step.
-        table = device_table(self._plan, uses, self._budgets_bytes)
+        table = device_table(self._plan, self._devices, uses)
         self._drawn_devices = Segments(list(self.console.render(table)))
 
     def _draw(self) -> RenderableType:
@@ -121,7 +122,9 @@ class Display:
         return Group(self._drawn_devices, Text(self._line(self._latest)))
 
 
-def device_table(plan: Plan, uses: Sequence[DeviceUse], budgets_bytes: Sequence[int]) -> Table:
+def device_table(
+    plan: Plan, devices: Sequence[DeviceSpec], uses: Sequence[DeviceUse] = ()
+) -> Table:
     """Per device what it computes and stores and, once that is known, how busy it is."""
     table = Table(box=box.ASCII)  # the same in a file as on a terminal
     table.add_column("device", no_wrap=True)
@@ -129,14 +132,19 @@ def device_table(plan: Plan, uses: Sequence[DeviceUse], budgets_bytes: Sequence[
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for i, (rank, share) in enumerate(zip(plan.ranks, plan.state_shares, strict=True)):
-        cells = [f"{i} {rank.device.kind or 'device'}", microbatches(rank), f"{share:.0%}"]
+        cells = [device_name(i, devices[i]), microbatches(rank), f"{share:.0%}"]
         if uses:
             peak_gib = uses[i].peak_memory_bytes / 2**30
-            budget_gib = budgets_bytes[i] / 2**30
+            budget_gib = (devices[i].memory_capacity_bytes or 0) / 2**30
             cells += [f"{uses[i].busy_share:.0%}", f"{uses[i].waiting_share:.0%}"]
             cells.append(f"{peak_gib:.2f} of {budget_gib:.1f} GiB")
         table.add_row(*cells)
     return table
+
+
+def device_name(position: int, device: DeviceSpec) -> str:
+    """What a device is called wherever a run is shown: ``1 Tesla T4``."""
+    return f"{position} {device.kind or 'device'}"
 
 
 def microbatches(rank: RankPlan) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from shardhet.apps.display import device_name
 from shardhet.apps.run_folder import RunFolder
-from shardhet.plan import Plan
 from shardhet.plots import RunFigure, Series, draw_run, series_of
 
 
@@ -37,8 +37,7 @@ def figure_of(folder: RunFolder) -> RunFigure:
     """What is to be drawn of the run."""
     lines = folder.metrics_path.read_text(encoding="utf-8").splitlines()
     entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    plan = Plan.load(folder.plan_path)
-    names = [f"{i} {rank.device.kind or 'device'}" for i, rank in enumerate(plan.ranks)]
+    names = [device_name(i, device) for i, device in enumerate(folder.devices())]
     losses = {key: series_of(entries, key) for key in ("loss", "held_out_loss")}
     return RunFigure(
         title=folder.path.name,

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import shardhet
+from shardhet.cluster import DeviceSpec
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import load_resolved, save_resolved
 from shardhet.config.train import TrainConf
@@ -29,7 +31,7 @@ class RunFolder:
 
     config.yaml          every key with its value
     config_sources.json  for each value that is no default: who set it
-    run.json             versions, commit, environment, command line
+    run.json             versions, commit, environment, command line, devices as found
     plan.json            who computes and stores what
     metrics.jsonl        one line per step, look at the devices, and evaluation
     logs/rank0.log ...   what each rank logged; of ranks above zero all they printed
@@ -44,6 +46,10 @@ class RunFolder:
     @property
     def plan_path(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def about_path(self) -> Path:
+        return self.path / "run.json"
 
     @property
     def metrics_path(self) -> Path:
@@ -85,7 +91,17 @@ class RunFolder:
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         save_resolved(cfg, self.config_path)
         _write_json(self.path / "config_sources.json", sources)
-        _write_json(self.path / "run.json", describe_process())
+        _write_json(self.about_path, describe_process())
+
+    def add_devices(self, devices: Sequence[DeviceSpec]) -> None:
+        """What plays each position of the plan, once that is known."""
+        about = json.loads(self.about_path.read_text(encoding="utf-8"))
+        _write_json(self.about_path, about | {"devices": [each.to_dict() for each in devices]})
+
+    def devices(self) -> list[DeviceSpec]:
+        """The same again, in plan order."""
+        about = json.loads(self.about_path.read_text(encoding="utf-8"))
+        return [DeviceSpec.from_dict(each) for each in about["devices"]]
 
     def load_config(self) -> TrainConf:
         """The configuration that ``begin`` wrote."""

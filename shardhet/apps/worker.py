@@ -156,11 +156,14 @@ class Run:
             device=device,
             memory_level_bytes=level_bytes,
         )
-        capacity_bytes = spec.memory_capacity_bytes or 0
-        budgets = [int(row[0]) for row in self._model.exchange([capacity_bytes])]
-        self._budgets_bytes = [
-            rank.device.memory_capacity_bytes or budget
-            for rank, budget in zip(plan.ranks, budgets, strict=True)
+        announced = dict(everyone.exchange_objects((self._model.position, spec)))
+        self._devices = [
+            replace(
+                announced[position],
+                memory_capacity_bytes=planned.device.memory_capacity_bytes
+                or announced[position].memory_capacity_bytes,
+            )
+            for position, planned in enumerate(plan.ranks)
         ]
         self._prediction: Prediction | None = None
         if isinstance(conf.plan, FilePlanConf) and conf.plan.measured:
@@ -205,11 +208,12 @@ class Run:
         )
         if self.is_rank_zero:
             self._model.plan.save(self._folder.plan_path)
+            self._folder.add_devices(self._devices)
             self._loggers = open_loggers(self._conf.logger, self._folder)
         self._show_start(console)
         return Display(
             self._model.plan,
-            self._budgets_bytes,
+            self._devices,
             num_steps=self._conf.num_steps,
             log_every=self._conf.log_every,
             target_name=self._task.target_name,
@@ -227,7 +231,7 @@ class Run:
         if self._conf.compile:
             console.print(self._say_who_compiles(), markup=False, soft_wrap=True)
         if not console.is_terminal:
-            console.print(device_table(plan, (), self._budgets_bytes))
+            console.print(device_table(plan, self._devices))
 
     def _say_who_compiles(self) -> str:
         """On which devices torch.compile works, and why not elsewhere.  Collective."""
