@@ -26,8 +26,7 @@ def write_run(path: Path) -> RunFolder:
             entries.append({"step": step, **use})
             entries.append({"step": step, "held_out_loss": 4.0})
     folder.metrics_path.write_text("".join(json.dumps(each) + "\n" for each in entries))
-    folder.about_path.write_text("{}")
-    folder.add_devices([DeviceSpec(kind="Tesla T4"), DeviceSpec()])
+    folder.save_devices([DeviceSpec(kind="Tesla T4"), DeviceSpec()])
     return folder
 
 

@@ -96,6 +96,7 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
         "config_sources.json",
         "run.json",
         "plan.json",
+        "devices.json",
         "metrics.jsonl",
         *(f"logs/rank{rank}.log" for rank in range(4)),
     }
@@ -104,7 +105,8 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
     assert Plan.load(run_dir / "plan.json").world_size == 4
     about = json.loads((run_dir / "run.json").read_text())
     assert about["versions"]["torch"]
-    assert about["devices"][1]["kind"] == "emulated cramped"
+    devices = json.loads((run_dir / "devices.json").read_text())
+    assert [each["kind"].split()[1] for each in devices] == ["big", "cramped", "slow", "store"]
     assert about["command_line"][1] == "experiment=demo"
     entries = metrics(run_dir)
     assert len(losses(run_dir)) == 5

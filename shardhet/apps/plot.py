@@ -37,7 +37,7 @@ def figure_of(folder: RunFolder) -> RunFigure:
     """What is to be drawn of the run."""
     lines = folder.metrics_path.read_text(encoding="utf-8").splitlines()
     entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    names = [device_name(i, device) for i, device in enumerate(folder.devices())]
+    names = [device_name(i, device) for i, device in enumerate(folder.load_devices())]
     losses = {key: series_of(entries, key) for key in ("loss", "held_out_loss")}
     return RunFigure(
         title=folder.path.name,

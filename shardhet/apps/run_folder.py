@@ -31,8 +31,9 @@ class RunFolder:
 
     config.yaml          every key with its value
     config_sources.json  for each value that is no default: who set it
-    run.json             versions, commit, environment, command line, devices as found
+    run.json             versions, commit, environment, command line
     plan.json            who computes and stores what
+    devices.json         what was found to play each position of the plan
     metrics.jsonl        one line per step, look at the devices, and evaluation
     logs/rank0.log ...   what each rank logged; of ranks above zero all they printed
     """
@@ -48,8 +49,8 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
-    def about_path(self) -> Path:
-        return self.path / "run.json"
+    def devices_path(self) -> Path:
+        return self.path / "devices.json"
 
     @property
     def metrics_path(self) -> Path:
@@ -91,17 +92,16 @@ class RunFolder:
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         save_resolved(cfg, self.config_path)
         _write_json(self.path / "config_sources.json", sources)
-        _write_json(self.about_path, describe_process())
+        _write_json(self.path / "run.json", describe_process())
 
-    def add_devices(self, devices: Sequence[DeviceSpec]) -> None:
-        """What plays each position of the plan, once that is known."""
-        about = json.loads(self.about_path.read_text(encoding="utf-8"))
-        _write_json(self.about_path, about | {"devices": [each.to_dict() for each in devices]})
+    def save_devices(self, devices: Sequence[DeviceSpec]) -> None:
+        """Write what plays each position of the plan."""
+        _write_json(self.devices_path, [each.to_dict() for each in devices])
 
-    def devices(self) -> list[DeviceSpec]:
-        """The same again, in plan order."""
-        about = json.loads(self.about_path.read_text(encoding="utf-8"))
-        return [DeviceSpec.from_dict(each) for each in about["devices"]]
+    def load_devices(self) -> list[DeviceSpec]:
+        """The inverse of ``save_devices``."""
+        stated = json.loads(self.devices_path.read_text(encoding="utf-8"))
+        return [DeviceSpec.from_dict(each) for each in stated]
 
     def load_config(self) -> TrainConf:
         """The configuration that ``begin`` wrote."""

@@ -208,7 +208,7 @@ class Run:
         )
         if self.is_rank_zero:
             self._model.plan.save(self._folder.plan_path)
-            self._folder.add_devices(self._devices)
+            self._folder.save_devices(self._devices)
             self._loggers = open_loggers(self._conf.logger, self._folder)
         self._show_start(console)
         return Display(
