@@ -132,7 +132,7 @@ def _fitting_plans(
     """
     budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
     plans: dict[Plan, StepCost] = {}
-    for choices in met:
+    for choices in map(table.rounded.least_busy, met):
         value = table.rounded.evaluate(choices)
         if value is None:
             continue
