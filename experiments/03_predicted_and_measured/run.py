@@ -1,6 +1,6 @@
 """Does a step take as long as the simulator says, and are ranks idle as it says?
 
-PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 12 minutes
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 25 minutes
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --quick    about three minutes
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --only "quota 0.9"
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from cases import CASES, MAX_MICROBATCH_SIZE, Case
-from ranks import Comparison, Prediction, compare
+from ranks import Comparison, compare
 
 from experiments.common import (
     BAR_HEADER,
@@ -22,6 +22,7 @@ from experiments.common import (
     console,
     markdown_table,
     print_table,
+    read_csv,
     run_ranks,
     write_csv,
     write_results_block,
@@ -54,40 +55,56 @@ class Row:
     samples: str  # of each rank
     step_time_s: float
     idle: str  # of each rank, as fractions of the step
+    commit: str
+    date: str
+    load_before: float
+
+    @property
+    def idle_fractions(self) -> list[float]:
+        """``idle`` as numbers."""
+        return [float(each) for each in self.idle.split()]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A prediction beside what was measured."""
 
-    case: Case
-    prediction: Prediction
-    measured: Spread
-    measured_idle: tuple[float, ...]  # medians
+    predicted: Row
+    steps: Sequence[Row]
+
+    @property
+    def measured(self) -> Spread:
+        """Seconds of a step."""
+        return Spread.of([step.step_time_s for step in self.steps])
+
+    @property
+    def measured_idle(self) -> list[float]:
+        """Median of each rank."""
+        by_rank = zip(*(step.idle_fractions for step in self.steps), strict=True)
+        return [Spread.of(of_rank).median for of_rank in by_rank]
 
     @property
     def error(self) -> float:
         """Of the step time, relative; above zero where the step was faster than predicted."""
-        return self.prediction.step_time_s / self.measured.median - 1
+        return self.predicted.step_time_s / self.measured.median - 1
 
     @property
     def idle_error(self) -> float:
         """The largest of any rank, in fractions of the step."""
-        pairs = zip(self.prediction.idle, self.measured_idle, strict=True)
+        pairs = zip(self.predicted.idle_fractions, self.measured_idle, strict=True)
         return max(abs(predicted - measured) for predicted, measured in pairs)
 
     @property
     def cells(self) -> list[str]:
         """A row of the table."""
-        ranks = self.prediction.plan.ranks
         return [
-            self.case.name,
-            self.prediction.plan_name,
-            " / ".join(str(rank.rank_batch_size) for rank in ranks),
-            f"{1000 * self.prediction.step_time_s:.0f}",
+            self.predicted.case,
+            self.predicted.plan,
+            self.predicted.samples.replace(" ", " / "),
+            f"{1000 * self.predicted.step_time_s:.0f}",
             self.measured.cell(0, scale=1000),
             f"{self.error:+.1%}",
-            _percents(self.prediction.idle),
+            _percents(self.predicted.idle_fractions),
             _percents(self.measured_idle),
         ]
 
@@ -102,7 +119,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="three cases; keeps nothing")
-    parser.add_argument("--only", metavar="WORDS", help="cases whose name has these words")
+    parser.add_argument(
+        "--only",
+        metavar="WORDS",
+        help="cases whose name has these words; they replace those in results.csv",
+    )
     options = parser.parse_args()
     cases = [case for case in CASES if (options.only or "") in case.name]
     if not cases:
@@ -116,24 +137,50 @@ def main() -> None:
     environment = Environment.here()
     console.print(environment.as_markdown())
     rows: list[Row] = []
-    verdicts: list[Verdict] = []
     for case in cases:
         found = measure_case(case, is_quick=options.quick)
-        rows += rows_of(case, found)
-        verdicts += verdicts_of(case, found)
-        print_table(case.name, HEADER, [each.cells for each in verdicts if each.case is case])
+        of_case = rows_of(case, found, environment)
+        print_table(case.name, HEADER, [each.cells for each in verdicts_of(of_case)])
+        rows += of_case
+    if not options.quick:
+        rows = merge(HERE / "results.csv", rows)
+    verdicts = verdicts_of(rows)
     bars = bars_of(verdicts)
     print_table("Bars", BAR_HEADER, [bar.cells for bar in bars])
-    if options.quick or options.only:
-        console.print("Only a part was measured: nothing was written.")
+    if options.quick:
+        console.print("Only a little was measured: nothing was written.")
         return
-    write_csv(HERE / "results.csv", rows)
     tables = [
         environment.as_markdown(),
         markdown_table(BAR_HEADER, [bar.cells for bar in bars]),
         markdown_table(HEADER, [verdict.cells for verdict in verdicts]),
+        when(rows),
     ]
     write_results_block(HERE / "README.md", "\n\n".join(tables))
+
+
+def merge(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Put ``rows`` in the place of the file's rows of the same cases; returns all."""
+    measured = {row.case for row in rows}
+    before = read_csv(path, Row) if path.exists() else []
+    kept = [row for row in before if row.case not in measured]
+    order = [case.name for case in CASES]
+    merged = sorted([*kept, *rows], key=lambda row: order.index(row.case))
+    write_csv(path, merged)
+    return merged
+
+
+def when(rows: Sequence[Row]) -> str:
+    """Which cases were measured with which commit, and how busy the machine was before."""
+    cases_by_run: dict[tuple[str, str, float], list[str]] = {}
+    for row in rows:
+        cases = cases_by_run.setdefault((row.date, row.commit, row.load_before), [])
+        if row.case not in cases:
+            cases.append(row.case)
+    return "\n".join(
+        f"- {date}, commit `{commit}`, load before {load:.2f}: {'; '.join(cases)}"
+        for (date, commit, load), cases in cases_by_run.items()
+    )
 
 
 def measure_case(case: Case, *, is_quick: bool) -> Comparison:
@@ -156,7 +203,7 @@ def measure_case(case: Case, *, is_quick: bool) -> Comparison:
     return found[0]
 
 
-def rows_of(case: Case, found: Comparison) -> list[Row]:
+def rows_of(case: Case, found: Comparison, environment: Environment) -> list[Row]:
     """For the file."""
     samples = {
         each.plan_name: " ".join(str(rank.rank_batch_size) for rank in each.plan.ranks)
@@ -173,26 +220,28 @@ def rows_of(case: Case, found: Comparison) -> list[Row]:
             samples=samples[each.plan_name],
             step_time_s=round(each.step_time_s, 5),
             idle=" ".join(f"{idle:.3f}" for idle in each.idle),
+            commit=environment.commit,
+            date=environment.date,
+            load_before=environment.load_before,
         )
         for each, what, number in (*predicted, *measured)
     ]
 
 
-def verdicts_of(case: Case, found: Comparison) -> list[Verdict]:
-    """One per plan."""
-    verdicts = []
-    for prediction in found.predictions:
-        steps = [step for step in found.steps if step.plan_name == prediction.plan_name]
-        idle = zip(*(step.idle for step in steps), strict=True)
-        verdicts.append(
-            Verdict(
-                case,
-                prediction,
-                Spread.of([step.step_time_s for step in steps]),
-                tuple(Spread.of(of_rank).median for of_rank in idle),
-            )
+def verdicts_of(rows: Sequence[Row]) -> list[Verdict]:
+    """One per case and plan."""
+    return [
+        Verdict(
+            predicted,
+            [
+                row
+                for row in rows
+                if (row.case, row.plan, row.what) == (predicted.case, predicted.plan, MEASURED)
+            ],
         )
-    return verdicts
+        for predicted in rows
+        if predicted.what == PREDICTED
+    ]
 
 
 def bars_of(verdicts: Sequence[Verdict]) -> list[Bar]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusters import CASES, FAST_BUT_SMALL, STRONG, Case
-from contest import Peak, Turn, plain_name
+from contest import TOGETHER, Peak, Turn, plain_name
 from plans import EVEN, PLANNED, Planned
 from systems import FSDP2, FSDP2_UNEVEN
 
@@ -303,7 +303,8 @@ def _small_bars(of_case: CaseRows) -> list[Bar]:
 
 
 def _is_stock(system: str) -> bool:
-    return not system.startswith("HetFSDP")
+    """Whether it trains one model; ranks that share nothing train one each."""
+    return not system.startswith("HetFSDP") and system != TOGETHER
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

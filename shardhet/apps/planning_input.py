@@ -22,7 +22,13 @@ from rich.table import Table
 from shardhet.apps.train_help import choices_by_group
 from shardhet.cluster import Cluster
 from shardhet.config.checks import ConfigError
-from shardhet.config.compose import VERSION_BASE, conf_dir, hints, to_checked
+from shardhet.config.compose import (
+    VERSION_BASE,
+    conf_dir,
+    hints,
+    searching_first,
+    to_checked,
+)
 from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
@@ -93,10 +99,11 @@ def _spelled_out(override: str) -> str:
 def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
     """The configuration and which file of each group was chosen; SystemExit with the mend."""
     overrides = [each for each in request.overrides if not each.startswith(LIMITS)]
-    if request.config_dir is not None:
-        overrides.append(f"hydra.searchpath=[file://{request.config_dir.resolve()}]")
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+    with (
+        searching_first(request.config_dir),
+        initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE),
+    ):
         try:
             cfg = compose(door.config_name, overrides, return_hydra_config=True)
             _set_limits(cfg, [each for each in request.overrides if each.startswith(LIMITS)])
