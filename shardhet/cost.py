@@ -19,6 +19,7 @@ Turns that are alike (the blocks) are added up first, so the predicted step is
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 
 from shardhet.cluster import Cluster
 from shardhet.layout import cut_by_shares
@@ -118,7 +119,10 @@ class CostModel:
         class where all of them agree.
         """
         gather_s, reduce_s = self._collective_seconds(unevenness)
-        forward_s, backward_s = self._beside(gather_s, reduce_s, reshard_after_forward)
+        forward_s, backward_s = (
+            self._mean_by_kind(seconds)
+            for seconds in self._beside(gather_s, reduce_s, reshard_after_forward)
+        )
         root_s = sum(
             self._collective_s(self.root_numel, is_gather, unevenness)
             for is_gather in (True, False)
@@ -157,6 +161,16 @@ class CostModel:
             signature = tuple(rank.recomputes(unit.fqn) for rank in ranks)
             members.setdefault((unit.kind, signature), []).append(i)
         return list(members.values())
+
+    def _mean_by_kind(self, seconds: Sequence[float]) -> list[float]:
+        """Of every visited unit what its kind has in the mean.
+
+        So a step takes as long however turns that are alike are put into classes.
+        """
+        by_kind: dict[str, list[float]] = {}
+        for unit, each in zip(self.visited_units, seconds, strict=True):
+            by_kind.setdefault(unit.kind, []).append(each)
+        return [fmean(by_kind[unit.kind]) for unit in self.visited_units]
 
     def _collective_seconds(self, unevenness: float) -> tuple[list[float], list[float]]:
         """Gather and reduction of every visited unit."""

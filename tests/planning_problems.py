@@ -15,20 +15,27 @@ def random_problem(
     global_batch_size: int,
     memory_binds: bool,
     num_phases: int = 2,
+    num_parts: int = 1,
     counts_optimizer: bool = True,
 ) -> Problem:
-    """Devices of different speed, memory and latency, with uneven curves."""
+    """Devices of different speed, memory and latency, with uneven curves.
+
+    Phases are forward and the backward of each of ``num_parts`` parts of the model, of which
+    a device recomputes none or the first few; or, with one phase, all of it at once.
+    """
     counts = np.ones(num_groups, dtype=int)
     for _ in range(num_devices - num_groups):
         counts[rng.integers(num_groups)] += 1
     groups, capacity = [], 0.0
     for count in counts:
-        rows, memory = _random_rows(rng, global_batch_size)
+        rows, memory = _random_rows(rng, global_batch_size, num_parts)
         table = np.array(rows)
-        costs = table[:, 1:3].T if num_phases == 2 else table[:, 1:3].sum(axis=1)[None]
+        costs = table[:, 1:-1].T
+        if num_phases == 1:
+            costs = costs.sum(axis=0)[None]
         optimizer = rng.uniform(0.001, 0.02) if counts_optimizer else 0.0
         group = Group(
-            int(count), table[:, 0].astype(np.int64), costs.copy(), table[:, 3], optimizer
+            int(count), table[:, 0].astype(np.int64), costs.copy(), table[:, -1], optimizer
         )
         groups.append(group.sorted()[0])
         capacity += count * memory
@@ -36,7 +43,9 @@ def random_problem(
     return Problem(tuple(groups), global_batch_size, capacity * part)
 
 
-def _random_rows(rng: np.random.Generator, batch_size: int) -> tuple[list[Row], float]:
+def _random_rows(
+    rng: np.random.Generator, batch_size: int, num_parts: int
+) -> tuple[list[Row], float]:
     speed, memory, per_sample = (
         np.exp(rng.normal(0, 0.7)),
         rng.uniform(5, 40),
@@ -48,16 +57,18 @@ def _random_rows(rng: np.random.Generator, batch_size: int) -> tuple[list[Row], 
     forward[0] = 0.0
     noise = 1 + 0.05 * rng.normal(size=largest + 1)
     backward = forward * rng.uniform(1.6, 2.4) * noise.clip(0.5)
-    rows: list[Row] = [(0, 0.0, 0.0, memory)]
+    rows: list[Row] = [(0, *[0.0] * (1 + num_parts), memory)]
     for batch in range(1, batch_size + 1):
         for size in range(1, min(batch, largest) + 1):
             whole, rest = divmod(batch, size)
             f = whole * forward[size] + forward[rest]
             b = whole * backward[size] + backward[rest]
-            for recomputes in (False, True):
-                used = per_sample * (0.1 * batch + (size if recomputes else batch))
+            for number in range(num_parts + 1):  # of parts that are recomputed
+                kept = batch * (1 - number / num_parts) + (size if number else 0)
+                used = per_sample * (0.1 * batch + kept)
+                parts = [(b + (i < number) * f) / num_parts for i in range(num_parts)]
                 if used <= memory:
-                    rows.append((batch, f, b + recomputes * f, memory - used))
+                    rows.append((batch, f, *parts, memory - used))
     return rows, memory
 
 

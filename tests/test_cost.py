@@ -114,6 +114,40 @@ def test_recomputation_adds_a_forward_to_backward() -> None:
     assert model.predict(plan(recompute=True)).backward_s == 8 * 10 + 4 * 10
 
 
+def test_ranks_that_recompute_different_units_meet_at_every_unit() -> None:
+    model = CostModel(CLUSTER, WORKLOAD, profile())
+    fast_s, slow_s = 2 * 3, 10  # forward of a unit; backward takes twice as long
+    for fast, slow, number in (([], ["*"], 4), (["*"], ["blocks.[0-1]"], 2)):
+        step = model.predict(
+            Plan.by_hand(
+                microbatch_sizes=[3, 1],
+                num_microbatches=[2, 1],
+                state_shares=[0.5, 0.5],
+                recompute=[fast, slow],
+            )
+        )
+        again_s = fast_s if fast else 0
+        others_s = max(2 * fast_s + again_s, 2 * slow_s)
+        expected_s = number * max(2 * fast_s + again_s, 3 * slow_s) + (4 - number) * others_s
+        assert step.backward_s == expected_s
+
+
+def test_a_step_takes_as_long_however_units_that_are_alike_are_put_into_classes() -> None:
+    for gather_s in (0.0, 2.0, 7.0, 30.0):
+        model = CostModel(CLUSTER, WORKLOAD, profile(gather_s=gather_s, slowdown=1.3))
+        steps = [
+            model.predict(
+                Plan.by_hand(
+                    microbatch_sizes=[0, 1],
+                    state_shares=[0.5, 0.5],
+                    recompute=[idle, ["*"]],  # of a rank that computes nothing
+                )
+            ).step_time_s
+            for idle in (["*"], ["blocks.0"], ["blocks.[0-2]"])
+        ]
+        assert steps == pytest.approx(steps[:1] * 3, rel=1e-12)
+
+
 def test_communication_hides_behind_compute_or_sets_the_pace() -> None:
     hidden = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0)).predict(plan())
     assert hidden.forward_s == 40  # three gathers of 1 s beside 40 s of compute

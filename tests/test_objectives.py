@@ -13,8 +13,9 @@ from shardhet.cluster import Cluster, DeviceSpec, Node
 from shardhet.cost import CostModel
 from shardhet.plan import Plan, RankPlan
 from shardhet.planner import Demands, DeviceLimits, PlanError, solve
-from shardhet.planner.candidates import recompute_choices
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
+from shardhet.planner.recompute import recompute_choices
+from shardhet.planner.search import DEFAULT_EFFORT
 from shardhet.workload import Workload
 from tests.planning_problems import optimizer_seconds
 from tests.test_planner import random_case
@@ -57,7 +58,7 @@ class Case:
         self.parts = (self.cluster, WORKLOAD, profile)
         self.model = CostModel(*self.parts)
         self.batch = int(rng.integers(2, 4))
-        self.choices = recompute_choices(self.model)
+        self.choices = recompute_choices(self.model, DEFAULT_EFFORT.recompute_steps)
         self.turns = self.model.turns(unevenness=1.0, recomputed=self.choices)
         self.comm_s = [
             comm_s

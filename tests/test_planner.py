@@ -11,7 +11,8 @@ from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo, cephalo_choice
 from shardhet.planner.problem import Group, Problem
-from shardhet.planner.search import search
+from shardhet.planner.recompute import recompute_choices
+from shardhet.planner.search import DEFAULT_EFFORT, Effort, search
 from shardhet.profiles import (
     CollectivePoint,
     Collectives,
@@ -105,6 +106,29 @@ def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
         assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
 
 
+def test_recomputing_a_part_is_never_slower_and_sometimes_faster() -> None:
+    gains = []
+    for seed in range(24):
+        cluster, profile, batch = random_case(seed)
+        try:
+            whole, part = (
+                solve(
+                    cluster,
+                    WORKLOAD,
+                    profile,
+                    global_batch_size=batch,
+                    effort=Effort(recompute_steps=number),
+                    num_rescored=1,
+                ).predicted.step_time_s
+                for number in (1, 3)
+            )
+        except PlanError:
+            continue
+        assert part <= whole * (1 + 1e-3)  # shares are rounded to rows
+        gains.append(whole / part - 1)
+    assert max(gains) > 0.01
+
+
 def test_cephalos_plan_fits_and_does_not_beat_the_bound() -> None:
     num_found = 0
     for seed in range(12):
@@ -143,6 +167,7 @@ def test_no_plan_by_hand_beats_the_bound() -> None:
     solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
     model = CostModel(cluster, WORKLOAD, profile)
     rng = np.random.default_rng(0)
+    choices = recompute_choices(model, DEFAULT_EFFORT.recompute_steps)
     size, num_fitting = cluster.world_size, 0
     for _ in range(300):
         batches = rng.multinomial(batch, rng.dirichlet(np.ones(size)))
@@ -150,7 +175,7 @@ def test_no_plan_by_hand_beats_the_bound() -> None:
             microbatch_sizes=[int(rng.integers(1, 9)) for _ in range(size)],
             rank_batch_sizes=[int(b) for b in batches],
             state_shares=[float(s) for s in rng.dirichlet(np.ones(size))],
-            recompute=[bool(rng.integers(2)) for _ in range(size)],
+            recompute=[choices[int(rng.integers(len(choices)))] for _ in range(size)],
         )
         step = model.predict(plan)
         if all(rank.fits for rank in step.ranks):

@@ -47,6 +47,32 @@ def test_the_search_equals_brute_force(block: int) -> None:
     assert num_solved > 0.9 * PROBLEMS_PER_BLOCK
 
 
+def test_the_search_equals_brute_force_where_devices_recompute_different_parts() -> None:
+    num_partial = 0
+    for seed in range(60):
+        rng = np.random.default_rng([seed, 4])
+        problem = random_problem(
+            rng,
+            num_groups=2,
+            num_devices=3,
+            global_batch_size=int(rng.integers(12, 25)),
+            memory_binds=seed % 4 > 0,
+            num_parts=3,
+        )
+        try:
+            found = search(problem)
+        except NothingFitsError:
+            assert not BruteForce(problem, np.inf).was_reached
+            continue
+        objective = found.value.objective_s
+        assert found.relative_gap <= 1e-9
+        brute = BruteForce(problem, objective * (1 + 1e-7))
+        assert brute.best == pytest.approx(objective, rel=1e-9)
+        _, first_s, _, last_s = found.value.phases_s
+        num_partial += first_s > last_s * (1 + 1e-9)
+    assert num_partial > 5
+
+
 def test_no_choice_has_a_phase_below_the_least_that_speeds_allow() -> None:
     rng = np.random.default_rng(7)
     closest = 0.0

@@ -152,17 +152,27 @@ def microbatches(sizes: Sequence[int]) -> str:
     return " + ".join(f"{number} x {size}" for size, number in parts) or "-"
 
 
-def recomputed(rank: RankPlan) -> str:
-    """What is recomputed, in a word where possible."""
+def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
+    """What of these units is recomputed, in few words: ``12 of 24 blocks, head``."""
     if not rank.microbatch_sizes or not rank.recomputed_units:
         return "-"
     if rank.recomputed_units == EVERY_UNIT:
         return "all"
-    return ", ".join(pattern.removesuffix(".*") for pattern in rank.recomputed_units)
+    claims_by_name: dict[str, list[bool]] = {}
+    for fqn in units:
+        prefix, _, last = fqn.rpartition(".")
+        claims = claims_by_name.setdefault(prefix if last.isdigit() else fqn, [])
+        claims.append(rank.recomputes(fqn))
+    return ", ".join(
+        name if all(claims) else f"{sum(claims)} of {len(claims)} {name}"
+        for name, claims in claims_by_name.items()
+        if any(claims)
+    )
 
 
 def _devices_table(report: PlanReport) -> Table:
     table = Table(box=box.ASCII)
+    units = [unit.fqn for unit in report.inputs.workload.units]
     table.add_column("device")
     for column in ("microbatches", "recomputes", "share", "memory", "busy"):
         table.add_column(column, justify="right")
@@ -172,7 +182,7 @@ def _devices_table(report: PlanReport) -> Table:
         table.add_row(
             row.label,
             microbatches(row.rank.microbatch_sizes),
-            recomputed(row.rank),
+            recomputed(row.rank, units),
             f"{row.share:.2%}",
             f"{used:.1f} of {budget:.1f} GiB",
             f"{row.busy:.0%}",

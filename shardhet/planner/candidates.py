@@ -1,23 +1,24 @@
 """From a cluster, a workload and a profile to the assignment problem: what each device may do.
 
 A candidate is a batch b in microbatches of size m (the last may be smaller) and a choice of
-what is recomputed.  Its costs are the compute of each class of turns, forward and backward;
-its room is what the budget leaves for state.
+what is recomputed.  Its costs are the compute of every phase: the forward of each kind of
+unit, and the backward of each class of units that all devices recompute or none does.  Its
+room is what the budget leaves for state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property, reduce
 
 import numpy as np
 
-from shardhet.cost import CostModel, Turns
-from shardhet.plan import EVERY_UNIT, RankPlan
+from shardhet.cost import CostModel
+from shardhet.plan import RankPlan
 from shardhet.planner.demands import Demands, Role
 from shardhet.planner.problem import Bools, Floats, Group, Ints, Problem
+from shardhet.planner.recompute import recompute_choices
+from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanError
-from shardhet.profiles import Curve
 from shardhet.workload import Workload
 
 MICROBATCHES_BEYOND_MEASURED = 2  # how many times the largest measured size is considered
@@ -73,48 +74,21 @@ def row_numel(workload: Workload) -> float:
     return 2.0 * max(kind.max_row_numel for kind in workload.kinds)
 
 
-def recompute_choices(model: CostModel) -> tuple[tuple[str, ...], ...]:
-    """Nothing, then kind after kind added until everything is recomputed.
-
-    Kinds that free most bytes per FLOP come first.
-    """
-    workload = model.workload
-    kinds = [kind for kind in workload.kinds if workload.num_units_by_kind[kind.name]]
-    kinds.sort(key=lambda kind: -kind.activation_bytes / (kind.forward_flops + 1))
-    chosen: set[str] = set()
-    choices: list[tuple[str, ...]] = [()]
-    for kind in kinds:
-        chosen.add(kind.name)
-        choices.append(_patterns(model, chosen))
-    return tuple(dict.fromkeys(choices))
-
-
-def _patterns(model: CostModel, kinds: set[str]) -> tuple[str, ...]:
-    """Patterns that match the units of these kinds and no others."""
-    units = model.visited_units
-    wanted = [unit.fqn for unit in units if unit.kind in kinds]
-    others = [unit.fqn for unit in units if unit.kind not in kinds]
-    if not others:
-        return EVERY_UNIT
-    patterns: dict[str, None] = {}
-    for fqn in wanted:
-        prefix, dot, last = fqn.rpartition(".")
-        pattern = f"{prefix}.*" if dot and last.isdigit() else fqn
-        is_safe = not any(fnmatchcase(other, pattern) for other in others)
-        patterns[pattern if is_safe else fqn] = None
-    return tuple(patterns)
-
-
 class TableBuilder:
     """Candidates of every group of a cluster, at any cut."""
 
     def __init__(
-        self, model: CostModel, *, global_batch_size: int, demands: Demands, turns: Turns
+        self,
+        model: CostModel,
+        *,
+        global_batch_size: int,
+        demands: Demands,
+        effort: Effort = DEFAULT_EFFORT,
     ) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
-        self.turns = turns
-        self.recompute_choices = recompute_choices(model)
+        self.recompute_choices = recompute_choices(model, effort.recompute_steps)
+        self.turns = model.turns(unevenness=1.0, recomputed=self.recompute_choices)
         self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
         self.row_numel = row_numel(model.workload)
         even_numel = self.state_numel / model.cluster.world_size + self.row_numel
@@ -204,7 +178,7 @@ class _GroupTimes:
     def group(self, cut_s: float) -> tuple[Group, Ints, Ints]:
         """The group at a cut, its candidates' microbatch sizes and recompute choices."""
         batches, allowed = self._batches(cut_s), self._allowed_choices()
-        per_choice = [self._of_choice(choice, batches) for choice in allowed]
+        per_choice = list(self._of_choices(allowed, batches))
         costs = np.concatenate([costs for costs, _ in per_choice], axis=2)  # [D, b, n]
         room = np.concatenate([room for _, room in per_choice], axis=1)  # [b, n]
         sizes = np.tile(self._sizes, len(per_choice))
@@ -259,12 +233,15 @@ class _GroupTimes:
             return list(range(last + 1))
         return [last if True in claims else 0]
 
-    def _of_choice(self, choice: int, batches: Ints) -> tuple[Floats, Floats]:
-        """Costs [D, b, m] of the slowest member and room [b, m] of the smallest."""
-        per_member = [member.of_choice(choice, batches) for member in self._members]
-        costs: Floats = reduce(np.maximum, [costs for costs, _ in per_member])
-        room: Floats = reduce(np.minimum, [room for _, room in per_member])
-        return costs, room
+    def _of_choices(
+        self, choices: Sequence[int], batches: Ints
+    ) -> Iterator[tuple[Floats, Floats]]:
+        """Per choice: costs [D, b, m] of the slowest member, room [b, m] of the smallest."""
+        members = [member.of_choices(choices, batches) for member in self._members]
+        for each in zip(*members, strict=True):
+            costs: Floats = reduce(np.maximum, [costs for costs, _ in each])
+            room: Floats = reduce(np.minimum, [room for _, room in each])
+            yield costs, room
 
 
 class _RoleTimes:
@@ -275,46 +252,60 @@ class _RoleTimes:
         self._builder = builder
         self._role = role
         self._sizes = sizes
-        units = [
-            model.profile.unit(device_kind, each.kind.name) for each in builder.turns.classes
-        ]
-        # [classes, 1 + sizes]: of one unit, by microbatch size; nothing takes no time
-        self._forward = np.array(
-            [[0.0, *map(unit.forward_s.at, sizes.tolist())] for unit in units]
-        )
-        self._backward = np.array(
-            [[0.0, *map(unit.backward_s.at, sizes.tolist())] for unit in units]
-        )
-        numbers = np.array([each.num_units for each in builder.turns.classes], dtype=np.float64)
-        whole = numbers @ (self._forward + self._backward)
+        # By kind of unit, [2, 1 + sizes]: forward and backward of one, by microbatch size;
+        # nothing takes no time.
+        self._seconds: dict[str, Floats] = {}
+        whole = np.zeros(1 + len(sizes))
+        for name, number in model.workload.num_units_by_kind.items():
+            if any(each.kind.name == name for each in builder.turns.classes):
+                unit = model.profile.unit(device_kind, name)
+                self._seconds[name] = np.array(
+                    [
+                        [0.0, *map(curve.at, sizes.tolist())]
+                        for curve in (unit.forward_s, unit.backward_s)
+                    ]
+                )
+                whole += number * self._seconds[name].sum(axis=0)
         self.least_seconds_per_sample = float((whole[1:] / sizes).min())
         self.least_seconds = float(whole[1:].min())
 
-    def of_choice(self, choice: int, batches: Ints) -> tuple[Floats, Floats]:
-        """Costs [D, b, m] and room [b, m] when this is recomputed."""
-        model, turns = self._builder.model, self._builder.turns
-        rank = RankPlan(
-            microbatch_sizes=(),
-            state_share=0.0,
-            recomputed_units=self._builder.recompute_choices[choice],
-        )
-        excess = model.profile.device(self._role.device_kind).overlap_excess
+    def of_choices(
+        self, choices: Sequence[int], batches: Ints
+    ) -> Iterator[tuple[Floats, Floats]]:
+        """Costs [D, b, m] and room [b, m] of each choice of what is recomputed.
+
+        Phases are the forward of every kind of unit, then the backward of every class.  One
+        phase holds the forward of all classes of a kind, because they are longest on the
+        same rank: the sum of their maxima is the maximum of their sum.  (Where devices lose
+        unlike parts of unlike communication, it may be larger; then this is a bound.)
+        """
         whole, rest = batches[:, None] // self._sizes, batches[:, None] % self._sizes
-        costs = []
-        for each, forward, backward in zip(
-            turns.classes, self._forward, self._backward, strict=True
-        ):
-            forward_s = each.num_units * (whole * forward[1:] + forward[rest])
-            backward_s = each.num_units * (whole * backward[1:] + backward[rest])
-            if rank.recomputes(each.unit_fqn):
-                backward_s = backward_s + forward_s
-            for seconds, comm_s in (
-                (forward_s, each.forward_comm_s),
-                (backward_s, each.backward_comm_s),
-            ):
-                # Compute that ends before its communication hides behind it.
-                costs.append(np.maximum(seconds + excess * comm_s, comm_s))
-        return np.array(costs), self._room(rank, batches)
+        seconds = {
+            name: whole * each[:, None, 1:] + each[:, rest]  # [2, b, m]
+            for name, each in self._seconds.items()
+        }
+        classes = self._builder.turns.classes
+        excess = self._builder.model.profile.device(self._role.device_kind).overlap_excess
+
+        def beside(compute_s: Floats, comm_s: float) -> Floats:
+            # Compute that ends before its communication hides behind it.
+            return np.maximum(compute_s + excess * comm_s, comm_s)
+
+        forward = {name: np.zeros(rest.shape) for name in seconds}
+        for each in classes:
+            forward[each.kind.name] += beside(
+                each.num_units * seconds[each.kind.name][0], each.forward_comm_s
+            )
+        for choice in choices:
+            patterns = self._builder.recompute_choices[choice]
+            rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
+            costs = [*forward.values()]
+            for each in classes:
+                forward_s, backward_s = seconds[each.kind.name]
+                again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
+                turns_s = each.num_units * (backward_s + again_s)
+                costs.append(beside(turns_s, each.backward_comm_s))
+            yield np.array(costs), self._room(rank, batches)
 
     def _room(self, rank: RankPlan, batches: Ints) -> Floats:
         """Elements of state that fit beside each batch and microbatch size."""
@@ -338,10 +329,6 @@ class _RoleTimes:
         if stored is not None:
             return np.where(left >= stored, stored, -1.0)
         return np.where(left >= 0, left, -1.0)
-
-
-def _table(curves: Sequence[Curve], sizes: Ints) -> Floats:
-    return np.array([[0.0, *map(curve.at, sizes.tolist())] for curve in curves])
 
 
 def _dominated(costs: Floats, room: Floats) -> Bools:

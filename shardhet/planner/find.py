@@ -72,12 +72,11 @@ def solve(
         )
     demands.check(cluster.world_size)
     model = CostModel(cluster, workload, profile)
-    turns = model.turns(unevenness=1.0)
     builder = TableBuilder(
-        model, global_batch_size=global_batch_size, demands=demands, turns=turns
+        model, global_batch_size=global_batch_size, demands=demands, effort=effort
     )
     table, found = _search(builder, effort)
-    bound_s = found.lower_bound_s - _share_dependent_s(model, turns)
+    bound_s = found.lower_bound_s - _share_dependent_s(model, builder.turns)
     met = (found.choices, *found.runners_up)[:num_rescored]
     plans = _fitting_plans(model, demands, table, met) or _fitting_plans(
         model, demands, table, found.runners_up

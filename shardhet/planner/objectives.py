@@ -26,7 +26,7 @@ import numpy as np
 from shardhet.cluster import Cluster
 from shardhet.cost import CostModel
 from shardhet.plan import RankPlan
-from shardhet.planner.candidates import TableBuilder, recompute_choices, row_numel
+from shardhet.planner.candidates import TableBuilder, row_numel
 from shardhet.planner.demands import Demands, Role
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem import Floats
@@ -150,9 +150,9 @@ class _OptionList:
 
     def __init__(self, model: CostModel, demands: Demands) -> None:
         self._model = model
-        turns = model.turns(unevenness=1.0)
-        builder = TableBuilder(model, global_batch_size=1, demands=demands, turns=turns)
+        builder = TableBuilder(model, global_batch_size=1, demands=demands)
         self._state_numel = builder.state_numel
+        self._choices = builder.recompute_choices
         self._row_numel = builder.row_numel
         self._even_numel = builder.stored_numel
 
@@ -161,7 +161,7 @@ class _OptionList:
         stated = [role.limits.rank_batch_size for role in roles]
         fixed = {each for each in stated if each is not None}
         claims = {role.limits.recomputes for role in roles} - {None}
-        choices = recompute_choices(self._model)
+        choices = self._choices
         if claims:
             choices = (choices[-1] if True in claims else choices[0],)
         for patterns in (None, *choices):

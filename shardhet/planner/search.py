@@ -46,8 +46,9 @@ TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """When the search stops before it has proven its result; the same on every machine."""
+    """How finely is searched, and when to stop unproven; the same on every machine."""
 
+    recompute_steps: int = 4  # in which the units of a kind are added to what is recomputed
     relative_gap: float = 0.0  # good enough
     max_scanned: float = 4e9  # candidates looked at by the oracle
     max_exact_additions: float = 3e8  # by dynamic programmes

@@ -1,0 +1,67 @@
+"""What a device may recompute: which units, and how a plan names them.
+
+Ranks meet at every unit, so what they recompute is nested: kind after kind of unit, and of a
+kind with many units the first quarter, the first half, and so on.  Ranks that recompute
+different parts then differ in few classes of turns.
+"""
+
+from fnmatch import fnmatchcase
+
+from shardhet.cost import CostModel
+from shardhet.plan import EVERY_UNIT
+
+
+def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...], ...]:
+    """Nothing, then more and more until everything is recomputed, as patterns of unit names.
+
+    Kinds that free most bytes per FLOP come first, of a kind the units that run first.
+    """
+    workload = model.workload
+    kinds = [kind for kind in workload.kinds if workload.num_units_by_kind[kind.name]]
+    kinds.sort(key=lambda kind: -kind.activation_bytes / (kind.forward_flops + 1))
+    chosen: set[str] = set()
+    choices: list[tuple[str, ...]] = [()]
+    for kind in kinds:
+        fqns = [unit.fqn for unit in model.visited_units if unit.kind == kind.name]
+        ends = [-(-len(fqns) * step // num_steps) for step in range(1, num_steps + 1)]
+        choices += [_patterns(model, chosen.union(fqns[:end])) for end in ends]
+        chosen.update(fqns)
+    return tuple(dict.fromkeys(choices))
+
+
+def _patterns(model: CostModel, chosen: set[str]) -> tuple[str, ...]:
+    """Patterns that match these units and no others, few where units are numbered."""
+    fqns = [unit.fqn for unit in model.visited_units]
+    wanted = [fqn for fqn in fqns if fqn in chosen]
+    if wanted == fqns:
+        return EVERY_UNIT
+    patterns: dict[str, None] = {}
+    for fqn in wanted:
+        prefix, dot, last = fqn.rpartition(".")
+        siblings = [each for each in fqns if each.rpartition(".")[:2] == (prefix, dot)]
+        taken = [each for each in siblings if each in chosen]
+        if not (dot and last.isdigit()):
+            patterns[fqn] = None
+        elif taken == siblings:
+            patterns[f"{prefix}.*"] = None
+        elif {each.rpartition(".")[2] for each in taken} == set(map(str, range(len(taken)))):
+            patterns.update((f"{prefix}.{each}", None) for each in _numbers_below(len(taken)))
+        else:
+            patterns[fqn] = None
+    matched = [fqn for fqn in fqns if any(fnmatchcase(fqn, each) for each in patterns)]
+    return tuple(patterns if matched == wanted else wanted)
+
+
+def _numbers_below(stop: int) -> list[str]:
+    """Patterns of the decimal numbers 0 ... stop - 1: below 26, ``[0-9] 1[0-9] 2[0-5]``."""
+    patterns = []
+    for length in range(1, len(str(stop - 1)) + 1):
+        largest = str(min(stop, 10**length) - 1)  # of this length
+        for i, digit in enumerate(largest):
+            # Equal to the largest before digit i, less there; at the last digit equal too.
+            low = int(i == 0 and length > 1)
+            high = int(digit) - (i < length - 1)
+            if low <= high:
+                span = f"[{low}-{high}]" if low < high else str(low)
+                patterns.append(largest[:i] + span + "[0-9]" * (length - i - 1))
+    return patterns
