@@ -16,6 +16,7 @@ Turns that are alike (the blocks) are added up first, so the predicted step is
       + the runtime's own time in every turn, where the host does not run ahead of its device
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -249,39 +250,47 @@ class CostModel:
 
     def kept_bytes_per_sample(self, rank: RankPlan) -> int:
         """Graphs of the units that the rank does not recompute."""
+        runs = self._runs_of(rank.recomputed_units)
         return sum(
-            self.workload.kind_of(unit).activation_bytes
-            for unit in self.visited_units
-            if not rank.recomputes(unit.fqn)
+            number * self.workload.kind_by_name[kind].activation_bytes
+            for (kind, is_recomputed), number in runs.items()
+            if not is_recomputed
         )
 
     def running_bytes(self, rank: RankPlan, device_kind: str | None, size: int) -> int:
         """What the running microbatch needs besides graphs that are kept anyway."""
-        return max(
-            self._running_bytes(unit, is_recomputed, device_kind, size)
-            for unit, is_recomputed in self._kinds_run_by(rank.recomputed_units)
-        )
+        runs, known = self._runs_of(rank.recomputed_units), self._known_running_bytes
+        key = (tuple(runs), device_kind, size)
+        if key not in known:
+            known[key] = max(
+                self._running_bytes(kind, is_recomputed, device_kind, size)
+                for kind, is_recomputed in runs
+            )
+        return known[key]
 
-    def _kinds_run_by(self, recomputed_units: tuple[str, ...]) -> list[tuple[Unit, bool]]:
-        """One unit of each kind and recomputation, and whether it is recomputed."""
-        if recomputed_units not in self._alike_by_patterns:
+    def _runs_of(self, recomputed_units: tuple[str, ...]) -> Mapping[tuple[str, bool], int]:
+        """How many units there are of each kind that are recomputed, and that are not."""
+        known = self._known_runs
+        if recomputed_units not in known:
             rank = RankPlan(
                 microbatch_sizes=(), state_share=0.0, recomputed_units=recomputed_units
             )
-            units = [self.visited_units[each[0]] for each in self._alike([recomputed_units])]
-            self._alike_by_patterns[recomputed_units] = [
-                (unit, rank.recomputes(unit.fqn)) for unit in units
-            ]
-        return self._alike_by_patterns[recomputed_units]
+            runs = ((unit.kind, rank.recomputes(unit.fqn)) for unit in self.visited_units)
+            known[recomputed_units] = Counter(runs)
+        return known[recomputed_units]
 
     @cached_property
-    def _alike_by_patterns(self) -> dict[tuple[str, ...], list[tuple[Unit, bool]]]:
+    def _known_runs(self) -> dict[tuple[str, ...], Mapping[tuple[str, bool], int]]:
+        return {}
+
+    @cached_property
+    def _known_running_bytes(self) -> dict[tuple[object, ...], int]:
         return {}
 
     def _running_bytes(
-        self, unit: Unit, is_recomputed: bool, device_kind: str | None, size: int
+        self, kind_name: str, is_recomputed: bool, device_kind: str | None, size: int
     ) -> int:
-        kind = self.workload.kind_of(unit)
+        kind = self.workload.kind_by_name[kind_name]
         graph = size * kind.activation_bytes
         measured = self.profile.unit(device_kind, kind.name).peak_bytes
         peak = graph + size * kind.transient_bytes

@@ -392,7 +392,8 @@ class _Search:
         def limits(part: float) -> Limits:
             return Limits(tuple((low + part * (high - low)).tolist()))
 
-        near, fitting = 0.0, [1.0]
+        near = 0.0
+        fitting = [1.0, 0.0] if self.oracle.is_feasible(limits(0.0)) else [1.0]
         # Costs differ by orders of magnitude between good and bad candidates, so the
         # first steps shrink the way by factors.
         for step in range(RAY_STEPS):
