@@ -214,7 +214,7 @@ class _Search:
             for half in self.halves(box):
                 tight = self.tightened(half)
                 if tight is not None:
-                    for corner in (tight.hi, self.middle(tight)):
+                    for corner in (tight.lo, tight.hi, self.middle(tight)):
                         self.try_choice(self.oracle.construct(Limits(self.values_at(corner))))
                     heapq.heappush(boxes, (tight.bound_s, next(order), tight))
         return min(unresolved_s, self.incumbent_s)
