@@ -49,6 +49,12 @@ class Turns:
     classes: tuple[TurnClass, ...]
     exposed_comm_s: float
 
+    @property
+    def comm_s(self) -> float:
+        """All communication of the step, hidden or not."""
+        beside = sum(each.forward_comm_s + each.backward_comm_s for each in self.classes)
+        return beside + self.exposed_comm_s
+
 
 @dataclass(frozen=True)
 class CostModel:

@@ -23,6 +23,7 @@ from shardhet.workload import Workload
 
 MICROBATCHES_BEYOND_MEASURED = 2  # how many times the largest measured size is considered
 LEAST_MAX_MICROBATCH_SIZE = 16
+TIMES_OVER = 4  # that the batch could be computed before candidates are left out at first
 GIB = 2**30
 
 
@@ -115,13 +116,14 @@ class TableBuilder:
         return max(1, min(self.global_batch_size, *(stated or [size])))
 
     def first_cut_s(self) -> float:
-        """A time in which all devices together compute the batch several times over."""
+        """A time in which all communicate, and compute the batch several times over."""
         rate = sum(
             times.count * times.num_members / times.least_seconds_per_sample
             for times in self._groups
         )
         slowest_single = min(times.least_seconds for times in self._groups)
-        return 4 * (self.global_batch_size / rate + slowest_single)
+        compute_s = self.global_batch_size / rate + slowest_single
+        return self.turns.comm_s + self.model.overhead_s + TIMES_OVER * compute_s
 
     def table(self, cut_s: float) -> CandidateTable:
         """All candidates that compute for no longer than ``cut_s``, without dominated ones."""

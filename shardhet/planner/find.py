@@ -207,12 +207,7 @@ def _share_dependent_s(model: CostModel, turns: Turns) -> float:
     weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
     if not any(weights):
         return 0.0
-    return _comm_s(turns) - _comm_s(model.turns(unevenness=0.0))
-
-
-def _comm_s(turns: Turns) -> float:
-    beside = sum(each.forward_comm_s + each.backward_comm_s for each in turns.classes)
-    return beside + turns.exposed_comm_s
+    return turns.comm_s - model.turns(unevenness=0.0).comm_s
 
 
 def nearest_miss(problem: Problem, model: CostModel) -> str:
