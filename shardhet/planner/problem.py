@@ -121,6 +121,11 @@ class Problem:
         with np.errstate(divide="ignore"):
             return np.where(per_numel > 0, 1 / per_numel, np.inf)
 
+    @cached_property
+    def counts_optimizer(self) -> bool:
+        """Whether the optimizer takes time on any device."""
+        return bool(np.isfinite(self.numel_per_optimizer_s).any())
+
     def numel_within(self, group: int, optimizer_s: float) -> float:
         """Elements that a device of the group can update in this time."""
         rate = float(self.numel_per_optimizer_s[group])
@@ -165,7 +170,7 @@ class Problem:
 
     def room_within(self, limits: Limits) -> Floats:
         """[G, C] room that the optimizer can update within its limit."""
-        if limits.optimizer_s == inf or np.isinf(self.numel_per_optimizer_s).all():
+        if limits.optimizer_s == inf or not self.counts_optimizer:
             return self.room
         groups = range(len(self.groups))
         caps = np.array([self.numel_within(g, limits.optimizer_s) for g in groups])
