@@ -278,8 +278,7 @@ class _RoleTimes:
 
         Phases are the forward of every kind of unit, then the backward of every class.  One
         phase holds the forward of all classes of a kind, because they are longest on the
-        same rank: the sum of their maxima is the maximum of their sum.  (Where devices lose
-        unlike parts of unlike communication, it may be larger; then this is a bound.)
+        same rank: the sum of their maxima is the maximum of their sum.
         """
         whole, rest = batches[:, None] // self._sizes, batches[:, None] % self._sizes
         seconds = {
