@@ -314,6 +314,26 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def replace_cases(
+    path: Path, rows: Sequence[Record], record: type[Record], order: Sequence[str]
+) -> list[Record]:
+    """Put ``rows`` in the place of a file's rows of the same ``case``; returns all.
+
+    ``order`` is that of the cases in the file.
+    """
+    measured = {_case(row) for row in rows}
+    before = read_csv(path, record) if path.exists() else []
+    kept = [row for row in before if _case(row) not in measured]
+    merged = sorted([*kept, *rows], key=lambda row: order.index(_case(row)))
+    write_csv(path, merged)
+    return merged
+
+
+def _case(row: object) -> str:
+    case: str = row.case  # type: ignore[attr-defined]
+    return case
+
+
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Print a table; the same for the README."""
     print_table(title, header, rows)

@@ -22,9 +22,8 @@ from experiments.common import (
     console,
     markdown_table,
     print_table,
-    read_csv,
+    replace_cases,
     run_ranks,
-    write_csv,
     write_results_block,
 )
 from experiments.unlike import slowness_of, why_no_groups
@@ -143,7 +142,7 @@ def main() -> None:
         print_table(case.name, HEADER, [each.cells for each in verdicts_of(of_case)])
         rows += of_case
     if not options.quick:
-        rows = merge(HERE / "results.csv", rows)
+        rows = replace_cases(HERE / "results.csv", rows, Row, [case.name for case in CASES])
     verdicts = verdicts_of(rows)
     bars = bars_of(verdicts)
     print_table("Bars", BAR_HEADER, [bar.cells for bar in bars])
@@ -157,17 +156,6 @@ def main() -> None:
         when(rows),
     ]
     write_results_block(HERE / "README.md", "\n\n".join(tables))
-
-
-def merge(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Put ``rows`` in the place of the file's rows of the same cases; returns all."""
-    measured = {row.case for row in rows}
-    before = read_csv(path, Row) if path.exists() else []
-    kept = [row for row in before if row.case not in measured]
-    order = [case.name for case in CASES]
-    merged = sorted([*kept, *rows], key=lambda row: order.index(row.case))
-    write_csv(path, merged)
-    return merged
 
 
 def when(rows: Sequence[Row]) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from clusters import CASES, FAST_BUT_SMALL, STRONG, Case
 from contest import TOGETHER, Peak, Turn, plain_name
@@ -16,8 +15,6 @@ from experiments.common import (
     Spread,
     markdown_table,
     print_table,
-    read_csv,
-    write_csv,
 )
 
 TIMED, WEIGHED, RAN_OUT, PREDICTED = "timed", "weighed", "out of memory", "predicted"
@@ -117,17 +114,6 @@ class Results:
 
 def _joined(numbers: Sequence[float]) -> str:
     return " ".join(f"{number:g}" for number in numbers)
-
-
-def merge(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Put ``rows`` in the place of the file's rows of the same cases; returns all."""
-    measured = {row.case for row in rows}
-    before = read_csv(path, Row) if path.exists() else []
-    kept = [row for row in before if row.case not in measured]
-    order = [case.name for case in CASES]
-    merged = sorted([*kept, *rows], key=lambda row: order.index(row.case))
-    write_csv(path, merged)
-    return merged
 
 
 @dataclass(frozen=True, slots=True)

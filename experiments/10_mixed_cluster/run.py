@@ -17,7 +17,13 @@ from figure import draw
 from plans import Planned
 from systems import has_deepspeed
 
-from experiments.common import Environment, console, run_ranks, write_results_block
+from experiments.common import (
+    Environment,
+    console,
+    replace_cases,
+    run_ranks,
+    write_results_block,
+)
 from experiments.unlike import Slowness, slowness_of, why_no_groups
 from shardhet.profiler.measure import Effort
 
@@ -69,7 +75,7 @@ def main() -> None:
     if options.quick:
         console.print("Only a little was measured: nothing was written.")
         return
-    kept = report.merge(HERE / "results.csv", rows)
+    kept = replace_cases(HERE / "results.csv", rows, report.Row, [case.name for case in CASES])
     write_results_block(HERE / "README.md", report.as_markdown(kept))
     draw(HERE / "results.csv", HERE / "figure.png")
 

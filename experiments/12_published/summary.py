@@ -9,7 +9,6 @@ from inputs import DERIVED
 
 from experiments.common import Bar
 from shardhet.derive import COMPUTE_FRACTION
-from shardhet.planner.find import EVENNESS_MARGIN
 
 NO_PLAN, TOO_SLOW = "no", "too slow"
 LEAST_RATIO = 0.999  # among plans that are this close the simulator chooses
@@ -222,11 +221,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
             measured=min(ratios),
             at_least=LEAST_RATIO,
         ),
-        Bar(
-            claim="gap of a full plan, worst",
-            measured=max(map(gap, full)),
-            at_most=EVENNESS_MARGIN + 0.001,  # shares are kept even for so much
-        ),
+        Bar(claim="gap of a full plan, worst", measured=max(map(gap, full)), at_most=0.001),
         Bar(
             claim="simulated step / predicted, full plans, furthest from 1",
             measured=furthest(

@@ -23,9 +23,6 @@ from shardhet.workload import Workload
 CUT_GROWTH = 4.0  # of the longest compute considered, while it may still cut something off
 NUM_RESCORED = 4
 RESCORED_MARGIN = 1e-3  # how much slower than the best prediction a plan may be to be simulated
-# Uneven shares load whoever has most, more than collectives on idle devices show: so much
-# slower a plan may be predicted to be for shares as even as memory allows.
-EVENNESS_MARGIN = 3e-3
 NO_DEMANDS = Demands()
 GIB = 2**30
 
@@ -130,8 +127,7 @@ def _fitting_plans(
 ) -> list[tuple[Plan, StepCost]]:
     """Plans of these choices that fit as rounded to rows, fastest first.
 
-    Each choice spreads the state as evenly as memory allows, unless the optimizer gains more
-    than ``EVENNESS_MARGIN`` of a step from shares of another size.
+    Each choice spreads the state in two ways: fastest optimizer, or most even shares.
     """
     budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
     plans: dict[Plan, StepCost] = {}
@@ -139,15 +135,10 @@ def _fitting_plans(
         value = table.rounded.evaluate(choices)
         if value is None:
             continue
-        fast, even = [
-            _plan(model, table, choices, optimizer_s)
-            for optimizer_s in (value.optimizer_s, inf)
-        ]
-        costs = {plan: model.predict(plan).within(budgets) for plan in (fast, even)}
-        close_s = costs[fast].step_time_s * (1 + EVENNESS_MARGIN)
-        is_close = costs[even].step_time_s <= close_s and all(r.fits for r in costs[even].ranks)
-        chosen = even if is_close else fast
-        plans.setdefault(chosen, costs[chosen])
+        for optimizer_s in (value.optimizer_s, inf):
+            plan = _plan(model, table, choices, optimizer_s)
+            if plan not in plans:
+                plans[plan] = model.predict(plan).within(budgets)
     fitting = [(p, cost) for p, cost in plans.items() if all(r.fits for r in cost.ranks)]
     if not fitting:
         return []
