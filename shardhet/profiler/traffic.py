@@ -223,7 +223,9 @@ class Traffic:
         """Seconds that compute loses per second of collectives beside it, by position.
 
         A slow device may lose more: where the host's processor does the sending, that is as
-        slow as its computing.  Compute and communication are timed alone and then together.
+        slow as its computing.  Compute and communication are timed alone and then together, as
+        turns of training: some collectives are launched, then some microbatches computed.
+        On a CPU launching counts: a thread that it wakes may take the processor at once.
         """
         numel = nbytes // self._param_dtype.itemsize
         shares = even_shares(self._channels.world_size)
@@ -233,28 +235,35 @@ class Traffic:
             return [self._gather(flats[0]), self._reduce(flats[1])]
 
         comm_s = median(self.seconds(partial(_complete, both()), num_repeats))
-        num_beside = min(MAX_BESIDE, max(1, round(BESIDE_S / comm_s)))
-        launches = [launch for _ in range(num_beside) for launch in both()]
+        num_turns = min(MAX_BESIDE, max(1, round(BESIDE_S / comm_s)))
+        turns = [both() for _ in range(num_turns)]
+        launches = [launch for turn in turns for launch in turn]
         comm_s = median(self.seconds(partial(_complete, launches), num_repeats))
-        num_runs = max(1, ceil(COMPUTE_PER_COMM * comm_s / sum(runner.run(num_samples))))
+        per_turn_s = COMPUTE_PER_COMM * comm_s / num_turns
+        num_runs = max(1, ceil(per_turn_s / sum(runner.run(num_samples))))
 
-        def compute_s() -> float:
+        def seconds(turns: Sequence[Sequence[Launch]]) -> float:
+            """Of all turns' compute, and of launching what runs beside it."""
+            self._channels.wait_for_all()
             start_s = time.perf_counter()
-            for _ in range(num_runs):
-                runner.run(num_samples)
+            waits = []
+            for launches in turns:
+                turn_start_s = time.perf_counter()
+                waits += [launch() for launch in launches]
+                if self._device.type != "cpu":  # in training the host launches ahead of it
+                    start_s += time.perf_counter() - turn_start_s
+                for _ in range(num_runs):
+                    runner.run(num_samples)
             self._synchronize()
-            return time.perf_counter() - start_s
+            taken_s = time.perf_counter() - start_s
+            for wait in waits:
+                wait()
+            return taken_s
 
         excesses = []
         for _ in range(num_repeats):
-            self._channels.wait_for_all()
-            alone_s = compute_s()
-            self._channels.wait_for_all()
-            waits = [launch() for launch in launches]
-            beside_s = compute_s()
-            for wait in waits:
-                wait()
-            excesses.append((beside_s - alone_s) / comm_s)
+            alone_s = seconds([()] * num_turns)
+            excesses.append((seconds(turns) - alone_s) / comm_s)
         rows = self._channels.control.exchange([median(excesses)])
         return [min(MAX_EXCESS, max(0.0, excess)) for (excess,) in rows]
 
