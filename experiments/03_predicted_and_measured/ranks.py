@@ -21,6 +21,7 @@ from shardhet.profiler.measure import Effort, measure
 from shardhet.profiler.unit_runner import TrainedModel
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
+WAITS = (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE)
 NUM_WARMUP_STEPS = 2
 
 
@@ -31,7 +32,7 @@ class Prediction:
     plan_name: str
     plan: Plan
     step_time_s: float
-    idle: tuple[float, ...]  # of each rank, as a fraction of the step
+    waits: tuple[float, ...]  # of each rank, as a fraction of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Step:
     plan_name: str
     round: int
     step_time_s: float  # of the slowest rank
-    idle: tuple[float, ...]
+    waits: tuple[float, ...]  # for the end of the slowest rank, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def compare(
                 plan_name=name,
                 plan=plan,
                 step_time_s=timeline.step_time_s,
-                idle=tuple(timeline.idle_fraction(i) for i in range(plan.world_size)),
+                waits=tuple(rank.waiting_s / timeline.step_time_s for rank in timeline.ranks),
             )
         )
     runs = [_Run(case, each, slowness.device) for each in predictions]
@@ -103,34 +104,32 @@ class _Run:
         self._batch = _batch(
             case, plan.first_sample(position), plan.ranks[position].rank_batch_size
         )
-        self._busy_s = 0.0
+        self._waited_s = 0.0
         self._model.add_observer(self._add)
 
     def step(self, number: int) -> Step:
         """One optimizer step.  Collective."""
         dist.barrier()
-        self._busy_s = 0.0
+        self._waited_s = 0.0
         start_s = time.perf_counter()
         self._model.backward(*self._model(*self._batch))
-        optimizer_start_s = time.perf_counter()
         self._optimizer.step()
-        end_s = time.perf_counter()
-        self._busy_s += end_s - optimizer_start_s
+        seconds = time.perf_counter() - start_s
         self._optimizer.zero_grad()
         rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, (self._model.position, end_s - start_s, self._busy_s))
+        dist.all_gather_object(rows, (self._model.position, seconds, seconds - self._waited_s))
         rows.sort()
         step_time_s = max(seconds for _, seconds, _ in rows)
         return Step(
             plan_name=self._name,
             round=number,
             step_time_s=step_time_s,
-            idle=tuple(1 - busy_s / step_time_s for *_, busy_s in rows),
+            waits=tuple(1 - busy_s / step_time_s for *_, busy_s in rows),
         )
 
     def _add(self, event: Event) -> None:
-        if event.activity in (Activity.FORWARD, Activity.BACKWARD):
-            self._busy_s += event.end_s - event.start_s
+        if event.activity in WAITS:
+            self._waited_s += event.end_s - event.start_s
 
 
 def _batch(case: Case, first: int, num_samples: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Does a step take as long as the simulator says, and are ranks idle as it says?
+"""Does a step take as long as the simulator says, and do ranks wait as it says?
 
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 25 minutes
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --quick    about three minutes
@@ -37,8 +37,8 @@ HEADER = [
     "predicted ms",
     "measured ms (p10-p90)",
     "error",
-    "idle predicted",
-    "idle measured",
+    "waits predicted",
+    "waits measured",
 ]
 PREDICTED, MEASURED = "predicted", "measured"
 
@@ -53,15 +53,15 @@ class Row:
     round: int
     samples: str  # of each rank
     step_time_s: float
-    idle: str  # of each rank, as fractions of the step
+    waits: str  # of each rank, as fractions of the step
     commit: str
     date: str
     load_before: float
 
     @property
-    def idle_fractions(self) -> list[float]:
-        """``idle`` as numbers."""
-        return [float(each) for each in self.idle.split()]
+    def wait_fractions(self) -> list[float]:
+        """``waits`` as numbers."""
+        return [float(each) for each in self.waits.split()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Verdict:
         return Spread.of([step.step_time_s for step in self.steps])
 
     @property
-    def measured_idle(self) -> list[float]:
+    def measured_waits(self) -> list[float]:
         """Median of each rank."""
-        by_rank = zip(*(step.idle_fractions for step in self.steps), strict=True)
+        by_rank = zip(*(step.wait_fractions for step in self.steps), strict=True)
         return [Spread.of(of_rank).median for of_rank in by_rank]
 
     @property
@@ -88,9 +88,9 @@ class Verdict:
         return self.predicted.step_time_s / self.measured.median - 1
 
     @property
-    def idle_error(self) -> float:
+    def wait_error(self) -> float:
         """The largest of any rank, in fractions of the step."""
-        pairs = zip(self.predicted.idle_fractions, self.measured_idle, strict=True)
+        pairs = zip(self.predicted.wait_fractions, self.measured_waits, strict=True)
         return max(abs(predicted - measured) for predicted, measured in pairs)
 
     @property
@@ -103,8 +103,8 @@ class Verdict:
             f"{1000 * self.predicted.step_time_s:.0f}",
             self.measured.cell(0, scale=1000),
             f"{self.error:+.1%}",
-            _percents(self.predicted.idle_fractions),
-            _percents(self.measured_idle),
+            _percents(self.predicted.wait_fractions),
+            _percents(self.measured_waits),
         ]
 
 
@@ -186,7 +186,7 @@ def measure_case(case: Case, *, is_quick: bool) -> Comparison:
             case,
             slownesses,
             effort,
-            5 if is_quick else 12,
+            5 if is_quick else 10,
         )
     return found[0]
 
@@ -207,7 +207,7 @@ def rows_of(case: Case, found: Comparison, environment: Environment) -> list[Row
             round=number,
             samples=samples[each.plan_name],
             step_time_s=round(each.step_time_s, 5),
-            idle=" ".join(f"{idle:.3f}" for idle in each.idle),
+            waits=" ".join(f"{waits:.3f}" for waits in each.waits),
             commit=environment.commit,
             date=environment.date,
             load_before=environment.load_before,
@@ -239,7 +239,7 @@ def bars_of(verdicts: Sequence[Verdict]) -> list[Bar]:
     claims = (
         ("step time: mean of the absolute errors", mean(map(abs, errors)), 0.05),
         ("step time: largest absolute error", max(map(abs, errors)), 0.10),
-        ("idle time: largest error of any rank", max(v.idle_error for v in verdicts), 0.10),
+        ("time waited: largest error of any rank", max(v.wait_error for v in verdicts), 0.10),
     )
     bars = [Bar(claim=claim, measured=value, at_most=most) for claim, value, most in claims]
     signs = f"{sum(error > 0 for error in errors)} of {len(errors)} predicted too slow"
