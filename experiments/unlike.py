@@ -43,6 +43,11 @@ class MixedCluster:
         return self.cores.index(min(self.cores))
 
     @property
+    def slowest_ranks(self) -> list[int]:
+        """All that have no more time than that."""
+        return [i for i, each in enumerate(self.cores) if each == min(self.cores)]
+
+    @property
     def is_capped(self) -> bool:
         """Whether memory is limited, so that systems cannot share a process."""
         return bool(self.memory_mib)

@@ -13,7 +13,12 @@ from shardhet.cluster import Cluster, DeviceSpec, Node
 from shardhet.cost import CostModel
 from shardhet.plan import Plan, RankPlan
 from shardhet.planner import Demands, DeviceLimits, PlanError, solve
-from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
+from shardhet.planner.objectives import (
+    LeastMemory,
+    largest_batch,
+    largest_batch_size,
+    least_memory,
+)
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT
 from shardhet.workload import Workload
@@ -248,6 +253,29 @@ def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
 
     assert is_reached(least.budget_fraction + ROUNDING)
     assert not is_reached(least.lower_bound * (1 - 1e-9))
+
+
+def test_only_spared_devices_do_with_little() -> None:
+    case = Case(1, roomy=3.0)
+    last = case.parts[0].world_size - 1
+    best = solve(*case.parts, global_batch_size=case.batch)
+    wanted = 0.7 * best.samples_per_s
+
+    def least(*devices: int) -> LeastMemory:
+        return least_memory(
+            *case.parts,
+            global_batch_size=case.batch,
+            min_samples_per_s=wanted,
+            devices=devices,
+        )
+
+    spared, everybody = least(last), least()
+    assert spared.solution.samples_per_s >= wanted
+    assert spared.lower_bound <= spared.budget_fraction <= everybody.budget_fraction
+    ranks = spared.solution.predicted.ranks
+    used = [rank.memory.total_bytes / rank.memory_budget_bytes for rank in ranks]
+    assert used[last] == pytest.approx(spared.budget_fraction)
+    assert max(used) > everybody.budget_fraction
 
 
 def test_a_throughput_beyond_the_fastest_plan_is_refused_with_what_it_reaches() -> None:

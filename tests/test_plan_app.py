@@ -91,6 +91,8 @@ def test_other_objectives_are_shown_with_what_they_reach(
     text = said(capsys, "objective=least_memory", *QUICK)
     assert "the least memory for" in text
     assert "no device uses more than" in text
+    text = said(capsys, "objective=least_memory", "spared=[2,'*4090']", *QUICK)
+    assert "none of devices 0, 2 uses more than" in text
 
 
 def test_measured_files_are_planned_for(
@@ -122,6 +124,8 @@ REFUSALS = {
     "global_batch_size=abc": "'abc' of type 'str' could not be converted to Integer",
     "objective=best": "must be one of throughput, largest_batch, least_memory",
     "min_samples_per_s=3": "only objective=least_memory asks for it",
+    "spared=[1]": "spared: ['1'] but only objective=least_memory asks for it",
+    "objective=least_memory spared=[H100]": "spared: H100: no such device. Give a position",
     "cluster=nowhere": "cluster: choose one of a100_a10g_v100_t4_64",
     "cluster=demo_4": "cluster: choose one of a100_a10g_v100_t4_64",
     "cluster=absent.yaml": "cluster_file: 'absent.yaml' is no file",

@@ -56,6 +56,11 @@ class Case:
         return self.work.global_batch_size // self.cluster.world_size
 
     @property
+    def num_weighed(self) -> int:
+        """Launches in which memory is read; there is a bar on it in one case only."""
+        return 3 if self.cluster is STRONG and self.work is COMPUTE_BOUND else 1
+
+    @property
     def name(self) -> str:
         """For files and the command line."""
         return f"{self.cluster.name}, {self.work.name}"

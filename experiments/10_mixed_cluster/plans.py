@@ -16,12 +16,15 @@ from experiments.unlike import USABLE_FRACTION
 from shardhet import Plan
 from shardhet.emulation import EmulatedDevice
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
+from shardhet.planner.objectives import least_memory
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, Measurement, measure
 from shardhet.profiler.unit_runner import TrainedModel
 
 PLANNED, EVEN = "HetFSDP, planned", "HetFSDP, even"
 COMPUTE_ONLY, MEMORY_ONLY = "HetFSDP, compute only", "HetFSDP, memory only"
+SPARED = "HetFSDP, slowest spared"
+SPARED_THROUGHPUT = 0.97  # of the planned's, as predicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,34 +50,48 @@ def measured(case: Case, device: EmulatedDevice, effort: Effort) -> Measurement:
 
 
 def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
-    """The planner's plan and those of the simpler planners, nothing recomputed."""
+    """The planner's plan and those of simpler planners, nothing recomputed; and the planner's
+    with the least memory on the slowest devices, which may recompute.
+    """
     cluster = replace(measurement.cluster, usable_memory_fraction=USABLE_FRACTION)
     ours = (cluster, measurement.workload, measurement.profile)
-    demands = Demands(
-        limits={
-            position: DeviceLimits(
-                recomputes=None if case.cluster.is_capped else False,
-                rank_batch_size=0 if position in case.cluster.only_stores else None,
-            )
-            for position in range(case.cluster.world_size)
-        },
-        max_microbatch_size=case.max_microbatch_size,
-    )
+    demands = _demands(case, recomputes=None if case.cluster.is_capped else False)
     makers: dict[str, Callable[..., PlanSolution]] = {
         PLANNED: solve,
         EVEN: baselines.even,
         COMPUTE_ONLY: baselines.compute_only,
         MEMORY_ONLY: baselines.memory_only,
     }
-    return [
-        _attempt(
-            name,
-            partial(
-                make, *ours, global_batch_size=case.work.global_batch_size, demands=demands
-            ),
-        )
+    batch = case.work.global_batch_size
+    plans = [
+        _attempt(name, partial(make, *ours, global_batch_size=batch, demands=demands))
         for name, make in makers.items()
     ]
+    planned_s = plans[0].predicted_step_time_s
+    if not case.cluster.is_capped and planned_s is not None:
+        spare = partial(
+            least_memory,
+            *ours,
+            global_batch_size=batch,
+            min_samples_per_s=SPARED_THROUGHPUT * batch / planned_s,
+            devices=case.cluster.slowest_ranks,
+            demands=_demands(case, recomputes=None),
+        )
+        plans.append(_attempt(SPARED, lambda: spare().solution))
+    return plans
+
+
+def _demands(case: Case, recomputes: bool | None) -> Demands:
+    return Demands(
+        limits={
+            position: DeviceLimits(
+                recomputes=recomputes,
+                rank_batch_size=0 if position in case.cluster.only_stores else None,
+            )
+            for position in range(case.cluster.world_size)
+        },
+        max_microbatch_size=case.max_microbatch_size,
+    )
 
 
 def _attempt(system: str, make: Callable[[], PlanSolution]) -> Planned:

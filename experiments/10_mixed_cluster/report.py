@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from clusters import CASES, FAST_BUT_SMALL, STRONG, Case
 from contest import TOGETHER, Peak, Turn, plain_name
-from plans import EVEN, PLANNED, Planned
+from plans import EVEN, PLANNED, SPARED, Planned
 from systems import FSDP2, FSDP2_UNEVEN
 
 from experiments.common import (
@@ -79,10 +79,12 @@ class Results:
             peak_mib=_joined([peak.mib for peak in peaks]),
         )
 
-    def add_peaks(self, system: str, peaks: Sequence[Peak] | None) -> None:
+    def add_peaks(self, number: int, system: str, peaks: Sequence[Peak] | None) -> None:
         """Memory of a system that was timed in turns."""
         assert peaks is not None
-        self._add(system, WEIGHED, peak_mib=_joined([peak.mib for peak in peaks]))
+        self._add(
+            system, WEIGHED, number=number, peak_mib=_joined([peak.mib for peak in peaks])
+        )
 
     def _add(
         self,
@@ -153,10 +155,10 @@ class CaseRows:
         return [r for r in self.rows if (r.system, r.what) == (system, TIMED)]
 
     def peaks_mib(self, system: str) -> list[float]:
-        """Of each rank; empty if it was not weighed."""
+        """Of each rank, the median of all launches; empty if it was not weighed."""
         texts = [r.peak_mib for r in self.rows if r.system == system and r.peak_mib]
         by_launch = [[float(mib) for mib in text.split()] for text in texts]
-        return [max(of_rank) for of_rank in zip(*by_launch, strict=True)]
+        return [Spread.of(of_rank).median for of_rank in zip(*by_launch, strict=True)]
 
     def over(self, system: str, opponent: str) -> float | None:
         """How many times as fast; None where one of them has not trained."""
@@ -247,28 +249,40 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
     return found
 
 
-def _ideal_bar(of_case: CaseRows, at_least: float) -> Bar:
-    speed = of_case.spread(PLANNED).median
+def _ideal_bar(of_case: CaseRows, system: str, at_least: float) -> Bar:
+    speed = of_case.spread(system).median
     return Bar(
-        claim=f"{of_case.case.name}: planned / the ideal",
+        claim=f"{of_case.case.name}: {_short(system)} / the ideal",
         measured=speed / of_case.ideal_samples_per_s,
         at_least=at_least,
     )
 
 
+def _short(system: str) -> str:
+    return system.removeprefix("HetFSDP, ")
+
+
 def _strong_bars(of_case: CaseRows) -> list[Bar]:
+    """All of them for two plans: the fastest, and that with least memory where it is scarce."""
     name = of_case.case.name
-    found = [_ideal_bar(of_case, 0.90)]
     evens = [each for each in of_case.systems if each.startswith(f"{FSDP2}, batches of")]
-    for opponent, at_least in ((*evens, 2.1), (FSDP2_UNEVEN, 1.0)):
-        over = of_case.over(PLANNED, opponent)
-        if over is not None:
-            claim = f"{name}: samples/s, planned / {opponent}"
-            found.append(Bar(claim=claim, measured=over, at_least=at_least))
-    ours, theirs = of_case.peaks_mib(PLANNED), of_case.peaks_mib(FSDP2_UNEVEN)
-    if ours and theirs:
-        claim = f"{name}: memory of the smallest device, planned / {FSDP2_UNEVEN}"
-        found.append(Bar(claim=claim, measured=ours[-1] / theirs[-1], at_most=0.75))
+    found = []
+    for system in (PLANNED, SPARED):
+        if not of_case.has(system):
+            continue
+        found.append(_ideal_bar(of_case, system, 0.90))
+        opponents = [*((each, 2.1) for each in evens), (FSDP2_UNEVEN, 1.0)]
+        for opponent, at_least in opponents:
+            over = of_case.over(system, opponent)
+            if over is not None:
+                claim = f"{name}: samples/s, {_short(system)} / {opponent}"
+                found.append(Bar(claim=claim, measured=over, at_least=at_least))
+        ours, theirs = of_case.peaks_mib(system), of_case.peaks_mib(FSDP2_UNEVEN)
+        if ours and theirs:
+            slowest = of_case.case.cluster.slowest_ranks
+            over = max(ours[i] for i in slowest) / max(theirs[i] for i in slowest)
+            claim = f"{name}: memory of a slowest device, {_short(system)} / {FSDP2_UNEVEN}"
+            found.append(Bar(claim=claim, measured=over, at_most=0.75))
     return found
 
 
@@ -279,7 +293,7 @@ def _small_bars(of_case: CaseRows) -> list[Bar]:
     )
     speed = of_case.spread(PLANNED).median
     return [
-        _ideal_bar(of_case, 0.80),
+        _ideal_bar(of_case, PLANNED, 0.80),
         Bar(
             claim=f"{of_case.case.name}: the fastest stock system that fits / planned",
             measured=best_stock / speed,

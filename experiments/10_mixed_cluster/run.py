@@ -40,7 +40,7 @@ class Extent:
     turn_s: float  # about how long a turn takes, in whole steps
 
 
-FULL = Extent(profile=Effort(time_limit_s=90.0), num_rounds=5, turn_s=3.0)
+FULL = Extent(profile=Effort(time_limit_s=60.0), num_rounds=5, turn_s=3.0)
 QUICK = Extent(profile=Effort(time_limit_s=20.0, num_repeats=4), num_rounds=2, turn_s=1.0)
 
 
@@ -102,8 +102,9 @@ def measure(
                     results.add_launch(number, name, _launch(case, slownesses, plans, name, 2))
             return results.rows
         results.add_turns(_turns(case, slownesses, plans, names, extent))
-        for name in names:
-            results.add_peaks(name, _launch(case, slownesses, plans, name, 0))
+        for number in range(case.num_weighed):
+            for name in names:
+                results.add_peaks(number, name, _launch(case, slownesses, plans, name, 0))
         return results.rows
 
 

@@ -30,7 +30,8 @@ shardhet plan key=value ...
   shardhet plan cluster=my_cluster.yaml model=gpt_1_3b out=plan.json picture=plan.png
   shardhet plan measured=FOLDER        the three files that shardhet measure has written
   shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'
-  shardhet plan objective=largest_batch        or least_memory, or throughput""",
+  shardhet plan objective=largest_batch        or least_memory, or throughput
+  shardhet plan objective=least_memory spared=[0]    on the device with the screen""",
 )
 # Enough to compare with: the plan itself is searched until it is proven.
 COMPARED = Effort(relative_gap=1e-4)
@@ -146,6 +147,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
             ).samples_per_s
 
         return _Answer(best, best.samples_per_s, samples_per_s)
+    spared = conf.to_spared(cluster.devices)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
     least = least_memory(
         cluster,
@@ -153,11 +155,13 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         profile,
         global_batch_size=batch,
         min_samples_per_s=wanted,
+        devices=spared,
         demands=demands,
         effort=COMPARED,
     )
+    which = f"none of devices {', '.join(map(str, spared))}" if spared else "no device"
     note = (
-        f"the least memory for {wanted:.4g} samples/s: no device uses more than "
+        f"the least memory for {wanted:.4g} samples/s: {which} uses more than "
         f"{least.budget_fraction:.1%} of its budget (no plan can do with less than "
         f"{least.lower_bound:.1%})"
     )

@@ -190,6 +190,7 @@ class PlannerConf(InputsConf):
     global_batch_size: int = 64
     objective: str = OBJECTIVES[0]
     min_samples_per_s: float | None = None  # for least_memory; null: 95 % of the best plan's
+    spared: list[str] = field(default_factory=list)  # for least_memory: positions or kinds
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
@@ -206,10 +207,12 @@ class PlannerConf(InputsConf):
             check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         if self.min_samples_per_s is not None:
             check_above("min_samples_per_s", self.min_samples_per_s, 0)
-            if self.objective != "least_memory":
+        for key in ("min_samples_per_s", "spared"):
+            value = getattr(self, key)
+            if value and self.objective != "least_memory":
                 raise ConfigError(
-                    f"min_samples_per_s: {self.min_samples_per_s} but only "
-                    "objective=least_memory asks for it. Drop one of them."
+                    f"{key}: {value} but only objective=least_memory asks for it. Drop one of "
+                    "them."
                 )
 
     def to_demands(self, devices: Sequence[DeviceSpec]) -> Demands:
@@ -217,7 +220,7 @@ class PlannerConf(InputsConf):
         limits: dict[int, DeviceLimits] = {}
         for key, limit in self.limits.items():
             record = limit.to_record(f"limits.{key}")
-            for position in _positions(key, devices):
+            for position in _positions(f"limits.{key}", key, devices):
                 if position in limits:
                     raise ConfigError(
                         f"limits.{key}: device {position} ({devices[position]}) is limited "
@@ -225,6 +228,11 @@ class PlannerConf(InputsConf):
                     )
                 limits[position] = record
         return _named(lambda: _checked(limits, self, len(devices)))
+
+    def to_spared(self, devices: Sequence[DeviceSpec]) -> tuple[int, ...]:
+        """Positions of the devices to spare; ConfigError where a name is of none of them."""
+        found = [_positions(f"spared: {key}", key, devices) for key in self.spared]
+        return tuple(sorted({position for each in found for position in each}))
 
 
 @dataclass(kw_only=True)
@@ -243,15 +251,15 @@ def register_planning_schemas() -> None:
     store.store(group="schema", name="simulate", node=SimulateConf)
 
 
-def _positions(key: str, devices: Sequence[DeviceSpec]) -> list[int]:
-    """Devices that a key of ``limits`` names: a position, or a pattern of their kind."""
+def _positions(what: str, key: str, devices: Sequence[DeviceSpec]) -> list[int]:
+    """Devices that a key names: a position, or a pattern of their kind."""
     if key.isdigit() and int(key) < len(devices):
         return [int(key)]
     named = [i for i, each in enumerate(devices) if fnmatchcase(each.kind or "", key)]
     if not named:
         kinds = ", ".join(dict.fromkeys(str(each.kind) for each in devices))
         raise ConfigError(
-            f"limits.{key}: no such device. Give a position from 0 to {len(devices) - 1}, or a "
+            f"{what}: no such device. Give a position from 0 to {len(devices) - 1}, or a "
             f"kind or pattern of it: {kinds}."
         )
     return named

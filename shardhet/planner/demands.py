@@ -82,14 +82,13 @@ class Demands:
             replace(limits, memory_budget_bytes=None),
         )
 
-    def scaled(self, fraction: float) -> "Demands":
-        """The same with only this part of every budget that is demanded."""
-        scaled = {
-            position: replace(each, memory_budget_bytes=int(stated * fraction))
-            for position, each in self.limits.items()
-            if (stated := each.memory_budget_bytes) is not None
+    def with_budgets(self, nbytes_by_position: Mapping[int, int]) -> "Demands":
+        """The same with these budgets demanded of some devices."""
+        limits = {
+            position: replace(self.limits.get(position, NO_LIMITS), memory_budget_bytes=nbytes)
+            for position, nbytes in nbytes_by_position.items()
         }
-        return replace(self, limits={**self.limits, **scaled})
+        return replace(self, limits={**self.limits, **limits})
 
     def budget_bytes(self, cluster: Cluster, position: int) -> int:
         """The cluster's budget, or the smaller one that is demanded."""

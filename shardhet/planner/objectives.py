@@ -1,9 +1,9 @@
 """Other things to want of a plan than the highest throughput.
 
 ``largest_batch``  the largest global batch that fits, and its fastest plan
-``least_memory``   the smallest part u of every device's budget that still reaches a
-                   throughput:  minimise u  such that  bytes_i <= u budget_i for all i,
-                   samples per second >= the demanded
+``least_memory``   the smallest part u of its budget that every device, or each of some, can
+                   do with at a throughput:  minimise u  such that  bytes_i <= u budget_i for
+                   all these i,  samples per second >= the demanded
 
 The largest batch runs in microbatches of one sample, which need least.  Beside b samples,
 recomputing c, a device has room for a_c - p_c b elements of the state.  So of the n_c devices
@@ -218,7 +218,7 @@ class LeastMemory:
     """A plan with the proof of how little memory it needs."""
 
     solution: PlanSolution
-    budget_fraction: float  # u: no device uses more than this part of its budget
+    budget_fraction: float  # u: none of the devices uses more than this part of its budget
     lower_bound: float  # no plan with the throughput has a smaller u
 
 
@@ -229,38 +229,45 @@ def least_memory(
     *,
     global_batch_size: int,
     min_samples_per_s: float,
+    devices: Sequence[int] = (),
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> LeastMemory:
     """The plan whose fullest device is least full, among those that are fast enough.
 
+    Only ``devices`` (positions) count, all if it is empty; others may fill their budgets.
     ``PlanError`` where even the fastest plan is too slow.
     """
+    spared = devices or range(cluster.world_size)
+    budgets = [demands.budget_bytes(cluster, i) for i in range(cluster.world_size)]
 
     def solved(fraction: float) -> PlanSolution:
         return solve(
-            replace(cluster, usable_memory_fraction=cluster.usable_memory_fraction * fraction),
+            cluster,
             workload,
             profile,
             global_batch_size=global_batch_size,
-            demands=demands.scaled(fraction),
+            demands=demands.with_budgets({i: int(fraction * budgets[i]) for i in spared}),
             effort=effort,
             num_rescored=1,
         )
 
-    budgets = [demands.budget_bytes(cluster, i) for i in range(cluster.world_size)]
+    def fraction_of(solution: PlanSolution) -> float:
+        ranks = solution.predicted.ranks
+        return max(ranks[i].memory.total_bytes / budgets[i] for i in spared)
+
     best = solved(1.0)
     if best.samples_per_s < min_samples_per_s:
         raise PlanError(
             f"plan: {min_samples_per_s:.6g} samples/s are demanded but the fastest plan "
             f"reaches {best.samples_per_s:.6g}. Lower the throughput that is demanded."
         )
-    high, low, proven = _fraction(best, budgets), 0.0, 0.0
+    high, low, proven = fraction_of(best), 0.0, 0.0
     # A share that fits may be refused for what rounding it to rows takes at most.
     rounding_bytes = (
         row_numel(workload) * CostModel(cluster, workload, profile).bytes_per_stored_numel
     )
-    rounding = rounding_bytes / min(budgets)
+    rounding = rounding_bytes / min(budgets[i] for i in spared)
     while high - low > MEMORY_PRECISION:
         middle = (low + high) / 2
         try:
@@ -269,18 +276,10 @@ def least_memory(
             low, proven = middle, max(proven, middle - rounding)
             continue
         if found.samples_per_s >= min_samples_per_s:
-            best, high = found, _fraction(found, budgets)
+            best, high = found, fraction_of(found)
             continue
         low = middle
         if found.lower_bound_s > global_batch_size / min_samples_per_s:
             proven = middle
     solution = replace(best, predicted=best.predicted.within(budgets))
     return LeastMemory(solution=solution, budget_fraction=high, lower_bound=proven)
-
-
-def _fraction(solution: PlanSolution, budgets: Sequence[int]) -> float:
-    """The part of its budget that the fullest device uses."""
-    return max(
-        rank.memory.total_bytes / budget
-        for rank, budget in zip(solution.predicted.ranks, budgets, strict=True)
-    )
