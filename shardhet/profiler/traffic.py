@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from statistics import median
 
 import torch
@@ -33,6 +32,7 @@ PAIR_NBYTES = 2**22
 LATENCY_NBYTES = 64
 MAX_BESIDE = 8
 BESIDE_S = 2e-2  # of communication beside compute, and ...
+MAX_BESIDE_S = 5.0  # for all of it, where devices are slow
 COMPUTE_PER_COMM = 3  # ... so much longer the compute, so that all of it lies beside
 MAX_EXCESS = 0.99  # of collectives' time that compute beside them loses
 LARGEST_SHARE = 0.75  # of the uneven cut
@@ -225,7 +225,8 @@ class Traffic:
         A slow device may lose more: where the host's processor does the sending, that is as
         slow as its computing.  Compute and communication are timed alone and then together, as
         turns of training: some collectives are launched, then some microbatches computed.
-        On a CPU launching counts: a thread that it wakes may take the processor at once.
+        Launching counts: on a CPU a thread that it wakes may take the processor at once; the
+        host of an accelerator runs ahead, as it does in training.
         """
         numel = nbytes // self._param_dtype.itemsize
         shares = even_shares(self._channels.world_size)
@@ -239,21 +240,28 @@ class Traffic:
         turns = [both() for _ in range(num_turns)]
         launches = [launch for turn in turns for launch in turn]
         comm_s = median(self.seconds(partial(_complete, launches), num_repeats))
-        per_turn_s = COMPUTE_PER_COMM * comm_s / num_turns
-        num_runs = max(1, ceil(per_turn_s / sum(runner.run(num_samples))))
+        wanted_s = COMPUTE_PER_COMM * comm_s / num_turns
+        run_s = sum(runner.run(num_samples))
+        # Equally long for all ranks: a collective begins when the last one has launched it.
+        while (turn_s := self._channels.slowest([run_s])[0]) > wanted_s and num_samples > 1:
+            num_samples //= 2
+            run_s = sum(runner.run(num_samples))
+        turn_s = max(turn_s, wanted_s)
+        num_runs = max(1, round(turn_s / run_s))
+        num_repeats = max(
+            MIN_REPEATS, min(num_repeats, int(MAX_BESIDE_S / (num_turns * turn_s)))
+        )
 
         def seconds(turns: Sequence[Sequence[Launch]]) -> float:
             """Of all turns' compute, and of launching what runs beside it."""
             self._channels.wait_for_all()
             start_s = time.perf_counter()
             waits = []
-            for launches in turns:
-                turn_start_s = time.perf_counter()
-                waits += [launch() for launch in launches]
-                if self._device.type != "cpu":  # in training the host launches ahead of it
-                    start_s += time.perf_counter() - turn_start_s
-                for _ in range(num_runs):
-                    runner.run(num_samples)
+            with runner.running_ahead():
+                for launches in turns:
+                    waits += [launch() for launch in launches]
+                    for _ in range(num_runs):
+                        runner.run(num_samples)
             self._synchronize()
             taken_s = time.perf_counter() - start_s
             for wait in waits:

@@ -7,8 +7,8 @@ before and after the visit.  On a CPU it is the unit's own work and the runtime'
 cutting off inputs, joining outputs, calling autograd.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,6 +97,15 @@ class UnitRunner:
     def run(self, num_samples: int) -> tuple[float, float]:
         """Seconds of a forward and a backward of one microbatch, nothing recomputed."""
         return self.backward(self.forward(num_samples))
+
+    @contextmanager
+    def running_ahead(self) -> Iterator[None]:
+        """Inside, the host of an accelerator waits for nothing, and ``run`` does not time."""
+        self._stopwatch.waits_for_device = False
+        try:
+            yield
+        finally:
+            self._stopwatch.waits_for_device = True
 
     def forward(self, num_samples: int, num_microbatches: int = 1) -> Started:
         """Run a forward of microbatches of so many samples; their graphs wait for ``backward``.
