@@ -135,14 +135,18 @@ def main() -> None:
         cases = cases[:: max(1, len(cases) // 3)][:3]
     environment = Environment.here()
     console.print(environment.as_markdown())
+    results = HERE / "results.csv"
+    if not (options.quick or options.only):
+        results.unlink(missing_ok=True)
     rows: list[Row] = []
     for case in cases:
         found = measure_case(case, is_quick=options.quick)
         of_case = rows_of(case, found, environment)
         print_table(case.name, HEADER, [each.cells for each in verdicts_of(of_case)])
-        rows += of_case
-    if not options.quick:
-        rows = replace_cases(HERE / "results.csv", rows, Row, [case.name for case in CASES])
+        if options.quick:
+            rows += of_case
+        else:  # at once: what comes next may fail
+            rows = replace_cases(results, of_case, Row, [case.name for case in CASES])
     verdicts = verdicts_of(rows)
     bars = bars_of(verdicts)
     print_table("Bars", BAR_HEADER, [bar.cells for bar in bars])

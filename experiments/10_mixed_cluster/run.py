@@ -66,18 +66,20 @@ def main() -> None:
         console.print(f"Only HetFSDP takes part, emulated in its processes: {reason}")
     if not has_deepspeed():
         console.print("DeepSpeed is not installed here and does not take part.")
-    rows = []
+    results = HERE / "results.csv"
+    rows: list[report.Row] = []
     for case in cases:
         console.rule(case.name)
-        rows += measure(case, QUICK if options.quick else FULL, environment, reason is None)
-        report.show(case, rows)
+        found = measure(case, QUICK if options.quick else FULL, environment, reason is None)
+        report.show(case, found)
+        rows += found
+        if not options.quick:  # at once: what comes next may fail
+            kept = replace_cases(results, found, report.Row, [case.name for case in CASES])
+            write_results_block(HERE / "README.md", report.as_markdown(kept))
+            draw(results, HERE / "figure.png")
     report.show_bars(rows)
     if options.quick:
         console.print("Only a little was measured: nothing was written.")
-        return
-    kept = replace_cases(HERE / "results.csv", rows, report.Row, [case.name for case in CASES])
-    write_results_block(HERE / "README.md", report.as_markdown(kept))
-    draw(HERE / "results.csv", HERE / "figure.png")
 
 
 def _case_names() -> str:
@@ -102,7 +104,7 @@ def measure(
                     results.add_launch(number, name, _launch(case, slownesses, plans, name, 2))
             return results.rows
         results.add_turns(_turns(case, slownesses, plans, names, extent))
-        for number in range(case.num_weighed):
+        for number in range(case.num_weighed if extent is FULL else 1):
             for name in names:
                 results.add_peaks(number, name, _launch(case, slownesses, plans, name, 0))
         return results.rows
