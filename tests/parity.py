@@ -576,7 +576,7 @@ def draw_plan(draw: random.Random, world_size: int) -> tuple[Plan, tuple[str, ..
     if world_size > 1 and draw.random() < 0.5:
         kinds = tuple(f"kind {i}" for i in range(world_size))
         devices = [DeviceSpec(kind=k) for k in draw.sample(kinds, world_size)]
-    patterns = ("blocks.*", "*.0", "embedding", "head")
+    patterns = ("blocks.*", "blocks.[0-1]", "*.0", "embedding", "head")
     recompute = [
         draw.choice([False, True, draw.sample(patterns, 2)]) for _ in range(world_size)
     ]

@@ -12,7 +12,7 @@ import pytest
 from shardhet.cluster import Cluster, DeviceSpec, Node
 from shardhet.cost import CostModel
 from shardhet.plan import Plan, RankPlan
-from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, solve
 from shardhet.planner.objectives import (
     LeastMemory,
     largest_batch,
@@ -139,6 +139,7 @@ def step_time_s(
 ) -> float | None:
     """The step with the best shares; None where it breaks a demand or a budget."""
     model, rooms, per_numel_s = case.model, [], list(case.per_numel_s)
+    rest_numel, fixed_s = float(WORKLOAD.numel), 0.0
     for i, option in enumerate(taken):
         limits = demands.limits.get(i, DeviceLimits())
         if limits.rank_batch_size not in (None, option.batch):
@@ -146,16 +147,25 @@ def step_time_s(
         left = part * demands.budget_bytes(case.cluster, i) - option.used_bytes
         share = limits.max_state_share
         cap = inf if share is None else share * WORKLOAD.numel
-        rooms.append(min(cap, left / model.bytes_per_stored_numel))
+        room = min(cap, left / model.bytes_per_stored_numel)
+        fixed = demands.state_share(i)
+        if fixed is not None:
+            if room < fixed * WORKLOAD.numel:
+                return None
+            fixed_s = max(fixed_s, fixed * WORKLOAD.numel * per_numel_s[i])
+            rest_numel -= fixed * WORKLOAD.numel
+            room = 0.0
+        rooms.append(room)
     for members in demands.equal:
         if len({(taken[i].batch, taken[i].size, taken[i].recomputed) for i in members}) > 1:
             return None
         least, slowest = min(rooms[i] for i in members), max(per_numel_s[i] for i in members)
         for i in members:
             rooms[i], per_numel_s[i] = least, slowest
-    optimizer_s = optimizer_seconds(rooms, per_numel_s, WORKLOAD.numel)
+    optimizer_s = optimizer_seconds(rooms, per_numel_s, rest_numel)
     if optimizer_s is None:
         return None
+    optimizer_s = max(optimizer_s, fixed_s)
     turns_s = 0.0
     for j, comm_s in enumerate(case.comm_s):
         ends_s = [
@@ -173,14 +183,15 @@ def demands_of(seed: int) -> Demands:
         1: {2: DeviceLimits(max_state_share=0.0)},
         2: {1: DeviceLimits(rank_batch_size=1)},
         3: {0: DeviceLimits(max_state_share=0.25)},
-    }[seed % 4]
+        4: {1: DeviceLimits(state_share=0.4)},
+    }[seed % 5]
     equal = ((0, 1), (1, 2), ())[seed % 3]
     return Demands(
         limits=limits, equal=(equal,) if equal else (), max_microbatch_size=MAX_MICROBATCH
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(10))
 def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
     case, demands = Case(seed, roomy=1.5 + seed % 3), demands_of(seed)
     plans = list(all_plans(case, case.batch, demands))
@@ -206,9 +217,12 @@ def check_demands(plan: Plan, demands: Demands) -> None:
         assert limits.rank_batch_size in (None, rank.rank_batch_size)
         if limits.max_state_share is not None:
             assert rank.state_share <= limits.max_state_share + 1e-9
+    for position, rank in enumerate(plan.ranks):
+        share = demands.state_share(position)
+        assert share is None or rank.state_share == pytest.approx(share, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
     case, demands = Case(seed, roomy=0.9 + 0.1 * (seed % 4)), demands_of(seed)
     largest = largest_batch_size(case.model, demands)
@@ -234,7 +248,7 @@ def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
     check_demands(solution.plan, demands)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
     case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)
     best = solve(*case.parts, global_batch_size=case.batch, demands=demands)
@@ -253,6 +267,21 @@ def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
 
     assert is_reached(least.budget_fraction + ROUNDING)
     assert not is_reached(least.lower_bound * (1 - 1e-9))
+
+
+@pytest.mark.parametrize(
+    "shares", [(0.5, 0.3, 0.2), (0.5, 0.5 - 1e-7, None), (0.0, 0.7, None), (None, 0.0, 1.0)]
+)
+def test_exact_shares_are_kept(shares: Sequence[float | None]) -> None:
+    case = Case(0, roomy=3.0)
+    demands = Demands(
+        limits={i: DeviceLimits(state_share=s) for i, s in enumerate(shares) if s is not None}
+    )
+    solution = solve(*case.parts, global_batch_size=case.batch, demands=demands)
+    for rank, share in zip(solution.plan.ranks, shares, strict=True):
+        assert share is None or rank.state_share == pytest.approx(share, abs=2e-7)
+    even = baselines.even(*case.parts, global_batch_size=case.batch, demands=demands)
+    assert [r.state_share for r in even.plan.ranks] == pytest.approx([1 / len(shares)] * 3)
 
 
 def test_only_spared_devices_do_with_little() -> None:
@@ -291,6 +320,30 @@ def test_a_throughput_beyond_the_fastest_plan_is_refused_with_what_it_reaches() 
         (Demands(equal=((0, 1), (1, 2))), r"equal names devices \[1\] more than once"),
         (Demands(limits={-1: DeviceLimits()}), "limits names device -1"),
         (Demands(limits={0: DeviceLimits(max_state_share=2.0)}), "max_state_share is 2.0"),
+        (Demands(limits={0: DeviceLimits(state_share=-1.0)}), "state_share is -1.0"),
+        (
+            Demands(limits={0: DeviceLimits(state_share=0.5, max_state_share=0.6)}),
+            "Drop one of them",
+        ),
+        (
+            Demands(limits={0: DeviceLimits(state_share=0.4)}, equal=((0, 1, 2),)),
+            "sum to 1.2 but all devices together must store 1",
+        ),
+        (
+            Demands(
+                limits={0: DeviceLimits(state_share=0.4), 1: DeviceLimits(state_share=0.3)},
+                equal=((0, 1),),
+            ),
+            "must be equal but limits give them the state shares",
+        ),
+        (
+            Demands(limits={i: DeviceLimits(state_share=0.7) for i in range(2)}),
+            "sum to 1.4 but may be at most 1",
+        ),
+        (
+            Demands(limits={i: DeviceLimits(state_share=0.3) for i in range(3)}),
+            "sum to 0.9 but all devices together must store 1",
+        ),
         (
             Demands(
                 equal=((0, 1),),

@@ -80,6 +80,8 @@ def test_limits_and_equal_devices_hold(
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.ranks[2].state_share == 0
     assert plan.ranks[1].rank_batch_size == 5
+    said(capsys, "limits.1.exact_share=0.5", *QUICK, out)
+    assert Plan.load(tmp_path / "plan.json").ranks[1].state_share == pytest.approx(0.5)
 
 
 def test_other_objectives_are_shown_with_what_they_reach(
@@ -107,6 +109,10 @@ def test_measured_files_are_planned_for(
     derive_profile(cluster, workload).save(tmp_path / "profile.json")
     text = said(capsys, f"measured={tmp_path}", "explain=false", f"out={tmp_path}/plan.json")
     assert f"{tmp_path.name}: {workload.numel:,} parameters" in text
+    assert "Of no use" not in text
+    nothing = ("limits.2.batch=0", "limits.2.share=0", "explain=false", "baselines=false")
+    unused = said(capsys, f"measured={tmp_path}", *nothing)
+    assert "Of no use: 2. All collectives still wait for them: measure or" in unused
     simulate_main([f"{tmp_path}/plan.json", f"measured={tmp_path}"])
     assert "takes" in capsys.readouterr().out
     code, text = refused(capsys, f"measured={tmp_path}", "model=small")
@@ -136,7 +142,7 @@ REFUSALS = {
     "seq_len=0": "seq_len: 0 but it must be at least 1",
     "cluster=a10g_v100_t4_64 precision=BF16": "BF16 but it is not described of Tesla",
     "limits.9.batch=0": "limits.9: no such device. Give a position from 0 to 2",
-    "limits.0.bath=0": "a limit has memory_gib, batch, microbatch, share, recompute",
+    "limits.0.bath=0": "a limit has memory_gib, batch, microbatch, share, exact_share",
     "limits.0.batch=-1": "limits.0.batch: -1 but it must be at least 0",
     "limits.0.batch=1 limits.*4090.share=0": "is limited by another key too",
     "limits={0:{batch:1}}": "write one key after the other",

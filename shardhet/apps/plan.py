@@ -112,10 +112,15 @@ def _fewer(conf: PlannerConf, inputs: Inputs, answer: _Answer) -> FewerHosts | N
 
 def _comparison_note(demands: Demands) -> str:
     """Which demands the simpler plans cannot keep."""
-    has_fixed = any(limits.rank_batch_size is not None for limits in demands.limits.values())
-    if not (demands.limits or demands.equal):
+    limits = demands.limits.values()
+    if not (limits or demands.equal):
         return ""
-    fixed = "even batches are not those that limits fix; " if has_fixed else ""
+    fixed = "even batches are not those that limits fix; " * any(
+        each.rank_batch_size is not None for each in limits
+    )
+    fixed += "even state is not what limits fix; " * any(
+        each.state_share is not None for each in limits
+    )
     return f" ({fixed}Cephalo's knows no limits)"
 
 
@@ -132,6 +137,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
 
         return _Answer(solution, size, batch_size, f"the largest batch that fits: {size}")
     batch = conf.global_batch_size
+    spared = conf.to_spared(cluster.devices)
     best = solve(cluster, workload, profile, global_batch_size=batch, demands=demands)
     if conf.objective == "throughput":
 
@@ -147,7 +153,6 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
             ).samples_per_s
 
         return _Answer(best, best.samples_per_s, samples_per_s)
-    spared = conf.to_spared(cluster.devices)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
     least = least_memory(
         cluster,

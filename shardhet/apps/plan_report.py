@@ -205,6 +205,16 @@ def _result(report: PlanReport) -> Iterator[str]:
     )
     if not report.note:
         yield f"No plan is predicted to be more than {solution.relative_gap:.2%} faster."
+    unused = [
+        str(i)
+        for i, rank in enumerate(solution.plan.ranks)
+        if not (rank.rank_batch_size or rank.state_share)
+    ]
+    if unused:
+        yield (
+            f"Of no use: {', '.join(unused)}. All collectives still wait for them: measure or "
+            "describe the cluster without, and plan again."
+        )
 
 
 def _fewer_line(report: PlanReport, fewer: FewerHosts) -> str:

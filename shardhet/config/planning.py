@@ -162,6 +162,7 @@ class LimitConf:
     batch: int | None = None  # samples, exactly
     microbatch: int | None = None  # samples at most
     share: float | None = None  # of the state at most
+    exact_share: float | None = None  # of the state, exactly
     recompute: bool | None = None  # everything or nothing
 
     def to_record(self, key: str) -> DeviceLimits:
@@ -172,13 +173,21 @@ class LimitConf:
                 check_at_least(f"{key}.{name}", value, least)
         if self.memory_gib is not None:
             check_above(f"{key}.memory_gib", self.memory_gib, 0)
-        if self.share is not None:
-            check_fraction(f"{key}.share", self.share)
+        for name in ("share", "exact_share"):
+            value = getattr(self, name)
+            if value is not None:
+                check_fraction(f"{key}.{name}", value)
+        if self.share is not None and self.exact_share is not None:
+            raise ConfigError(
+                f"{key}: share is the most that it stores, exact_share what it stores. Drop "
+                "one of them."
+            )
         return DeviceLimits(
             memory_budget_bytes=None if self.memory_gib is None else int(self.memory_gib * GIB),
             rank_batch_size=self.batch,
             max_microbatch_size=self.microbatch,
             max_state_share=self.share,
+            state_share=self.exact_share,
             recomputes=self.recompute,
         )
 

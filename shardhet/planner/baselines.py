@@ -33,6 +33,9 @@ def _solve_as(
     """The best plan of one form that keeps to ``demands`` too."""
     if has_even_batches:
         demands = _with_even_batches(demands, cluster.world_size, global_batch_size)
+    if has_even_state:
+        limits = {i: replace(each, state_share=None) for i, each in demands.limits.items()}
+        demands = replace(demands, limits=limits)
     return solve(
         cluster,
         workload,

@@ -23,6 +23,7 @@ from shardhet.workload import Workload
 
 MICROBATCHES_BEYOND_MEASURED = 2  # how many times the largest measured size is considered
 LEAST_MAX_MICROBATCH_SIZE = 16
+ROUNDING = 1e-12  # of sums of shares
 TIMES_OVER = 4  # that the batch could be computed before candidates are left out at first
 GIB = 2**30
 
@@ -92,12 +93,30 @@ class TableBuilder:
         self.turns = model.turns(unevenness=1.0, recomputed=self.recompute_choices)
         self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
         self.row_numel = row_numel(model.workload)
+        shares = demands.state_shares(model.cluster.world_size)
+        self.fixed_numel = self.state_numel * sum(shares.values())  # by demand
+        self._fixed_optimizer_s = max(
+            (
+                model.profile.device(
+                    model.cluster.devices[i].kind
+                ).optimizer_seconds_per_element
+                * share
+                * self.state_numel
+                for i, share in shares.items()
+            ),
+            default=0.0,
+        )
         even_numel = self.state_numel / model.cluster.world_size + self.row_numel
         self.stored_numel = even_numel if demands.has_even_state else None
+        self._rest_numel = self.state_numel - self.fixed_numel
+        if demands.has_even_state or self.fixed_numel:
+            # Such shares sum to the state but for rounding.
+            self._rest_numel = max(0.0, self._rest_numel - ROUNDING * self.state_numel)
         self.max_microbatch_size = demands.max_microbatch_size
+        all_roles = demands.roles(model.cluster)
         bundles: dict[tuple[int, tuple[Role, ...]], list[tuple[int, ...]]] = {}
         for positions in demands.bundles(model.cluster.world_size):
-            roles = [demands.role(model.cluster, position) for position in positions]
+            roles = [all_roles[position] for position in positions]
             key = (len(positions), tuple(dict.fromkeys(roles)))
             bundles.setdefault(key, []).append(positions)
         self._bundles = tuple(map(tuple, bundles.values()))
@@ -135,10 +154,10 @@ class TableBuilder:
         problem = Problem(
             groups=tuple(group for group, _, _ in built),
             global_batch_size=self.global_batch_size,
-            # Even shares sum to the state but for rounding.
-            state_numel=self.state_numel * (1 if self.stored_numel is None else 1 - 1e-12),
+            state_numel=self._rest_numel,
             fixed_s=self.turns.exposed_comm_s + model.overhead_s,
             row_numel=self.row_numel,
+            fixed_optimizer_s=self._fixed_optimizer_s,
         )
         return CandidateTable(
             problem=problem,
@@ -156,8 +175,8 @@ class TableBuilder:
         together = " and be equal" if len(positions) > 1 else ""
         return (
             f"plan: device {names} can do nothing that is demanded of it{together} within "
-            f"{budget:.2f} GiB. Raise its memory budget, lower its rank_batch_size, or leave "
-            "it out of the cluster."
+            f"{budget:.2f} GiB. Raise its memory budget, lower its batch or its exact share of "
+            "the state, or leave it out of the cluster."
         )
 
 
@@ -326,6 +345,10 @@ class _RoleTimes:
             # What rounding to rows may take is taken off all room when it is used.
             cap = role.limits.max_state_share * self._builder.state_numel
             left = np.minimum(left, cap + self._builder.row_numel)
+        if role.limits.state_share is not None:
+            # What it stores is taken off the state before the rest is shared out.
+            left = left - role.limits.state_share * self._builder.state_numel
+            left = np.minimum(left, self._builder.row_numel)
         stored = self._builder.stored_numel
         if stored is not None:
             return np.where(left >= stored, stored, -1.0)

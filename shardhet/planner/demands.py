@@ -14,10 +14,12 @@ class DeviceLimits:
     rank_batch_size: int | None = None  # exactly this many samples
     max_microbatch_size: int | None = None
     max_state_share: float | None = None  # of the whole state; 0: it stores nothing
+    state_share: float | None = None  # exactly this part, but for rounding to rows
     recomputes: bool | None = None  # everything, or nothing; None leaves it open
 
 
 NO_LIMITS = DeviceLimits()
+SUM_TOLERANCE = 1e-6  # of shares that are written down in decimals
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,10 @@ class Demands:
     def check(self, world_size: int) -> None:
         """Raise ``ValueError`` naming a position that is not there, or in two sets."""
         for position in self.limits:
-            _check_position("limits", position, world_size)
+            check_position("limits", position, world_size)
         members = [position for each in self.equal for position in each]
         for position in members:
-            _check_position("equal", position, world_size)
+            check_position("equal", position, world_size)
         repeated = sorted({each for each in members if members.count(each) > 1})
         if repeated:
             raise ValueError(
@@ -59,12 +61,52 @@ class Demands:
                     "they recompute and of others that they do not. Drop one demand."
                 )
         for position, limits in self.limits.items():
-            share = limits.max_state_share
-            if share is not None and not 0 <= share <= 1:
+            for name in ("max_state_share", "state_share"):
+                share = getattr(limits, name)
+                if share is not None and not 0 <= share <= 1:
+                    raise ValueError(
+                        f"plan: limits of device {position}: {name} is {share} but must lie "
+                        "between 0 and 1."
+                    )
+            if limits.state_share is not None and limits.max_state_share is not None:
                 raise ValueError(
-                    f"plan: limits of device {position}: max_state_share is {share} but must "
-                    "lie between 0 and 1."
+                    f"plan: limits of device {position}: state_share is what it stores, "
+                    "max_state_share the most that it does. Drop one of them."
                 )
+        self._check_state_shares(world_size)
+
+    def _check_state_shares(self, world_size: int) -> None:
+        for each in self.equal:
+            shares = [self.limits.get(i, NO_LIMITS).state_share for i in each]
+            stated = {share for share in shares if share is not None}
+            if len(stated) > 1:
+                raise ValueError(
+                    f"plan: devices {list(each)} must be equal but limits give them the state "
+                    f"shares {sorted(stated)}. Give them the same one."
+                )
+        stated_shares = [self.state_share(i) for i in range(world_size)]
+        total = sum(share for share in stated_shares if share is not None)
+        has_rest = None in stated_shares
+        if total > 1 + SUM_TOLERANCE or (not has_rest and total < 1 - SUM_TOLERANCE):
+            raise ValueError(
+                f"plan: the state shares that limits give sum to {total:g} but "
+                f"{'may be at most' if has_rest else 'all devices together must store'} 1."
+            )
+
+    def state_shares(self, world_size: int) -> dict[int, float]:
+        """What devices are to store exactly, by position; 1 together if no other is left."""
+        stated = ((i, self.state_share(i)) for i in range(world_size))
+        shares = {i: share for i, share in stated if share is not None}
+        total = sum(shares.values())
+        if total > 1 - SUM_TOLERANCE:
+            return {i: share / total for i, share in shares.items()}
+        return shares
+
+    def state_share(self, position: int) -> float | None:
+        """What the device, or one that it must be equal to, is to store exactly."""
+        alike = [position, *(i for each in self.equal if position in each for i in each)]
+        stated = [self.limits.get(i, NO_LIMITS).state_share for i in alike]
+        return next((share for share in stated if share is not None), None)
 
     def bundles(self, world_size: int) -> list[tuple[int, ...]]:
         """All positions, in sets that act as one, by their first members."""
@@ -73,14 +115,21 @@ class Demands:
         alone = [(position,) for position in range(world_size) if position not in members]
         return sorted([*sets, *alone])
 
-    def role(self, cluster: Cluster, position: int) -> Role:
-        """What the device at ``position`` is to the planner."""
-        limits = self.limits.get(position, NO_LIMITS)
-        return Role(
-            cluster.devices[position].kind,
-            self.budget_bytes(cluster, position),
-            replace(limits, memory_budget_bytes=None),
-        )
+    def roles(self, cluster: Cluster) -> list[Role]:
+        """What every device is to the planner, in the order of the cluster."""
+        shares = self.state_shares(cluster.world_size)
+        return [
+            Role(
+                device.kind,
+                self.budget_bytes(cluster, i),
+                replace(
+                    self.limits.get(i, NO_LIMITS),
+                    memory_budget_bytes=None,
+                    state_share=shares.get(i),
+                ),
+            )
+            for i, device in enumerate(cluster.devices)
+        ]
 
     def with_budgets(self, nbytes_by_position: Mapping[int, int]) -> "Demands":
         """The same with these budgets demanded of some devices."""
@@ -97,7 +146,8 @@ class Demands:
         return budget if stated is None else min(budget, stated)
 
 
-def _check_position(what: str, position: int, world_size: int) -> None:
+def check_position(what: str, position: int, world_size: int) -> None:
+    """Raise ``ValueError`` where ``what`` names a device that is not there."""
     if not 0 <= position < world_size:
         raise ValueError(
             f"plan: {what} names device {position} but the cluster has devices 0 to "

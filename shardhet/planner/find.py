@@ -14,7 +14,7 @@ from shardhet.planner.demands import Demands
 from shardhet.planner.oracle import Oracle
 from shardhet.planner.problem import Choice, Limits, Problem, fill_level
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
-from shardhet.planner.solution import PlanError, PlanSolution
+from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.profiles import Profile
 from shardhet.simulator import simulate
 from shardhet.step_cost import StepCost
@@ -79,7 +79,9 @@ def solve(
         model, demands, table, found.runners_up
     )
     if not plans:
-        raise PlanError("plan: no share fits once it is rounded to rows. Raise a budget.")
+        raise NoRoomForRowsError(
+            "plan: no share fits once it is rounded to rows. Raise a budget."
+        )
     if num_rescored == 1 or len(plans) == 1:
         plan, predicted = plans[0]
         return PlanSolution(plan=plan, predicted=predicted, lower_bound_s=bound_s)
@@ -105,14 +107,16 @@ def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Foun
     cut_s = builder.first_cut_s()
     while True:
         table = builder.table(cut_s)
+        error = PlanError
         try:
             found = search(table.problem, effort)
             if table.rounded.evaluate(found.choices) is None:
+                error = NoRoomForRowsError
                 tighter = search(table.rounded, effort)
                 found = replace(tighter, lower_bound_s=found.lower_bound_s)
         except NothingFitsError:
             if not table.is_cut:
-                raise PlanError(nearest_miss(table.rounded, builder.model)) from None
+                raise error(nearest_miss(table.rounded, builder.model)) from None
         else:
             if not table.is_cut or found.value.objective_s <= cut_s:
                 return table, found
@@ -136,7 +140,7 @@ def _fitting_plans(
         if value is None:
             continue
         for optimizer_s in (value.optimizer_s, inf):
-            plan = _plan(model, table, choices, optimizer_s)
+            plan = _plan(model, demands, table, choices, optimizer_s)
             if plan not in plans:
                 plans[plan] = model.predict(plan).within(budgets)
     fitting = [(p, cost) for p, cost in plans.items() if all(r.fits for r in cost.ranks)]
@@ -148,9 +152,13 @@ def _fitting_plans(
 
 
 def _plan(
-    model: CostModel, table: CandidateTable, choices: Sequence[Choice], optimizer_s: float
+    model: CostModel,
+    demands: Demands,
+    table: CandidateTable,
+    choices: Sequence[Choice],
+    optimizer_s: float,
 ) -> Plan:
-    """The plan of the choices, with shares as even as room and optimizer allow."""
+    """The plan of the choices, with shares as even as demands, room and optimizer allow."""
     problem, devices = table.rounded, model.cluster.devices
     taken: list[Candidate | None] = [None] * len(devices)
     room = np.zeros(len(devices))
@@ -168,7 +176,11 @@ def _plan(
     demand = min(problem.state_numel, float(room.sum()))  # equal but for rounding
     level = fill_level(room, ones, ones, demand)
     stored = np.minimum(room, level if level is not None else inf)
-    shares = stored / stored.sum()
+    demanded = demands.state_shares(len(devices))
+    shares = stored / stored.sum() if stored.any() else stored
+    shares *= 1 - sum(demanded.values())
+    for position, share in demanded.items():
+        shares[position] = share
     ranks = tuple(
         RankPlan(
             microbatch_sizes=candidate.microbatch_sizes,
@@ -218,11 +230,17 @@ def nearest_miss(problem: Problem, model: CostModel) -> str:
         )
     per_numel = model.bytes_per_stored_numel
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
+    is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
+    state, who = (
+        ("the rest of the state, beside what limits fix, of", "the other devices")
+        if is_rest
+        else ("the state of", f"all {model.cluster.world_size} devices")
+    )
     return (
-        f"plan: the state of {problem.state_numel * per_numel / GIB:.2f} GiB does not fit: all "
-        f"{model.cluster.world_size} devices together have room for "
-        f"{room * per_numel / GIB:.2f} GiB while they compute nothing, and less beside one "
-        "sample. Add devices, raise memory budgets, or train a smaller model."
+        f"plan: {state} {problem.state_numel * per_numel / GIB:.2f} GiB does not fit: {who} "
+        f"together have room for {room * per_numel / GIB:.2f} GiB while they compute nothing, "
+        "and less beside one sample. Add devices, raise memory budgets, or train a smaller "
+        "model."
     )
 
 

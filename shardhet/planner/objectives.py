@@ -12,7 +12,7 @@ the sum s_c (choice 0 computes nothing, m_0 = 0):
 
     maximise    sum B_c
     such that   least_c n_c <= B_c <= most_c n_c,     sum_c n_c = N   for every group,
-                s_c <= cap_c n_c,   s_c <= a_c n_c - p_c B_c,   sum s_c >= S
+                low_c n_c <= s_c <= cap_c n_c,   s_c <= a_c n_c - p_c B_c,   sum s_c >= S
 
 a small integer programme, whatever the number of devices.
 """
@@ -26,12 +26,12 @@ import numpy as np
 from shardhet.cluster import Cluster
 from shardhet.cost import CostModel
 from shardhet.plan import RankPlan
-from shardhet.planner.candidates import TableBuilder, row_numel
-from shardhet.planner.demands import Demands, Role
+from shardhet.planner.candidates import TableBuilder
+from shardhet.planner.demands import Demands, Role, check_position
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem import Floats
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
-from shardhet.planner.solution import PlanError, PlanSolution
+from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.profiles import Profile
 from shardhet.workload import Workload
 
@@ -84,7 +84,8 @@ class _Option:
     most: float
     start_numel: float  # a: room beside no sample
     numel_per_sample: float  # p
-    cap_numel: float  # of state on a device
+    least_numel: float  # of state on a device
+    cap_numel: float
 
 
 def largest_batch_size(model: CostModel, demands: Demands) -> int:
@@ -92,8 +93,9 @@ def largest_batch_size(model: CostModel, demands: Demands) -> int:
     from scipy.optimize import LinearConstraint, milp  # here: no other plan needs it
 
     bundles: dict[tuple[int, tuple[Role, ...]], int] = {}
+    all_roles = demands.roles(model.cluster)
     for positions in demands.bundles(model.cluster.world_size):
-        roles = tuple(dict.fromkeys(demands.role(model.cluster, i) for i in positions))
+        roles = tuple(dict.fromkeys(all_roles[i] for i in positions))
         bundles[len(positions), roles] = bundles.get((len(positions), roles), 0) + 1
     listing = _OptionList(model, demands)
     options = [
@@ -133,6 +135,7 @@ def _constraints(
         for terms in (
             {n: option.least, b: -1.0},
             {n: -option.most, b: 1.0},
+            {n: option.least_numel, s: -1.0},
             {n: -option.cap_numel, s: 1.0},
             {n: -option.start_numel, b: option.numel_per_sample, s: 1.0},
         ):
@@ -179,6 +182,7 @@ class _OptionList:
                     most,
                     max(0.0, start - self._row_numel) / self._state_numel,
                     slope / self._state_numel,
+                    max(role.limits.state_share or 0.0 for role in roles),
                     min(self._cap_numel(role) for role in roles) / self._state_numel,
                 )
 
@@ -209,8 +213,11 @@ class _OptionList:
         """What a device may store: all that fits, or as much as is demanded."""
         if self._even_numel is not None:
             return self._even_numel - self._row_numel
-        share = role.limits.max_state_share
-        return self._state_numel * (1.0 if share is None else share)
+        limits = role.limits
+        shares = [
+            each for each in (limits.max_state_share, limits.state_share) if each is not None
+        ]
+        return self._state_numel * min(shares, default=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +245,9 @@ def least_memory(
     Only ``devices`` (positions) count, all if it is empty; others may fill their budgets.
     ``PlanError`` where even the fastest plan is too slow.
     """
+    demands.check(cluster.world_size)
+    for i in devices:
+        check_position("devices", i, cluster.world_size)
     spared = devices or range(cluster.world_size)
     budgets = [demands.budget_bytes(cluster, i) for i in range(cluster.world_size)]
 
@@ -254,7 +264,17 @@ def least_memory(
 
     def fraction_of(solution: PlanSolution) -> float:
         ranks = solution.predicted.ranks
-        return max(ranks[i].memory.total_bytes / budgets[i] for i in spared)
+        return max(ranks[i].memory.total_bytes / max(1, budgets[i]) for i in spared)
+
+    def attempt(fraction: float) -> tuple[PlanSolution | None, bool]:
+        """A plan that is fast enough, if one was found; and whether none can be."""
+        try:
+            found = solved(fraction)
+        except PlanError as error:
+            return None, not isinstance(error, NoRoomForRowsError)
+        if found.samples_per_s >= min_samples_per_s:
+            return found, False
+        return None, found.lower_bound_s > global_batch_size / min_samples_per_s
 
     best = solved(1.0)
     if best.samples_per_s < min_samples_per_s:
@@ -263,23 +283,18 @@ def least_memory(
             f"reaches {best.samples_per_s:.6g}. Lower the throughput that is demanded."
         )
     high, low, proven = fraction_of(best), 0.0, 0.0
-    # A share that fits may be refused for what rounding it to rows takes at most.
-    rounding_bytes = (
-        row_numel(workload) * CostModel(cluster, workload, profile).bytes_per_stored_numel
-    )
-    rounding = rounding_bytes / min(budgets[i] for i in spared)
     while high - low > MEMORY_PRECISION:
         middle = (low + high) / 2
-        try:
-            found = solved(middle)
-        except PlanError:
-            low, proven = middle, max(proven, middle - rounding)
-            continue
-        if found.samples_per_s >= min_samples_per_s:
+        found, is_impossible = attempt(middle)
+        if found is not None:
             best, high = found, fraction_of(found)
-            continue
-        low = middle
-        if found.lower_bound_s > global_batch_size / min_samples_per_s:
+        else:
+            low, proven = middle, middle if is_impossible else proven
+    while low - proven > MEMORY_PRECISION:  # what is neither found nor impossible lies between
+        middle = (proven + low) / 2
+        if attempt(middle)[1]:
             proven = middle
+        else:
+            low = middle
     solution = replace(best, predicted=best.predicted.within(budgets))
     return LeastMemory(solution=solution, budget_fraction=high, lower_bound=proven)

@@ -10,7 +10,10 @@ of devices of group g that take candidate c, and s their shares of the state,
     minimise    sum_d T_d + T_optimizer + fixed
     such that   T_d >= t_dc                 wherever n_gc > 0
                 T_optimizer >= o_g s        on every device
+                T_optimizer >= what devices take whose share is demanded exactly
                 sum n_gc b_c = B,   sum s = S,   s <= a_c,   sum_c n_gc = N_g
+
+S is what such demands leave of the state.
 
 Given which candidates are used, T_d and T_optimizer follow (``Problem.evaluate``).
 """
@@ -85,6 +88,7 @@ class Problem:
     state_numel: float  # S
     fixed_s: float = 0.0
     row_numel: float = 0.0  # of a device's room; only ``rounded`` takes it off
+    fixed_optimizer_s: float = 0.0  # for what devices store besides, by demand
 
     @property
     def num_phases(self) -> int:
@@ -135,7 +139,7 @@ class Problem:
     def least_optimizer_s(self) -> float:
         """The optimizer's time if memory were no limit: o_g s_g equal on all devices."""
         rate = float(self.counts @ self.numel_per_optimizer_s)
-        return self.state_numel / rate
+        return max(self.fixed_optimizer_s, self.state_numel / rate)
 
     def rounded(self) -> "Problem":
         """The problem with what rounding to rows may take taken off all room."""
@@ -214,6 +218,7 @@ class Problem:
         )
         if optimizer_s is None:
             return None
+        optimizer_s = max(optimizer_s, self.fixed_optimizer_s)
         phases = tuple(float(cost[group, candidate].max()) for cost in self.costs)
         return Value(sum(phases) + optimizer_s + self.fixed_s, phases, optimizer_s)
 

@@ -10,6 +10,10 @@ class PlanError(ValueError):
     """No plan exists; the message carries the nearest miss."""
 
 
+class NoRoomForRowsError(PlanError):
+    """Shares of any size would fit, but none was found that does once rounded to rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSolution:
     """The best plan found, what it is predicted to cost, and what no plan can beat."""
