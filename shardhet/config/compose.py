@@ -3,6 +3,7 @@
 ``conf/`` holds YAML only; the schemas here say which keys there are and of what type.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -271,7 +272,9 @@ def _leaf_keys_below(cfg: DictConfig, key: str) -> list[str]:
 
 
 def check_choices(overrides: Iterable[str]) -> None:
-    """Raise where a group is set to null, which hydra answers with a traceback."""
+    """Raise where a group is set to null, or run_dir to what can be no folder: hydra answers
+    these with tracebacks.
+    """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException:
@@ -283,6 +286,19 @@ def check_choices(overrides: Iterable[str]) -> None:
             raise ConfigError(
                 f"{each.key_or_group}: null but it must be one of {', '.join(choices)}."
             )
+        if each.key_or_group == "run_dir" and not each.is_sweep_override():
+            _check_can_be_folder("run_dir", str(each.value()))
+
+
+def _check_can_be_folder(key: str, name: str) -> None:
+    if "${" in name:  # known when hydra has resolved it
+        return
+    path = Path(name).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{key}: {name} cannot be made: {there} is no folder. Name another.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: {name} cannot be made: {there} may not be written to.")
 
 
 def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:
