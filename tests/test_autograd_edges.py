@@ -1,30 +1,25 @@
 """What users do around and inside units: exact, or refused with a clear error."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
 from shardhet.layout import Span
+from tests.edge_plans import PLANS, every_plan, full_batches
 from tests.parity import (
     Course,
-    ModelShape,
-    Patchwork,
     Problem,
     check_parity,
     compare_grads,
-    masked_loss,
     part_of,
-    patchwork_problem,
     train_step,
     whole_step,
 )
+from tests.patchwork import ModelShape, Patchwork, masked_loss, patchwork_problem
 from tests.worlds import run_ranks
 
 SHAPE = ModelShape(
@@ -44,23 +39,6 @@ SHAPE = ModelShape(
     has_idle=False,
     has_unused_param=False,
 )
-ALONE = Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[5], state_shares=[1.0])
-UNEVEN = Plan.by_hand(
-    microbatch_sizes=[2, 1],
-    rank_batch_sizes=[5, 2],
-    state_shares=[0.7, 0.3],
-    recompute=[True, False],
-)
-APART = Plan.by_hand(
-    microbatch_sizes=[3, 2, 0], rank_batch_sizes=[4, 4, 0], state_shares=[0.4, 0.0, 0.6]
-)
-PLANS = [ALONE, UNEVEN, APART]
-every_plan = pytest.mark.parametrize("plan", PLANS, ids=["alone", "uneven", "apart"])
-both_ways = pytest.mark.parametrize("recomputes", [False, True])
-
-
-def _full(plan: Plan) -> list[int]:
-    return [rank.rank_batch_size for rank in plan.ranks]
 
 
 def _make(plan: Plan, **options: Any) -> tuple[Problem, nn.Module, HetFSDP]:
@@ -76,7 +54,7 @@ def _compare_step(
     """One exact forward and backward from no gradients."""
     model.zero_grad()
     reference.zero_grad()
-    part = part_of(batch, _full(plan), model.position)
+    part = part_of(batch, full_batches(plan), model.position)
     mean = train_step(model, problem, part, Course.of(plan))
     expected = whole_step(reference, problem, batch)
     assert mean is not None
@@ -107,7 +85,9 @@ def _evaluate_between_steps(rank: int, plan: Plan, sizes: list[int]) -> None:
             torch.distributed.all_reduce(own)
         assert int(own[1]) == int(expected_count)
         torch.testing.assert_close(own[0], expected, rtol=1e-12, atol=0.0)
-        _compare_step(plan, problem, reference, model, problem.make_batch(sum(_full(plan))))
+        _compare_step(
+            plan, problem, reference, model, problem.make_batch(sum(full_batches(plan)))
+        )
         for optimizer in optimizers:
             optimizer.step()
 
@@ -124,10 +104,10 @@ def test_evaluation_with_other_batches_leaves_training_exact(
 
 def _abandon_then_train(rank: int, plan: Plan) -> None:
     problem, reference, model = _make(plan)
-    batch = problem.make_batch(sum(_full(plan)))
+    batch = problem.make_batch(sum(full_batches(plan)))
     for _ in range(2):  # before the order is known, and after
         for _ in range(2):
-            model(*part_of(batch, _full(plan), model.position).values())
+            model(*part_of(batch, full_batches(plan), model.position).values())
         _compare_step(plan, problem, reference, model, batch)
 
 
@@ -138,8 +118,8 @@ def test_a_step_without_backward_is_forgotten(plan: Plan) -> None:
 
 def _backward_twice(rank: int, plan: Plan) -> None:
     problem, _, model = _make(plan)
-    batch = problem.make_batch(sum(_full(plan)))
-    output = model(*part_of(batch, _full(plan), model.position).values())
+    batch = problem.make_batch(sum(full_batches(plan)))
+    output = model(*part_of(batch, full_batches(plan), model.position).values())
     model.backward(*output)
     with pytest.raises(RuntimeError, match="Call the model first"):
         model.backward(*output)
@@ -153,8 +133,8 @@ def test_a_second_backward_raises(plan: Plan) -> None:
 def _accumulate(rank: int, plan: Plan) -> None:
     problem, reference, model = _make(plan)
     for _ in range(2):
-        batch = problem.make_batch(sum(_full(plan)))
-        part = part_of(batch, _full(plan), model.position)
+        batch = problem.make_batch(sum(full_batches(plan)))
+        part = part_of(batch, full_batches(plan), model.position)
         train_step(model, problem, part, Course.of(plan))
         whole_step(reference, problem, batch)
     compare_grads(model, reference, _one_unit(reference), where="both")
@@ -167,9 +147,9 @@ def test_gradients_of_two_backwards_add_up(plan: Plan) -> None:
 
 def _no_valid_token(rank: int, plan: Plan) -> None:
     problem, reference, model = _make(plan)
-    batch = problem.make_batch(sum(_full(plan)))
+    batch = problem.make_batch(sum(full_batches(plan)))
     masked = {**batch, "targets": torch.full_like(batch["targets"], -100)}
-    part = part_of(masked, _full(plan), model.position)
+    part = part_of(masked, full_batches(plan), model.position)
     assert train_step(model, problem, part, Course.of(plan)) is None
     assert all(param.grad is None for param in model.parameters())
     assert model.step == 1
@@ -184,8 +164,8 @@ def test_a_step_without_valid_token_sets_no_gradient(plan: Plan) -> None:
 def _fractional_tokens(rank: int, plan: Plan) -> None:
     """Tokens may be weighted: their number is then any positive number, below one too."""
     problem, reference, model = _make(plan)
-    batch = problem.make_batch(sum(_full(plan)))
-    loss_sum, num_tokens = model(*part_of(batch, _full(plan), model.position).values())
+    batch = problem.make_batch(sum(full_batches(plan)))
+    loss_sum, num_tokens = model(*part_of(batch, full_batches(plan), model.position).values())
     mean = model.backward(loss_sum * 0.001, num_tokens.double() * 0.001)
     expected = whole_step(reference, problem, batch)
     assert mean is not None
@@ -196,311 +176,6 @@ def _fractional_tokens(rank: int, plan: Plan) -> None:
 @every_plan
 def test_tokens_may_be_weighted(plan: Plan) -> None:
     run_ranks(_fractional_tokens, plan.world_size, plan)
-
-
-# What units take and give #
-
-
-class Odd(nn.Module):
-    """Units of one kind between an embedding and a head, which counts in float."""
-
-    def __init__(self, make_unit: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.units = nn.ModuleList(make_unit() for _ in range(2))
-        self.head = FloatCountingHead()
-
-    def forward(self, words_BT: Tensor, targets_B: Tensor) -> Any:
-        x = self.embedding(words_BT)
-        for unit in self.units:
-            result = unit(x)
-            x = result if isinstance(result, Tensor) else result[0]
-        return self.head(x, targets_B)
-
-
-class FloatCountingHead(nn.Module):
-    """Loss and the number of samples, as a tensor of the loss's dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x_BTD: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
-        loss_sum = F.cross_entropy(self.out(x_BTD.mean(1)), targets_B, reduction="sum")
-        return loss_sum, torch.ones_like(x_BTD[:, 0, 0]).sum()
-
-
-class Identity(nn.Module):
-    """Gives back its input itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))  # without a gradient
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class ViewOfInput(nn.Module):
-    """Gives back views of its input beside a tensor that has to do with its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x.flip(1) * self.weight, x[..., :2], x.transpose(1, 2)
-
-
-class UsesViewOfInput(nn.Module):
-    """A plain wrapper whose result is made of a unit's views of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = ViewOfInput()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, half, turned = self.inner(x)
-        return y + half.repeat(1, 1, 2) * 0.5 + turned.transpose(1, 2)
-
-
-class WithConstants(nn.Module):
-    """Gives back things that are no tensors, and an integer and a detached tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None, str, dict[str, Any], Tensor, Tensor]:
-        y = self.linear(x)
-        return y, None, "name", {"depth": 3}, x.detach().argmax(-1), y.detach()
-
-
-class AsksForGradients(nn.Module):
-    """Calls autograd inside: needs the graph even where the unit is recomputed later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.abs().amax(-1, keepdim=True)
-        return self.linear(x) / (1 + scale)
-
-
-class InPlaceInside(nn.Module):
-    """Writes in place on tensors of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        y.tanh_()
-        z = y * 1.5
-        z += x
-        return z
-
-
-class ParameterAsOutput(nn.Module):
-    """Gives a parameter's values back for every sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.expand(len(x), 3, 4) + x * 0.5 if len(x) > 1 else (
-            self.weight[None] + x * 0.5
-        )  # fmt: skip
-
-
-class SharesStatistics(nn.Module):
-    """A scalar per microbatch with a gradient, and mixed dtypes of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.narrow = nn.Parameter(torch.rand(4, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.narrow.double() * x
-
-
-ODD_UNITS: dict[str, Callable[[], nn.Module]] = {
-    "identity": Identity,
-    "views": UsesViewOfInput,
-    "constants": WithConstants,
-    "gradients": AsksForGradients,
-    "in place inside": InPlaceInside,
-    "parameter": ParameterAsOutput,
-}
-
-
-def _odd_problem(name: str) -> Problem:
-    def make_batch(num_samples: int) -> dict[str, Tensor]:
-        return {
-            "words": torch.randint(0, 7, (num_samples, 3)),
-            "targets": torch.randint(0, 3, (num_samples,)),
-        }
-
-    classes = {"views": (ViewOfInput,)}.get(name, (ODD_UNITS[name],))
-    return Problem(
-        make_module=lambda: Odd(ODD_UNITS[name]).double(),
-        make_batch=make_batch,
-        loss=lambda model, batch: model(*batch.values()),
-        options={"units": (nn.Embedding, *classes, "head")},
-    )
-
-
-def _train_odd(rank: int, name: str, plan: Plan) -> None:
-    check_parity(rank, _odd_problem(name), plan, Course.of(plan))
-
-
-def _recomputing(plan: Plan, recomputes: bool) -> Plan:
-    return Plan.by_hand(
-        microbatch_sizes=[max(r.microbatch_sizes, default=0) for r in plan.ranks],
-        rank_batch_sizes=_full(plan),
-        state_shares=plan.state_shares,
-        recompute=recomputes,
-    )
-
-
-WHOLE = Plan.by_hand(microbatch_sizes=[3, 2], state_shares=[0.5, 0.5])  # one microbatch each
-
-
-@pytest.mark.parametrize("plan", [UNEVEN, WHOLE], ids=["uneven", "whole"])
-@both_ways
-@pytest.mark.parametrize("name", ODD_UNITS)
-def test_odd_outputs_are_exact(name: str, recomputes: bool, plan: Plan) -> None:
-    run_ranks(_train_odd, 2, name, _recomputing(plan, recomputes))
-
-
-class InPlaceOnInput(nn.Module):
-    """Writes on what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.relu_())
-
-
-def _write_on_input(rank: int, plan: Plan, takes_features: bool) -> None:
-    blocks = [InPlaceOnInput(), InPlaceOnInput()]
-    first: list[nn.Module] = [] if takes_features else [nn.Linear(4, 4)]
-    module = nn.Sequential(*first, *blocks)
-    model = HetFSDP(module, plan, units=(InPlaceOnInput,))
-    with pytest.raises(RuntimeError, match="writes in place on its input"):
-        model(torch.randn(5, 4))
-
-
-@pytest.mark.parametrize("takes_features", [True, False])
-@both_ways
-def test_writing_on_a_units_input_raises(recomputes: bool, takes_features: bool) -> None:
-    plan = _recomputing(ALONE, recomputes)
-    run_ranks(_write_on_input, 1, plan, takes_features, fresh_world=True)
-
-
-@dataclass
-class Box:
-    """A class that torch's pytree does not know."""
-
-    tensor: Tensor
-
-
-class GivesBox(nn.Module):
-    """Gives back a tensor in an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Box:
-        return Box(self.linear(x))
-
-
-class TakesBox(nn.Module):
-    """Takes a tensor in an object, and one that is seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, box: Box) -> Tensor:
-        return self.linear(x + box.tensor)
-
-
-class BoxModel(nn.Module):
-    """Hides the way from one unit to the next in an object."""
-
-    def __init__(self, *, gives: bool) -> None:
-        super().__init__()
-        self.first = GivesBox() if gives else nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4) if gives else TakesBox()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.last(y.tensor) if isinstance(y, Box) else self.last(x, Box(y))
-
-
-def _hide_tensors(rank: int, plan: Plan, gives: bool) -> None:
-    model = HetFSDP(BoxModel(gives=gives), plan, units=("first", "last"))
-    with pytest.raises(TypeError, match="Box, whose tensors HetFSDP cannot see"):
-        model(torch.randn(sum(_full(plan)), 4))
-
-
-ONE_MICROBATCH = Plan.by_hand(microbatch_sizes=[4], state_shares=[1.0])
-
-
-@pytest.mark.parametrize("gives", [True, False])
-@both_ways
-@pytest.mark.parametrize("plan", [ALONE, ONE_MICROBATCH], ids=["alone", "one microbatch"])
-def test_tensors_hidden_in_objects_are_refused(
-    plan: Plan, recomputes: bool, gives: bool
-) -> None:
-    run_ranks(_hide_tensors, 1, _recomputing(plan, recomputes), gives, fresh_world=True)
-
-
-def _mixed_dtypes(rank: int, plan: Plan) -> None:
-    torch.manual_seed(0)
-    reference = nn.Sequential(SharesStatistics(), SharesStatistics(), nn.Linear(4, 3))
-    for fqn, param in reference.named_parameters():
-        if not fqn.endswith("narrow"):
-            param.data = param.data.double()
-    model = HetFSDP(copy.deepcopy(reference), plan)
-    x = torch.randn(sum(_full(plan)), 4, dtype=torch.float64)
-    part = part_of({"x": x}, _full(plan), model.position)["x"]
-    if len(part):
-        model.backward(model(part).square().sum(), len(part))
-    else:
-        model.backward(*model(part))
-    (reference(x).square().sum() / len(x)).backward()
-    for clips in (False, True):
-        if clips:
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-            model.clip_grad_norm_(0.1)
-        boxes = model.sharded_state_dict()
-        grads = {fqn: p.grad for fqn, p in model.named_parameters()}
-        for fqn, param in reference.named_parameters():
-            assert param.grad is not None
-            rows = boxes[fqn].rows
-            expected, found = param.grad[rows.start : rows.stop], grads[fqn]
-            assert found is not None
-            assert found.dtype == expected.dtype
-            # Float32 rounds its part of the norm, which scales all.
-            bar = 1e-5 if fqn.endswith("narrow") else (1e-7 if clips else 1e-12)
-            torch.testing.assert_close(found, expected, rtol=bar, atol=bar)
-    sizes = model.clip_grad_norm_(1e-3).dtype
-    assert sizes == torch.float64
-
-
-@every_plan
-def test_a_unit_may_mix_dtypes(plan: Plan) -> None:
-    run_ranks(_mixed_dtypes, plan.world_size, plan)
 
 
 # What is frozen #
@@ -680,9 +355,9 @@ def _input_gradient(rank: int, plan: Plan) -> None:
     torch.manual_seed(4)
     reference = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
     model = HetFSDP(copy.deepcopy(reference), plan)
-    x = torch.randn(sum(_full(plan)), 4, dtype=torch.float64)
+    x = torch.randn(sum(full_batches(plan)), 4, dtype=torch.float64)
     targets = torch.randint(0, 4, (len(x), 1))
-    part = part_of({"x": x, "targets": targets}, _full(plan), model.position)
+    part = part_of({"x": x, "targets": targets}, full_batches(plan), model.position)
     own = part["x"].clone().requires_grad_()
     whole = x.clone().requires_grad_()
     if len(own):
@@ -694,7 +369,7 @@ def _input_gradient(rank: int, plan: Plan) -> None:
     (loss_sum / num_tokens).backward()
     if len(own):
         assert whole.grad is not None
-        expected = part_of({"x": whole.grad}, _full(plan), model.position)["x"]
+        expected = part_of({"x": whole.grad}, full_batches(plan), model.position)["x"]
         torch.testing.assert_close(own.grad, expected, rtol=1e-12, atol=1e-15)
 
 

@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from tests.parity import Result, check_covered_once, check_parity, draw_case
+from tests.parity import Result, check_covered_once, check_parity
+from tests.patchwork import draw_case
 from tests.worlds import run_ranks
 
 CASES_PER_BLOCK = 10

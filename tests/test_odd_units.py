@@ -1,0 +1,323 @@
+"""Units that take and give odd things: exact, or refused with a clear error."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardhet import HetFSDP, Plan
+from tests.edge_plans import ALONE, UNEVEN, both_ways, every_plan, full_batches
+from tests.parity import (
+    Course,
+    Problem,
+    check_parity,
+    part_of,
+)
+from tests.worlds import run_ranks
+
+
+class Odd(nn.Module):
+    """Units of one kind between an embedding and a head, which counts in float."""
+
+    def __init__(self, make_unit: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.units = nn.ModuleList(make_unit() for _ in range(2))
+        self.head = FloatCountingHead()
+
+    def forward(self, words_BT: Tensor, targets_B: Tensor) -> Any:
+        x = self.embedding(words_BT)
+        for unit in self.units:
+            result = unit(x)
+            x = result if isinstance(result, Tensor) else result[0]
+        return self.head(x, targets_B)
+
+
+class FloatCountingHead(nn.Module):
+    """Loss and the number of samples, as a tensor of the loss's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x_BTD: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
+        loss_sum = F.cross_entropy(self.out(x_BTD.mean(1)), targets_B, reduction="sum")
+        return loss_sum, torch.ones_like(x_BTD[:, 0, 0]).sum()
+
+
+class Identity(nn.Module):
+    """Gives back its input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))  # without a gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ViewOfInput(nn.Module):
+    """Gives back views of its input beside a tensor that has to do with its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.flip(1) * self.weight, x[..., :2], x.transpose(1, 2)
+
+
+class UsesViewOfInput(nn.Module):
+    """A plain wrapper whose result is made of a unit's views of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ViewOfInput()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, half, turned = self.inner(x)
+        return y + half.repeat(1, 1, 2) * 0.5 + turned.transpose(1, 2)
+
+
+class WithConstants(nn.Module):
+    """Gives back things that are no tensors, and an integer and a detached tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None, str, dict[str, Any], Tensor, Tensor]:
+        y = self.linear(x)
+        return y, None, "name", {"depth": 3}, x.detach().argmax(-1), y.detach()
+
+
+class AsksForGradients(nn.Module):
+    """Calls autograd inside: needs the graph even where the unit is recomputed later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax(-1, keepdim=True)
+        return self.linear(x) / (1 + scale)
+
+
+class InPlaceInside(nn.Module):
+    """Writes in place on tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y.tanh_()
+        z = y * 1.5
+        z += x
+        return z
+
+
+class ParameterAsOutput(nn.Module):
+    """Gives a parameter's values back for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.expand(len(x), 3, 4) + x * 0.5 if len(x) > 1 else (
+            self.weight[None] + x * 0.5
+        )  # fmt: skip
+
+
+class SharesStatistics(nn.Module):
+    """A scalar per microbatch with a gradient, and mixed dtypes of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.narrow = nn.Parameter(torch.rand(4, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.narrow.double() * x
+
+
+ODD_UNITS: dict[str, Callable[[], nn.Module]] = {
+    "identity": Identity,
+    "views": UsesViewOfInput,
+    "constants": WithConstants,
+    "gradients": AsksForGradients,
+    "in place inside": InPlaceInside,
+    "parameter": ParameterAsOutput,
+}
+
+
+def _odd_problem(name: str) -> Problem:
+    def make_batch(num_samples: int) -> dict[str, Tensor]:
+        return {
+            "words": torch.randint(0, 7, (num_samples, 3)),
+            "targets": torch.randint(0, 3, (num_samples,)),
+        }
+
+    classes = {"views": (ViewOfInput,)}.get(name, (ODD_UNITS[name],))
+    return Problem(
+        make_module=lambda: Odd(ODD_UNITS[name]).double(),
+        make_batch=make_batch,
+        loss=lambda model, batch: model(*batch.values()),
+        options={"units": (nn.Embedding, *classes, "head")},
+    )
+
+
+def _train_odd(rank: int, name: str, plan: Plan) -> None:
+    check_parity(rank, _odd_problem(name), plan, Course.of(plan))
+
+
+def _recomputing(plan: Plan, recomputes: bool) -> Plan:
+    return Plan.by_hand(
+        microbatch_sizes=[max(r.microbatch_sizes, default=0) for r in plan.ranks],
+        rank_batch_sizes=full_batches(plan),
+        state_shares=plan.state_shares,
+        recompute=recomputes,
+    )
+
+
+WHOLE = Plan.by_hand(microbatch_sizes=[3, 2], state_shares=[0.5, 0.5])  # one microbatch each
+
+
+@pytest.mark.parametrize("plan", [UNEVEN, WHOLE], ids=["uneven", "whole"])
+@both_ways
+@pytest.mark.parametrize("name", ODD_UNITS)
+def test_odd_outputs_are_exact(name: str, recomputes: bool, plan: Plan) -> None:
+    run_ranks(_train_odd, 2, name, _recomputing(plan, recomputes))
+
+
+class InPlaceOnInput(nn.Module):
+    """Writes on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.relu_())
+
+
+def _write_on_input(rank: int, plan: Plan, takes_features: bool) -> None:
+    blocks = [InPlaceOnInput(), InPlaceOnInput()]
+    first: list[nn.Module] = [] if takes_features else [nn.Linear(4, 4)]
+    module = nn.Sequential(*first, *blocks)
+    model = HetFSDP(module, plan, units=(InPlaceOnInput,))
+    with pytest.raises(RuntimeError, match="writes in place on its input"):
+        model(torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("takes_features", [True, False])
+@both_ways
+def test_writing_on_a_units_input_raises(recomputes: bool, takes_features: bool) -> None:
+    plan = _recomputing(ALONE, recomputes)
+    run_ranks(_write_on_input, 1, plan, takes_features, fresh_world=True)
+
+
+@dataclass
+class Box:
+    """A class that torch's pytree does not know."""
+
+    tensor: Tensor
+
+
+class GivesBox(nn.Module):
+    """Gives back a tensor in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Box:
+        return Box(self.linear(x))
+
+
+class TakesBox(nn.Module):
+    """Takes a tensor in an object, and one that is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, box: Box) -> Tensor:
+        return self.linear(x + box.tensor)
+
+
+class BoxModel(nn.Module):
+    """Hides the way from one unit to the next in an object."""
+
+    def __init__(self, *, gives: bool) -> None:
+        super().__init__()
+        self.first = GivesBox() if gives else nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4) if gives else TakesBox()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y.tensor) if isinstance(y, Box) else self.last(x, Box(y))
+
+
+def _hide_tensors(rank: int, plan: Plan, gives: bool) -> None:
+    model = HetFSDP(BoxModel(gives=gives), plan, units=("first", "last"))
+    with pytest.raises(TypeError, match="Box, whose tensors HetFSDP cannot see"):
+        model(torch.randn(sum(full_batches(plan)), 4))
+
+
+ONE_MICROBATCH = Plan.by_hand(microbatch_sizes=[4], state_shares=[1.0])
+
+
+@pytest.mark.parametrize("gives", [True, False])
+@both_ways
+@pytest.mark.parametrize("plan", [ALONE, ONE_MICROBATCH], ids=["alone", "one microbatch"])
+def test_tensors_hidden_in_objects_are_refused(
+    plan: Plan, recomputes: bool, gives: bool
+) -> None:
+    run_ranks(_hide_tensors, 1, _recomputing(plan, recomputes), gives, fresh_world=True)
+
+
+def _mixed_dtypes(rank: int, plan: Plan) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(SharesStatistics(), SharesStatistics(), nn.Linear(4, 3))
+    for fqn, param in reference.named_parameters():
+        if not fqn.endswith("narrow"):
+            param.data = param.data.double()
+    model = HetFSDP(copy.deepcopy(reference), plan)
+    x = torch.randn(sum(full_batches(plan)), 4, dtype=torch.float64)
+    part = part_of({"x": x}, full_batches(plan), model.position)["x"]
+    if len(part):
+        model.backward(model(part).square().sum(), len(part))
+    else:
+        model.backward(*model(part))
+    (reference(x).square().sum() / len(x)).backward()
+    for clips in (False, True):
+        if clips:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            model.clip_grad_norm_(0.1)
+        boxes = model.sharded_state_dict()
+        grads = {fqn: p.grad for fqn, p in model.named_parameters()}
+        for fqn, param in reference.named_parameters():
+            assert param.grad is not None
+            rows = boxes[fqn].rows
+            expected, found = param.grad[rows.start : rows.stop], grads[fqn]
+            assert found is not None
+            assert found.dtype == expected.dtype
+            # Float32 rounds its part of the norm, which scales all.
+            bar = 1e-5 if fqn.endswith("narrow") else (1e-7 if clips else 1e-12)
+            torch.testing.assert_close(found, expected, rtol=bar, atol=bar)
+    sizes = model.clip_grad_norm_(1e-3).dtype
+    assert sizes == torch.float64
+
+
+@every_plan
+def test_a_unit_may_mix_dtypes(plan: Plan) -> None:
+    run_ranks(_mixed_dtypes, plan.world_size, plan)
