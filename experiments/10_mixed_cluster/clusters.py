@@ -56,6 +56,12 @@ class Case:
         return self.work.global_batch_size // self.cluster.world_size
 
     @property
+    def has_bars(self) -> bool:
+        """Whether something was claimed of it before."""
+        is_strong = self.cluster is STRONG and self.work is COMPUTE_BOUND
+        return is_strong or self.cluster is FAST_BUT_SMALL
+
+    @property
     def num_weighed(self) -> int:
         """Launches in which memory is read; there is a bar on it in one case only."""
         return 3 if self.cluster is STRONG and self.work is COMPUTE_BOUND else 1

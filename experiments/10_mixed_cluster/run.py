@@ -41,6 +41,7 @@ class Extent:
 
 
 FULL = Extent(profile=Effort(time_limit_s=60.0), num_rounds=5, turn_s=3.0)
+BRIEF = Extent(profile=Effort(time_limit_s=30.0), num_rounds=3, turn_s=2.0)
 QUICK = Extent(profile=Effort(time_limit_s=20.0, num_repeats=4), num_rounds=2, turn_s=1.0)
 
 
@@ -70,7 +71,8 @@ def main() -> None:
     rows: list[report.Row] = []
     for case in cases:
         console.rule(case.name)
-        found = measure(case, QUICK if options.quick else FULL, environment, reason is None)
+        extent = QUICK if options.quick else FULL if case.has_bars else BRIEF
+        found = measure(case, extent, environment, reason is None)
         report.show(case, found)
         rows += found
         if not options.quick:  # at once: what comes next may fail
