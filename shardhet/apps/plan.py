@@ -164,7 +164,9 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         demands=demands,
         effort=COMPARED,
     )
-    which = f"none of devices {', '.join(map(str, spared))}" if spared else "no device"
+    which = "no device" if not spared else f"none of devices {', '.join(map(str, spared))}"
+    if len(spared) == 1:
+        which = f"device {spared[0]} never"
     note = (
         f"the least memory for {wanted:.4g} samples/s: {which} uses more than "
         f"{least.budget_fraction:.1%} of its budget (no plan can do with less than "
