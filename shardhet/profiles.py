@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from shardhet.fields import Fields, named, parse_json, read_document
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 # How a layer's time goes on beyond the sizes that were measured.  Chosen on the 424 curves of
 # Cephalo's published profiles (sizes 1-5 predicting the largest); leaving one kind of GPU out
@@ -37,8 +37,14 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One duration; ``num_samples`` is 0 where nobody measured it."""
+    """One duration; ``num_samples`` is 0 where nobody measured it.
 
+    Steps are predicted from ``mean_s``: they are sums of hundreds of such durations, and the
+    mean of a sum is the sum of the means.  That of the medians is less, because what disturbs
+    a computation only makes it longer.
+    """
+
+    mean_s: float
     median_s: float
     p10_s: float
     p90_s: float
@@ -46,17 +52,20 @@ class Timing:
 
     def __post_init__(self) -> None:
         ordered = 0 <= self.p10_s <= self.median_s <= self.p90_s
-        if not ordered or not isfinite(self.p90_s) or self.num_samples < 0:
+        is_finite = isfinite(self.p90_s) and isfinite(self.mean_s)
+        if not ordered or not is_finite or self.mean_s < 0 or self.num_samples < 0:
             raise ValueError(
-                f"profile: p10 {self.p10_s}, median {self.median_s}, p90 {self.p90_s} of "
-                f"{self.num_samples} samples, but they must be finite, at least 0 and in this "
-                "order. Measure again."
+                f"profile: p10 {self.p10_s}, median {self.median_s}, p90 {self.p90_s} and mean "
+                f"{self.mean_s} of {self.num_samples} samples, but they must be finite, at "
+                "least 0 and the first three in this order. Measure again."
             )
 
     @classmethod
     def single(cls, seconds: float) -> Self:
         """A figure without samples: read from a table or computed."""
-        return cls(median_s=seconds, p10_s=seconds, p90_s=seconds, num_samples=0)
+        return cls(
+            mean_s=seconds, median_s=seconds, p10_s=seconds, p90_s=seconds, num_samples=0
+        )
 
 
 @dataclass(frozen=True)
@@ -145,12 +154,12 @@ class UnitProfile:
     @cached_property
     def forward_s(self) -> Curve:
         """Seconds of a forward against the microbatch size."""
-        return self._curve([point.forward.median_s for point in self.points])
+        return self._curve([point.forward.mean_s for point in self.points])
 
     @cached_property
     def backward_s(self) -> Curve:
         """Seconds of a backward against the microbatch size."""
-        return self._curve([point.backward.median_s for point in self.points])
+        return self._curve([point.backward.mean_s for point in self.points])
 
     @cached_property
     def peak_bytes(self) -> Curve | None:
@@ -230,12 +239,12 @@ class Collectives:
     @cached_property
     def gather_s(self) -> Curve | None:
         """Seconds of an even gather against bytes; None where communication is not counted."""
-        return self._curve([point.gather.median_s for point in self.points])
+        return self._curve([point.gather.mean_s for point in self.points])
 
     @cached_property
     def reduce_s(self) -> Curve | None:
         """Seconds of an even reduction against bytes; None where it is not counted."""
-        return self._curve([point.reduce.median_s for point in self.points])
+        return self._curve([point.reduce.mean_s for point in self.points])
 
     def _curve(self, values: Sequence[float]) -> Curve | None:
         sizes = tuple(float(point.nbytes) for point in self.points)
@@ -372,7 +381,7 @@ class Profile:
 
 def _timing_from(fields: Fields) -> Timing:
     timing = Timing(
-        **{key: fields.take_number(key) for key in ("median_s", "p10_s", "p90_s")},
+        **{key: fields.take_number(key) for key in ("mean_s", "median_s", "p10_s", "p90_s")},
         num_samples=fields.take_int("num_samples"),
     )
     fields.refuse_unknown()

@@ -24,7 +24,7 @@ from shardhet.profiler.assemble import (
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.compute import UnitSamples, candidate_sizes
 from shardhet.profiler.measure import Effort, measure
-from shardhet.profiler.stopwatch import Stopwatch, timing_of
+from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
 from shardhet.profiler.traffic import (
     CollectiveSamples,
     PairSamples,
@@ -77,11 +77,18 @@ def test_sizes_are_powers_of_two_and_the_largest() -> None:
 
 def test_a_timing_keeps_its_deciles_in_order() -> None:
     timing = timing_of([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert (timing.median_s, timing.num_samples) == (3.0, 5)
+    assert (timing.mean_s, timing.median_s, timing.num_samples) == (3.0, 3.0, 5)
     assert timing.p10_s == pytest.approx(1.4)
     assert timing.p90_s == pytest.approx(4.6)
     same = timing_of([0.1] * 7)
     assert same.p10_s == same.median_s == same.p90_s == 0.1
+
+
+def test_a_rare_event_counts_no_more_than_what_is_usual() -> None:
+    usual = [1.0, 1.1, 1.2, 1.3] * 5
+    assert typical_mean(usual) == pytest.approx(1.15)  # skewed as it is
+    assert typical_mean([*usual, 50.0]) < 1.2
+    assert typical_mean([2.0]) == 2.0
 
 
 def test_collectives_are_measured_at_the_sizes_of_the_units() -> None:

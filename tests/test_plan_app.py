@@ -118,7 +118,7 @@ def test_measured_files_are_planned_for(
     code, text = refused(capsys, f"measured={tmp_path}", "model=small")
     assert code == 2
     assert "model: it has no effect beside measured" in text
-    (tmp_path / "profile.json").write_text('{"version": 2}')
+    (tmp_path / "profile.json").write_text('{"version": 3}')
     code, text = refused(capsys, f"measured={tmp_path}")
     assert code == 2
     assert "profile.json: field 'devices' is missing" in text

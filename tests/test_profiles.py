@@ -71,6 +71,7 @@ def test_a_missing_device_or_unit_is_named_beside_those_there_are() -> None:
         (("devices", 0, "units", 0, "points", 1, "microbatch_size"), 0, "microbatch_size"),
         (("devices", 0, "units", 0, "points", 1, "forward", "median_s"), -1, "median_s"),
         (("devices", 0, "units", 0, "points", 1, "forward", "median_s"), 9, "p10"),
+        (("devices", 0, "units", 0, "points", 1, "forward", "mean_s"), -1, "mean_s"),
         (("collectives", "gather_unevenness_weight"), 2, "gather_unevenness_weight"),
         (("collectives", "speed"), 2, "speed"),
     ],
@@ -90,7 +91,7 @@ def test_a_spoiled_profile_is_refused_by_field(
 
 def test_percentiles_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="p90"):
-        Timing(median_s=1.0, p10_s=0.5, p90_s=0.9, num_samples=3)
+        Timing(mean_s=1.0, median_s=1.0, p10_s=0.5, p90_s=0.9, num_samples=3)
 
 
 @NEEDS_SHARED_DATA

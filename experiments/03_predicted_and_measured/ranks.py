@@ -1,7 +1,7 @@
-"""What runs in the ranks: measure, plan, predict, and then take the steps."""
+"""What runs in the ranks: measure, plan, predict, and take the steps, several times over."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +17,21 @@ from shardhet.emulation import EmulatedDevice
 from shardhet.fsdp.observer import Activity, Event
 from shardhet.optim import AdamW
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.measure import Effort, measure
+from shardhet.profiler.measure import Effort, Measurement, measure
 from shardhet.profiler.unit_runner import TrainedModel
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
 WAITS = (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE)
-NUM_WARMUP_STEPS = 2
+NUM_WARMUP_STEPS = 2  # the first finds the order of units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step as the simulator sees it."""
+    """A step as the simulator sees it with the profile of one sitting."""
 
     plan_name: str
     plan: Plan
+    sitting: int
     step_time_s: float
     waits: tuple[float, ...]  # of each rank, as a fraction of the step
 
@@ -40,7 +41,7 @@ class Step:
     """A step as it was."""
 
     plan_name: str
-    round: int
+    sitting: int
     step_time_s: float  # of the slowest rank
     waits: tuple[float, ...]  # for the end of the slowest rank, too
 
@@ -53,50 +54,75 @@ class Comparison:
     steps: tuple[Step, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much to measure of a case."""
+
+    effort: Effort  # of each profile
+    num_sittings: int
+    num_rounds: int  # of all plans, in each sitting
+
+
 def compare(
-    rank: int, case: Case, slownesses: Sequence[Slowness], effort: Effort, num_rounds: int
+    rank: int, case: Case, slownesses: Sequence[Slowness], extent: Extent
 ) -> Comparison:
-    """Measure once, then take steps of all plans in turn."""
+    """In each sitting a profile, its predictions, and steps of all plans in turn.
+
+    The plans are made from the first profile.
+    """
     slowness = slownesses[rank]
-    with slowness.applied():
-        measurement = measure(
-            TrainedModel(
-                module=make_decoder(case.config),
-                batch=ExampleBatch(args=_batch(case, 0, 2)),
-            ),
-            device_spec=case.cluster.device_spec(rank),
-            emulated=slowness.device,
-            optimizer=OPTIMIZER,
-            effort=effort,
+    predictions: list[Prediction] = []
+    steps: list[Step] = []
+    runs: list[_Run] = []
+    plans: Mapping[str, Plan] = {}
+    for sitting in range(extent.num_sittings):
+        with slowness.applied():
+            measurement = _measure(case, slowness, extent.effort)
+        plans = plans or plans_of(
+            case, measurement.cluster, measurement.workload, measurement.profile
         )
-    records = (measurement.cluster, measurement.workload, measurement.profile)
-    predictions = []
-    for name, plan in plans_of(case, *records).items():
-        timeline = simulate(plan, *records)
-        predictions.append(
-            Prediction(
-                plan_name=name,
-                plan=plan,
-                step_time_s=timeline.step_time_s,
-                waits=tuple(rank.waiting_s / timeline.step_time_s for rank in timeline.ranks),
-            )
-        )
-    runs = [_Run(case, each, slowness.device) for each in predictions]
-    with slowness.applied():
-        for run in runs:
-            for _ in range(NUM_WARMUP_STEPS):
-                run.step(0)
-        steps = [run.step(number) for number in range(num_rounds) for run in runs]
+        predictions += [
+            _predict(name, plan, sitting, measurement) for name, plan in plans.items()
+        ]
+        runs = runs or [_Run(case, *named, slowness.device) for named in plans.items()]
+        with slowness.applied():
+            for run in runs:
+                for _ in range(NUM_WARMUP_STEPS if sitting == 0 else 1):
+                    run.step(sitting)
+            for _ in range(extent.num_rounds):
+                steps += [run.step(sitting) for run in runs]
     return Comparison(predictions=tuple(predictions), steps=tuple(steps))
+
+
+def _measure(case: Case, slowness: Slowness, effort: Effort) -> Measurement:
+    return measure(
+        TrainedModel(
+            module=make_decoder(case.config), batch=ExampleBatch(args=_batch(case, 0, 2))
+        ),
+        device_spec=case.cluster.device_spec(dist.get_rank()),
+        emulated=slowness.device,
+        optimizer=OPTIMIZER,
+        effort=effort,
+    )
+
+
+def _predict(name: str, plan: Plan, sitting: int, measurement: Measurement) -> Prediction:
+    timeline = simulate(plan, measurement.cluster, measurement.workload, measurement.profile)
+    return Prediction(
+        plan_name=name,
+        plan=plan,
+        sitting=sitting,
+        step_time_s=timeline.step_time_s,
+        waits=tuple(rank.waiting_s / timeline.step_time_s for rank in timeline.ranks),
+    )
 
 
 class _Run:
     """HetFSDP under one plan."""
 
-    def __init__(self, case: Case, prediction: Prediction, device: EmulatedDevice) -> None:
-        plan = prediction.plan
+    def __init__(self, case: Case, name: str, plan: Plan, device: EmulatedDevice) -> None:
         spec = case.cluster.device_spec(dist.get_rank())
-        self._name = prediction.plan_name
+        self._name = name
         self._model = HetFSDP(make_decoder(case.config), plan, device_spec=spec)
         self._optimizer = OPTIMIZER.build(list(self._model.parameters()))
         device.slow_down(self._model, self._optimizer)
@@ -107,7 +133,7 @@ class _Run:
         self._waited_s = 0.0
         self._model.add_observer(self._add)
 
-    def step(self, number: int) -> Step:
+    def step(self, sitting: int) -> Step:
         """One optimizer step.  Collective."""
         dist.barrier()
         self._waited_s = 0.0
@@ -122,7 +148,7 @@ class _Run:
         step_time_s = max(seconds for _, seconds, _ in rows)
         return Step(
             plan_name=self._name,
-            round=number,
+            sitting=sitting,
             step_time_s=step_time_s,
             waits=tuple(1 - busy_s / step_time_s for *_, busy_s in rows),
         )

@@ -119,8 +119,8 @@ def collectives_table(collectives: Collectives) -> Table:
     for point in collectives.points:
         cells = [_binary(point.nbytes)]
         for timing in (point.gather, point.reduce):
-            cells.append(f"{timing.median_s * 1e3:.2f}")
-            cells.append(f"{point.nbytes / max(1e-9, timing.median_s) / 1e9:.2f}")
+            cells.append(f"{timing.mean_s * 1e3:.2f}")
+            cells.append(f"{point.nbytes / max(1e-9, timing.mean_s) / 1e9:.2f}")
         table.add_row(*cells)
     weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
     table.add_row("unevenness", f"{weights[0]:.2f}", "", f"{weights[1]:.2f}", "")

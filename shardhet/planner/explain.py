@@ -185,7 +185,7 @@ def _faster_links(collectives: Collectives) -> Collectives:
 
 
 def _shorter(timing: Timing) -> Timing:
-    return Timing.single(timing.median_s / (1 + MORE))
+    return Timing.single(timing.mean_s / (1 + MORE))
 
 
 def _roomier(

@@ -7,12 +7,12 @@ slowest rank of a kind stands for all of it, with its own samples.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from statistics import fmean, median
+from statistics import fmean
 
 from shardhet.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.cost import CostModel
 from shardhet.profiler.compute import Samples
-from shardhet.profiler.stopwatch import timing_of
+from shardhet.profiler.stopwatch import timing_of, typical_mean
 from shardhet.profiler.traffic import CollectiveSamples, PairSamples, uneven_shares
 from shardhet.profiles import (
     CollectivePoint,
@@ -154,7 +154,7 @@ def _device_profile(
         source=Source.MEASURED,
         units=tuple(unit.to_record(name) for name, unit in samples(slowest).items()),
         optimizer_seconds_per_element=max(
-            median(report.optimizer_s_per_element) for report in reports
+            typical_mean(report.optimizer_s_per_element) for report in reports
         ),
         reserved_bytes=max(report.reserved_bytes for report in reports),
         note=note,
@@ -162,12 +162,12 @@ def _device_profile(
 
 
 def _comparable_s(own: Samples, reports: Sequence[RankReport], is_together: bool) -> float:
-    """Median seconds of the cases that every rank of the kind has measured."""
+    """Mean seconds of the cases that every rank of the kind has measured."""
     every = [report.together if is_together else report.alone for report in reports]
     total = 0.0
     for kind, unit in own.items():
         common = set.intersection(*(set(samples[kind].seconds) for samples in every))
-        total += sum(median([sum(pair) for pair in unit.seconds[size]]) for size in common)
+        total += sum(typical_mean([sum(p) for p in unit.seconds[size]]) for size in common)
     return total
 
 
@@ -189,8 +189,8 @@ def unevenness_weights(
     measured = profile.collectives
     assert measured.gather_s is not None
     assert measured.reduce_s is not None
-    gather_s = {each.nbytes: median(each.uneven_gather_s) for each in collectives}
-    reduce_s = {each.nbytes: median(each.uneven_reduce_s) for each in collectives}
+    gather_s = {each.nbytes: typical_mean(each.uneven_gather_s) for each in collectives}
+    reduce_s = {each.nbytes: typical_mean(each.uneven_reduce_s) for each in collectives}
     return (
         _weight(measured.gather_s, gather_s, unevenness),
         _weight(measured.reduce_s, reduce_s, unevenness),

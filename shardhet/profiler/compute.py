@@ -21,6 +21,7 @@ from shardhet.profiler.unit_runner import Started, TrainedModel, UnitRunner
 from shardhet.profiles import ComputePoint, UnitProfile
 from shardhet.workload import UnitKind, Workload
 
+NUM_WARM_UP_RUNS = 3  # the first take several times as long as later ones
 MIN_ROUNDS = 3  # fewer have no deciles
 USED_PART_OF_MEMORY = 0.8  # of what is free; the rest is for kernels' own buffers
 CACHE_BYTES = 2**27  # more than any device caches; so much waits for its backward
@@ -123,18 +124,19 @@ class ComputeMeasurement:
         """
         round_s = 0.0
         peaks: dict[str, dict[int, int | None]] = {kind: {} for kind in self._runners}
-        for size in sorted({size for sizes in self._sizes.values() for size in sizes}):
+        for i, size in enumerate(sorted(set().union(*self._sizes.values()))):
+            larger_s = 0.0  # of the next sizes, if a sample takes as long
             for kind, runner in self._runners.items():
                 if size not in self._sizes[kind]:
                     continue
                 peaks[kind][size] = runner.peak_bytes(size)
-                runner.run(size)
-                round_s += runner.num_microbatches(size) * sum(runner.run(size))
-            is_too_long = round_s > seconds_per_round / 2  # the next sizes would double it
-            if is_too_long:
+                run_s = min(sum(runner.run(size)) for _ in range(NUM_WARM_UP_RUNS))
+                round_s += runner.num_microbatches(size) * run_s
+                for larger in [each for each in self._sizes[kind] if each > size][:1]:
+                    larger_s += runner.num_microbatches(larger) * larger / size * run_s
+            if i >= 1 and round_s + larger_s > seconds_per_round:
                 for kind, sizes in self._sizes.items():
-                    keep = max(2, sum(each <= size for each in sizes))
-                    self._sizes[kind] = sizes[:keep]
+                    self._sizes[kind] = sizes[: max(2, sum(each <= size for each in sizes))]
                 break
         return round_s, peaks
 

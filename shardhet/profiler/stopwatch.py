@@ -50,10 +50,22 @@ class Stopwatch:
         self.seconds = seconds + time.perf_counter() - stop_s
 
 
+# A sample further above the median than so many times the last decile is a rare event of the
+# machine, which most steps do not meet.
+FURTHEST = 3.0
+
+
+def typical_mean(samples: Sequence[float]) -> float:
+    """The mean of at least one sample; those far above the others count less."""
+    median, p90 = (float(q) for q in np.quantile(samples, [0.5, 0.9]))
+    return float(np.minimum(samples, median + FURTHEST * (p90 - median)).mean())
+
+
 def timing_of(samples_s: Sequence[float]) -> Timing:
-    """Median, first and last decile of at least one sample."""
+    """Mean, median, first and last decile of at least one sample."""
     p10, median, p90 = (float(q) for q in np.quantile(samples_s, [0.1, 0.5, 0.9]))
     return Timing(
+        mean_s=typical_mean(samples_s),
         median_s=median,
         p10_s=min(p10, median),
         p90_s=max(p90, median),

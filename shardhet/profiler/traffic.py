@@ -19,6 +19,7 @@ from shardhet.distributed import Channel
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
 from shardhet.layout import FlatLayout
+from shardhet.profiler.stopwatch import typical_mean
 from shardhet.profiler.unit_runner import UnitRunner
 from shardhet.workload import Workload
 
@@ -235,11 +236,11 @@ class Traffic:
             flats = [self._flat(numel, shares) for _ in range(2)]
             return [self._gather(flats[0]), self._reduce(flats[1])]
 
-        comm_s = median(self.seconds(partial(_complete, both()), num_repeats))
+        comm_s = typical_mean(self.seconds(partial(_complete, both()), num_repeats))
         num_turns = min(MAX_BESIDE, max(1, round(BESIDE_S / comm_s)))
         turns = [both() for _ in range(num_turns)]
         launches = [launch for turn in turns for launch in turn]
-        comm_s = median(self.seconds(partial(_complete, launches), num_repeats))
+        comm_s = typical_mean(self.seconds(partial(_complete, launches), num_repeats))
         wanted_s = COMPUTE_PER_COMM * comm_s / num_turns
         run_s = sum(runner.run(num_samples))
         # Equally long for all ranks: a collective begins when the last one has launched it.
@@ -272,7 +273,7 @@ class Traffic:
         for _ in range(num_repeats):
             alone_s = seconds([()] * num_turns)
             excesses.append((seconds(turns) - alone_s) / comm_s)
-        rows = self._channels.control.exchange([median(excesses)])
+        rows = self._channels.control.exchange([typical_mean(excesses)])
         return [min(MAX_EXCESS, max(0.0, excess)) for (excess,) in rows]
 
     def pair(self, sender: int, receiver: int, num_repeats: int) -> PairSamples:
