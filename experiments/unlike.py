@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.control_groups import Group, NoControlGroupsError, quotas
 from shardhet import DeviceSpec
-from shardhet.emulation import EmulatedDevice, cores_for, stay_on
+from shardhet.emulation import EmulatedDevice, cores_for, memory_of_process, stay_on
 
 MIB = 2**20
 # What a plan may use of a process's memory: the C library's allocator leaves gaps.  A rank
@@ -102,12 +102,30 @@ class Slowness:
 
 
 def forget_building() -> None:
-    """Give back to the system what the allocator keeps of memory that was freed, and let the
-    record of the highest resident memory start again.
-    """
+    """Give back to the system what the allocator keeps of memory that was freed."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # of the C library
-    Path("/proc/self/clear_refs").write_text("5")
+
+
+class PeakOfData:
+    """Most resident bytes of this process above a level, but for what is mapped from files.
+
+    Libraries' code is read in when it first runs, 4 KiB by 4 KiB, and is nobody's data.
+    """
+
+    def __init__(self) -> None:
+        """The level is that of now."""
+        self._level_bytes = memory_of_process("VmRSS") - memory_of_process("RssFile")
+        self.nbytes = 0
+
+    def restart(self) -> None:
+        """Forget the system's record of what was before; ``nbytes`` keeps what it has."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def look(self) -> None:
+        """Raise ``nbytes`` to the peak since ``restart``, less the files that are there now."""
+        peak_bytes = memory_of_process("VmHWM") - memory_of_process("RssFile")
+        self.nbytes = max(self.nbytes, peak_bytes - self._level_bytes)
 
 
 @contextmanager

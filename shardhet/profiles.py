@@ -181,22 +181,18 @@ class DeviceProfile:
     source: Source
     units: tuple[UnitProfile, ...]
     optimizer_seconds_per_element: float = 0.0
-    # Compute beside a collective takes this much longer; 1.126 is Cephalo's published figure.
-    overlap_slowdown: float = 1.0
+    # Seconds that compute loses per second of collectives beside it.  Above 1 where the host's
+    # processor carries the data and computes: then it does both in turn.
+    overlap_excess: float = 0.0
     reserved_bytes: int = 0  # of a process besides its tensors: the driver's context, libraries
     note: str = ""  # versions and date, the table's address, or the specification's
 
     def __post_init__(self) -> None:
-        if not self.overlap_slowdown >= 1:
+        if not 0 <= self.overlap_excess < inf:
             raise ValueError(
-                f"profile: overlap_slowdown of device kind {self.device_kind!r} is "
-                f"{self.overlap_slowdown} but must be at least 1."
+                f"profile: overlap_excess of device kind {self.device_kind!r} is "
+                f"{self.overlap_excess} but must be finite and at least 0."
             )
-
-    @property
-    def overlap_excess(self) -> float:
-        """1 - 1/kappa: seconds that compute loses per second of communication beside it."""
-        return 1 - 1 / self.overlap_slowdown
 
     @cached_property
     def unit_by_kind(self) -> dict[str, UnitProfile]:
@@ -346,7 +342,7 @@ class Profile:
         unit_kind: str,
         note: str,
         peak_bytes: Sequence[int] | None = None,
-        overlap_slowdown: float = 1.0,
+        overlap_excess: float = 0.0,
     ) -> Self:
         """From a table: forward and backward seconds of one kind of unit at microbatch sizes
         1, 2, ..., per kind of device.  Communication and the optimizer are not counted.
@@ -368,7 +364,7 @@ class Profile:
                     device_kind=device_kind,
                     source=Source.IMPORTED,
                     units=(unit,),
-                    overlap_slowdown=overlap_slowdown,
+                    overlap_excess=overlap_excess,
                     note=note,
                 )
             )
@@ -418,7 +414,7 @@ def _device_from(fields: Fields) -> DeviceProfile:
         source=_source_from(fields),
         units=tuple(map(_unit_from, fields.take_objects("units"))),
         optimizer_seconds_per_element=fields.take_number("optimizer_seconds_per_element"),
-        overlap_slowdown=fields.take_number("overlap_slowdown", minimum=1.0),
+        overlap_excess=fields.take_number("overlap_excess"),
         reserved_bytes=fields.take_int("reserved_bytes"),
         note=fields.take("note", str),
     )

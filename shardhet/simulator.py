@@ -72,7 +72,7 @@ class _Actor:
     positions: list[int]
     seconds: dict[tuple[str, Phase], float]  # compute by kind of unit, recomputation included
     optimizer_s: float
-    overlap_slowdown: float
+    overlap_excess: float
     state: _State = _State.BEGIN
     turn: int = 0
     num_launched: int = 0  # turns whose gathers it has launched
@@ -146,10 +146,13 @@ class _Simulation:
     def pass_time(self) -> None:
         """Move the clock to the next end of a computation or of a collective."""
         computing = [actor for actor in self.actors if actor.state in TIMED]
-        slowdowns = [actor.overlap_slowdown if self.sending else 1.0 for actor in computing]
+        # Below zero where carrying the data takes longer than the collective, and computing
+        # has to catch up when that is over.
+        speeds = [1.0 - actor.overlap_excess * bool(self.sending) for actor in computing]
         ends_s = [
-            actor.remaining_s * slowdown
-            for actor, slowdown in zip(computing, slowdowns, strict=True)
+            actor.remaining_s / speed
+            for actor, speed in zip(computing, speeds, strict=True)
+            if speed > 0
         ]
         if self.sending:
             ends_s.append(self.sending_remaining_s)
@@ -158,8 +161,8 @@ class _Simulation:
             raise RuntimeError(f"simulate: ranks wait for each other for ever: {states}.")
         step_s = min(ends_s)
         self.clock_s += step_s
-        for actor, slowdown in zip(computing, slowdowns, strict=True):
-            actor.remaining_s = max(0.0, actor.remaining_s - step_s / slowdown)
+        for actor, speed in zip(computing, speeds, strict=True):
+            actor.remaining_s = max(0.0, actor.remaining_s - step_s * speed)
             if actor.remaining_s <= 1e-12 * self.clock_s:
                 actor.remaining_s = 0.0
         if self.sending:
@@ -353,8 +356,8 @@ class _Simulation:
                         )
                         seconds[kind, Phase.FORWARD] = forward_s
                         seconds[kind, Phase.BACKWARD] = backward_s
-                slowdown = self.model.profile.device(device.kind).overlap_slowdown
-                actors[key] = _Actor(rank, [], seconds, optimizer_s, slowdown)
+                excess = self.model.profile.device(device.kind).overlap_excess
+                actors[key] = _Actor(rank, [], seconds, optimizer_s, excess)
             actors[key].positions.append(position)
         return list(actors.values())
 

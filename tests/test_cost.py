@@ -51,8 +51,8 @@ def profile(
     *,
     gather_s: float = 0.0,
     weight: float = 0.0,
-    slowdown: float = 1.0,
-    slow_slowdown: float | None = None,  # of the slow device, where it is another
+    excess: float = 0.0,
+    slow_excess: float | None = None,  # of the slow device, where it is another
 ) -> Profile:
     devices = []
     for kind, speed in (("fast", 1.0), ("slow", 10.0)):
@@ -70,7 +70,7 @@ def profile(
                 source=Source.MEASURED,
                 units=(UnitProfile(unit_kind="block", points=points),),
                 optimizer_seconds_per_element=0.01,
-                overlap_slowdown=slowdown if kind == "fast" else slow_slowdown or slowdown,
+                overlap_excess=excess if kind == "fast" or slow_excess is None else slow_excess,
                 reserved_bytes=50,
             )
         )
@@ -134,7 +134,7 @@ def test_ranks_that_recompute_different_units_meet_at_every_unit() -> None:
 
 def test_a_step_takes_as_long_however_units_that_are_alike_are_put_into_classes() -> None:
     for gather_s in (0.0, 2.0, 7.0, 30.0):
-        model = CostModel(CLUSTER, WORKLOAD, profile(gather_s=gather_s, slowdown=1.3))
+        model = CostModel(CLUSTER, WORKLOAD, profile(gather_s=gather_s, excess=0.23))
         steps = [
             model.predict(
                 Plan.by_hand(
@@ -159,12 +159,12 @@ def test_communication_hides_behind_compute_or_sets_the_pace() -> None:
 
 
 def test_compute_slows_beside_communication() -> None:
-    step = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0, slowdown=1.25)).predict(plan())
+    step = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0, excess=0.2)).predict(plan())
     assert step.forward_s == pytest.approx(40 + 0.2 * 3)
 
 
 def test_each_kind_of_device_slows_as_much_as_it_does() -> None:
-    unlike = profile(gather_s=20.0, slowdown=10.0, slow_slowdown=1.0)
+    unlike = profile(gather_s=20.0, excess=0.9, slow_excess=0.0)
     step = CostModel(CLUSTER, WORKLOAD, unlike).predict(plan())
     forward = step.turns[0]
     # The fast device computes for 24 s and loses 0.9 of the 60 s of gathers; the slow one 40 s.

@@ -274,7 +274,7 @@ def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) ->
     alone = Profile.load(tmp_path / "profile_alone.json")
     fast, slow = [alone.unit(kind, "block").points[-1].backward for kind in ("fast", "slow")]
     assert slow.p10_s > 4 * fast.p10_s  # twenty times, but for what else the machine does
-    assert all(device.overlap_slowdown >= 1 for device in profile.devices)
+    assert all(device.overlap_excess >= 0 for device in profile.devices)
     numels = [kind.numel * 4 for kind in WORKLOAD.kinds]
     assert set(numels) <= {point.nbytes for point in profile.collectives.points}
 

@@ -72,7 +72,7 @@ class Case:
         ]
         profiles = [profile.device(device.kind) for device in devices]
         self.per_numel_s = [each.optimizer_seconds_per_element for each in profiles]
-        self.overlap_slowdowns = [each.overlap_slowdown for each in profiles]
+        self.overlap_excesses = [each.overlap_excess for each in profiles]
 
     @cache  # noqa: B019 -- a case lives as long as its test
     def options(self, position: int, batch: int, largest: int) -> list[Option]:
@@ -169,8 +169,8 @@ def step_time_s(
     turns_s = 0.0
     for j, comm_s in enumerate(case.comm_s):
         ends_s = [
-            option.turns_s[j] + (1 - 1 / slowdown) * comm_s
-            for option, slowdown in zip(taken, case.overlap_slowdowns, strict=True)
+            option.turns_s[j] + excess * comm_s
+            for option, excess in zip(taken, case.overlap_excesses, strict=True)
         ]
         turns_s += max(comm_s, *ends_s)
     return turns_s + case.turns.exposed_comm_s + optimizer_s + case.overhead_s

@@ -60,7 +60,7 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
                 source=Source.MEASURED,
                 units=units,
                 optimizer_seconds_per_element=float(rng.uniform(1e-7, 1e-6)),
-                overlap_slowdown=float(rng.uniform(1, 3)),
+                overlap_excess=float(rng.uniform(0, 1.5)),
             )
         )
     capacities = {name: int(roomy * STATE_BYTES * rng.uniform(0.3, 1)) for name in names}

@@ -63,8 +63,8 @@ def test_a_missing_device_or_unit_is_named_beside_those_there_are() -> None:
     "path, value, words",
     [
         (("version",), 7, "version 7"),
-        (("devices", 0, "overlap_slowdown"), 0.5, "overlap_slowdown"),
-        (("devices", 0, "overlap_slowdown"), float("nan"), "overlap_slowdown"),
+        (("devices", 0, "overlap_excess"), -0.5, "overlap_excess"),
+        (("devices", 0, "overlap_excess"), float("nan"), "overlap_excess"),
         (("devices",), [], "0 device kinds"),
         (("devices", 0, "source"), "guessed", "source"),
         (("devices", 0, "units", 0, "points"), [], "microbatch sizes"),

@@ -68,7 +68,7 @@ def test_links_that_are_slower_than_compute_set_the_pace() -> None:
 
 
 def test_no_rank_is_in_two_places_and_the_links_carry_one_thing_at_a_time() -> None:
-    timeline = timeline_of(plan(recompute=True), gather_s=3.0, slowdown=1.2)
+    timeline = timeline_of(plan(recompute=True), gather_s=3.0, excess=0.2)
     for events in (*(rank.events for rank in timeline.ranks), timeline.collectives):
         for one, following in pairwise(events):
             assert one.end_s <= following.start_s + 1e-9
@@ -130,3 +130,12 @@ def test_the_trace_is_what_perfetto_reads() -> None:
         timeline.step_time_s * 1e6
     )
     assert all(event["dur"] > 0 for event in spans)
+
+
+def test_a_device_that_carries_data_itself_computes_afterwards() -> None:
+    # Forward: 40 s of compute on the slower device, three gathers of 2 s beside it.
+    timeline = timeline_of(plan(), gather_s=2.0, excess=1.5)
+    alone = timeline_of(plan(), gather_s=2.0)
+    lost_s = timeline.step_time_s - alone.step_time_s
+    assert lost_s >= 1.5 * 5 * 2.0  # five gathers lie beside compute, and most reductions
+    assert lost_s <= 1.5 * (7 * 2.0 + 4 * 4.0)

@@ -15,7 +15,7 @@ from systems import Make, System, Work
 
 from experiments.contestants import check_same_losses
 from experiments.decoders import CPU, Batch, random_batches
-from experiments.unlike import MIB, Slowness, forget_building
+from experiments.unlike import MIB, PeakOfData, Slowness, forget_building
 from shardhet.distributed import Communicators
 from shardhet.emulation import THREAD_STACK_BYTES, memory_of_process
 
@@ -117,15 +117,18 @@ def train_by_itself(
     batches = batches_of(case)
     threading.stack_size(THREAD_STACK_BYTES)
     Communicators.over(dist.group.WORLD, CPU)  # their threads are nobody's memory
-    level_bytes, level_asked_bytes = memory_of_process("VmRSS"), memory_of_process("VmData")
+    peak, level_asked_bytes = PeakOfData(), memory_of_process("VmData")
     system = make(case.work)
     forget_building()
     if case.cluster.is_capped:
         own.cap_memory(level_asked_bytes)
     with own.applied():
-        first = _turn(system, batches, case.work, 0, 1)
-        turn = _turn(system, batches, case.work, 1, num_steps) if num_steps else first
-    peak_mib = (memory_of_process("VmHWM") - level_bytes) / MIB
+        # The first makes the optimizer's state, and runs what has not run yet.
+        for number, steps in enumerate((1, num_steps)):
+            peak.restart()
+            turn = _turn(system, batches, case.work, number, steps)
+            peak.look()
+    peak_mib = peak.nbytes / MIB
     return [
         Peak(system=name, rank=i, mib=round(mib, 1), samples_per_s=turn.samples_per_s)
         for i, (mib,) in enumerate(_rows([peak_mib]))

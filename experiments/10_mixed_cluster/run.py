@@ -108,7 +108,7 @@ def measure(
         results.add_turns(_turns(case, slownesses, plans, names, extent))
         for number in range(case.num_weighed if extent is FULL else 1):
             for name in names:
-                results.add_peaks(number, name, _launch(case, slownesses, plans, name, 0))
+                results.add_peaks(number, name, _launch(case, slownesses, plans, name, 1))
         return results.rows
 
 

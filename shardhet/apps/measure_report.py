@@ -71,9 +71,9 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
         console.print(f"\ncollectives over {measured.cluster.world_size} devices", style="bold")
         console.print(collectives_table(measured.profile.collectives))
         console.print(
-            "hidden behind compute: "
+            "computing beside them loses "
             + ", ".join(
-                f"{1 - device.overlap_excess:.0%} of their time on {device.device_kind}"
+                f"{device.overlap_excess:.0%} of their time on {device.device_kind}"
                 for device in measured.profile.devices
             ),
             soft_wrap=True,

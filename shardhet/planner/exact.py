@@ -22,35 +22,37 @@ def best_choice(problem: Problem, limits: Limits) -> tuple[Choice, ...] | None:
     batch_size = problem.global_batch_size
     best = np.full(batch_size + 1, -np.inf)
     best[0] = 0.0
-    steps: list[tuple[int, Ints, Ints]] = []
+    steps: list[tuple[int, Floats, Ints, Floats]] = []
     allowed = problem.allowed(limits)
     for g, group in enumerate(problem.groups):
         room, candidate = _room_by_batch(problem, g, allowed[g], limits.optimizer_s)
-        width = len(room)
         for _ in range(group.count):
-            padded = np.concatenate((np.full(width - 1, -np.inf), best))
-            # A view, [width, batch_size + 1]: row b holds best shifted by b.
-            each = padded.itemsize
-            shifted: Floats = np.ndarray(
-                (width, batch_size + 1),
-                buffer=padded,
-                offset=(width - 1) * each,
-                strides=(-each, each),
-            )
-            totals = shifted + room[:, None]
-            taken = totals.argmax(axis=0)
-            best = totals[taken, np.arange(batch_size + 1)]
-            steps.append((g, taken, candidate))
+            steps.append((g, room, candidate, best))
+            best = _with_one_more(best, room)
     if best[batch_size] == -np.inf:
         return None
+    # What was taken is found again on the way back, for one batch instead of all.
     counts: dict[tuple[int, int], int] = {}
     left = batch_size
-    for g, taken, candidate in reversed(steps):
-        b = int(taken[left])
+    for g, room, candidate, before in reversed(steps):
+        width = min(len(room), left + 1)
+        b = int((before[left - width + 1 : left + 1][::-1] + room[:width]).argmax())
         pair = (g, int(candidate[b]))
         counts[pair] = counts.get(pair, 0) + 1
         left -= b
     return tuple(Choice(g, c, n) for (g, c), n in sorted(counts.items()))
+
+
+def _with_one_more(best: Floats, room: Floats) -> Floats:
+    """max_b best(j - b) + room(b) for every j; [batch_size + 1]."""
+    width, each = len(room), best.itemsize
+    padded = np.concatenate((np.full(width - 1, -np.inf), best))
+    # A view, [width, batch_size + 1]: row b holds best shifted by b.
+    shifted: Floats = np.ndarray(
+        (width, len(best)), buffer=padded, offset=(width - 1) * each, strides=(-each, each)
+    )
+    most: Floats = (shifted + room[:, None]).max(axis=0)
+    return most
 
 
 def _room_by_batch(

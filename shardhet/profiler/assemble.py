@@ -114,7 +114,7 @@ def make_profile(
         devices=tuple(
             replace(
                 _device_profile(kind, reports, is_together=is_together),
-                overlap_slowdown=1 / (1 - fmean(excesses[kind])),
+                overlap_excess=fmean(excesses[kind]),
             )
             for kind, reports in by_kind.items()
         ),

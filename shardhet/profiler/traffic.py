@@ -35,7 +35,6 @@ MAX_BESIDE = 8
 BESIDE_S = 2e-2  # of communication beside compute, and ...
 MAX_BESIDE_S = 5.0  # for all of it, where devices are slow
 COMPUTE_PER_COMM = 3  # ... so much longer the compute, so that all of it lies beside
-MAX_EXCESS = 0.99  # of collectives' time that compute beside them loses
 LARGEST_SHARE = 0.75  # of the uneven cut
 
 Launch = Callable[[], Callable[[], None]]  # starts a collective, returns what waits for it
@@ -274,7 +273,7 @@ class Traffic:
             alone_s = seconds([()] * num_turns)
             excesses.append((seconds(turns) - alone_s) / comm_s)
         rows = self._channels.control.exchange([typical_mean(excesses)])
-        return [min(MAX_EXCESS, max(0.0, excess)) for (excess,) in rows]
+        return [max(0.0, excess) for (excess,) in rows]
 
     def pair(self, sender: int, receiver: int, num_repeats: int) -> PairSamples:
         """Two positions alone; the others wait."""
