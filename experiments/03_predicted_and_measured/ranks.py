@@ -1,4 +1,4 @@
-"""What runs in the ranks: measure, plan, predict, and take the steps, several times over."""
+"""What runs in the ranks: measure, plan, predict, and take the steps."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from shardhet.profiler.unit_runner import TrainedModel
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
 WAITS = (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE)
-NUM_WARMUP_STEPS = 2  # the first finds the order of units
+NUM_WARMUP_STEPS = 1  # finds the order of units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Everything of one case; the same on every rank."""
+class Sitting:
+    """Everything of one launch; the same on every rank."""
 
     predictions: tuple[Prediction, ...]
     steps: tuple[Step, ...]
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """By name."""
+        return {each.plan_name: each.plan for each in self.predictions}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,39 +64,52 @@ class Extent:
     """How much to measure of a case."""
 
     effort: Effort  # of each profile
-    num_sittings: int
-    num_rounds: int  # of all plans, in each sitting
+    num_sittings: int  # launches
+    num_steps: int  # of each plan, in each launch
 
 
-def compare(
-    rank: int, case: Case, slownesses: Sequence[Slowness], extent: Extent
-) -> Comparison:
-    """In each sitting a profile, its predictions, and steps of all plans in turn.
+def sit(
+    rank: int,
+    case: Case,
+    slownesses: Sequence[Slowness],
+    extent: Extent,
+    number: int,
+    plans: Mapping[str, Plan],
+) -> Sitting:
+    """A profile, its predictions, and steps of one plan after the other.
 
-    The plans are made from the first profile.
+    Without ``plans`` they are made from this profile.
     """
     slowness = slownesses[rank]
-    predictions: list[Prediction] = []
-    steps: list[Step] = []
-    runs: list[_Run] = []
-    plans: Mapping[str, Plan] = {}
-    for sitting in range(extent.num_sittings):
-        with slowness.applied():
-            measurement = _measure(case, slowness, extent.effort)
+    with slowness.applied():
+        measurement = _measure(case, slowness, extent.effort)
         plans = plans or plans_of(
             case, measurement.cluster, measurement.workload, measurement.profile
         )
-        predictions += [
-            _predict(name, plan, sitting, measurement) for name, plan in plans.items()
+        predictions = [
+            _predict(name, plan, number, measurement) for name, plan in plans.items()
         ]
-        runs = runs or [_Run(case, *named, slowness.device) for named in plans.items()]
-        with slowness.applied():
-            for run in runs:
-                for _ in range(NUM_WARMUP_STEPS if sitting == 0 else 1):
-                    run.step(sitting)
-            for _ in range(extent.num_rounds):
-                steps += [run.step(sitting) for run in runs]
-    return Comparison(predictions=tuple(predictions), steps=tuple(steps))
+        steps = [
+            step
+            for name, plan in plans.items()
+            for step in _steps(case, name, plan, slowness.device, number, extent.num_steps)
+        ]
+    return Sitting(predictions=tuple(predictions), steps=tuple(steps))
+
+
+def _steps(
+    case: Case,
+    name: str,
+    plan: Plan,
+    device: EmulatedDevice,
+    sitting: int,
+    num_steps: int,
+) -> list[Step]:
+    """Of a model that is alone in its processes."""
+    run = _Run(case, name, plan, device)
+    for _ in range(NUM_WARMUP_STEPS):
+        run.step(sitting)
+    return [run.step(sitting) for _ in range(num_steps)]
 
 
 def _measure(case: Case, slowness: Slowness, effort: Effort) -> Measurement:

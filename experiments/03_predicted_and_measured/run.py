@@ -1,6 +1,6 @@
 """Does a step take as long as the simulator says, and do ranks wait as it says?
 
-PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 40 minutes
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about half an hour
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --quick    about three minutes
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --only "quota 0.9"
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from cases import CASES, MAX_MICROBATCH_SIZE, Case
-from ranks import Comparison, Extent, compare
+from ranks import Extent, Sitting, sit
 
 from experiments.common import (
     BAR_HEADER,
@@ -34,7 +34,7 @@ HEADER = [
     "cluster and model",
     "plan",
     "samples of each rank",
-    "predicted ms, each sitting",
+    "predicted ms, each launch",
     "measured ms (p10-p90)",
     "error",
     "waits predicted",
@@ -42,14 +42,14 @@ HEADER = [
 ]
 PREDICTED, MEASURED = "predicted", "measured"
 FULL = Extent(
-    effort=Effort(max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=60.0, num_repeats=24),
+    effort=Effort(max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=30.0, num_repeats=12),
     num_sittings=3,
-    num_rounds=3,
+    num_steps=2,
 )
 QUICK = Extent(
     effort=Effort(max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=15.0, num_repeats=5),
     num_sittings=1,
-    num_rounds=4,
+    num_steps=4,
 )
 
 
@@ -197,24 +197,25 @@ def when(rows: Sequence[Row]) -> str:
     )
 
 
-def measure_case(case: Case, extent: Extent) -> Comparison:
-    """One launch: the ranks are measured, and train with what follows from it."""
-    has_groups = case.is_slowed_from_outside
-    with slowness_of(case.cluster, has_groups=has_groups) as slownesses:
-        found: list[Comparison] = run_ranks(
-            compare, case.cluster.world_size, case, slownesses, extent
-        )
-    return found[0]
+def measure_case(case: Case, extent: Extent) -> list[Sitting]:
+    """Launches, in each of which the ranks are measured and train with the same plans."""
+    sittings: list[Sitting] = []
+    with slowness_of(case.cluster, has_groups=case.is_slowed_from_outside) as slownesses:
+        for number in range(extent.num_sittings):
+            plans = sittings[0].plans if sittings else {}
+            world_size = case.cluster.world_size
+            sittings += run_ranks(sit, world_size, case, slownesses, extent, number, plans)[:1]
+    return sittings
 
 
-def rows_of(case: Case, found: Comparison, environment: Environment) -> list[Row]:
+def rows_of(case: Case, found: Sequence[Sitting], environment: Environment) -> list[Row]:
     """For the file."""
     samples = {
         each.plan_name: " ".join(str(rank.rank_batch_size) for rank in each.plan.ranks)
-        for each in found.predictions
+        for each in found[0].predictions
     }
-    predicted = [(each, PREDICTED) for each in found.predictions]
-    measured = [(each, MEASURED) for each in found.steps]
+    predicted = [(each, PREDICTED) for sitting in found for each in sitting.predictions]
+    measured = [(each, MEASURED) for sitting in found for each in sitting.steps]
     return [
         Row(
             case=case.name,

@@ -35,6 +35,7 @@ class Row:
     step_time_s: float
     peak_mib: str  # of each rank, above what it had before the model
     cpu_s: str  # of each rank in a step
+    cpu: str  # of the machine
     commit: str
     date: str
     load_before: float
@@ -107,6 +108,7 @@ class Results:
                 step_time_s=round(step_time_s, 5),
                 peak_mib=peak_mib,
                 cpu_s=cpu_s,
+                cpu=self._environment.cpu,
                 commit=self._environment.commit,
                 date=self._environment.date,
                 load_before=self._environment.load_before,
@@ -315,8 +317,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
         if of_case.rows:
             row = of_case.rows[0]
             blocks.append(
-                f"### {of_case.title}\n\n{row.date}, commit `{row.commit}`, load before "
-                f"{row.load_before}\n\n{markdown_table(HEADER, of_case.table())}"
+                f"### {of_case.title}\n\n{row.date}, commit `{row.commit}`, {row.cpu}, "
+                f"load before {row.load_before}\n\n{markdown_table(HEADER, of_case.table())}"
             )
     table = markdown_table(BAR_HEADER, [bar.cells for bar in bars(rows)])
     return "\n\n".join([f"### Bars\n\n{table}", *blocks])
