@@ -22,7 +22,9 @@ from shardhet.profiler.unit_runner import TrainedModel
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
 WAITS = (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE)
-NUM_WARMUP_STEPS = 1  # finds the order of units
+# The first finds the order of units and makes the optimizer's state.  Later ones still touch
+# memory that is new to the process, which takes longer than computing in it.
+NUM_WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

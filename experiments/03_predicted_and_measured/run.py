@@ -43,8 +43,8 @@ HEADER = [
 PREDICTED, MEASURED = "predicted", "measured"
 FULL = Extent(
     effort=Effort(max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=30.0, num_repeats=12),
-    num_sittings=3,
-    num_steps=2,
+    num_sittings=2,
+    num_steps=3,
 )
 QUICK = Extent(
     effort=Effort(max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=15.0, num_repeats=5),
