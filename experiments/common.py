@@ -5,10 +5,13 @@ what a README shows can be made again from the file beside it.
 """
 
 import csv
+import ctypes
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,6 +36,8 @@ REPOSITORY = Path(__file__).parent.parent
 GROUP_TIMEOUT = timedelta(minutes=5)
 BLOCK_BEGINS = "<!-- results: written by run.py -->"
 BLOCK_ENDS = "<!-- end of results -->"
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 _TABLE_WIDTH = 130  # of a pipe or a log file, which have no width of their own
 
@@ -118,6 +123,7 @@ def _run_rank(
     initialises: bool,
 ) -> None:
     torch.set_num_threads(1)
+    _end_with_parent()
     try:
         if initialises:
             join(rank)
@@ -129,6 +135,17 @@ def _run_rank(
         dist.destroy_process_group()
     except BaseException:
         sender.send((None, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """Let the system kill this rank when who started it is gone, killed or not: it would go on
+    computing, beside whatever is measured next.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it was gone before
+        os._exit(1)
 
 
 # The machine

@@ -24,7 +24,12 @@ from shardhet.workload import UnitKind, Workload
 NUM_WARM_UP_RUNS = 3  # the first take several times as long as later ones
 MIN_ROUNDS = 3  # fewer have no deciles
 USED_PART_OF_MEMORY = 0.8  # of what is free; the rest is for kernels' own buffers
-CACHE_BYTES = 2**27  # more than any device caches; so much waits for its backward
+# So much waits for its backward, or what a step of so many of the largest microbatches keeps:
+# caches of servers' processors have up to 2**28 bytes, which are shared.
+CACHE_BYTES = 2**28
+STEP_MICROBATCHES = 2
+WAITING_PART_OF_MEMORY = 0.25
+FILLING_PART = 0.25  # of the time, at most, until so much waits
 # Larger shards take proportionally longer.  On an accelerator they have to be so large that
 # launching its kernels takes less than they do.
 MAX_OPTIMIZED_NUMEL = 2**24
@@ -63,6 +68,47 @@ def candidate_sizes(max_microbatch_size: int) -> list[int]:
     return sorted({*powers, max_microbatch_size})
 
 
+@dataclass(slots=True)
+class _Case:
+    """Microbatches between their forward and their backward."""
+
+    runner: UnitRunner
+    started: Started
+    nbytes: int  # of its graphs
+    taken: list[tuple[float, float]]  # where its seconds go
+
+    def finish(self) -> None:
+        self.taken.append(self.runner.backward(self.started))
+
+
+class _Waiting:
+    """Cases that wait for their backward, the oldest of which is the next."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._nbytes = 0
+        self._cases: deque[_Case] = deque()
+        self.has_room = True  # so far nothing had to be finished
+
+    def add(self, case: _Case) -> None:
+        self._cases.append(case)
+        self._nbytes += case.nbytes
+
+    def make_room(self, nbytes: int) -> None:
+        while self._cases and self._nbytes + nbytes > self._most_bytes:
+            self.has_room = False
+            self._finish_oldest()
+
+    def finish_all(self) -> None:
+        while self._cases:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        case = self._cases.popleft()
+        case.finish()
+        self._nbytes -= case.nbytes
+
+
 class ComputeMeasurement:
     """The units of a model on this rank's device, and how long they take."""
 
@@ -86,7 +132,8 @@ class ComputeMeasurement:
         self._sizes: dict[str, list[int]] = {}
         self._runners: dict[str, UnitRunner] = {}
         free_bytes = USED_PART_OF_MEMORY * memory_bytes
-        free_bytes -= CACHE_BYTES
+        self._most_waiting_bytes = min(CACHE_BYTES, int(WAITING_PART_OF_MEMORY * memory_bytes))
+        free_bytes -= self._most_waiting_bytes
         for kind in self._computing_kinds():
             free_bytes -= 2 * kind.numel * max(workload.param_itemsize, 4)
         for kind in self._computing_kinds():
@@ -146,38 +193,41 @@ class ComputeMeasurement:
         Not a number of rounds: ranks that run together are to disturb each other to the end.
         """
         samples = {kind: UnitSamples() for kind in self._runners}
-        deadline_s = time.perf_counter() + seconds
+        waiting = _Waiting(self._waiting_bytes)
+        fills_until_s = time.perf_counter() + FILLING_PART * seconds
+        while waiting.has_room and time.perf_counter() < fills_until_s:
+            self._run_round(waiting, {})
+        deadline_s = time.perf_counter() + (1 - FILLING_PART) * seconds
         done = 0
         while done < min_rounds or time.perf_counter() < deadline_s:
-            self._run_round(samples)
+            self._run_round(waiting, samples)
             done += 1
+        waiting.finish_all()
         return samples
 
-    def _run_round(self, samples: Samples) -> None:
-        started: deque[tuple[str, Started]] = deque()
-        waiting_bytes = 0
-
-        def finish_oldest() -> None:
-            nonlocal waiting_bytes
-            kind, case = started.popleft()
-            taken = samples[kind].seconds.setdefault(case.microbatch_sizes[0], [])
-            taken.append(self._runners[kind].backward(case))
-            waiting_bytes -= self._graph_bytes(kind, sum(case.microbatch_sizes))
-
+    def _run_round(self, waiting: "_Waiting", samples: Samples) -> None:
+        """Every case once; those without a place in ``samples`` are not kept."""
         for kind, runner in self._runners.items():
             for size in self._sizes[kind]:
                 num_microbatches = runner.num_microbatches(size)
-                nbytes = self._graph_bytes(kind, num_microbatches * size)
-                # Before it begins: memory is there for the largest case and for what waits.
-                while started and waiting_bytes + nbytes > CACHE_BYTES:
-                    finish_oldest()
-                started.append((kind, runner.forward(size, num_microbatches)))
-                waiting_bytes += nbytes
-        while started:
-            finish_oldest()
+                nbytes = num_microbatches * size * self._activation_bytes(kind)
+                waiting.make_room(nbytes)  # before it begins: memory is there for so much
+                case = runner.forward(size, num_microbatches)
+                taken = samples[kind].seconds.setdefault(size, []) if samples else []
+                waiting.add(_Case(runner, case, nbytes, taken))
 
-    def _graph_bytes(self, kind: str, num_samples: int) -> int:
-        return num_samples * self._workload.kind_by_name[kind].activation_bytes
+    def _activation_bytes(self, kind: str) -> int:
+        return self._workload.kind_by_name[kind].activation_bytes
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """What a step of two of the largest microbatches keeps for its backward, at most."""
+        counts = self._workload.num_units_by_kind
+        kept = sum(
+            counts[kind] * STEP_MICROBATCHES * sizes[-1] * self._activation_bytes(kind)
+            for kind, sizes in self._sizes.items()
+        )
+        return min(self._most_waiting_bytes, kept)
 
     def optimizer_seconds(
         self, optimizer: OptimizerSpec, share: float, num_repeats: int
