@@ -194,12 +194,11 @@ class ComputeMeasurement:
         """
         samples = {kind: UnitSamples() for kind in self._runners}
         waiting = _Waiting(self._waiting_bytes)
-        fills_until_s = time.perf_counter() + FILLING_PART * seconds
-        while waiting.has_room and time.perf_counter() < fills_until_s:
+        start_s = time.perf_counter()
+        while waiting.has_room and time.perf_counter() < start_s + FILLING_PART * seconds:
             self._run_round(waiting, {})
-        deadline_s = time.perf_counter() + (1 - FILLING_PART) * seconds
         done = 0
-        while done < min_rounds or time.perf_counter() < deadline_s:
+        while done < min_rounds or time.perf_counter() < start_s + seconds:
             self._run_round(waiting, samples)
             done += 1
         waiting.finish_all()
