@@ -22,7 +22,7 @@ from shardhet.profiler.assemble import (
     unevenness_weights,
 )
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.compute import UnitSamples, candidate_sizes
+from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate_sizes
 from shardhet.profiler.measure import Effort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
 from shardhet.profiler.traffic import (
@@ -31,7 +31,7 @@ from shardhet.profiler.traffic import (
     sizes_to_measure,
     uneven_shares,
 )
-from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.profiler.unit_runner import Started, TrainedModel
 from shardhet.profiles import PROFILE_VERSION
 from shardhet.workload import Unit, UnitKind
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -212,6 +212,44 @@ def test_an_emulated_device_is_timed_as_slow_as_it_is() -> None:
     with half.running():  # what waits does not compute: nothing is stretched
         time.sleep(0.4)
     assert 0.4 <= half.seconds < 0.7
+
+
+class FakeRunner:
+    """Counts samples between their forward and their backward."""
+
+    def __init__(self) -> None:
+        self.waiting = self.most_waiting = self.num_forward = 0
+
+    def num_microbatches(self, num_samples: int) -> int:
+        return 1
+
+    def forward(self, num_samples: int, num_microbatches: int) -> Started:
+        self.num_forward += 1
+        self.waiting += num_samples
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        return Started((num_samples,) * num_microbatches)
+
+    def backward(self, started: Started) -> tuple[float, float]:
+        self.waiting -= sum(started.microbatch_sizes)
+        return 1.0, 2.0
+
+
+def test_as_much_waits_for_its_backward_as_a_step_keeps() -> None:
+    block = WORKLOAD.kind_by_name["block"]
+    measurement = object.__new__(ComputeMeasurement)
+    measurement._workload = WORKLOAD
+    measurement._sizes = {"block": [1, 2]}
+    for most_bytes, most_samples in ((2**40, 8), (5 * block.activation_bytes, 5)):
+        fake = FakeRunner()
+        measurement._runners = {"block": fake}  # type: ignore[dict-item]
+        measurement._most_waiting_bytes = most_bytes
+        samples = measurement.run_rounds(0.0, min_rounds=4)["block"].seconds
+        # Two blocks, two microbatches of two samples each.
+        assert (fake.most_waiting, fake.waiting) == (most_samples, 0)
+        assert samples == {1: [(1.0, 2.0)] * 4, 2: [(1.0, 2.0)] * 4}
+        before = fake.num_forward
+        samples = measurement.run_rounds(1e-2, min_rounds=1)["block"].seconds
+        assert len(samples[1]) + len(samples[2]) < fake.num_forward - before  # it was filled
 
 
 # Ranks #

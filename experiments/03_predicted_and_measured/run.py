@@ -1,6 +1,6 @@
 """Does a step take as long as the simulator says, and do ranks wait as it says?
 
-PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about half an hour
+PYTHONPATH=. python experiments/03_predicted_and_measured/run.py            about 45 minutes
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --quick    about three minutes
 PYTHONPATH=. python experiments/03_predicted_and_measured/run.py --only "quota 0.9"
 """
@@ -64,6 +64,7 @@ class Row:
     samples: str  # of each rank
     step_time_s: float
     waits: str  # of each rank, as fractions of the step
+    cpu: str  # of the machine
     commit: str
     date: str
     load_before: float
@@ -185,16 +186,14 @@ def main() -> None:
 
 
 def when(rows: Sequence[Row]) -> str:
-    """Which cases were measured with which commit, and how busy the machine was before."""
-    cases_by_run: dict[tuple[str, str, float], list[str]] = {}
+    """Which cases were measured where, with which commit, and how busy it was before."""
+    cases_by_run: dict[str, list[str]] = {}
     for row in rows:
-        cases = cases_by_run.setdefault((row.date, row.commit, row.load_before), [])
+        run = f"{row.date}, commit `{row.commit}`, {row.cpu}, load before {row.load_before:.2f}"
+        cases = cases_by_run.setdefault(run, [])
         if row.case not in cases:
             cases.append(row.case)
-    return "\n".join(
-        f"- {date}, commit `{commit}`, load before {load:.2f}: {'; '.join(cases)}"
-        for (date, commit, load), cases in cases_by_run.items()
-    )
+    return "\n".join(f"- {run}: {'; '.join(cases)}" for run, cases in cases_by_run.items())
 
 
 def measure_case(case: Case, extent: Extent) -> list[Sitting]:
@@ -225,6 +224,7 @@ def rows_of(case: Case, found: Sequence[Sitting], environment: Environment) -> l
             samples=samples[each.plan_name],
             step_time_s=round(each.step_time_s, 5),
             waits=" ".join(f"{waits:.3f}" for waits in each.waits),
+            cpu=environment.cpu,
             commit=environment.commit,
             date=environment.date,
             load_before=environment.load_before,
