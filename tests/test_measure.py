@@ -249,6 +249,7 @@ def test_as_much_waits_for_its_backward_as_a_step_keeps() -> None:
         assert samples == {1: [(1.0, 2.0)] * 4, 2: [(1.0, 2.0)] * 4}
         before = fake.num_forward
         samples = measurement.run_rounds(1e-2, min_rounds=1)["block"].seconds
+        assert fake.most_waiting == most_samples
         assert len(samples[1]) + len(samples[2]) < fake.num_forward - before  # it was filled
 
 

@@ -99,6 +99,11 @@ class _Waiting:
             self.has_room = False
             self._finish_oldest()
 
+    def stay_as_full(self) -> None:
+        """Let no more wait than does now: memory that is new takes longer than computing."""
+        if self._cases:
+            self._most_bytes = self._nbytes
+
     def finish_all(self) -> None:
         while self._cases:
             self._finish_oldest()
@@ -197,6 +202,7 @@ class ComputeMeasurement:
         start_s = time.perf_counter()
         while waiting.has_room and time.perf_counter() < start_s + FILLING_PART * seconds:
             self._run_round(waiting, {})
+        waiting.stay_as_full()
         done = 0
         while done < min_rounds or time.perf_counter() < start_s + seconds:
             self._run_round(waiting, samples)
