@@ -276,7 +276,7 @@ class Bar:
         """A row of a table of bars."""
         bounds = [f">= {self.at_least}"] if self.at_least is not None else []
         bounds += [f"<= {self.at_most}"] if self.at_most is not None else []
-        verdict = "PASS" if self.holds else "FAIL"
+        verdict = ("PASS" if self.holds else "FAIL") if bounds else ""
         return [self.claim, " and ".join(bounds), f"{self.measured:.3f}", verdict]
 
 

@@ -1,6 +1,6 @@
 """What does a mixed cluster train under each system, and how much of it is used?
 
-PYTHONPATH=. python experiments/10_mixed_cluster/run.py            about an hour and a half
+PYTHONPATH=. python experiments/10_mixed_cluster/run.py            about two hours
 PYTHONPATH=. python experiments/10_mixed_cluster/run.py --quick    about six minutes
 PYTHONPATH=. python experiments/10_mixed_cluster/run.py --only strong
 """

@@ -210,7 +210,7 @@ class ComputeMeasurement:
         waiting.finish_all()
         return samples
 
-    def _run_round(self, waiting: "_Waiting", samples: Samples) -> None:
+    def _run_round(self, waiting: _Waiting, samples: Samples) -> None:
         """Every case once; those without a place in ``samples`` are not kept."""
         for kind, runner in self._runners.items():
             for size in self._sizes[kind]:
