@@ -35,30 +35,35 @@ NUM_RANKS = 2
 COUNTS = (1, 2, 4, 8, 16)
 QUICK_COUNTS = (1, 4)
 MOST_GROWTH = 1.10
-REAL, SLEPT = "real compute", "slept compute"
+REAL = "real compute"
+# Compute that is slept, by the elements of a unit.
+UNIT_NUMEL_BY_SLEPT = {
+    "slept compute, units of 4 MiB": 2**20,
+    "slept compute, units of 16 MiB": 2**22,
+}
+COMPUTES = (*UNIT_NUMEL_BY_SLEPT, REAL)
 QUANTITY = "step_s"
 
 CONFIG = decoder_config(width=256, num_layers=4, seq_len=64)
 MICROBATCH_SIZE = 2
 
 NUM_UNITS = 6
-UNIT_NUMEL = 2**20
 FORWARD_S = 2e-3  # of a unit and microbatch, slept
 
 
 def measure(effort: Effort) -> list[Sample]:
-    """Both kinds of compute in one launch."""
+    """All kinds of compute in one launch."""
     counts = QUICK_COUNTS if effort.is_quick else COUNTS
-    rounds = effort.rounds(3, 2)
+    rounds = effort.rounds(4, 3)
     return run_ranks(_measure_rank, NUM_RANKS, counts, rounds)[0]
 
 
 def _measure_rank(rank: int, counts: Sequence[int], rounds: Rounds) -> list[Sample]:
     return [
         sample
-        for compute, make in ((SLEPT, _slept), (REAL, _real))
+        for compute in COMPUTES
         for count in counts
-        for name, values in take_turns(make(count), rounds).items()
+        for name, values in take_turns(_contestants(compute, count), rounds).items()
         for sample in samples_of(NAME, case_name(compute, count), name, QUANTITY, values)
     ]
 
@@ -66,6 +71,12 @@ def _measure_rank(rank: int, counts: Sequence[int], rounds: Rounds) -> list[Samp
 def case_name(compute: str, count: int) -> str:
     """In the file."""
     return f"{compute}, {count} microbatches"
+
+
+def _contestants(compute: str, count: int) -> list[Contestant]:
+    if compute == REAL:
+        return _real(count)
+    return _slept(count, UNIT_NUMEL_BY_SLEPT[compute])
 
 
 def _real(count: int) -> list[Contestant]:
@@ -79,10 +90,10 @@ def _real(count: int) -> list[Contestant]:
     ]
 
 
-def _slept(count: int) -> list[Contestant]:
+def _slept(count: int, unit_numel: int) -> list[Contestant]:
     batch = (torch.zeros(count, 1),)
     plan = Plan.even(NUM_RANKS, microbatch_size=1, num_microbatches=count)
-    ours, theirs, alone = (_paced() for _ in range(3))
+    ours, theirs, alone = (_paced(unit_numel) for _ in range(3))
     return [
         systems.het_fsdp(ours, plan, batch),
         systems.fsdp2(theirs, list(theirs.blocks), batch, num_microbatches=count),
@@ -90,8 +101,8 @@ def _slept(count: int) -> list[Contestant]:
     ]
 
 
-def _paced() -> PacedModel:
-    model = PacedModel(NUM_UNITS, UNIT_NUMEL, Sleeper())
+def _paced(unit_numel: int) -> PacedModel:
+    model = PacedModel(NUM_UNITS, unit_numel, Sleeper())
     model.set_pace(FORWARD_S)
     return model
 
@@ -106,7 +117,7 @@ def beyond_compute_s(samples: Sequence[Sample], compute: str, count: int, system
 def counts_in(samples: Sequence[Sample]) -> list[int]:
     """Numbers of microbatches that were measured."""
     found = {sample.case for sample in samples}
-    return [count for count in (*COUNTS, *QUICK_COUNTS) if case_name(SLEPT, count) in found]
+    return [count for count in (*COUNTS, *QUICK_COUNTS) if case_name(REAL, count) in found]
 
 
 def growth(first: float, last: float) -> float:
@@ -118,7 +129,7 @@ def report(samples: Sequence[Sample]) -> Report:
     """A table and a bar for each kind of compute."""
     counts = sorted(set(counts_in(samples)))
     tables, bars = [], []
-    for compute in (SLEPT, REAL):
+    for compute in COMPUTES:
         tables.append(
             Table(
                 title=f"Accumulation, {compute}: ms beyond compute, {NUM_RANKS} ranks",

@@ -24,7 +24,7 @@ Points = list[tuple[float, float]]
 def accumulation_lines(samples: Sequence[Sample]) -> dict[str, Points]:
     """Milliseconds beyond compute, by number of microbatches."""
     lines = {}
-    for compute in (accumulation.SLEPT, accumulation.REAL):
+    for compute in accumulation.COMPUTES:
         for system in (HET, FSDP2):
             points = [
                 (float(n), 1000 * accumulation.beyond_compute_s(samples, compute, n, system))
