@@ -1,6 +1,6 @@
 """How does the cost of a step grow as the work grows?
 
-PYTHONPATH=. python experiments/11_scale/run.py                  about 15 minutes
+PYTHONPATH=. python experiments/11_scale/run.py                  about 25 minutes
 PYTHONPATH=. python experiments/11_scale/run.py --far            and a world of 64 ranks
 PYTHONPATH=. python experiments/11_scale/run.py --quick          one minute; keeps nothing
 PYTHONPATH=. python experiments/11_scale/run.py --only overlap   one part; keeps nothing
