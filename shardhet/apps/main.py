@@ -9,6 +9,7 @@ from shardhet.apps.completion import bash_script
 
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
+    "doctor": ("shardhet.apps.doctor", "see what is here and what would be in the way"),
     "measure": ("shardhet.apps.measure", "measure how fast these devices are with a model"),
     "plan": ("shardhet.apps.plan", "find the best plan for a cluster and a model"),
     "simulate": ("shardhet.apps.simulate", "walk through one step of a plan, event by event"),

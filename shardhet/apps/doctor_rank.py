@@ -1,0 +1,155 @@
+"""One rank of ``shardhet doctor``: do ranks meet, how fast are their links, is a step right?"""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan
+from shardhet.apps.crash import RankConsole
+from shardhet.apps.rank_env import RankEnv
+from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.worker import joined
+from shardhet.config.training import ClusterConf
+from shardhet.distributed import Members, local_device_spec
+from shardhet.optim import AdamW
+from shardhet.profiler.traffic import Channels, PairSamples, Traffic
+from shardhet.workload import Workload
+
+NUM_REPEATS = 5
+WIDTH, NUM_BLOCKS, SAMPLES_PER_RANK = 64, 3, 2
+TOLERANCE = 1e-4  # of float32 losses whose samples are summed in another order
+NUM_STEPS = 3
+
+
+def main() -> None:
+    """Check as one of the ranks that were launched on the folder."""
+    env = RankEnv.from_environment()
+    assert env is not None, "the rank is started by shardhet doctor"
+    with suppress(KeyboardInterrupt):  # the launcher says so
+        try:
+            check_as_rank(RunFolder(Path(sys.argv[1])), env)
+        except Exception:
+            # The launcher shows the cause of all; this rank's traceback is in its log.
+            raise SystemExit(1) from None
+
+
+def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
+    """This process's part; the first rank prints."""
+    with joined(ClusterConf(), folder, env) as device:
+        console = RankConsole(quiet=env.rank != 0, highlight=False, soft_wrap=True)
+        backend = dist.get_backend()
+        console.print(f"{env.world_size} ranks met over {backend}, on {device.type} devices")
+        if env.world_size > 1:
+            _check_links(console, device)
+        _check_step(env, device)
+        console.print(
+            f"{NUM_STEPS} steps of a small model, batches and shards uneven: the losses of one "
+            "process"
+        )
+
+
+def _check_links(console: RankConsole, device: torch.device) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    members = Members.meet(
+        group,
+        Plan.even(group.size(), microbatch_size=1),
+        device=device,
+        device_spec=local_device_spec(device),
+    )
+    channels = Channels(
+        group=group, gather=members.gather, reduce=members.reduce, control=members.control
+    )
+    if device.type == "cpu":
+        is_shared = channels.gather.neighbours is not None
+        console.print(
+            "they read each other's memory"
+            if is_shared
+            else "they cannot read each other's memory, so bytes go through sockets: slower"
+        )
+    workload = Workload.transformer(
+        num_layers=1, width=WIDTH, num_heads=1, vocab_size=WIDTH, seq_len=1
+    )
+    with members.lifeline.guard("measuring links"):
+        traffic = Traffic(channels, workload, device, orig_dtype=torch.float32)
+        following = [(i, (i + 1) % group.size()) for i in range(group.size())]
+        pairs = [traffic.pair(a, b, NUM_REPEATS) for a, b in following]
+        hosts = channels.control.exchange_objects(local_device_spec(device).host)
+    for name, is_within in (("within a host", True), ("between hosts", False)):
+        alike = [p for p in pairs if (hosts[p.sender] == hosts[p.receiver]) is is_within]
+        if alike:
+            console.print(f"links {name}: {_range(alike)}")
+
+
+def _range(pairs: list[PairSamples]) -> str:
+    rates = [pair.bandwidth_bytes_per_s / 1e9 for pair in pairs]
+    latency_us = max(pair.latency_s for pair in pairs) * 1e6
+    return f"{min(rates):.2f} to {max(rates):.2f} GB/s, latency {latency_us:.0f} us at most"
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_BLOCKS)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` of [samples, WIDTH]; its loss and how many numbers that is of."""
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        return (y - x).square().sum(), torch.tensor(x.numel(), device=x.device)
+
+
+def _check_step(env: RankEnv, device: torch.device) -> None:
+    """Raise ``RuntimeError`` where HetFSDP's losses are not those of one process."""
+    plan = _uneven_plan(env.world_size)
+    random = torch.Generator().manual_seed(1)
+    samples = torch.randn(plan.global_batch_size, WIDTH, generator=random).to(device)
+    first = sum(rank.rank_batch_size for rank in plan.ranks[: env.rank])
+    own = samples[first : first + plan.ranks[env.rank].rank_batch_size]
+    alone, module = _model(device), _model(device)
+    model = HetFSDP(module, plan)
+    optimizers = [
+        AdamW(learning_rate=1e-2).build(list(each.parameters())) for each in (alone, model)
+    ]
+    for step in range(NUM_STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_sum, num_tokens = alone(samples)
+        loss = loss_sum / num_tokens
+        loss.backward()
+        found = model.backward(*model(own))
+        for optimizer in optimizers:
+            optimizer.step()
+        expected = loss.item()
+        if found is None or not abs(found / expected - 1) <= TOLERANCE:
+            raise RuntimeError(
+                f"step {step}: HetFSDP's loss is {found}, that of one process {expected}. "
+                "Something between the ranks changes numbers: please report it with what "
+                "shardhet doctor printed."
+            )
+
+
+def _model(device: torch.device) -> _Model:
+    torch.manual_seed(0)
+    return _Model().to(device)
+
+
+def _uneven_plan(world_size: int) -> Plan:
+    """Rank i computes and stores in proportion to i + 1."""
+    parts = range(1, world_size + 1)
+    return Plan.by_hand(
+        microbatch_sizes=[SAMPLES_PER_RANK] * world_size,
+        num_microbatches=list(parts),
+        state_shares=[part / sum(parts) for part in parts],
+    )
+
+
+if __name__ == "__main__":
+    main()
