@@ -52,8 +52,7 @@ def gather(
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         for position in owners:
-            with call.part(position, pieces[position]) as part:
-                pieces[position].copy_(part)
+            call.copy_from(position, pieces[position])
 
     return call.pending(read_all, shard)
 
@@ -137,6 +136,14 @@ class _Call:
     def owners(self, positions: Sequence[int]) -> list[int]:
         """Those of ``positions`` that this rank reads from, nearest first."""
         return self._others(positions)
+
+    def copy_from(self, position: int, piece: Tensor) -> None:
+        """Fill ``piece`` with the peer's tensor."""
+        rank = self._channel.rank_by_position[position]
+        place = self._neighbours.wait_for_place(self._number, rank)
+        arena = self._neighbours.peers[rank]
+        assert arena is not None
+        arena.copy_to(piece, place)
 
     @contextmanager
     def part(self, position: int, like: Tensor, skipped_bytes: int = 0) -> Iterator[Tensor]:

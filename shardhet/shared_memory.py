@@ -121,12 +121,26 @@ class PeerArena:
         status = Path(path).stat()  # before opening: in another pid namespace it is anything
         if (status.st_dev, status.st_ino) != whereabouts.file:
             raise OSError(f"{path} is another file than the peer's")
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            self._map = mmap.mmap(fd, whereabouts.nbytes, flags=MAP_FLAGS, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
+        self._fd = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self._fd)
+        self._map = mmap.mmap(
+            self._fd, whereabouts.nbytes, flags=MAP_FLAGS, prot=mmap.PROT_READ
+        )
         self._base = _address(self._map)
+
+    def copy_to(self, tensor: Tensor, offset: int) -> None:
+        """Fill ``tensor``, which is contiguous, with the peer's memory from ``offset`` on.
+
+        Through the file and not through the map: mapping pages and letting them go again takes
+        a fifth of the time that copying does, and half of it where 32 processes do so.
+        """
+        block = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        left = memoryview(block)
+        while left:
+            copied = os.preadv(self._fd, [left], offset)
+            if not copied:
+                raise OSError(f"the peer's memory ends before byte {offset + len(left)}")
+            left, offset = left[copied:], offset + copied
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] of the peer's memory; only to be read, and only while this object lives."""

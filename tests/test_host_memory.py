@@ -50,14 +50,16 @@ def neighbours() -> Neighbours:
 
 def read_all(rank: int, cases: list[test_collectives.Case], kind: str) -> int:
     """The collectives' own tests, by another way; how often memory was read."""
-    channel_of, forget = test_collectives.Case.channel, PeerArena.forget
+    channel_of = test_collectives.Case.channel
+    name = "copy_to" if kind == "gather" else "forget"
+    reads = getattr(PeerArena, name)
 
     def among_neighbours(case: test_collectives.Case, rank: int) -> Channel:
         return replace(channel_of(case, rank), neighbours=neighbours())
 
     with (
         mock.patch.object(test_collectives.Case, "channel", among_neighbours),
-        mock.patch.object(PeerArena, "forget", autospec=True, side_effect=forget) as read,
+        mock.patch.object(PeerArena, name, autospec=True, side_effect=reads) as read,
     ):
         for case in cases:
             if kind == "gather":
@@ -95,6 +97,16 @@ def sum_many_chunks(rank: int) -> None:
 
 def test_long_shards_are_summed_chunk_by_chunk() -> None:
     run_ranks(sum_many_chunks, 3)
+
+
+def read_beyond_the_end(rank: int) -> None:
+    [peer] = [peer for peer in neighbours().peers if peer is not None]
+    with pytest.raises(OSError, match="memory ends before byte"):
+        peer.copy_to(torch.empty(4), neighbours().arena.nbytes - 8)
+
+
+def test_what_lies_behind_a_peers_memory_is_no_data() -> None:
+    run_ranks(read_beyond_the_end, 2)
 
 
 def overtake(rank: int) -> None:
