@@ -1,6 +1,9 @@
 """``shardhet doctor`` as its user types it, and what it holds to be in the way."""
 
 import os
+import re
+import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,30 +13,33 @@ import pytest
 import torch
 
 from shardhet.apps import doctor_rank
-from shardhet.apps.doctor import GIB, Facts, Gpu, find_facts, troubles_of
+from shardhet.apps.doctor import GIB, Facts, Gpu, find_facts, gpu_findings, host_findings
 from shardhet.apps.rank_env import RankEnv
 
 ROOT = Path(__file__).parent.parent
 CARD = Gpu(name="NVIDIA RTX 4090", memory_bytes=24 * GIB, free_bytes=23 * GIB, has_bf16=True)
 HEALTHY = Facts(
     versions=(("torch", "2.13.0"),),
-    torch_cuda="13.0",
+    torch_for="CUDA 13.0",
     has_nccl=True,
     has_driver=True,
+    has_device_files=True,
+    hides_gpus=False,
     gpus=(CARD, replace(CARD, name="NVIDIA RTX 3090")),
+    gpu_errors=(),
     processor="x86",
     num_cores=16,
     memory_bytes=64 * GIB,
     free_bytes=50 * GIB,
     open_files=4096,
-    has_host_name=True,
-    num_threads=None,
+    has_address=True,
 )
+LAUNCHER = ("torch.distributed.run", "--nproc-per-node=2", "-m", "shardhet.apps.doctor")
 
 
-def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "shardhet.apps.main", "doctor", *arguments],
+        [sys.executable, "-m", *program],
         env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
@@ -41,50 +47,88 @@ def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
+def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run("shardhet.apps.main", "doctor", *arguments, **variables)
+
+
 def test_ranks_are_started_and_take_a_right_step() -> None:
     done = doctor("--ranks", "3")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"torch {torch.__version__}" in done.stdout.replace("\n", " ")
+    assert f"torch {torch.__version__}" in done.stdout
     assert "3 ranks met over gloo" in done.stdout
+    assert f"{socket.gethostname()}: 3 x cpu" in done.stdout
     assert "links within a host: " in done.stdout
-    assert "the losses of one process" in done.stdout
+    assert "have the losses of one process" in done.stdout
     assert "Nothing is in the way" in done.stdout
     assert not done.stderr.strip()
 
 
-def test_trouble_ends_with_1_and_a_wrong_number_of_ranks_with_2() -> None:
-    done = doctor("--ranks", "1", OMP_NUM_THREADS="999")
-    assert done.returncode == 1
-    assert "In the way: OMP_NUM_THREADS is 999" in done.stdout
-    assert "the losses of one process" in done.stdout  # the rest is looked at all the same
+def test_wrong_arguments_end_with_2() -> None:
     done = doctor("--ranks", "0")
     assert done.returncode == 2
     assert "--ranks: 0 but it must be at least 1" in done.stderr
 
 
+def test_a_rank_that_fails_is_in_the_way_and_says_why() -> None:
+    done = doctor("--ranks", "2", GLOO_SOCKET_IFNAME="nothing0")
+    assert done.returncode == 1
+    assert "nothing0" in done.stderr  # the panel of what a rank ended with
+    assert "In the way: ranks cannot train here. Logs: " in done.stdout
+    shutil.rmtree(done.stdout.rpartition("Logs: ")[2].strip())
+
+
+def test_ranks_of_torchrun_check_each_other_and_say_what_failed() -> None:
+    done = run(*LAUNCHER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks met over gloo" in done.stdout
+    assert "have the losses of one process" in done.stdout
+    done = run(*LAUNCHER, GLOO_SOCKET_IFNAME="nothing0")
+    assert done.returncode == 1
+    for rank in range(2):
+        assert f"rank {rank} on {socket.gethostname()}: " in done.stderr
+    for folder in re.findall(r"Its log is in (\S+)\.", done.stderr):
+        shutil.rmtree(folder)
+
+
 def test_where_nothing_is_wrong_nothing_is_said() -> None:
-    assert troubles_of(HEALTHY) == []
-    assert HEALTHY.num_ranks == 2
+    assert gpu_findings(HEALTHY) == []
+    assert host_findings(HEALTHY) == []
+
+
+NO_GPU = {"gpus": ()}
+FULL_CARD = replace(CARD, free_bytes=12 * GIB)
+TINY_CARD = replace(CARD, memory_bytes=4 * GIB, free_bytes=GIB // 2)
 
 
 @pytest.mark.parametrize(
-    ("changed", "what", "mend"),
+    ("changed", "what", "mend", "is_in_the_way"),
     [
-        ({"gpus": ()}, "sees no GPU", "CUDA_VISIBLE_DEVICES"),
-        ({"gpus": (), "torch_cuda": None}, "a build for CPUs", "nvidia-smi"),
-        ({"has_nccl": False}, "no NCCL", "another build"),
-        ({"gpus": (replace(CARD, free_bytes=12 * GIB),)}, "12.0 GiB of GPU 0", "memory_gib=11"),
-        ({"free_bytes": GIB // 2}, "0.5 GiB of the host's memory", "half a GiB"),
-        ({"open_files": 256}, "256 files", "ulimit -n"),
-        ({"has_host_name": False}, "has no address", "GLOO_SOCKET_IFNAME"),
+        (NO_GPU, "sees no GPU", "a newer driver", True),
+        ({**NO_GPU, "torch_for": "CPUs"}, "a build for CPUs", "nvidia-smi", True),
+        ({**NO_GPU, "hides_gpus": True}, "CUDA_VISIBLE_DEVICES", "Unset it", False),
+        ({**NO_GPU, "has_device_files": False}, "the container", "--gpus all", False),
+        ({"gpu_errors": ("GPU 1: busy",)}, "GPU 1: busy.", "nvidia-smi", True),
+        ({"has_nccl": False}, "no NCCL", "another build", True),
+        ({"gpus": (FULL_CARD,)}, "12.0 GiB of GPU 0", "limits.0.memory_gib=10.8", False),
+        ({"gpus": (CARD, TINY_CARD)}, "3.5 GiB of GPU 1", "End what runs there", False),
+        ({"free_bytes": GIB // 2}, "0.5 GiB of memory", "End other programs", True),
+        ({"open_files": 256}, "256 files", "ulimit -n", False),
+        ({"has_address": False}, "has no address", "GLOO_SOCKET_IFNAME", False),
     ],
 )
-def test_each_trouble_comes_with_its_mend(
-    changed: dict[str, object], what: str, mend: str
+def test_each_finding_comes_with_its_mend(
+    changed: dict[str, object], what: str, mend: str, is_in_the_way: bool
 ) -> None:
-    [trouble] = troubles_of(replace(HEALTHY, **changed))  # type: ignore[arg-type]
-    assert what in trouble.what
-    assert mend in trouble.mend
+    facts = replace(HEALTHY, **changed)  # type: ignore[arg-type]
+    [finding] = [*gpu_findings(facts), *host_findings(facts)]
+    assert what in finding.what
+    assert mend in finding.mend
+    assert finding.is_in_the_way is is_in_the_way
+
+
+def test_a_limit_below_one_gib_is_not_proposed() -> None:
+    [finding] = gpu_findings(replace(HEALTHY, gpus=(TINY_CARD,)))
+    assert "limits" not in finding.mend
 
 
 def test_this_host_is_described() -> None:

@@ -9,31 +9,36 @@ whose loss must be that of one process.
 """
 
 import argparse
+import math
 import os
 import platform
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.launch import RunFailedExit, start_ranks
+from shardhet.apps.crash import RankConsole
+from shardhet.apps.launch import FILE_WIDTH, RunFailedExit, start_ranks
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 
 GIB = 2**30
 PACKAGES = ("shardhet", "torch", "numpy", "scipy", "hydra-core")
-LEAST_FREE_BYTES = GIB
-LEAST_OPEN_FILES = 1024  # each pair of ranks on a host takes some
-OTHERS_PART_OF_GPU = 0.1  # of its memory: a desktop takes less
-MAX_RANKS = 8
+LEAST_FREE_BYTES = GIB  # two ranks on a CPU have imported torch and met in that
+LEAST_OPEN_FILES = 1024  # the usual limit; ranks of a host open some for each other
+# Of a GPU's memory, and at least a GiB: the driver and a desktop take less.
+OTHERS_PART_OF_GPU = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +56,28 @@ class Facts:
     """What was found on this host before any rank was started."""
 
     versions: tuple[tuple[str, str], ...]
-    torch_cuda: str | None  # the version that torch was built for
+    torch_for: str  # "CUDA 13.0", "ROCm 6.4" or "CPUs"
     has_nccl: bool
-    has_driver: bool
+    has_driver: bool  # for NVIDIA's devices
+    has_device_files: bool  # of them: absent in a container that was given none
+    hides_gpus: bool  # CUDA_VISIBLE_DEVICES is set
     gpus: tuple[Gpu, ...]
+    gpu_errors: tuple[str, ...]  # of those that could not be asked
     processor: str
     num_cores: int  # that this process may use
     memory_bytes: int
     free_bytes: int
     open_files: int
-    has_host_name: bool  # one that has an address
-    num_threads: int | None  # OMP_NUM_THREADS
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks to start: one per GPU, and at least two, which can speak."""
-        return min(MAX_RANKS, max(1, len(self.gpus)) if self.gpus else 2)
+    has_address: bool  # for the host's name, or an interface is named
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """Something in the way, and how to mend it."""
+class Finding:
+    """Something worth knowing, and how to mend it."""
 
     what: str
     mend: str
+    is_in_the_way: bool = True  # False: training works all the same
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,40 +92,69 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--ranks", type=int, help="how many to start (default: one per GPU, two without)"
     )
     given = parser.parse_args(arguments)
-    if given.ranks is not None and given.ranks < 1:
-        parser.error(f"--ranks: {given.ranks} but it must be at least 1.")
     env = RankEnv.from_environment()
     if env is not None:
-        from shardhet.apps.doctor_rank import check_as_rank
-
-        with tempfile.TemporaryDirectory() as folder:
-            check_as_rank(RunFolder(Path(folder)), env)
+        if given.ranks is not None:
+            parser.error("--ranks: the ranks were started already, by torchrun or srun.")
+        _check_as_launched(env)
         return
-    console = Console(highlight=False, soft_wrap=True)
+    if given.ranks is not None and given.ranks < 1:
+        parser.error(f"--ranks: {given.ranks} but it must be at least 1.")
+    console = RankConsole(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     facts = find_facts()
+    if facts.gpus and (given.ranks or 0) > len(facts.gpus):
+        parser.error(f"--ranks: {given.ranks} but this host has {len(facts.gpus)} GPUs.")
     console.print(table_of(facts))
-    troubles = troubles_of(facts)
-    for trouble in troubles:
-        console.print(f"[bold]In the way:[/] {trouble.what} {trouble.mend}")
-    has_failed = not _ranks_work(console, given.ranks or facts.num_ranks)
-    if troubles or has_failed:
+    findings = [*gpu_findings(facts), *host_findings(facts)]
+    for finding in findings:
+        title = "In the way" if finding.is_in_the_way else "Note"
+        console.print(f"[bold]{title}:[/] {finding.what} {finding.mend}")
+    has_worked = _ranks_work(console, given.ranks or len(facts.gpus) or 2)
+    if not has_worked or any(finding.is_in_the_way for finding in findings):
         raise SystemExit(1)
     console.print(
         "\nNothing is in the way. How fast this is with a model: shardhet measure model=small"
     )
 
 
-def _ranks_work(console: Console, num_ranks: int) -> bool:
+def _ranks_work(console: RankConsole, num_ranks: int) -> bool:
     """Start ranks and let them check each other; what they find they print."""
     console.print(f"\nstarting {num_ranks} rank{'s' * (num_ranks > 1)} ...")
     folder = Path(tempfile.mkdtemp(prefix="shardhet_doctor_"))
     try:
         start_ranks(RunFolder(folder), num_ranks, worker_module="shardhet.apps.doctor_rank")
-    except RunFailedExit:  # and the cause was shown; their logs stay
-        console.print(f"[bold]In the way:[/] ranks cannot train together. Logs: {folder}")
+    except RunFailedExit as exit_:
+        if exit_.code != 1:  # stopped, or nobody reads on: that says nothing of the ranks
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        # The cause was shown; the logs stay.
+        console.print(f"[bold]In the way:[/] ranks cannot train here. Logs: {folder}")
         return False
     shutil.rmtree(folder, ignore_errors=True)
     return True
+
+
+def _check_as_launched(env: RankEnv) -> None:
+    """Be a rank that torchrun or srun has started; a failure is told by the rank itself."""
+    from shardhet.apps.doctor_rank import check_as_rank
+
+    env.publish()
+    folder = Path(tempfile.mkdtemp(prefix="shardhet_doctor_"))
+    errors = os.dup(sys.stderr.fileno())  # ranks above zero print into their logs
+    try:
+        check_as_rank(RunFolder(folder), env)
+    except Exception as error:
+        told = f"rank {env.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+        os.write(errors, f"{told}\nIts log is in {folder}.\n".encode())
+        raise SystemExit(1) from None
+    finally:
+        os.close(errors)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# What is here #
 
 
 def find_facts() -> Facts:
@@ -130,54 +162,102 @@ def find_facts() -> Facts:
     import torch
     import torch.distributed as dist
 
-    gpus = []
-    for i in range(torch.cuda.device_count()):
-        free_bytes, memory_bytes = torch.cuda.mem_get_info(i)
-        properties = torch.cuda.get_device_properties(i)
-        has_bf16 = properties.major >= 8  # Ampere
-        gpus.append(
-            Gpu(
-                name=properties.name,
-                memory_bytes=memory_bytes,
-                free_bytes=free_bytes,
-                has_bf16=has_bf16,
-            )
-        )
-    threads = os.environ.get("OMP_NUM_THREADS", "")
+    gpus, gpu_errors = _find_gpus(torch.cuda.device_count())
+    memory_bytes, free_bytes = _memory()
     return Facts(
-        versions=(("Python", platform.python_version()), *map(_version, PACKAGES)),
-        torch_cuda=torch.version.cuda,
+        versions=versions(),
+        torch_for=_torch_for(torch.version.cuda, torch.version.hip),
         has_nccl=dist.is_nccl_available(),
         has_driver=Path("/proc/driver/nvidia/version").exists(),
-        gpus=tuple(gpus),
+        has_device_files=any(Path("/dev").glob("nvidia[0-9]*")),
+        hides_gpus="CUDA_VISIBLE_DEVICES" in os.environ,
+        gpus=gpus,
+        gpu_errors=gpu_errors,
         processor=_processor(),
-        num_cores=len(os.sched_getaffinity(0)),
-        memory_bytes=_meminfo("MemTotal"),
-        free_bytes=_meminfo("MemAvailable"),
+        num_cores=_num_cores(),
+        memory_bytes=memory_bytes,
+        free_bytes=free_bytes,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        has_host_name=_has_address(socket.gethostname()),
-        num_threads=int(threads) if threads.isdecimal() else None,
+        has_address="GLOO_SOCKET_IFNAME" in os.environ or _has_address(socket.gethostname()),
     )
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """Of Python and of what shardhet stands on."""
+    return ("Python", platform.python_version()), *map(_version, PACKAGES)
 
 
 def _version(package: str) -> tuple[str, str]:
     try:
         return package, metadata.version(package)
     except metadata.PackageNotFoundError:
-        return package, "from a checkout" if package == "shardhet" else "missing"
+        return package, "(a checkout)" if package == "shardhet" else "missing"
+
+
+def _torch_for(cuda: str | None, hip: str | None) -> str:
+    return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs"
+
+
+def _find_gpus(count: int) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """Asked in a process of its own, whose contexts on the devices end with it."""
+    if not count:
+        return (), ()
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found = pool.submit(_ask_gpus, count).result()
+    except BrokenProcessPool:
+        found = ["the driver ended the process that asked it"]
+    gpus = tuple(each for each in found if isinstance(each, Gpu))
+    return gpus, tuple(each for each in found if isinstance(each, str))
+
+
+def _ask_gpus(count: int) -> list[Gpu | str]:
+    import torch
+
+    found: list[Gpu | str] = []
+    for i in range(count):
+        try:
+            with torch.cuda.device(i):
+                free_bytes, memory_bytes = torch.cuda.mem_get_info(i)
+                gpu = Gpu(
+                    name=torch.cuda.get_device_name(i),
+                    memory_bytes=memory_bytes,
+                    free_bytes=free_bytes,
+                    has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+                )
+            found.append(gpu)
+        except RuntimeError as error:
+            found.append(f"GPU {i}: {str(error).splitlines()[0]}")
+    return found
 
 
 def _processor() -> str:
-    with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
-        names = [line.partition(":")[2].strip() for line in file if "model name" in line]
-    return names[0] if names else platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
-def _meminfo(entry: str) -> int:
-    """Bytes, by proc(5)."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    kib = next(line.split()[1] for line in lines if line.startswith(f"{entry}:"))
-    return 1024 * int(kib)
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> tuple[int, int]:
+    """Of the host, or of the container (control groups v2): all, and what is free."""
+    all_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free_bytes = all_bytes
+    meminfo = Path("/proc/meminfo")  # proc(5), in KiB
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free_bytes = 1024 * int(line.split()[1])
+    most, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if most.is_file() and used.is_file() and (limit := most.read_text().strip()).isdecimal():
+        all_bytes = min(all_bytes, int(limit))
+        free_bytes = min(free_bytes, int(limit) - int(used.read_text()))
+    return all_bytes, free_bytes
 
 
 def _has_address(host: str) -> bool:
@@ -194,7 +274,7 @@ def table_of(facts: Facts) -> Table:
     table.add_column(style="bold")
     table.add_column()
     table.add_row("versions", ", ".join(" ".join(each) for each in facts.versions))
-    table.add_row("torch for", f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPUs")
+    table.add_row("torch for", facts.torch_for)
     table.add_row(
         "host",
         f"{socket.gethostname()}: {facts.processor}, {facts.num_cores} cores, "
@@ -204,7 +284,7 @@ def table_of(facts: Facts) -> Table:
         table.add_row(
             f"GPU {i}",
             f"{gpu.name}: {gpu.free_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free"
-            + ("" if gpu.has_bf16 else ", no fast bfloat16: train with precision=fp32"),
+            + ("" if gpu.has_bf16 else ", no bfloat16 of its own"),
         )
     if not facts.gpus:
         table.add_row("devices", "no GPU: ranks are processes on the CPU")
@@ -215,58 +295,66 @@ def table_of(facts: Facts) -> Table:
     return table
 
 
-def troubles_of(facts: Facts) -> list[Trouble]:
-    """What would make training fail, or take far longer than it has to."""
-    troubles = []
-    if facts.has_driver and not facts.gpus:
-        found = (
-            f"torch is for CUDA {facts.torch_cuda} but sees no GPU."
-            if facts.torch_cuda
-            else "there is an NVIDIA driver, but torch is a build for CPUs."
-        )
-        mend = "Install a build of torch that fits the driver (nvidia-smi says which CUDA)"
-        troubles.append(Trouble(found, f"{mend}, and look at CUDA_VISIBLE_DEVICES."))
+# What it means #
+
+
+def gpu_findings(facts: Facts) -> list[Finding]:
+    """What is wrong with the GPUs, or with what torch can do with them."""
+    findings = [
+        Finding(f"{error}.", "Ask nvidia-smi; a reset or a reboot may help.")
+        for error in facts.gpu_errors
+    ]
+    if facts.has_driver and not facts.gpus and not facts.gpu_errors:
+        findings.append(_why_no_gpu(facts))
     if facts.gpus and not facts.has_nccl:
-        troubles.append(
-            Trouble("torch has no NCCL, which GPUs speak through.", "Install another build.")
-        )
+        what = "torch has no NCCL, which GPUs speak through."
+        findings.append(Finding(what, "Install another build."))
     for i, gpu in enumerate(facts.gpus):
         taken_bytes = gpu.memory_bytes - gpu.free_bytes
-        if taken_bytes > OTHERS_PART_OF_GPU * gpu.memory_bytes:
-            troubles.append(
-                Trouble(
-                    f"other programs have taken {taken_bytes / GIB:.1f} GiB of GPU {i}.",
-                    "End them, or plan for less: shardhet plan limits."
-                    f"{i}.memory_gib={0.95 * gpu.free_bytes / GIB:.0f}",
-                )
-            )
+        if taken_bytes > max(GIB, OTHERS_PART_OF_GPU * gpu.memory_bytes):
+            usable_gib = math.floor(9 * gpu.free_bytes / GIB) / 10
+            mend = "End what runs there"
+            if usable_gib >= 1:
+                mend += f", or plan for less: shardhet plan limits.{i}.memory_gib={usable_gib}"
+            what = f"{taken_bytes / GIB:.1f} GiB of GPU {i} are taken."
+            findings.append(Finding(what, mend, is_in_the_way=False))
+    return findings
+
+
+def _why_no_gpu(facts: Facts) -> Finding:
+    """There is a driver, but torch sees no device."""
+    if facts.torch_for == "CPUs":
+        return Finding(
+            "there is an NVIDIA driver, but torch is a build for CPUs.",
+            "Install the build for the CUDA version that nvidia-smi names.",
+        )
+    if facts.hides_gpus or not facts.has_device_files:
+        hidden_by = "CUDA_VISIBLE_DEVICES" if facts.hides_gpus else "the container"
+        return Finding(
+            f"{hidden_by} hides the GPUs of this host.",
+            "Unset it, or start the container with --gpus all, if they are wanted.",
+            is_in_the_way=False,
+        )
+    return Finding(
+        f"torch is for {facts.torch_for} but sees no GPU.",
+        "Install the build for the CUDA version that nvidia-smi names, or a newer driver.",
+    )
+
+
+def host_findings(facts: Facts) -> list[Finding]:
+    """What is wrong with the host."""
+    findings = []
     if facts.free_bytes < LEAST_FREE_BYTES:
-        troubles.append(
-            Trouble(
-                f"{facts.free_bytes / GIB:.1f} GiB of the host's memory are free.",
-                "Each rank takes half a GiB before it has a model; end other programs.",
-            )
-        )
+        what = f"{facts.free_bytes / GIB:.1f} GiB of memory are free."
+        findings.append(Finding(what, "End other programs, or give the container more."))
     if facts.open_files < LEAST_OPEN_FILES:
-        troubles.append(
-            Trouble(f"a process may open {facts.open_files} files.", "Say ulimit -n 4096.")
-        )
-    if not facts.has_host_name:
-        troubles.append(
-            Trouble(
-                f"the host's name {socket.gethostname()!r} has no address, so gloo cannot "
-                "find its interface.",
-                "Put it into /etc/hosts, or set GLOO_SOCKET_IFNAME.",
-            )
-        )
-    if facts.num_threads and not facts.gpus and facts.num_threads > facts.num_cores:
-        troubles.append(
-            Trouble(
-                f"OMP_NUM_THREADS is {facts.num_threads} on {facts.num_cores} cores.",
-                "Unset it: ranks on the CPU take cluster.num_threads, which is 1.",
-            )
-        )
-    return troubles
+        what = f"a process may open {facts.open_files} files, too few for many ranks."
+        findings.append(Finding(what, "Say ulimit -n 4096.", is_in_the_way=False))
+    if not facts.has_address:
+        what = f"the host's name {socket.gethostname()!r} has no address that others could use."
+        mend = "For several hosts put it into /etc/hosts, or set GLOO_SOCKET_IFNAME."
+        findings.append(Finding(what, mend, is_in_the_way=False))
+    return findings
 
 
 if __name__ == "__main__":

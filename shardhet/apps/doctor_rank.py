@@ -1,8 +1,10 @@
 """One rank of ``shardhet doctor``: do ranks meet, how fast are their links, is a step right?"""
 
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.apps.crash import RankConsole
+from shardhet.apps.doctor import versions
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.worker import joined
@@ -21,6 +24,7 @@ from shardhet.workload import Workload
 
 NUM_REPEATS = 5
 WIDTH, NUM_BLOCKS, SAMPLES_PER_RANK = 64, 3, 2
+MOST_TOLD_GB_S = 1e3
 TOLERANCE = 1e-4  # of float32 losses whose samples are summed in another order
 NUM_STEPS = 3
 
@@ -41,18 +45,42 @@ def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
     """This process's part; the first rank prints."""
     with joined(ClusterConf(), folder, env) as device:
         console = RankConsole(quiet=env.rank != 0, highlight=False, soft_wrap=True)
-        backend = dist.get_backend()
-        console.print(f"{env.world_size} ranks met over {backend}, on {device.type} devices")
+        _check_hosts(console, env, device)
         if env.world_size > 1:
             _check_links(console, device)
+        else:
+            console.print("one rank has no links to measure")
         _check_step(env, device)
         console.print(
-            f"{NUM_STEPS} steps of a small model, batches and shards uneven: the losses of one "
-            "process"
+            f"{NUM_STEPS} steps of a small model with uneven batches and shards have the "
+            "losses of one process"
         )
 
 
+def _check_hosts(console: RankConsole, env: RankEnv, device: torch.device) -> None:
+    """Print who has come; raise where their versions differ.  Collective."""
+    spec = local_device_spec(device)
+    told: list[Any] = [None] * env.world_size
+    dist.all_gather_object(told, (spec.host, spec.kind, versions()))
+    ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
+    console.print(f"{ranks} met over {dist.get_backend()}")
+    for (host, kind), number in Counter((host, kind) for host, kind, _ in told).items():
+        console.print(f"  {host}: {number} x {kind}")
+    mine = dict(told[0][2])
+    for host, _, theirs in told:
+        differing = [
+            f"{name} {version}, {told[0][0]} has {mine[name]}"
+            for name, version in theirs
+            if version != mine[name]
+        ]
+        if differing:
+            raise RuntimeError(
+                f"{host} has {'; '.join(differing)}. Install the same on all hosts."
+            )
+
+
 def _check_links(console: RankConsole, device: torch.device) -> None:
+    """Print how each rank reaches the next.  Collective."""
     group = dist.group.WORLD
     assert group is not None
     members = Members.meet(
@@ -82,13 +110,20 @@ def _check_links(console: RankConsole, device: torch.device) -> None:
     for name, is_within in (("within a host", True), ("between hosts", False)):
         alike = [p for p in pairs if (hosts[p.sender] == hosts[p.receiver]) is is_within]
         if alike:
-            console.print(f"links {name}: {_range(alike)}")
+            console.print(f"links {name}: {_described(alike)}")
 
 
-def _range(pairs: list[PairSamples]) -> str:
-    rates = [pair.bandwidth_bytes_per_s / 1e9 for pair in pairs]
+def _described(pairs: list[PairSamples]) -> str:
+    slowest = min(pairs, key=lambda pair: pair.bandwidth_bytes_per_s)
+    fastest_gb_s = max(pair.bandwidth_bytes_per_s for pair in pairs) / 1e9
     latency_us = max(pair.latency_s for pair in pairs) * 1e6
-    return f"{min(rates):.2f} to {max(rates):.2f} GB/s, latency {latency_us:.0f} us at most"
+    slowest_gb_s = slowest.bandwidth_bytes_per_s / 1e9
+    # A few MiB cannot tell more from the latency of launching them.
+    upper = f"{fastest_gb_s:.2f}" if fastest_gb_s < MOST_TOLD_GB_S else "more than it can tell"
+    return (
+        f"{slowest_gb_s:.2f} (from rank {slowest.sender} to {slowest.receiver}) to {upper} "
+        f"GB/s, latency {latency_us:.0f} us at most"
+    )
 
 
 class _Model(nn.Module):
@@ -109,8 +144,8 @@ class _Model(nn.Module):
 def _check_step(env: RankEnv, device: torch.device) -> None:
     """Raise ``RuntimeError`` where HetFSDP's losses are not those of one process."""
     plan = _uneven_plan(env.world_size)
-    random = torch.Generator().manual_seed(1)
-    samples = torch.randn(plan.global_batch_size, WIDTH, generator=random).to(device)
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(plan.global_batch_size, WIDTH, generator=generator).to(device)
     first = sum(rank.rank_batch_size for rank in plan.ranks[: env.rank])
     own = samples[first : first + plan.ranks[env.rank].rank_batch_size]
     alone, module = _model(device), _model(device)
@@ -143,11 +178,11 @@ def _model(device: torch.device) -> _Model:
 
 def _uneven_plan(world_size: int) -> Plan:
     """Rank i computes and stores in proportion to i + 1."""
-    parts = range(1, world_size + 1)
+    speeds = range(1, world_size + 1)
     return Plan.by_hand(
         microbatch_sizes=[SAMPLES_PER_RANK] * world_size,
-        num_microbatches=list(parts),
-        state_shares=[part / sum(parts) for part in parts],
+        num_microbatches=list(speeds),
+        state_shares=[speed / sum(speeds) for speed in speeds],
     )
 
 
