@@ -233,17 +233,23 @@ def count_bytes(plan: Plan) -> tuple[int, int]:
         arrived += sum(op.tensor.numel() * 8 for op in ops if op.op is dist.irecv)
         return post(ops)
 
-    view = PeerArena.view
+    view, copy_to = PeerArena.view, PeerArena.copy_to
 
     def count_read(arena: PeerArena, place: int, numel: int, dtype: torch.dtype) -> Tensor:
         nonlocal arrived
         arrived += numel * 8
         return view(arena, place, numel, dtype)
 
+    def count_copied(arena: PeerArena, tensor: torch.Tensor, place: int) -> None:
+        nonlocal arrived
+        arrived += tensor.numel() * 8
+        copy_to(arena, tensor, place)
+
     with (
         around_collectives(launch),
         mock.patch.object(dist, "batch_isend_irecv", count),
         mock.patch.object(PeerArena, "view", count_read),
+        mock.patch.object(PeerArena, "copy_to", count_copied),
     ):
         model.backward(*model(x))
     return arrived, allowed
