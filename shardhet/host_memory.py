@@ -26,7 +26,7 @@ from shardhet.buffers import BufferPool
 from shardhet.distributed import Channel
 from shardhet.messages import Pending, pieces_of
 from shardhet.neighbours import LostPeerError
-from shardhet.shared_memory import own_arena
+from shardhet.shared_memory import PeerArena, own_arena
 
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 
@@ -139,21 +139,24 @@ class _Call:
 
     def copy_from(self, position: int, piece: Tensor) -> None:
         """Fill ``piece`` with the peer's tensor."""
-        rank = self._channel.rank_by_position[position]
-        place = self._neighbours.wait_for_place(self._number, rank)
-        arena = self._neighbours.peers[rank]
-        assert arena is not None
+        arena, place = self._find(position)
         arena.copy_to(piece, place)
 
     @contextmanager
     def part(self, position: int, like: Tensor, skipped_bytes: int = 0) -> Iterator[Tensor]:
         """Of the peer's tensor what is as long and of the dtype of ``like``."""
-        rank = self._channel.rank_by_position[position]
-        place = self._neighbours.wait_for_place(self._number, rank) + skipped_bytes
-        arena = self._neighbours.peers[rank]
-        assert arena is not None
+        arena, place = self._find(position)
+        place += skipped_bytes
         yield arena.view(place, like.numel(), like.dtype)
         arena.forget(place, like.nbytes)
+
+    def _find(self, position: int) -> tuple[PeerArena, int]:
+        """Where the peer's tensor lies, once it has said so."""
+        rank = self._channel.rank_by_position[position]
+        place = self._neighbours.wait_for_place(self._number, rank)
+        arena = self._neighbours.peers[rank]
+        assert arena is not None
+        return arena, place
 
     def pending(self, job: Callable[[], None] | None, read_by_peers: Tensor | None) -> Pending:
         """The collective in flight; ``job`` reads."""

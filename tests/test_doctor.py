@@ -19,7 +19,7 @@ from shardhet.apps.rank_env import RankEnv
 ROOT = Path(__file__).parent.parent
 CARD = Gpu(name="NVIDIA RTX 4090", memory_bytes=24 * GIB, free_bytes=23 * GIB, has_bf16=True)
 HEALTHY = Facts(
-    versions=(("torch", "2.13.0"),),
+    versions={"torch": "2.13.0"},
     torch_for="CUDA 13.0",
     has_nccl=True,
     has_driver=True,
@@ -135,7 +135,7 @@ def test_this_host_is_described() -> None:
     facts = find_facts()
     assert facts.num_cores == len(os.sched_getaffinity(0))
     assert 0 < facts.free_bytes < facts.memory_bytes
-    assert ("torch", torch.__version__) in facts.versions
+    assert facts.versions["torch"] == torch.__version__
 
 
 def test_another_loss_than_that_of_one_process_is_an_error(

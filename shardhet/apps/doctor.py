@@ -18,11 +18,10 @@ import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,10 +30,9 @@ from rich.table import Table
 from shardhet.apps.crash import RankConsole
 from shardhet.apps.launch import FILE_WIDTH, RunFailedExit, start_ranks
 from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.run_folder import RunFolder, versions
 
 GIB = 2**30
-PACKAGES = ("shardhet", "torch", "numpy", "scipy", "hydra-core")
 LEAST_FREE_BYTES = GIB  # two ranks on a CPU have imported torch and met in that
 LEAST_OPEN_FILES = 1024  # the usual limit; ranks of a host open some for each other
 # Of a GPU's memory, and at least a GiB: the driver and a desktop take less.
@@ -55,7 +53,7 @@ class Gpu:
 class Facts:
     """What was found on this host before any rank was started."""
 
-    versions: tuple[tuple[str, str], ...]
+    versions: Mapping[str, str | None]  # by package; None: not installed
     torch_for: str  # "CUDA 13.0", "ROCm 6.4" or "CPUs"
     has_nccl: bool
     has_driver: bool  # for NVIDIA's devices
@@ -165,7 +163,7 @@ def find_facts() -> Facts:
     gpus, gpu_errors = _find_gpus(torch.cuda.device_count())
     memory_bytes, free_bytes = _memory()
     return Facts(
-        versions=versions(),
+        versions={"Python": platform.python_version(), **versions()},
         torch_for=_torch_for(torch.version.cuda, torch.version.hip),
         has_nccl=dist.is_nccl_available(),
         has_driver=Path("/proc/driver/nvidia/version").exists(),
@@ -180,18 +178,6 @@ def find_facts() -> Facts:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         has_address="GLOO_SOCKET_IFNAME" in os.environ or _has_address(socket.gethostname()),
     )
-
-
-def versions() -> tuple[tuple[str, str], ...]:
-    """Of Python and of what shardhet stands on."""
-    return ("Python", platform.python_version()), *map(_version, PACKAGES)
-
-
-def _version(package: str) -> tuple[str, str]:
-    try:
-        return package, metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return package, "(a checkout)" if package == "shardhet" else "missing"
 
 
 def _torch_for(cuda: str | None, hip: str | None) -> str:
@@ -273,7 +259,8 @@ def table_of(facts: Facts) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("versions", ", ".join(" ".join(each) for each in facts.versions))
+    installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
+    table.add_row("versions", ", ".join(installed))
     table.add_row("torch for", facts.torch_for)
     table.add_row(
         "host",

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +11,16 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.apps.crash import RankConsole
-from shardhet.apps.doctor import versions
 from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.run_folder import RunFolder, versions
 from shardhet.apps.worker import joined
 from shardhet.config.training import ClusterConf
-from shardhet.distributed import Members, local_device_spec
+from shardhet.distributed import (
+    Channel,
+    Members,
+    check_same_on_all_ranks,
+    local_device_spec,
+)
 from shardhet.optim import AdamW
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic
 from shardhet.workload import Workload
@@ -59,24 +62,14 @@ def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
 
 def _check_hosts(console: RankConsole, env: RankEnv, device: torch.device) -> None:
     """Print who has come; raise where their versions differ.  Collective."""
+    everyone = Channel.of_world()
     spec = local_device_spec(device)
-    told: list[Any] = [None] * env.world_size
-    dist.all_gather_object(told, (spec.host, spec.kind, versions()))
+    come = Counter(everyone.exchange_objects((spec.host, spec.kind)))
     ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
     console.print(f"{ranks} met over {dist.get_backend()}")
-    for (host, kind), number in Counter((host, kind) for host, kind, _ in told).items():
+    for (host, kind), number in come.items():
         console.print(f"  {host}: {number} x {kind}")
-    mine = dict(told[0][2])
-    for host, _, theirs in told:
-        differing = [
-            f"{name} {version}, {told[0][0]} has {mine[name]}"
-            for name, version in theirs
-            if version != mine[name]
-        ]
-        if differing:
-            raise RuntimeError(
-                f"{host} has {'; '.join(differing)}. Install the same on all hosts."
-            )
+    check_same_on_all_ranks(versions(), what="versions of packages", channel=everyone)
 
 
 def _check_links(console: RankConsole, device: torch.device) -> None:

@@ -20,7 +20,16 @@ from shardhet.config.checks import ConfigError
 from shardhet.config.compose import load_resolved, save_resolved
 from shardhet.config.train import TrainConf
 
-PACKAGES = ("shardhet", "torch", "numpy", "hydra-core", "omegaconf", "rich", "scikit-learn")
+PACKAGES = (
+    "shardhet",
+    "torch",
+    "numpy",
+    "scipy",
+    "hydra-core",
+    "omegaconf",
+    "rich",
+    "scikit-learn",
+)
 # Names of variables that change how a run computes or communicates.
 VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "SLURM_")
 
@@ -122,10 +131,15 @@ def describe_process() -> dict[str, Any]:
         "working_directory": str(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
         "git": _git_state(),
         "environment": dict(sorted(variables.items())),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that a run stands on; None for one that is not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str | None:
