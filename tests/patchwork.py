@@ -247,8 +247,6 @@ def draw_case(seed: int, *, world_size: int) -> Case:
         if shape.head == "loss_fn":
             units = (*units, "head") if "head" not in units else units
         options["units"] = units
-    if shape.mask == "computed" and shape.num_tokens in {n for each in sizes for n in each}:
-        options["unbatched"] = ("mask",)
     course = Course(
         rank_batch_sizes=sizes,
         optimizer=draw.choice(["sgd", "adamw"]),

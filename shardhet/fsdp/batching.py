@@ -1,153 +1,172 @@
-"""Which inputs of a unit are split into microbatches.
+"""Where tensors hold the batch, and how a unit's calls are cut into microbatches by it.
 
-Those whose dim 0 is the rank's batch; but a ``[T, T]`` mask whose T happens to equal the
-batch must not be split, and shapes cannot tell.  So while the visit order is found, every
-operation outside of units is watched: what it makes of a batched tensor is batched.  An
-input of the batch's length that was not made so is refused until the user names it.
+A *rule* says for one tensor among a unit's inputs or outputs what becomes of it when the unit
+runs in microbatches.  Rules are found by running the model on batches of two sizes (probe.py);
+nothing is decided by lengths that happen to be equal.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _pop_mode_temporarily,
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
 )
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-# They take only dtype and device from their tensor, neither values nor batch.
-_FACTORIES = ("aten::new_empty", "aten::new_full", "aten::new_ones", "aten::new_zeros")
+from shardhet.layout import Span
 
-
-class BatchProvenance(TorchDispatchMode):
-    """While active, follows the batch through everything that is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._from_batch = WeakIdKeyDictionary()
-        self._is_paused = False
-
-    def mark(self, tree: Any) -> None:
-        """These tensors hold the batch in dim 0."""
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                self._from_batch[leaf] = True
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor was computed from a marked one."""
-        return tensor in self._from_batch
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside a unit nothing is followed.
-
-        The mode is off there and does not only look away: torch.compile passes code by, for
-        good, that it first meets under any mode.
-        """
-        self._is_paused = True
-        is_innermost = _get_current_dispatch_mode() is self
-        try:
-            with _pop_mode_temporarily() if is_innermost else nullcontext():
-                yield
-        finally:
-            self._is_paused = False
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operation; its results are batched if one of its inputs is."""
-        result = func(*args, **(kwargs or {}))
-        if not self._is_paused and not str(func).replace(".", "::").startswith(_FACTORIES):
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if any(map(self.knows, inputs)):
-                self.mark(result)
-        return result
+_BUILT_IN_CONTAINERS = (tuple, list, dict)
 
 
-class BatchRule:
-    """What of a unit's arguments is split: by shape, by origin, or as the user says."""
+@dataclass(frozen=True, slots=True)
+class BatchAxis:
+    """Dimension ``dim`` of a tensor is ``outer`` x samples x ``inner`` long, in this order."""
 
-    def __init__(
-        self, *, batched: Sequence[str], unbatched: Sequence[str], buffers: Sequence[Tensor]
-    ) -> None:
-        self._batched = frozenset(batched)  # names of parameters of units' forwards
-        self._unbatched = frozenset(unbatched)
-        self._buffers = tuple(buffers)
-        self._provenance: BatchProvenance | None = None  # while the order is found
+    dim: int
+    outer: int = 1
+    inner: int = 1
 
-    def follow(self, inputs: Any, num_samples: int) -> AbstractContextManager[Any]:
-        """Around a module's forward: learn what is computed from its batched ``inputs``."""
-        self._provenance = BatchProvenance()
-        for leaf in _tensors(inputs):
-            if leaf.dim() and leaf.shape[0] == num_samples:
-                self._provenance.mark(leaf)
-        return self._provenance
+    def length(self, num_samples: int) -> int:
+        """Of the dimension."""
+        return self.outer * num_samples * self.inner
 
-    def visit(self) -> AbstractContextManager[None]:
-        """Around a unit's visit, inside of which nothing needs to be followed."""
-        return self._provenance.paused() if self._provenance is not None else nullcontext()
+    def narrow(self, tensor: Tensor, span: Span, num_samples: int) -> Tensor:
+        """The samples ``span`` of ``num_samples``; a view unless ``outer`` is above 1."""
+        start, numel = span.start * self.inner, span.numel * self.inner
+        if self.outer == 1:
+            return tensor.narrow(self.dim, start, numel)
+        parts = tensor.unflatten(self.dim, (self.outer, num_samples * self.inner))
+        return parts.narrow(self.dim + 1, start, numel).flatten(self.dim, self.dim + 1)
 
-    def end_visit(self, outputs: Any) -> None:
-        """What a unit returns is batched."""
-        if self._provenance is not None:
-            self._provenance.mark(outputs)
+    def select(self, tensor: Tensor, samples: Iterable[int], num_samples: int) -> Tensor:
+        """A copy with these of ``num_samples``, counted around."""
+        index = torch.tensor([i % num_samples for i in samples], device=tensor.device)
+        parts = tensor.unflatten(self.dim, (self.outer, num_samples, self.inner))
+        return parts.index_select(self.dim + 1, index).flatten(self.dim, self.dim + 2)
 
-    def end(self) -> None:
-        """The module's forward is over."""
-        self._provenance = None
+    def put(self, whole: Tensor, piece: Tensor, span: Span, num_samples: int) -> None:
+        """Write the samples ``span`` of ``whole``."""
+        start, numel = span.start * self.inner, span.numel * self.inner
+        if self.outer == 1:
+            whole.narrow(self.dim, start, numel).copy_(piece)
+            return
+        parts = whole.unflatten(self.dim, (self.outer, num_samples * self.inner))
+        sizes = (self.outer, span.numel * self.inner)
+        parts.narrow(self.dim + 1, start, numel).copy_(piece.unflatten(self.dim, sizes))
 
-    def passed_whole(
-        self, unit_fqn: str, function: Callable[..., Any], num_samples: int, arguments: Any
-    ) -> frozenset[int]:
-        """Addresses of storages that are not to be split, whatever their shape.
+    def shape(self, shape: Sequence[int], num_samples: int) -> tuple[int, ...]:
+        """``shape`` with so many samples."""
+        return (*shape[: self.dim], self.length(num_samples), *shape[self.dim + 1 :])
 
-        ``arguments`` are the positional and keyword arguments of ``function``.  Raises
-        ``ValueError`` for one that has the batch's length but did not come from the batch.
-        """
-        whole = [*self._buffers, *_tensors(self._named(self._unbatched, function, arguments))]
-        addresses = frozenset(t.untyped_storage().data_ptr() for t in whole)
-        if self._provenance is None:
-            return addresses
-        trusted = {id(t) for t in _tensors(self._named(self._batched, function, arguments))}
-        for tensor in _tensors(arguments):
-            has_length = tensor.dim() > 0 and tensor.shape[0] == num_samples
-            is_known = (
-                self._provenance.knows(tensor)
-                or id(tensor) in trusted
-                or tensor.untyped_storage().data_ptr() in addresses
-            )
-            if has_length and not is_known and tensor.stride(0):
-                raise ValueError(
-                    f"unit {unit_fqn!r}: an input of shape {tuple(tensor.shape)} is as long "
-                    f"as the rank's batch of {num_samples} but was not computed from it. Name "
-                    "its parameter in HetFSDP(unbatched=[...]) if every microbatch needs all "
-                    "of it, or in batched=[...] if it has one row per sample."
-                )
-        return addresses
-
-    def _named(
-        self, names: frozenset[str], function: Callable[..., Any], arguments: Any
-    ) -> list[Any]:
-        if not names:
-            return []
-        args, kwargs = arguments
-        bound = inspect.signature(function).bind(*args, **kwargs).arguments
-        return [value for name, value in bound.items() if name in names]
+    def fits(self, tensor: Tensor, num_samples: int) -> bool:
+        """Whether the tensor has so many samples."""
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.length(num_samples)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+class Join(Enum):
+    """What becomes of an output that has no sample of its own."""
+
+    SHARED = "shared"  # the same for every microbatch, so one is kept
+    SUM = "sum"
+    MEAN = "mean"  # weighted by samples
 
 
-def first_length(tree: Any) -> int:
-    """Dim 0 of the first tensor that has one; 0 where there is none."""
-    return next((tensor.shape[0] for tensor in _tensors(tree) if tensor.dim()), 0)
+Rule = BatchAxis | Join
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which shape a tree of arguments or results has; its tensors are described by rules."""
+
+    spec: TreeSpec
+    kinds: tuple[Any, ...]  # per leaf: the number of dimensions of a tensor, else its type
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], spec: TreeSpec) -> "Layout":
+        """What a flattened tree looks like."""
+        return cls(spec, tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisitRules:
+    """How one call of one module of a unit is cut up and put together again."""
+
+    arguments: Layout
+    inputs: tuple[Rule, ...]  # per tensor among the arguments; SHARED is passed whole
+    results: Layout
+    outputs: tuple[Rule, ...]  # per tensor among the results
+    is_differentiable: tuple[bool, ...]  # per tensor among the results
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether there is anything to cut up; a call without is run once."""
+        return any(isinstance(rule, BatchAxis) for rule in self.inputs)
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves of nested tuples, lists, dicts and dataclasses; a container that keeps state of
+    its own, such as a KV cache, is a leaf, for its copy would be another one.
+    """
+    return tree_flatten(tree, is_leaf=_is_opaque)
+
+
+def named(leaves: Sequence[Any], arguments: Layout) -> list[tuple[str, Any]]:
+    """Every leaf of (args, kwargs) with the name of the argument that it is."""
+    tree = unflatten(leaves, arguments.spec)
+    pairs = [
+        (keystr(path), leaf)
+        for path, leaf in tree_flatten_with_path(tree, is_leaf=_is_opaque)[0]
+    ]
+    return [
+        (re.sub(r"^\[1\]\['(\w+)'\]", r"\1", re.sub(r"^\[0\]", "args", name)), leaf)
+        for name, leaf in pairs
+    ]
+
+
+def known_rules(rules: VisitRules) -> dict[str, Rule]:
+    """The rules of a call's arguments by name."""
+    kinds = named(rules.arguments.kinds, rules.arguments)
+    names = [name for name, kind in kinds if isinstance(kind, int)]
+    return dict(zip(names, rules.inputs, strict=True))
+
+
+def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    """The inverse of ``flatten``."""
+    return tree_unflatten(list(leaves), spec)
+
+
+def _is_opaque(node: Any) -> bool:
+    if isinstance(node, _BUILT_IN_CONTAINERS):
+        return False
+    # Registered with pytree although it is no plain record: it has methods that change it.
+    return callable(getattr(node, "update", None)) and not isinstance(node, Tensor)
+
+
+def find_axis(small: Tensor, large: Tensor, sizes: tuple[int, int]) -> list[BatchAxis]:
+    """Where two tensors of the same origin, for ``sizes`` samples, hold the batch.
+
+    Empty if their shapes are equal; several where the shapes leave the order within the
+    dimension open.  Raises ``ValueError`` where the shapes differ in another way.
+    """
+    if small.shape == large.shape:
+        return []
+    differing = [d for d in range(small.dim()) if small.shape[d] != large.shape[d]]
+    if small.dim() != large.dim() or len(differing) != 1:
+        raise ValueError("more than one dimension depends on the number of samples")
+    (dim,) = differing
+    factor, rest = divmod(small.shape[dim], sizes[0])
+    if rest or factor * sizes[1] != large.shape[dim]:
+        raise ValueError(f"dimension {dim} is no multiple of the number of samples")
+    return [
+        BatchAxis(dim, outer, factor // outer)
+        for outer in range(1, factor + 1)
+        if factor % outer == 0
+    ]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
 from shardhet.distributed import Channel, check_same_on_all_ranks
@@ -94,11 +96,32 @@ def build_units(
             flats.append(flat)
             flat.show_shards()  # frees the whole parameters
         unit_modules = [
-            UnitModule(fqn, each, casting(each.forward, precision.param_dtype))
+            unit_module(fqn, each, precision.param_dtype)
             for fqn, each in zip(draft.modules.fqns, draft.modules.modules, strict=True)
         ]
         units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=comm))
     return units
+
+
+def unit_module(fqn: str, module: nn.Module, param_dtype: torch.dtype | None) -> UnitModule:
+    """A module whose calls the runtime takes over."""
+    is_trainable = any(param.requires_grad for param in module.parameters())
+    return UnitModule(fqn, module, casting(module.forward, param_dtype), is_trainable)
+
+
+def find_pieces(
+    module: nn.Module, units: Sequence[UnitModules], param_dtype: torch.dtype | None
+) -> list[UnitModule]:
+    """Modules outside of units that have to run microbatch by microbatch all the same.
+
+    Dropout, which is seeded by microbatch, and batch norm, whose statistics are a microbatch's.
+    """
+    inside = {inner for unit in units for each in unit.modules for inner in each.modules()}
+    return [
+        unit_module(fqn, each, param_dtype)
+        for fqn, each in module.named_modules()
+        if isinstance(each, _DropoutNd | _BatchNorm) and each not in inside
+    ]
 
 
 def planned_units(units: Sequence[FSDPUnit]) -> tuple[PlannedUnit, ...]:

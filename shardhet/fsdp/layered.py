@@ -10,22 +10,21 @@ either the unit's inputs (and recomputes in backward) or the graph of each micro
                     x[3:6] -> unit -> y[3:6]      off from the outer one by detach
                     x[6:7] -> unit -> y[6:7]
 
-Inputs whose dim 0 is the rank's batch are split; other tensors, and everything that is no
-tensor, are passed whole.  Outputs whose dim 0 is the microbatch are joined along it; 0-d
-outputs (losses, token counts) are summed.
+Rules (batching.py) say which inputs are split, and along which dimension; the others, and
+everything that is no tensor, are passed whole.  A call without any batched input runs once.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shardhet.fsdp.batching import BatchAxis, VisitRules, flatten, unflatten
+from shardhet.fsdp.joining import InputGrads, Joined, spans_of
 from shardhet.layout import Span
 
 
@@ -35,13 +34,14 @@ class Visit:
 
     unit_fqn: str
     function: Callable[..., Any]  # the module's own forward
+    rules: VisitRules
     microbatch_sizes: tuple[int, ...]
     recomputes: bool
-    unbatched_addresses: frozenset[int]  # of storages passed whole whatever their shape
     param_addresses: frozenset[int]  # of storages that are freed when the unit is resharded
     device_type: str
     random_state: Callable[[], AbstractContextManager[Any]]  # around a visit
     seed_microbatch: Callable[[int], None]
+    around_forward: Callable[[int, bool], AbstractContextManager[Any]]  # is it a recomputation?
     watch_forward: Callable[[int], AbstractContextManager[Any]]
     watch_backward: Callable[[int], AbstractContextManager[Any]]
     enter_backward: Callable[[], None]
@@ -49,37 +49,29 @@ class Visit:
 
     @property
     def spans(self) -> list[Span]:
-        """The samples of each microbatch within the rank's batch."""
-        stops = accumulate(self.microbatch_sizes)
-        return [Span(b - n, b) for n, b in zip(self.microbatch_sizes, stops, strict=True)]
+        """The samples of each run within the rank's batch; all in one if nothing is split."""
+        spans = spans_of(self.microbatch_sizes)
+        return spans if self.rules.is_batched else [Span(0, spans[-1].stop)]
 
 
-def run_visit(
-    visit: Visit,
-    anchor: Tensor | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
     """The unit's output for the whole rank batch, differentiable if ``anchor`` is given.
 
-    ``anchor`` is a tensor that requires a gradient: without it a unit whose inputs need none
-    (an embedding) would have no place in the outer graph.
+    ``leaves`` are the arguments, flattened as ``visit.rules.arguments`` says.  ``anchor`` is a
+    tensor that requires a gradient: without it a unit whose inputs need none (an embedding)
+    would have no place in the outer graph.
     """
-    leaves, spec = tree_flatten((args, kwargs))
-    call = _Call(visit, leaves, spec)
+    call = _Call(visit, leaves)
     tensors = [leaves[i] for i in call.tensor_indices]
-    call.check_batched(tensors)
-    for leaf in leaves:
-        if any(t.requires_grad for t in _hidden_tensors(leaf)):
-            raise TypeError(_hides_tensors(visit.unit_fqn, "is passed", leaf))
     if anchor is not None:
         joined = _VisitFunction.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         return call.joined.as_returned(joined)
     with torch.no_grad(), visit.random_state():
-        for i in range(len(visit.microbatch_sizes)):
+        for i in range(len(call.spans)):
             with visit.watch_forward(i):
-                call.joined.add(i, call.run(i, call.pieces(i, tensors)))
-    return call.joined.as_returned(call.joined.detached_from(tensors))
+                call.joined.add(i, call.run(i, call.pieces(i, tensors), is_repeated=False))
+    detached = call.joined.detached_from(tensors, visit.param_addresses)
+    return call.joined.as_returned(detached)
 
 
 class _VisitFunction(torch.autograd.Function):
@@ -94,19 +86,23 @@ class _VisitFunction(torch.autograd.Function):
         versions = [t._version for t in tensors]
         call.autocast_dtype = _autocast_dtype(visit.device_type)
         with visit.random_state():
-            for i in range(len(visit.microbatch_sizes)):
+            for i in range(len(call.spans)):
                 with visit.watch_forward(i):
                     if visit.recomputes:
-                        call.joined.add(i, call.run(i, call.pieces(i, tensors)))
+                        pieces = call.pieces(i, tensors)
+                        call.joined.add(i, call.run(i, pieces, is_repeated=False))
                     else:
-                        graph = call.run_with_graph(i, tensors)
+                        graph, output = call.run_with_graph(i, tensors, is_repeated=False)
+                        graph.end_at(call.joined.add(i, output))
                         call.graphs.append(graph)
-                        call.joined.add(i, graph.outputs)
-                        graph.outputs = []  # the edges keep what backward needs, no more
+                        del output  # the edges keep what backward needs, no more
         if [t._version for t in tensors] != versions:
-            raise RuntimeError(_writes_on_input(visit.unit_fqn))
-        joined = call.joined.detached_from(tensors)
-        ctx.mark_non_differentiable(*(t for t in joined if not call.is_differentiable(t)))
+            raise RuntimeError(writes_on_input(visit.unit_fqn))
+        joined = call.joined.detached_from(tensors, visit.param_addresses)
+        rules = visit.rules.is_differentiable
+        ctx.mark_non_differentiable(
+            *(t for t, is_used in zip(joined, rules, strict=True) if not is_used)
+        )
         return tuple(joined)
 
     @staticmethod
@@ -115,98 +111,80 @@ class _VisitFunction(torch.autograd.Function):
         visit = call.visit
         tensors = ctx.saved_tensors
         visit.enter_backward()
-        input_grads = _InputGrads(call, tensors)
+        input_grads = InputGrads(call.spans, visit.rules.inputs, tensors)
         with visit.random_state():
-            for i in range(len(visit.microbatch_sizes)):
+            for i in range(len(call.spans)):
                 with visit.watch_backward(i):
                     if visit.recomputes:
                         with _autocast(visit.device_type, call.autocast_dtype):
-                            graph = call.run_with_graph(i, tensors)
-                        graph.outputs = []
+                            graph, output = call.run_with_graph(i, tensors, is_repeated=True)
+                        graph.end_at(tensors_in(output))
+                        del output
                     else:
                         graph = call.graphs[i]
-                        call.graphs[i] = _Graph([], [], [])
+                        call.graphs[i] = _Graph([])
                     graph.backward(call.joined.pieces_of(i, grads))
                     input_grads.add(i, graph.inputs)
         visit.leave_backward()
         return None, None, *input_grads.result()
 
 
-@dataclass(slots=True)
 class _Graph:
     """One microbatch's own autograd graph."""
 
-    inputs: list[Tensor]  # leaves, cut off from the outer graph
-    outputs: list[Any]
-    edges: list[GradientEdge | None]  # per output; None where it needs no gradient
+    def __init__(self, inputs: list[Tensor]) -> None:
+        self.inputs = inputs  # leaves, cut off from the outer graph
+        self._edges: list[GradientEdge | None] = []  # per tensor that is returned
+
+    def end_at(self, outputs: Sequence[Tensor]) -> None:
+        """Remember where backward begins; None where an output needs no gradient."""
+        self._edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> None:
         """Accumulate into parameters and ``inputs``; ``grads`` are of the outputs."""
         pairs = [
             (edge, grad)
-            for edge, grad in zip(self.edges, grads, strict=True)
+            for edge, grad in zip(self._edges, grads, strict=True)
             if edge is not None and grad is not None
         ]
         if pairs:
             torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
-        self.edges = []
+        self._edges = []
 
 
 class _Call:
     """A visit's arguments taken apart, and what lives from its forward to its backward."""
 
-    def __init__(self, visit: Visit, leaves: list[Any], spec: TreeSpec) -> None:
+    def __init__(self, visit: Visit, leaves: list[Any]) -> None:
         self.visit = visit
         self.tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.is_batched = [self._is_batched(leaves[i]) for i in self.tensor_indices]
         self.spans = visit.spans
-        self.joined = _Joined(visit)
+        self.joined = Joined(visit.unit_fqn, self.spans, visit.rules)
         self.graphs: list[_Graph] = []
         self.autocast_dtype: torch.dtype | None = None
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._spec = spec
-
-    def _is_batched(self, tensor: Tensor) -> bool:
-        if tensor.dim() == 0 or tensor.shape[0] != sum(self.visit.microbatch_sizes):
-            return False
-        is_expanded = tensor.stride(0) == 0  # of one row, so dim 0 is the batch after all
-        address = tensor.untyped_storage().data_ptr()
-        return is_expanded or address not in self.visit.unbatched_addresses
-
-    def check_batched(self, tensors: Sequence[Tensor]) -> None:
-        """Raise where there is nothing to split."""
-        if len(self.spans) > 1 and not any(self.is_batched):
-            raise ValueError(
-                f"unit {self.visit.unit_fqn!r}: none of its inputs "
-                f"{[tuple(t.shape) for t in tensors]} has the rank's batch of "
-                f"{sum(self.visit.microbatch_sizes)} samples in dim 0, so it cannot be run in "
-                f"microbatches. Put the batch first, or choose units that receive it there."
-            )
+        self._num_samples = self.spans[-1].stop
 
     def pieces(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What of ``tensors`` the microbatch gets: views of the batched ones."""
-        span = self.spans[microbatch]
-        if span.numel == sum(self.visit.microbatch_sizes):
-            return list(tensors)
-        return [
-            t.narrow(0, span.start, span.numel) if batched else t
-            for t, batched in zip(tensors, self.is_batched, strict=True)
-        ]
+        """What of ``tensors`` the microbatch gets."""
+        return cut(tensors, self.visit.rules, self.spans[microbatch], self._num_samples)
 
-    def run(self, microbatch: int, pieces: Sequence[Tensor]) -> list[Any]:
-        """The unit's output for one microbatch, flattened."""
+    def run(self, microbatch: int, pieces: Sequence[Tensor], *, is_repeated: bool) -> Any:
+        """The unit's output for one microbatch."""
         visit = self.visit
         leaves = list(self._constants)
         for i, piece in zip(self.tensor_indices, pieces, strict=True):
             leaves[i] = piece
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        visit.seed_microbatch(self.spans[microbatch].start)
-        with _autocast(visit.device_type, _autocast_dtype(visit.device_type)):
-            output = visit.function(*args, **kwargs)
-        outputs, self.joined.spec = tree_flatten(output)
-        return outputs
+        args, kwargs = unflatten(leaves, visit.rules.arguments.spec)
+        start = self.spans[microbatch].start
+        visit.seed_microbatch(start)
+        autocast = _autocast(visit.device_type, _autocast_dtype(visit.device_type))
+        with autocast, visit.around_forward(start, is_repeated):
+            return visit.function(*args, **kwargs)
 
-    def run_with_graph(self, microbatch: int, tensors: Sequence[Tensor]) -> _Graph:
+    def run_with_graph(
+        self, microbatch: int, tensors: Sequence[Tensor], *, is_repeated: bool
+    ) -> tuple[_Graph, Any]:
         """The same, keeping its graph; its inputs are leaves that collect gradients."""
         inputs = [
             piece.detach().requires_grad_(t.requires_grad)
@@ -214,168 +192,31 @@ class _Call:
         ]
         try:
             with torch.enable_grad():
-                outputs = self.run(microbatch, inputs)
+                return _Graph(inputs), self.run(microbatch, inputs, is_repeated=is_repeated)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):  # one of our inputs
-                raise RuntimeError(_writes_on_input(self.visit.unit_fqn)) from error
+                raise RuntimeError(writes_on_input(self.visit.unit_fqn)) from error
             raise
-        edges = [
-            get_gradient_edge(out) if isinstance(out, Tensor) and out.requires_grad else None
-            for out in outputs
-        ]
-        return _Graph(inputs, outputs, edges)
-
-    def is_differentiable(self, joined: Tensor) -> bool:
-        """Whether the outer graph may send a gradient for this output."""
-        if not (joined.is_floating_point() or joined.is_complex()):
-            return False
-        index = next(i for i, t in enumerate(self.joined.tensors) if t is joined)
-        leaf = self.joined.tensor_indices[index]
-        return self.visit.recomputes or any(g.edges[leaf] is not None for g in self.graphs)
 
 
-class _Joined:
-    """The outputs of a visit's microbatches put together again."""
-
-    def __init__(self, visit: Visit) -> None:
-        self.tensors: list[Tensor] = []
-        self.tensor_indices: list[int] = []  # where the tensors are among the leaves
-        self.spec: TreeSpec | None = None  # of the output, set by the call
-        self._visit = visit
-        self._spans = visit.spans
-        self._leaves: list[Any] = []  # tensors replaced by None
-        self._is_scalar: list[bool] = []
-
-    @torch.no_grad()
-    def add(self, microbatch: int, outputs: Sequence[Any]) -> None:
-        """Take the flattened output of one microbatch."""
-        tensors = [out for out in outputs if isinstance(out, Tensor)]
-        constants = [None if isinstance(out, Tensor) else out for out in outputs]
-        for leaf in constants:
-            if _hidden_tensors(leaf):
-                raise TypeError(_hides_tensors(self._visit.unit_fqn, "returns", leaf))
-        if microbatch == 0:
-            self._leaves = constants
-            self.tensor_indices = [i for i, o in enumerate(outputs) if isinstance(o, Tensor)]
-            self._is_scalar = [t.dim() == 0 for t in tensors]
-            self.tensors = [self._first(t) for t in tensors]
-            return
-        if constants != self._leaves or len(tensors) != len(self.tensors):
-            raise ValueError(
-                f"unit {self._visit.unit_fqn!r}: microbatches 0 and {microbatch} return "
-                f"{self._leaves} and {constants} besides tensors. Return the same for each."
-            )
-        span = self._spans[microbatch]
-        for i, tensor in enumerate(tensors):
-            if self._is_scalar[i]:
-                self.tensors[i] += tensor
-            else:
-                self._check_is_batched(tensor, span)
-                self.tensors[i][span.start : span.stop].copy_(tensor)
-
-    def _first(self, tensor: Tensor) -> Tensor:
-        if len(self._spans) == 1:
-            return tensor.detach()
-        if tensor.dim() == 0:
-            return tensor.detach().clone()
-        self._check_is_batched(tensor, self._spans[0])
-        joined = tensor.new_empty(sum(self._visit.microbatch_sizes), *tensor.shape[1:])
-        joined[: self._spans[0].stop].copy_(tensor)
-        return joined
-
-    def _check_is_batched(self, tensor: Tensor, span: Span) -> None:
-        if tensor.shape[:1] != (span.numel,):
-            raise ValueError(
-                f"unit {self._visit.unit_fqn!r}: an output of shape {tuple(tensor.shape)} for "
-                f"a microbatch of {span.numel} samples. Outputs must have the microbatch in "
-                "dim 0, or be 0-d (they are summed)."
-            )
-
-    def detached_from(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The joined tensors, copied where one shares memory with an input or a parameter."""
-        addresses = {t.untyped_storage().data_ptr() for t in inputs}
-        addresses |= self._visit.param_addresses
-        self.tensors = [
-            t.clone() if t.untyped_storage().data_ptr() in addresses else t
-            for t in self.tensors
-        ]
-        return self.tensors
-
-    def pieces_of(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the microbatch's flattened outputs, from those of the joined ones."""
-        span = self._spans[microbatch]
-        pieces: list[Tensor | None] = [None] * len(self._leaves)
-        is_single = len(self._spans) == 1
-        for i, grad, scalar in zip(self.tensor_indices, grads, self._is_scalar, strict=True):
-            if grad is not None:
-                pieces[i] = grad if scalar or is_single else grad[span.start : span.stop]
-        return pieces
-
-    def as_returned(self, tensors: Sequence[Tensor]) -> Any:
-        """What the unit's caller gets."""
-        assert self.spec is not None
-        leaves = list(self._leaves)
-        for i, tensor in zip(self.tensor_indices, tensors, strict=True):
-            leaves[i] = tensor
-        self.tensors = []
-        return tree_unflatten(leaves, self.spec)
+def cut(
+    tensors: Sequence[Tensor], rules: VisitRules, span: Span, num_samples: int
+) -> list[Tensor]:
+    """What of ``tensors``, the arguments of a call, the samples ``span`` get."""
+    if span.numel == num_samples:
+        return list(tensors)
+    return [
+        rule.narrow(t, span, num_samples) if isinstance(rule, BatchAxis) else t
+        for t, rule in zip(tensors, rules.inputs, strict=True)
+    ]
 
 
-class _InputGrads:
-    """Gradients of a visit's inputs, put together from those of its microbatches."""
-
-    def __init__(self, call: _Call, tensors: Sequence[Tensor]) -> None:
-        self._call = call
-        self._tensors = tensors
-        self._grads: list[Tensor | None] = [None] * len(tensors)
-
-    @torch.no_grad()
-    def add(self, microbatch: int, inputs: Sequence[Tensor]) -> None:
-        """Take the gradients that ``inputs``, the microbatch's leaves, have collected."""
-        span = self._call.spans[microbatch]
-        is_single = len(self._call.spans) == 1
-        for i, leaf in enumerate(inputs):
-            grad = leaf.grad
-            if grad is None:
-                continue
-            if is_single:
-                self._grads[i] = grad
-            elif not self._call.is_batched[i]:
-                sum_before = self._grads[i]
-                self._grads[i] = grad if sum_before is None else sum_before + grad
-            else:
-                self._whole(i)[span.start : span.stop].copy_(grad)
-
-    def _whole(self, i: int) -> Tensor:
-        whole = self._grads[i]
-        if whole is None:
-            # Zeros, because some microbatches may send nothing back.
-            whole = self._grads[i] = torch.zeros_like(self._tensors[i])
-        return whole
-
-    def result(self) -> list[Tensor | None]:
-        """One per input; None where nothing arrived."""
-        return self._grads
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of ``tree``."""
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def _hidden_tensors(leaf: Any) -> list[Tensor]:
-    """Tensors in the attributes of an object: neither split nor joined nor cut off."""
-    if leaf is None or isinstance(leaf, Tensor | type):
-        return []
-    held = list(getattr(leaf, "__dict__", {}).values())
-    if is_dataclass(leaf):  # which may have slots
-        held += [getattr(leaf, field.name, None) for field in fields(leaf)]
-    return [each for each in held if isinstance(each, Tensor)]
-
-
-def _hides_tensors(unit_fqn: str, verb: str, leaf: Any) -> str:
-    return (
-        f"unit {unit_fqn!r} {verb} a {type(leaf).__name__}, whose tensors HetFSDP cannot see. "
-        "Use tuples or dicts, or register the class with torch.export.register_dataclass."
-    )
-
-
-def _writes_on_input(unit_fqn: str) -> str:
+def writes_on_input(unit_fqn: str) -> str:
     return (
         f"unit {unit_fqn!r} writes in place on its input, which all its microbatches and its "
         f"recomputation share. Make that operation out of place (inplace=False), or choose "

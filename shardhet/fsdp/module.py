@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.cluster import DeviceSpec
 from shardhet.distributed import Members, default_group
-from shardhet.fsdp.batching import BatchRule, first_length
-from shardhet.fsdp.build import Precision, build_units, planned_units
+from shardhet.fsdp.batch_norm import BatchNorms
+from shardhet.fsdp.build import Precision, build_units, find_pieces, planned_units
+from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.observer import Activity, Observer
 from shardhet.fsdp.runtime import Runtime
+from shardhet.fsdp.signature import BatchDims, ModelCall
 from shardhet.fsdp.state import (
     RowBox,
     gather_state_dict,
@@ -62,8 +64,7 @@ class HetFSDP(nn.Module):
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         loss_fn: Callable[..., tuple[Tensor, Tensor]] | None = None,
-        batched: Sequence[str] = (),
-        unbatched: Sequence[str] = (),
+        batch_dim: BatchDims = 0,
         seed: int = 0,
         device_spec: DeviceSpec | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
@@ -81,10 +82,9 @@ class HetFSDP(nn.Module):
             loss_fn: for models that return logits.  It is applied to the output of the last
                 unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
                 ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.
-            batched: names of parameters of units' forwards that have one row per sample
-                although they were not computed from the model's inputs.
-            unbatched: names of those that are never split, needed only where dim 0 of such a
-                tensor happens to equal the rank's batch.
+            batch_dim: where the arguments of the model's forward hold the samples: 1 for
+                sequence-first models; or by argument, ``{"src": 1, "table": None}``, with None
+                for an argument without samples and 0 for those that are not named.
             seed: of dropout and of meta initialisation.
             device_spec: what this rank announces itself as; None asks the driver.
             init_fn: initialises what was on the meta device, module by module; None is each
@@ -100,9 +100,11 @@ class HetFSDP(nn.Module):
         self._comm = CommContext(device, members.gather, members.reduce)
         fqns = [fqn for fqn, _ in module.named_parameters()]
         with self._lifeline.guard("wrapping the model"):
+            norms = BatchNorms(module)
+            modules_of_units = find_units(module, units, keeps_last=loss_fn is not None)
             *built, root = build_units(
                 module,
-                find_units(module, units, keeps_last=loss_fn is not None),
+                modules_of_units,
                 plan,
                 comm=self._comm,
                 control=members.control,
@@ -117,6 +119,9 @@ class HetFSDP(nn.Module):
         self.module = module
         self._loss_fn = loss_fn
         self._loss_inputs: tuple[Any, ...] = ()
+        self._batch_dim = batch_dim
+        self._cache_switch = CacheSwitch(module)
+        self._forward = module.forward
         self._runtime = Runtime(
             built,
             root,
@@ -125,33 +130,39 @@ class HetFSDP(nn.Module):
             control=members.control,
             lifeline=self._lifeline,
             seed=seed,
-            batch_rule=BatchRule(
-                batched=batched, unbatched=unbatched, buffers=list(module.buffers())
-            ),
+            module=module,
+            norms=norms,
         )
-        self._intercept()
+        self._intercept(find_pieces(module, modules_of_units, param_dtype))
 
     # Training #
 
     def forward(self, *args: Any, loss_inputs: Any = (), **kwargs: Any) -> Any:
-        """The module's output for this rank's samples; zeros on a rank without.  Collective.
+        """The module's output for this rank's samples.  Collective.
 
-        Dim 0 of the first tensor among the arguments is the rank's batch.  ``loss_inputs`` (a
-        tensor or a tuple) go to ``loss_fn``.
+        The first tensor among the arguments says how many samples there are.  A rank without
+        samples passes none, or nothing at all, and gets zeros of the same kind of output.
+        ``loss_inputs`` (a tensor or a tuple) go to ``loss_fn``.
         """
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
-        inputs = (args, kwargs, loss_inputs)
         with self._lifeline.guard("model(...)"):
-            self._loss_inputs = loss_inputs
-            output = self._runtime.forward(
-                lambda: self.module(*args, **kwargs), inputs, self.module.training
-            )
-            self._loss_inputs = ()
-        if first_length(inputs) == 0:
+            call = ModelCall.of(self._forward, args, kwargs, loss_inputs, self._batch_dim)
+            output = self._runtime.forward(self._run_module, call, self.module.training)
+        if output is None:
             zero = torch.zeros((), device=self._comm.device)
             return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
         self._warn_of_large_output(output)
         return output
+
+    def _run_module(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
+    ) -> Any:
+        self._loss_inputs = loss_inputs
+        try:
+            with self._cache_switch.off():
+                return self.module(*args, **kwargs)
+        finally:
+            self._loss_inputs = ()
 
     def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
         """Gradients of the mean loss over all tokens of all ranks; returns it.  Collective.
@@ -201,8 +212,9 @@ class HetFSDP(nn.Module):
     def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
         """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._comm.device)
-        mine[0] = loss_sum.detach()
-        mine[1] = num_tokens
+        if self._runtime.batch is not None and self._runtime.batch.num_samples:
+            mine[0] = loss_sum.detach()  # of no samples it may be 0 / 0
+            mine[1] = num_tokens
         return self._comm.reduce_channel.gather_rows(mine)
 
     def _check_finite(self, losses: Sequence[float]) -> None:
@@ -322,8 +334,8 @@ class HetFSDP(nn.Module):
 
     # Interception #
 
-    def _intercept(self) -> None:
-        """Put the runtime in front of the forward of every unit's modules."""
+    def _intercept(self, pieces: Sequence[UnitModule]) -> None:
+        """Put the runtime in front of the forward of every unit's modules, and of pieces."""
         calls = [
             (i, each) for i, unit in enumerate(self._runtime.units) for each in unit.modules
         ]
@@ -333,10 +345,18 @@ class HetFSDP(nn.Module):
             is_head = self._loss_fn is not None and call is head
             forward = self._visit_with_loss(*call) if is_head else self._visit(*call)
             call[1].module.forward = forward
+        for piece in pieces:
+            piece.module.forward = self._visit_piece(piece)
 
     def _visit(self, unit: int, module: UnitModule) -> Callable[..., Any]:
         def visit(*args: Any, **kwargs: Any) -> Any:
             return self._runtime.visit(unit, module, args, kwargs)
+
+        return visit
+
+    def _visit_piece(self, module: UnitModule) -> Callable[..., Any]:
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            return self._runtime.visit_piece(module, args, kwargs)
 
         return visit
 

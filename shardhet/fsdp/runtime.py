@@ -6,29 +6,34 @@ without samples the turn is only that.  On a computing rank the same happens in 
 a unit that autograd passed by, because nothing that it returned was used.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardhet.distributed import Channel, Lifeline
-from shardhet.fsdp.batching import BatchRule, first_length
+from shardhet.fsdp.batch_norm import BatchNorms
+from shardhet.fsdp.batching import BatchAxis, Layout, VisitRules, flatten
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
+from shardhet.fsdp.probe import CallKey
+from shardhet.fsdp.prober import Findings, Prober, RunModule
 from shardhet.fsdp.seeds import RandomStates
+from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.plan import Plan
-from shardhet.schedule import Phase, Segment, Turn
+from shardhet.schedule import Phase, Turn
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
+UNKNOWN = -1  # the index of findings that are still to be made
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,10 @@ class RankBatch:
         return sum(self.microbatch_sizes)
 
 
+def _nothing() -> None:
+    """Around the backward of what belongs to the root, which is always unsharded."""
+
+
 class Runtime:
     """State of the step in progress, shared by all units of one model."""
 
@@ -58,7 +67,8 @@ class Runtime:
         control: Channel,
         lifeline: Lifeline,
         seed: int,
-        batch_rule: BatchRule,
+        module: nn.Module,
+        norms: BatchNorms,
     ) -> None:
         self.units = tuple(units)
         self.root = root  # what no unit owns; unsharded for the whole step
@@ -70,68 +80,110 @@ class Runtime:
         self._control = control
         self._lifeline = lifeline
         self._random = RandomStates(seed, comm.device)
-        self._batch_rule = batch_rule
+        self._norms = norms
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
-        self._order = VisitOrder(
-            [unit.fqn for unit in units],
-            trainable_units=frozenset(i for i, unit in enumerate(units) if unit.is_trainable),
-            reshard_after_forward=plan.reshard_after_forward,
+        self._order = VisitOrder([unit.fqn for unit in units])
+        self._prober = Prober(
+            module,
+            units,
+            norms,
             control=control,
+            device=comm.device,
+            reshard_after_forward=plan.reshard_after_forward,
         )
+        self._findings: list[Findings] = []  # in the order of probes, the same on all ranks
+        self._finding_by_key: dict[Hashable, int] = {}
 
         # Of the step in progress
         self.batch: RankBatch | None = None
         self.awaits_backward = False
         self._cursor = 0  # the turn in progress, or the next one
-        self._calls_by_unit: dict[int, int] = {}
+        self._index = UNKNOWN  # of the findings that hold
+        self._rules: dict[CallKey, list[VisitRules]] = {}
+        self._num_calls: Counter[str] = Counter()  # of this forward, by unit and by module
         self._reductions: deque[FSDPUnit] = deque()
         self._is_in_autograd = False
 
     # Forward #
 
-    def forward(self, run_module: Callable[[], Any], inputs: Any, is_training: bool) -> Any:
-        """The module's output, or None on a rank without samples.  Collective.
+    def forward(self, run_module: RunModule, call: ModelCall, is_training: bool) -> Any:
+        """The module's output; on a rank without samples what it is for none.  Collective.
 
-        ``inputs`` are what ``run_module`` computes on; dim 0 of the first tensor is the batch.
+        Returns None where nobody has samples.
         """
-        num_samples = first_length(inputs)
         self.abandon()
-        self._agree_on_batch(num_samples)
+        key = (call.key, torch.is_grad_enabled(), is_training, self._splits(call.num_samples))
+        index = self._agree_on_batch(call, self._finding_by_key.get(key, UNKNOWN))
         assert self.batch is not None
         if not self.batch.computing:
             return None
         self._comm.receivers = self.batch.computing
-        self._order.begin(has_gradients=torch.is_grad_enabled())
-        self._cursor = 0
-        self._calls_by_unit = {}
         self._comm.mark_compute()  # gathers read what the optimizer wrote
         self.root.unshard()
-        self._launch_ahead()
         self._take_in(self.root)
+        if index == UNKNOWN:
+            index = self._probe(run_module, call)
+            self._finding_by_key[key] = index
+        self._index = index
+        findings = self._findings[index]
+        self._order.begin(findings.schedule)
+        self._rules = findings.rules
+        self._cursor = 0
+        self._num_calls.clear()
+        self._launch_ahead()
         output = None
+        if is_training:
+            self._norms.begin()
         if self.batch.num_samples:
-            with self._random.around(is_training), self._following(inputs):
+            with self._random.around(is_training):
                 self._random.seed("", 0, self.step, self.batch.first_sample, is_training)
-                output = run_module()
+                output = run_module(*call.with_all())
             self._order.end_visits(self._cursor)
         else:
             self._follow_forward()
-        self._end_forward()
+            output = findings.make_empty_output(self._comm.device)
+        self._end_forward(is_training)
         return output
 
-    def _following(self, inputs: Any) -> AbstractContextManager[Any]:
-        assert self.batch is not None
-        self._batch_rule.end()
-        is_worth_it = self._order.schedule is None and len(self.batch.microbatch_sizes) > 1
-        num_samples = self.batch.num_samples
-        return self._batch_rule.follow(inputs, num_samples) if is_worth_it else nullcontext()
+    def _splits(self, num_samples: int) -> bool:
+        return len(self._rank_plan.split(num_samples)) > 1 if num_samples else False
 
-    def _agree_on_batch(self, num_samples: int) -> None:
-        mine = [num_samples, torch.is_grad_enabled(), self.step]
+    def _probe(self, run_module: RunModule, call: ModelCall) -> int:
+        """Find out about calls of a new kind; the index of what was found.  Collective."""
+        self._lifeline.doing = "the probe of the model's first call of this kind"
+        assert self.batch is not None
+        self._check_can_be_probed(call)
+        rows = self._control.exchange([float(self._splits(call.num_samples))])
+        findings = self._prober.find(
+            call if call.num_samples else None,
+            run_module,
+            has_gradients=torch.is_grad_enabled(),
+            splits=any(row[0] for row in rows),
+        )
+        self._findings.append(findings)
+        return len(self._findings) - 1
+
+    def _check_can_be_probed(self, call: ModelCall) -> None:
+        if call.objects:
+            raise ValueError(
+                f"model(...): {', '.join(call.objects)} may change during the call, which "
+                "every microbatch and every recomputation would repeat. Leave it out "
+                "(use_cache=False for a KV cache); to generate text use model.unit_by_unit()."
+            )
+
+    def _agree_on_batch(self, call: ModelCall, index: int) -> int:
+        """Who computes what in this forward; which findings hold, UNKNOWN if none do."""
+        num_samples = call.num_samples
+        with_gradients = torch.is_grad_enabled()
+        mine = [num_samples, 2 * index + with_gradients, self.step]
         with self.observers.watch("", Activity.AGREE):
             rows = self._control.enter("model(...)", mine)
-        for name, column in (("gradients enabled", 1), ("the number of finished steps", 2)):
-            values = [row[column] for row in rows]
+        gradients = [bool(int(row[1]) % 2) for row in rows]
+        steps = [row[2] for row in rows]
+        for name, values in (
+            ("gradients enabled", gradients),
+            ("the number of finished steps", steps),
+        ):
             if len(set(values)) > 1:
                 raise ValueError(
                     f"model(...): ranks differ in {name}: {values} in plan order. Call it in "
@@ -139,13 +191,15 @@ class Runtime:
                 )
         sizes = [int(row[0]) for row in rows]
         position = self._control.position
-        if torch.is_grad_enabled():
+        if with_gradients:
             self._check_fits_plan(sizes)
         self.batch = RankBatch(
             microbatch_sizes=self._rank_plan.split(num_samples),
             first_sample=sum(sizes[:position]),
             computing=tuple(i for i, size in enumerate(sizes) if size),
         )
+        known = {int(row[1]) // 2 for row in rows if row[0]}
+        return known.pop() if len(known) == 1 else UNKNOWN
 
     def _check_fits_plan(self, sizes: Sequence[int]) -> None:
         for i, (size, rank) in enumerate(zip(sizes, self._plan.ranks, strict=True)):
@@ -161,87 +215,148 @@ class Runtime:
     ) -> Any:
         """A call of one of the unit's modules: what its intercepted forward does."""
         unit = self.units[unit_index]
-        if self.batch is None or not self.batch.num_samples:
-            with self._lifeline.guard():  # outside of model(...) nobody else tells peers
-                raise RuntimeError(
-                    f"unit {unit.fqn!r} was called outside of HetFSDP's forward. Call the "
-                    f"HetFSDP model, not the module inside it."
-                )
-        needs_backward = torch.is_grad_enabled() and (
-            unit.is_trainable or _any_requires_grad((args, kwargs))
-        )
-        call = self._calls_by_unit.get(unit_index, 0)
-        self._calls_by_unit[unit_index] = call + 1
+        self._check_is_inside(unit.fqn)
+        needs_backward = self._needs_backward(module, args, kwargs)
+        if self._prober.is_running:
+            self._prober.enter(unit_index, needs_backward)
+            return self._prober.call(module.fqn, module.forward, args, kwargs)
         segment = self._cursor
-        if self._order.schedule is None:
-            found = self._order.find(unit_index, needs_backward)
-            needs_backward = found.needs_backward
-            self._adopt(found)
-        else:
-            needs_backward = self._order.expect(segment, unit_index, needs_backward)
-            self._begin_turn()
-        whole = self._batch_rule.passed_whole(
-            unit.fqn, module.forward, self.batch.num_samples, (args, kwargs)
-        )
-        visit = self._make_visit(unit, module, call, segment, whole)
-        with self._batch_rule.visit():
-            output = run_visit(visit, self._anchor if needs_backward else None, args, kwargs)
-        self._batch_rule.end_visit(output)
-        self._end_turn()
-        return output
-
-    def _make_visit(
-        self,
-        unit: FSDPUnit,
-        module: UnitModule,
-        call: int,
-        segment: int,
-        passed_whole: frozenset[int],
-    ) -> Visit:
-        assert self.batch is not None
-        is_training = module.module.training
-        watch = self.observers.watch
-        return Visit(
-            unit_fqn=unit.fqn,
-            function=module.forward,
-            microbatch_sizes=self.batch.microbatch_sizes,
+        needs_backward = self._order.expect(segment, unit_index, needs_backward)
+        self._begin_turn()
+        call = self._num_calls[f"unit {unit.fqn}"]
+        self._num_calls[f"unit {unit.fqn}"] += 1
+        leaves, rules = self._prepare(module, (args, kwargs))
+        visit = self._make_visit(
+            module,
+            rules,
+            unit=unit,
+            call=call,
             recomputes=self._rank_plan.recomputes(module.fqn),
-            unbatched_addresses=passed_whole,
-            param_addresses=frozenset(flat.unsharded_address for flat in unit.flats),
-            device_type=self._comm.device.type,
-            random_state=partial(self._random.around, is_training),
-            seed_microbatch=self._seeder(unit.fqn, call, is_training),
-            watch_forward=partial(watch, unit.fqn, Activity.FORWARD),
-            watch_backward=partial(watch, unit.fqn, Activity.BACKWARD),
             enter_backward=partial(self._enter_backward, segment, self.step),
             leave_backward=self._end_turn,
         )
+        output = run_visit(visit, self._anchor if needs_backward else None, leaves)
+        self._end_turn()
+        return output
 
-    def _adopt(self, visited: Segment) -> None:
-        """All ranks have agreed that this is the next visit ([Note: Finding the order])."""
-        for previous in self._order.found[-2:-1]:
-            if not self._order.keeps_after_forward(previous.unit, visited.unit):
-                self.units[previous.unit].reshard()
-        self._lifeline.doing = f"forward of unit {self.units[visited.unit].fqn!r}"
-        self._take_in(self.units[visited.unit])
+    def visit_piece(
+        self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a module of the root's that has to run microbatch by microbatch."""
+        if self.batch is None or not self.batch.num_samples or not module.module.training:
+            return module.forward(*args, **kwargs)
+        needs_backward = self._needs_backward(module, args, kwargs)
+        if self._prober.is_running:
+            return self._prober.call(module.fqn, module.forward, args, kwargs)
+        call = self._num_calls[f"module {module.fqn}"]
+        leaves, rules = self._prepare(module, (args, kwargs))
+        visit = self._make_visit(module, rules, call=call)
+        return run_visit(visit, self._anchor if needs_backward else None, leaves)
+
+    def _check_is_inside(self, unit_fqn: str) -> None:
+        if self.batch is None or not self.batch.num_samples:
+            with self._lifeline.guard():  # outside of model(...) nobody else tells peers
+                raise RuntimeError(
+                    f"unit {unit_fqn!r} was called outside of HetFSDP's forward. Call the "
+                    f"HetFSDP model, not the module inside it."
+                )
+
+    def _needs_backward(self, module: UnitModule, args: Any, kwargs: Any) -> bool:
+        return torch.is_grad_enabled() and (
+            module.is_trainable or _any_requires_grad((args, kwargs))
+        )
+
+    def _prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], VisitRules]:
+        """The arguments flattened, and what the probe has found of this call."""
+        assert self.batch is not None
+        leaves, spec = flatten(arguments)
+        key = CallKey(module.fqn, self._num_calls[f"module {module.fqn}"])
+        self._num_calls[f"module {module.fqn}"] += 1
+        rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor, rule in zip(tensors, rules.inputs, strict=True):
+            if isinstance(rule, BatchAxis) and not rule.fits(tensor, self.batch.num_samples):
+                raise ValueError(
+                    f"unit {module.fqn!r}: an argument of shape {tuple(tensor.shape)} but "
+                    f"dimension {rule.dim} must be {rule.length(self.batch.num_samples)} long "
+                    f"for {self.batch.num_samples} samples, as it was when the model was "
+                    "first called in this way. Let it depend on the batch in the same way at "
+                    "every step."
+                )
+        return leaves, rules
+
+    def _rules_for(
+        self, module: UnitModule, key: CallKey, leaves: list[Any], arguments: Layout
+    ) -> VisitRules:
+        assert self.batch is not None
+        variants = self._rules.get(key)
+        if not variants:
+            raise RuntimeError(
+                f"model(...): {module.fqn!r} is called {key.call + 1} times, more often than "
+                "when the model was first called in this way. Call it equally often at every "
+                "step."
+            )
+        for rules in variants:
+            if rules.arguments == arguments:
+                return rules
+        inferred = self._prober.infer(
+            module,
+            leaves,
+            arguments,
+            self.batch.num_samples,
+            variants[0],
+            splits=self._findings[self._index].splits,
+        )
+        variants.append(inferred)
+        return inferred
+
+    def _make_visit(
+        self,
+        module: UnitModule,
+        rules: VisitRules,
+        *,
+        call: int,
+        unit: FSDPUnit | None = None,  # None: the module is one of the root's
+        recomputes: bool = False,
+        enter_backward: Callable[[], None] = _nothing,
+        leave_backward: Callable[[], None] = _nothing,
+    ) -> Visit:
+        assert self.batch is not None
+        is_training = module.module.training
+        first_sample = self.batch.first_sample
+        # The root's too: it may own a parameter that the unit shares with it.
+        flats = (*self.root.flats, *(() if unit is None else unit.flats))
+
+        def around_forward(start: int, is_repeated: bool) -> AbstractContextManager[None]:
+            return self._norms.noting(first_sample + start, is_repeated=is_repeated)
+
+        unit_fqn = module.fqn if unit is None else unit.fqn
+        return Visit(
+            unit_fqn=unit_fqn,
+            function=module.forward,
+            rules=rules,
+            microbatch_sizes=self.batch.microbatch_sizes,
+            recomputes=recomputes,
+            param_addresses=frozenset(flat.unsharded_address for flat in flats),
+            device_type=self._comm.device.type,
+            random_state=partial(self._random.around, is_training),
+            seed_microbatch=self._seeder(unit_fqn, call, is_training),
+            around_forward=around_forward,
+            watch_forward=partial(self.observers.watch, unit_fqn, Activity.FORWARD),
+            watch_backward=partial(self.observers.watch, unit_fqn, Activity.BACKWARD),
+            enter_backward=enter_backward,
+            leave_backward=leave_backward,
+        )
 
     def _follow_forward(self) -> None:
         """The forward of a rank without samples."""
-        if self._order.schedule is None:
-            while (visited := self._order.follow()) is not None:
-                self._adopt(visited)
-                self._cursor += 1
-        else:
-            while self._cursor < self._order.schedule.num_forward:
-                self._begin_turn()
-                self._end_turn()
+        while self._cursor < self._order.schedule.num_forward:
+            self._begin_turn()
+            self._end_turn()
 
-    def _end_forward(self) -> None:
-        if self._order.schedule is None:
-            turns = self._order.settle().turns[: self._cursor]
-            for turn in {turn.unit: turn for turn in turns}.values():  # each unit's last one
-                if turn.reshards:
-                    self.units[turn.unit].reshard()
+    def _end_forward(self, is_training: bool) -> None:
+        if is_training:
+            self._norms.apply(self._control)
         self.awaits_backward = torch.is_grad_enabled()
         if self.awaits_backward:
             self._launch_ahead()  # while the loss is computed and shared
@@ -254,7 +369,6 @@ class Runtime:
 
     @property
     def _turn(self) -> Turn:
-        assert self._order.schedule is not None
         return self._order.schedule.turns[self._cursor]
 
     def _begin_turn(self) -> None:
@@ -269,10 +383,9 @@ class Runtime:
 
     def _launch_ahead(self) -> None:
         """Launch the gathers of this turn and the next, unless that has happened already."""
-        if self._order.schedule is not None:
-            for turn in self._order.schedule.turns[self._cursor : self._cursor + 2]:
-                if turn.gathers:
-                    self.units[turn.unit].unshard()
+        for turn in self._order.schedule.turns[self._cursor : self._cursor + 2]:
+            if turn.gathers:
+                self.units[turn.unit].unshard()
 
     def _take_in(self, unit: FSDPUnit) -> None:
         unit.unshard()  # nothing if it was launched ahead
@@ -280,14 +393,13 @@ class Runtime:
             unit.wait_for_unshard()
 
     def _end_turn(self) -> None:
-        if self._order.schedule is not None:
-            turn = self._turn
-            unit = self.units[turn.unit]
-            if turn.reshards:
-                unit.reshard()
-            if turn.reduces:
-                self._reduce(unit)
-            self._lifeline.doing = f"{turn.phase.value} outside of units"
+        turn = self._turn
+        unit = self.units[turn.unit]
+        if turn.reshards:
+            unit.reshard()
+        if turn.reduces:
+            self._reduce(unit)
+        self._lifeline.doing = f"{turn.phase.value} outside of units"
         self._cursor += 1
 
     def _reduce(self, unit: FSDPUnit) -> None:
@@ -307,7 +419,6 @@ class Runtime:
     def backward(self, run_autograd: Callable[[], None]) -> None:
         """All turns of backward; ``run_autograd`` is called on computing ranks.  Collective."""
         assert self.batch is not None
-        assert self._order.schedule is not None
         self.awaits_backward = False
         self.root.begin_backward()
         if self.batch.num_samples:
@@ -361,6 +472,7 @@ class Runtime:
                 unit.reshard()
             unit.drop_grads()
         self._comm.wait_all_sent()
+        self._norms.drop()
         self.batch = None
         self.awaits_backward = False
 

@@ -26,6 +26,7 @@ class UnitModule:
     fqn: str
     module: nn.Module
     forward: Callable[..., Any]  # the module's own, before it was intercepted
+    is_trainable: bool  # any of its parameters is, whoever owns it: the root may
 
 
 class FSDPUnit:

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardhet.fsdp.batching import first_length
+
+def first_length(tree: Any) -> int:
+    """Dim 0 of the first tensor that has one; 0 where there is none."""
+    lengths = (t.shape[0] for t in tree_leaves(tree) if isinstance(t, Tensor) and t.dim())
+    return next(lengths, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
+from shardhet.fsdp.batching import (
+    BatchAxis,
+    Join,
+    Layout,
+    VisitRules,
+    find_axis,
+    flatten,
+    unflatten,
+)
 from shardhet.fsdp.build import UnitDraft, casting, draft_units
 from shardhet.fsdp.wrapping import find_units
 from shardhet.profiler.batch import ExampleBatch
@@ -31,15 +40,17 @@ SIZES = (2, 3)
 class TensorInput:
     """One tensor that a unit is called with."""
 
-    sample_shape: tuple[int, ...]  # of one sample where it is batched, else all of it
+    shape_of_one: tuple[int, ...]  # for one sample
+    axis: BatchAxis | None  # where it holds the samples; None: nowhere
     dtype: torch.dtype
-    is_batched: bool
     requires_grad: bool
     source: int | None  # which tensor of the example batch it is; None: computed
 
     def shape(self, num_samples: int) -> tuple[int, ...]:
         """Its shape for so many samples."""
-        return (num_samples, *self.sample_shape) if self.is_batched else self.sample_shape
+        if self.axis is None:
+            return self.shape_of_one
+        return self.axis.shape(self.shape_of_one, num_samples)
 
     def nbytes(self, num_samples: int) -> int:
         """Its bytes for so many samples."""
@@ -52,7 +63,7 @@ class UnitCall:
 
     module_fqn: str
     leaves: tuple[Any, ...]  # TensorInput, or what is no tensor
-    spec: TreeSpec  # of (args, kwargs), the loss inputs of the head being the first argument
+    rules: VisitRules  # of (args, kwargs), the loss inputs of the head being the first argument
     is_head: bool  # the loss is computed from what it returns
 
     @property
@@ -65,7 +76,7 @@ class UnitCall:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with ``make`` giving the tensors."""
         leaves = [make(leaf) if isinstance(leaf, TensorInput) else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = unflatten(leaves, self.rules.arguments.spec)
         return args, kwargs
 
     def function(
@@ -132,7 +143,7 @@ def sketch_model(
         copied = copy_with(model, fake, param_dtype=param_dtype)
         modules = find_units(copied, units, keeps_last=loss_fn is not None)
         drafts = draft_units(copied, modules)
-        recorder = _Recorder(copied, drafts, has_loss=loss_fn is not None)
+        recorder = _Recorder(copied, drafts, loss_fn=loss_fn)
         first, second = [
             recorder.record(batch.of_size(size).map(fake), param_dtype) for size in SIZES
         ]
@@ -172,7 +183,7 @@ def copy_with(
     return copy.deepcopy(model, memo)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Seen:
     """A call as it was seen for one batch."""
 
@@ -182,13 +193,14 @@ class _Seen:
     spec: TreeSpec
     sources: list[int | None]  # per leaf
     is_head: bool
+    output: Any = None
 
 
 class _Recorder:
     """Runs a model and writes down how its units are called."""
 
     def __init__(
-        self, model: nn.Module, drafts: Sequence[UnitDraft], *, has_loss: bool
+        self, model: nn.Module, drafts: Sequence[UnitDraft], *, loss_fn: LossFn | None
     ) -> None:
         self._model = model
         self._modules = [
@@ -198,7 +210,8 @@ class _Recorder:
         ]
         positions = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
         last = max((fqn for _, fqn, _ in self._modules), key=positions.__getitem__, default="")
-        self._head_fqn = last if has_loss else None
+        self._loss_fn = loss_fn
+        self._head_fqn = None if loss_fn is None else last
 
     def record(self, batch: ExampleBatch, param_dtype: torch.dtype | None) -> list[_Seen]:
         """The calls of one forward, in order."""
@@ -208,15 +221,21 @@ class _Recorder:
         def note(unit: int, fqn: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
             is_head = fqn == self._head_fqn
             given = ((batch.loss_inputs, *args), kwargs) if is_head else (args, kwargs)
-            leaves, spec = tree_flatten(given)
+            leaves, spec = flatten(given)
             sources = [source_by_id.get(id(leaf)) for leaf in leaves]
             seen.append(_Seen(unit, fqn, leaves, spec, sources, is_head))
             return casting(lambda *a, **k: (a, k), param_dtype)(*args, **kwargs)
 
-        handles = [
-            module.register_forward_pre_hook(partial(note, unit, fqn), with_kwargs=True)
-            for unit, fqn, module in self._modules
-        ]
+        def note_output(fqn: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            call = next(each for each in reversed(seen) if each.module_fqn == fqn)
+            has_loss = call.is_head and self._loss_fn is not None
+            call.output = self._loss_fn(output, *batch.loss_inputs) if has_loss else output  # type: ignore[misc]  # see has_loss
+
+        handles = []
+        for unit, fqn, module in self._modules:
+            before = partial(note, unit, fqn)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(note_output, fqn)))
         try:
             with torch.enable_grad():
                 self._model(*batch.args, **batch.kwargs)
@@ -233,19 +252,41 @@ def _merged(one: _Seen, two: _Seen) -> UnitCall:
         if not isinstance(leaf, Tensor):
             leaves.append(leaf)
             continue
-        is_batched = leaf.shape[:1] != other.shape[:1]
-        if leaf.shape[1:] != other.shape[1:] or (is_batched and leaf.shape[0] != SIZES[0]):
-            raise ValueError(
-                f"unit {one.module_fqn!r}: an input has shape {tuple(leaf.shape)} for "
-                f"{SIZES[0]} samples and {tuple(other.shape)} for {SIZES[1]}, but only dim 0 "
-                "may depend on the batch, and be its size. Put the batch first, or choose "
-                "units that receive it there."
-            )
-        shape = leaf.shape[1:] if is_batched else leaf.shape
-        leaves.append(
-            TensorInput(tuple(shape), leaf.dtype, is_batched, leaf.requires_grad, source)
-        )
-    return UnitCall(one.module_fqn, tuple(leaves), one.spec, one.is_head)
+        axis = _axis(f"unit {one.module_fqn!r}: an input", leaf, other)
+        shape = tuple(leaf.shape) if axis is None else axis.shape(leaf.shape, 1)
+        leaves.append(TensorInput(shape, axis, leaf.dtype, leaf.requires_grad, source))
+    outputs, spec = flatten(one.output)
+    pairs = [
+        (small, large)
+        for small, large in zip(outputs, flatten(two.output)[0], strict=True)
+        if isinstance(small, Tensor)
+    ]
+    rules = VisitRules(
+        arguments=Layout.of(one.leaves, one.spec),
+        inputs=tuple(
+            leaf.axis or Join.SHARED for leaf in leaves if isinstance(leaf, TensorInput)
+        ),
+        results=Layout.of(outputs, spec),
+        outputs=tuple(
+            _axis(f"unit {one.module_fqn!r}: an output", small, large)
+            or (Join.SUM if small.dim() == 0 else Join.SHARED)
+            for small, large in pairs
+        ),
+        is_differentiable=tuple(small.requires_grad for small, _ in pairs),
+    )
+    return UnitCall(one.module_fqn, tuple(leaves), rules, one.is_head)
+
+
+def _axis(what: str, small: Tensor, large: Tensor) -> BatchAxis | None:
+    try:
+        axes = find_axis(small, large, SIZES)
+    except ValueError as error:
+        raise ValueError(
+            f"{what} has shape {tuple(small.shape)} for {SIZES[0]} samples and "
+            f"{tuple(large.shape)} for {SIZES[1]}: {error}. Choose units that receive and "
+            "return rows of samples."
+        ) from error
+    return axes[0] if axes else None
 
 
 def _named_by_kind(
@@ -279,7 +320,7 @@ def _look(draft: UnitDraft, calls: Sequence[UnitCall]) -> tuple[Any, ...]:
         tuple(repr(module) for module in draft.modules.modules),
         tuple(params),
         tuple(tuple(map(_look_of, call.leaves)) for call in calls),
-        tuple((str(call.spec), call.is_head) for call in calls),
+        tuple((str(call.rules.arguments.spec), call.is_head) for call in calls),
     )
 
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardhet.fsdp.batching import flatten
 from shardhet.fsdp.build import UnitDraft, draft_units
 from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.materialize import materialize
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.wrapping import find_units
+from shardhet.layout import Span
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.sketch import LossFn, TensorInput, UnitCall, UnitSketch, copy_with
 from shardhet.profiler.stopwatch import Stopwatch
@@ -88,7 +90,7 @@ class UnitRunner:
 
     def num_microbatches(self, num_samples: int) -> int:
         """How many microbatches of so many samples are to be run in a visit that is timed."""
-        if not all(call.is_batched for call in self._calls):
+        if not all(call.unit_call.rules.is_batched for call in self._calls):
             return 1
         is_cpu = self._device.type == "cpu"
         most = MAX_MICROBATCHES if is_cpu else MAX_MICROBATCHES_OF_ACCELERATOR
@@ -118,7 +120,7 @@ class UnitRunner:
             args, kwargs = call.arguments(batch)
             visit = self._visit(call, function, started.microbatch_sizes)
             with self._stopwatch.running():
-                returned = run_visit(visit, self._anchor, args, kwargs)
+                returned = run_visit(visit, self._anchor, flatten((args, kwargs))[0])
             started.forward_s += self._stopwatch.seconds / num_microbatches
             outputs = [leaf for leaf in tree_leaves(returned) if _needs_grad(leaf)]
             started.outputs.append((outputs, call.output_grads(batch, outputs)))
@@ -159,11 +161,12 @@ class UnitRunner:
             function=function,
             microbatch_sizes=microbatch_sizes,
             recomputes=False,
-            unbatched_addresses=call.unbatched_addresses,
+            rules=call.unit_call.rules,
             param_addresses=frozenset(),
             device_type=self._device.type,
             random_state=partial(self._random.around, is_training),
             seed_microbatch=lambda start: self._random.seed(fqn, 0, 0, start, is_training),
+            around_forward=lambda _start, _is_repeated: nullcontext(),
             watch_forward=_nothing_around,
             watch_backward=_nothing_around,
             enter_backward=_nothing,
@@ -190,25 +193,21 @@ class _PreparedCall:
         device: torch.device,
     ) -> None:
         self.unit_call = unit_call
+        self._max_samples = max_samples
         self._device = device
         self._tensors: dict[int, Tensor] = {}
         self._grads: dict[int, list[Tensor]] = {}
         for leaf in unit_call.tensor_inputs:
             known = None if leaf.source is None else given[leaf.source]
             self._tensors[id(leaf)] = _values(leaf, known, max_samples, device)
-        self.is_batched = any(leaf.is_batched for leaf in unit_call.tensor_inputs)
-        self.unbatched_addresses = frozenset(
-            self._tensors[id(leaf)].untyped_storage().data_ptr()
-            for leaf in unit_call.tensor_inputs
-            if not leaf.is_batched
-        )
 
     def arguments(self, num_samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the unit is called with; batched tensors are the first rows of larger ones."""
 
         def first_rows(leaf: TensorInput) -> Tensor:
-            tensor = self._tensors[id(leaf)]
-            rows = tensor[:num_samples] if leaf.is_batched else tensor
+            rows = self._tensors[id(leaf)]
+            if leaf.axis is not None:
+                rows = leaf.axis.narrow(rows, Span(0, num_samples), self._max_samples)
             return rows.detach().requires_grad_(leaf.requires_grad)
 
         return self.unit_call.arguments(first_rows)

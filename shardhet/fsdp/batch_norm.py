@@ -1,0 +1,153 @@
+"""Running statistics of batch norm, as one process would have them after all microbatches.
+
+Plain PyTorch writes a batch norm's buffers once per microbatch, one after the other.  Here the
+microbatches are on different ranks, so each rank only notes the statistics of its own; at the
+end of a training forward all of them are applied on every rank in the order of samples:
+
+    running = (1 - momentum) * running + momentum * statistics of a microbatch
+
+A recomputation and a probe note nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardhet.distributed import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What one call of a batch norm has seen."""
+
+    norm: int
+    mean: Tensor  # [channels]
+    var: Tensor  # [channels], unbiased
+
+
+class BatchNorms:
+    """All batch norms of a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._is_frozen = False
+        self._norms = [
+            (fqn, each) for fqn, each in module.named_modules() if isinstance(each, _BatchNorm)
+        ]
+        self._noted: list[tuple[int, list[_Noted]]] | None = None  # (first sample, calls)
+        for i, (fqn, each) in enumerate(self._norms):
+            if isinstance(each, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"{fqn}: a SyncBatchNorm sums over ranks in every microbatch, but ranks "
+                    "may have different numbers of them. Use BatchNorm, whose statistics are "
+                    "a microbatch's."
+                )
+            each.forward = partial(self._forward, i, each, each.forward)  # type: ignore[method-assign]
+
+    def __len__(self) -> int:
+        return len(self._norms)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, no sample's result depends on the other samples."""
+        self._is_frozen = True
+        try:
+            yield
+        finally:
+            self._is_frozen = False
+
+    @contextmanager
+    def noting(self, first_sample: int, *, is_repeated: bool) -> Iterator[None]:
+        """Around a microbatch; ``first_sample`` is that of the global batch."""
+        if not self._norms:
+            yield
+            return
+        if is_repeated:
+            before, self._noted = self._noted, None
+            try:
+                yield
+            finally:
+                self._noted = before
+            return
+        if self._noted is not None:
+            self._noted.append((first_sample, []))
+        yield
+
+    def begin(self) -> None:
+        """A training forward begins."""
+        self._noted = []
+
+    def drop(self) -> None:
+        """Forget what was noted."""
+        self._noted = None
+
+    @torch.no_grad()
+    def apply(self, channel: Channel) -> None:
+        """Write the buffers: the same on every rank.  Collective where there are any."""
+        noted, self._noted = self._noted or [], None
+        if not self._norms:
+            return
+        calls = [(first, each) for first, calls in noted for each in calls]
+        mine = [
+            (first, i, each.norm, each.mean.cpu(), each.var.cpu())
+            for i, (first, each) in enumerate(calls)
+        ]
+        everyone = [each for rows in channel.exchange_objects(mine) for each in rows]
+        for _, _, index, mean, var in sorted(everyone, key=lambda each: each[:2]):
+            _update(self._norms[index][1], mean, var)
+
+    def _forward(
+        self, index: int, norm: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._is_frozen:
+            return _normalised(norm, args[0] if args else kwargs["input"])
+        if not norm.training or norm.running_mean is None:
+            return forward(*args, **kwargs)
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        buffers = {name: norm._buffers[name] for name in names}
+        momentum, norm.momentum = norm.momentum, 1.0
+        for name in names:
+            norm._buffers[name] = torch.zeros_like(buffers[name])
+        try:
+            output = forward(*args, **kwargs)
+            mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
+        finally:
+            norm.momentum = momentum
+            norm._buffers.update(buffers)
+        if self._noted:
+            self._noted[-1][1].append(_Noted(index, mean, var))
+        return output
+
+
+def _update(norm: Any, mean: Tensor, var: Tensor) -> None:
+    norm.num_batches_tracked += 1
+    momentum = norm.momentum
+    if momentum is None:  # a cumulative average
+        momentum = 1.0 / float(norm.num_batches_tracked)
+    for running, seen in ((norm.running_mean, mean), (norm.running_var, var)):
+        running.mul_(1 - momentum).add_(seen.to(running), alpha=momentum)
+
+
+def _normalised(norm: Any, x: Tensor) -> Tensor:
+    """As in evaluation; by zero and one where the module has no running statistics."""
+    mean, var = norm.running_mean, norm.running_var
+    if mean is None:
+        mean, var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+    return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+def running_buffers(module: nn.Module) -> Sequence[Tensor]:
+    """The buffers that batch norms write."""
+    return [
+        buffer
+        for each in module.modules()
+        if isinstance(each, _BatchNorm)
+        for buffer in each._buffers.values()
+        if buffer is not None
+    ]

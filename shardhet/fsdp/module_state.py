@@ -1,0 +1,75 @@
+"""What a forward writes on a model besides its result: found, and taken back."""
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+@contextmanager
+def restored_modules(module: nn.Module) -> Iterator[None]:
+    """Attributes and buffers of all modules are afterwards what they were before.
+
+    Containers among the attributes get their content back.  The memory of all buffers is
+    copied meanwhile.
+    """
+    modules = list(module.modules())
+    attributes = [dict(each.__dict__) for each in modules]
+    contents = [
+        (value, copy.copy(value))
+        for saved in attributes
+        for value in saved.values()
+        if type(value) in _CONTAINERS
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for each, saved in zip(modules, attributes, strict=True):
+            each.__dict__.clear()
+            each.__dict__.update(saved)
+        for container, content in contents:
+            _refill(container, content)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                if not _equal(buffer, values):
+                    buffer.copy_(values)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other)
+
+
+class BufferWrites:
+    """Which buffers of a model are written between two moments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {fqn: (buffer, buffer._version) for fqn, buffer in _buffers(module)}
+
+    def written(self) -> dict[str, Tensor]:
+        """By fqn: those written in place or replaced since this was made."""
+        found = {}
+        for fqn, buffer in _buffers(self._module):
+            known, version = self._before.get(fqn, (None, 0))
+            if buffer is not known or buffer._version != version:
+                found[fqn] = buffer
+        return found
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers())

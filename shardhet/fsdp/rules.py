@@ -1,0 +1,127 @@
+"""What becomes of a unit's inputs and outputs when it runs in microbatches: decided by what it
+gives for two samples and for three, and refused where that does not show it.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardhet.fsdp.batching import BatchAxis, Join, Rule, find_axis
+from shardhet.fsdp.comparing import are_close, joined_like
+from shardhet.fsdp.watch import Refusal
+from shardhet.layout import Span
+
+SMALL, LARGE = 2, 3
+SIZES = (SMALL, LARGE)
+PARTS = (Span(0, SMALL), Span(SMALL, LARGE))
+
+
+class RuleFinder:
+    """Decides about one call of a unit at a time.
+
+    With ``splits`` false no rank has several microbatches, and nothing needs to be decided.
+    """
+
+    def __init__(self, *, splits: bool) -> None:
+        self.is_unpredictable = False  # the call draws random numbers that cannot be fixed
+        self._splits = splits
+
+    def of_input(self, fqn: str, name: str, small: Tensor, large: Tensor) -> Rule:
+        """Of an argument as it was for the small and for the large batch."""
+        what = f"unit {fqn!r}: its argument {name}"
+        try:
+            axes = find_axis(small, large, SIZES)
+        except ValueError as error:
+            return self._undecidable(
+                f"{what} has shape {tuple(small.shape)} for {SMALL} samples and "
+                f"{tuple(large.shape)} for {LARGE}: {error}. Compute it inside the unit, or "
+                "give every rank one microbatch."
+            )
+        if not axes:
+            if self._are_equal(small, large):
+                return Join.SHARED
+            return self._undecidable(
+                f"{what} has no dimension for the samples, but its values depend on which "
+                "samples are in the batch, so it differs between microbatches. Compute it "
+                "inside the unit, or give every rank one microbatch."
+            )
+        fitting = [
+            axis for axis in axes if self._are_equal(axis.narrow(large, PARTS[0], LARGE), small)
+        ]
+        if len(fitting) == 1 or (fitting and len(axes) == 1):
+            return fitting[0]
+        if fitting:
+            return self._undecidable(
+                f"{what} of shape {tuple(large.shape)} holds {axes[-1].outer} rows per sample, "
+                "and their values do not tell in which order. Pass one row per sample and "
+                "repeat it inside the unit, or give every rank one microbatch."
+            )
+        return self._undecidable(
+            f"{what} of shape {tuple(large.shape)} depends for one sample on the other samples "
+            "of the batch: code outside of units mixes samples, or the batch is in another "
+            "dimension (HetFSDP(batch_dim=...)). Mix samples inside of a unit, or give every "
+            "rank one microbatch."
+        )
+
+    def of_output(
+        self, fqn: str, index: int, small: Tensor, whole: Tensor, parts: Sequence[Tensor]
+    ) -> Rule:
+        """Of a result: for the small batch, the large one whole, and its two parts."""
+        what = f"unit {fqn!r}: output {index}"
+        try:
+            axes: Sequence[Rule] = find_axis(small, whole, SIZES)
+        except ValueError as error:
+            return self._undecidable(
+                f"{what} has shape {tuple(small.shape)} for {SMALL} samples and "
+                f"{tuple(whole.shape)} for {LARGE}: {error}, so microbatches cannot be put "
+                "together. Return one row per sample, or give every rank one microbatch."
+            )
+        if not parts:
+            return axes[0] if axes and self._splits else Join.SHARED
+        # What is always the same is its own mean too; of a single number rather that, for it
+        # may be a mean of samples that happen to be alike.
+        joins = (Join.MEAN, Join.SHARED) if whole.dim() == 0 else (Join.SHARED, Join.MEAN)
+        rules = axes or (*joins, Join.SUM)
+        fitting = [rule for rule in rules if self._fits(whole, parts, rule)]
+        if Join.SUM in fitting:  # if others fit too it is zero: a sum of nothing yet
+            return Join.SUM
+        if fitting:
+            return fitting[0]
+        if axes:
+            return self._undecidable(
+                f"{what} of shape {tuple(whole.shape)} depends for one sample on the other "
+                "samples of the microbatch, or the batch is in another dimension "
+                "(HetFSDP(batch_dim=...)), so the result would depend on the plan. Give every "
+                "rank one microbatch if that is intended."
+            )
+        return self._undecidable(
+            f"{what} of shape {tuple(whole.shape)} has no dimension for the samples, and for "
+            "several microbatches it is neither the same, nor the sum, nor the mean (a "
+            "load-balancing loss, perhaps). Return what belongs to each sample, or give every "
+            "rank one microbatch."
+        )
+
+    def _fits(self, whole: Tensor, parts: Sequence[Tensor], rule: Rule) -> bool:
+        if self.is_unpredictable:
+            return isinstance(rule, BatchAxis) and rule.outer == 1
+        return are_close(joined_like(whole, parts, PARTS, rule), whole)
+
+    def _are_equal(self, one: Tensor, other: Tensor) -> bool:
+        return self.is_unpredictable or are_close(one, other)
+
+    def _undecidable(self, message: str) -> Rule:
+        if self._splits:
+            raise Refusal(ValueError(message))
+        return Join.SHARED  # nobody will ever ask
+
+
+def readings(tensor: Tensor, known: Rule | None, num_samples: int) -> list[Rule]:
+    """What the tensor may be for ``num_samples``; only ``known`` if that fits."""
+    if known is Join.SHARED or (
+        isinstance(known, BatchAxis) and known.fits(tensor, num_samples)
+    ):
+        return [known]
+    axes: list[Rule] = [
+        BatchAxis(dim) for dim, length in enumerate(tensor.shape) if length == num_samples
+    ]
+    return [*axes, Join.SHARED]
