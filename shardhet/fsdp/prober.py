@@ -159,7 +159,7 @@ class Prober:
         self._check_agreement(rules)
         forms = self._control.exchange_objects(attempt.empty_output())
         form = next((each for each in forms if each is not None), None)
-        empty = None if form is None or attempt.probe is not None else pickle.loads(form)
+        empty = None if form is None else pickle.loads(form)
         variants = {key: [found] for key, found in rules.items()}
         return Findings(variants, schedule, attempt.splits, empty)
 

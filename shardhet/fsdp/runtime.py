@@ -123,7 +123,8 @@ class Runtime:
         self._take_in(self.root)
         if index == UNKNOWN:
             index = self._probe(run_module, call)
-            self._finding_by_key[key] = index
+            if call.num_samples:
+                self._finding_by_key[key] = index
         self._index = index
         findings = self._findings[index]
         self._order.begin(findings.schedule)
