@@ -1,0 +1,700 @@
+"""What a unit's inputs and outputs are is known and not guessed: exact, or refused by name."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardhet import HetFSDP, Plan
+from tests.worlds import run_ranks
+
+WIDTH = 6
+NUM_SAMPLES = 5
+BAR = 1e-12
+
+Step = Callable[[nn.Module, Tensor], Tensor]  # a model and its samples to the sum of losses
+
+
+def plan_for(recomputes: bool, *, world_size: int = 1) -> Plan:
+    if world_size == 1:
+        return Plan.by_hand(
+            microbatch_sizes=[2],
+            rank_batch_sizes=[NUM_SAMPLES],
+            state_shares=[1.0],
+            recompute=recomputes,
+        )
+    return Plan.by_hand(
+        microbatch_sizes=[2, 1, 0],
+        rank_batch_sizes=[3, 2, 0],
+        state_shares=[0.5, 0.2, 0.3],
+        recompute=recomputes,
+    )
+
+
+both_ways = pytest.mark.parametrize("recomputes", [False, True])
+
+
+def check(
+    plan: Plan,
+    reference: nn.Module,
+    samples: Sequence[Tensor],
+    step: Step,
+    *,
+    sample_dim: int = 0,
+    **options: Any,
+) -> HetFSDP:
+    """A step for each of ``samples``, beside plain PyTorch over the plan's microbatches."""
+    model = HetFSDP(copy.deepcopy(reference), plan, **options)
+    for x in samples:
+        for each in (model, reference):
+            each.zero_grad()
+        first = plan.first_sample(model.position)
+        own = x.narrow(sample_dim, first, plan.ranks[model.position].rank_batch_size)
+        mean = model.backward(step(model, own), own.shape[sample_dim])
+        total = 0.0
+        for rank in plan.ranks:
+            for size in rank.microbatch_sizes:
+                piece, x = x.split([size, x.shape[sample_dim] - size], sample_dim)
+                loss = step(reference, piece) / plan.global_batch_size
+                loss.backward()
+                total += float(loss.detach())
+        assert mean == pytest.approx(total, rel=BAR)
+        compare_grads(model, reference)
+    return model
+
+
+def compare_grads(model: HetFSDP, reference: nn.Module) -> None:
+    grads = {fqn: param.grad for fqn, param in reference.named_parameters()}
+    largest = max(float(g.abs().max()) for g in grads.values() if g is not None)
+    boxes = model.sharded_state_dict()
+    for fqn, param in model.named_parameters():
+        expected, rows = grads[fqn], boxes[fqn].rows
+        assert (param.grad is None) == (expected is None), fqn
+        if expected is not None and param.grad is not None and param.numel():
+            error = (param.grad - expected[rows.start : rows.stop]).abs().max()
+            assert float(error) <= BAR * largest, fqn
+
+
+class Net(nn.Module):
+    """Units one after the other, and a head outside of them."""
+
+    def __init__(self, make_unit: Callable[[], nn.Module], num_units: int = 2) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(make_unit() for _ in range(num_units))
+        self.head = nn.Linear(WIDTH, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return self.head(x)
+
+
+def squared(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# Lengths that are equal by chance
+
+
+class Mixer(nn.Module):
+    """Positions are mixed by a matrix that is passed beside the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:
+        y_BTD = self.linear(x_BTD).tanh()
+        return x_BTD + (y_BTD if mask_TT is None else mask_TT @ y_BTD)
+
+
+class MaskedNet(Net):
+    """Makes the matrix anew in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        mask = torch.ones(length, length, dtype=x.dtype).tril()
+        for unit in self.units:
+            x = unit(x, mask_TT=mask)
+        return self.head(x)
+
+
+@both_ways
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_lengths_that_become_equal_to_a_batch_later(world_size: int, recomputes: bool) -> None:
+    run_ranks(_colliding_lengths, world_size, plan_for(recomputes, world_size=world_size))
+
+
+def _colliding_lengths(rank: int, plan: Plan) -> None:
+    torch.manual_seed(1)
+    samples = [draw(NUM_SAMPLES, length, WIDTH) for length in (11, 5, 2, 3, 1, 4)]
+    check(plan, MaskedNet(Mixer), samples, squared)
+
+
+@both_ways
+def test_lengths_that_are_equal_to_the_batch_from_the_start(recomputes: bool) -> None:
+    check(plan_for(recomputes), MaskedNet(Mixer), [draw(5, 5, WIDTH)], squared)
+
+
+class SequenceFirst(nn.Module):
+    """Attention over dim 0, as torch's own layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x_TBD: Tensor) -> Tensor:
+        return x_TBD + self.attention(x_TBD, x_TBD, x_TBD, need_weights=False)[0]
+
+
+@both_ways
+@pytest.mark.parametrize("length", [7, NUM_SAMPLES])
+def test_sequence_first_models(length: int, recomputes: bool) -> None:
+    samples = [draw(length, NUM_SAMPLES, WIDTH) for _ in range(2)]
+    check(plan_for(recomputes), Net(SequenceFirst), samples, squared, sample_dim=1, batch_dim=1)
+
+
+def test_samples_in_a_dimension_that_nobody_named_are_refused() -> None:
+    model = HetFSDP(Net(SequenceFirst), plan_for(recomputes=False))
+    with pytest.raises(ValueError, match=r"unit 'units.0'.*batch_dim="):
+        model(draw(NUM_SAMPLES, NUM_SAMPLES, WIDTH))
+
+
+class Table(nn.Module):
+    """Uses a table that has a row for each position and none for samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Mixer(), Mixer()])
+        self.double()
+
+    def forward(self, x: Tensor, table_TD: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x + table_TD)
+        return x
+
+
+def test_an_argument_without_samples_whose_length_is_the_batch() -> None:
+    table = draw(NUM_SAMPLES, WIDTH)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, table).square().sum()
+
+    check(plan_for(recomputes=False), Table(), [draw(5, 5, WIDTH)], step)
+
+
+# Dimensions that hold the batch times something
+
+
+class Biased(nn.Module):
+    """Attention with a bias for every sample and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x_BTD: Tensor, bias_STT: Tensor) -> Tensor:
+        return x_BTD + self.attention(x_BTD, x_BTD, x_BTD, attn_mask=bias_STT)[0]
+
+
+class BiasedNet(Net):
+    """The bias has the heads beside each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias_BTT = x @ x.transpose(1, 2)
+        for unit in self.units:
+            x = unit(x, bias_BTT.repeat_interleave(2, 0))
+        return self.head(x)
+
+
+class Tiled(nn.Module):
+    """Two copies of the batch, one after the other, as one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BTD: Tensor, both_STD: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = self.linear(both_STD).tanh().unflatten(0, (2, -1))
+        return x_BTD * one + two, torch.cat([one, two])
+
+
+class TiledNet(Net):
+    """The copies differ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, x.square()])
+        for unit in self.units:
+            x, both = unit(x, both)
+        return self.head(x) + both.mean() * 0 + self.head(both.unflatten(0, (2, -1))[1])
+
+
+@both_ways
+@pytest.mark.parametrize("make", [lambda: BiasedNet(Biased), lambda: TiledNet(Tiled)])
+def test_batches_times_heads(make: Callable[[], nn.Module], recomputes: bool) -> None:
+    samples = [draw(NUM_SAMPLES, length, WIDTH) for length in (4, 5)]
+    check(plan_for(recomputes), make(), samples, squared)
+
+
+class Recurrent(nn.Module):
+    """Hands its last states, [layers, B, H], to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x_BTD: Tensor, states: Any = None) -> tuple[Tensor, Any]:
+        return self.lstm(x_BTD, states)
+
+
+class RecurrentNet(Net):
+    """Passes the states on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = None
+        for unit in self.units:
+            x, states = unit(x, states)
+        return self.head(x) + self.head(states[0][-1])[:, None]
+
+
+@both_ways
+def test_states_with_the_batch_in_the_middle(recomputes: bool) -> None:
+    check(plan_for(recomputes), RecurrentNet(Recurrent), [draw(5, 3, WIDTH)] * 2, squared)
+
+
+# Without a batch
+
+
+class Position(nn.Module):
+    """A table that is looked up once for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH)
+
+    def forward(self, positions_1T: Tensor) -> Tensor:
+        return self.table(positions_1T)
+
+
+class PositionNet(Net):
+    """Adds positions as GPT-2 does."""
+
+    def __init__(self) -> None:
+        super().__init__(Mixer)
+        self.position = Position().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.position(torch.arange(x.shape[1])[None])
+        return super().forward(x)
+
+
+class RelativeBias(nn.Module):
+    """Gives a bias that is the same for all samples beside its result, as T5 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(11, 11))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        length = x.shape[1]
+        bias = self.bias[:length, :length] if bias is None else bias
+        return x + bias @ self.linear(x).tanh(), bias
+
+
+class RelativeBiasNet(Net):
+    """The first unit's bias serves all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None
+        for unit in self.units:
+            x, bias = unit(x, bias)
+        return self.head(x) + bias.sum()
+
+
+@both_ways
+@pytest.mark.parametrize("make", [PositionNet, lambda: RelativeBiasNet(RelativeBias)])
+def test_units_and_outputs_without_samples(
+    make: Callable[[], nn.Module], recomputes: bool
+) -> None:
+    samples = [draw(NUM_SAMPLES, length, WIDTH) for length in (4, 5, 2)]
+    units = (Position, Mixer, RelativeBias)
+    module = make()
+    wanted = [kind for kind in units if any(isinstance(m, kind) for m in module.modules())]
+    check(plan_for(recomputes), module, samples, squared, units=wanted)
+
+
+# Single numbers
+
+
+class Auxiliary(nn.Module):
+    """Gives a single number beside its result."""
+
+    kind = "sum"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x).tanh()
+        number = {
+            "sum": y.square().sum(),
+            "mean": y.square().mean(),
+            "balance": (y.mean((0, 1)) * y.square().mean((0, 1))).sum(),
+        }[self.kind]
+        return y, number
+
+
+class Meaning(Auxiliary):
+    kind = "mean"
+
+
+class Balancing(Auxiliary):
+    kind = "balance"
+
+
+class AuxiliaryNet(Net):
+    """The numbers join the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for unit in self.units:
+            x, number = unit(x)
+            # A mean counts for its samples, so that what is returned is a sum.
+            total = total + number * (len(x) if isinstance(unit, Meaning) else 1)
+        return self.head(x).square().sum() + total
+
+
+@both_ways
+@pytest.mark.parametrize("kind", [Auxiliary, Meaning])
+def test_single_numbers_are_summed_or_averaged(kind: type[Auxiliary], recomputes: bool) -> None:
+    samples = [draw(NUM_SAMPLES, 3, WIDTH)] * 2
+    check(plan_for(recomputes), AuxiliaryNet(kind), samples, lambda model, x: model(x))
+
+
+def test_a_load_balancing_loss_is_refused_unless_no_rank_splits() -> None:
+    x = draw(NUM_SAMPLES, 3, WIDTH)
+    with pytest.raises(ValueError, match=r"unit 'units.0'.*neither the same, nor the sum"):
+        HetFSDP(AuxiliaryNet(Balancing), plan_for(recomputes=False))(x)
+    whole = Plan.by_hand(microbatch_sizes=[NUM_SAMPLES], state_shares=[1.0])
+    check(whole, AuxiliaryNet(Balancing), [x], lambda model, x: model(x))
+
+
+class BalancedOutside(Net):
+    """The load-balancing loss is computed outside of units from what they return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x.square().sum() + (x.mean((0, 1)) * x.square().mean((0, 1))).sum()
+
+
+class Centred(Net):
+    """Samples are mixed outside of units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.units[0](x)
+        return self.head(self.units[1](x - x.mean(0)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(BalancedOutside, "no sum over samples"), (Centred, "mixes samples")]
+)
+def test_mixing_samples_outside_of_units_is_refused(make: type[Net], words: str) -> None:
+    model = HetFSDP(make(Mixer), plan_for(recomputes=False))
+    with pytest.raises(ValueError, match=words):
+        model(draw(NUM_SAMPLES, 3, WIDTH))
+
+
+def test_a_mean_over_valid_tokens_is_no_mixture() -> None:
+    reference = Net(Mixer)
+    model = HetFSDP(copy.deepcopy(reference), plan_for(recomputes=False))
+    targets = torch.tensor([[0, 1, 2], [-100, 1, -100], [2, 2, -100], [-100] * 3, [0, 1, 1]])
+
+    class WithLoss(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.net(x).flatten(0, 1), labels.flatten())
+
+    model = HetFSDP(WithLoss(copy.deepcopy(reference)), plan_for(recomputes=False))
+    x = draw(NUM_SAMPLES, 3, WIDTH)
+    num_valid = int((targets != -100).sum())
+    model.backward(model(x, labels=targets) * num_valid, num_valid)
+    WithLoss(reference)(x, targets).backward()
+    grads = {f"net.{fqn}": param.grad for fqn, param in reference.named_parameters()}
+    for fqn, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, grads[fqn], rtol=1e-12, atol=1e-14)
+
+
+# What leaves or enters a unit on other ways
+
+
+class Leaking(nn.Module):
+    """Keeps a tensor in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.kept = y.square().sum()
+        return y.tanh()
+
+
+class ReadsAttribute(Net):
+    """Reads it outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(unit.kept for unit in self.units)
+
+
+class Hooked(Net):
+    """Reads what a hook has caught inside of a unit."""
+
+    def __init__(self, make_unit: Callable[[], nn.Module]) -> None:
+        super().__init__(make_unit)
+        self.caught: list[Tensor] = []
+        self.units[0].linear.register_forward_hook(lambda *call: self.caught.append(call[2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.caught.clear()
+        return super().forward(x) + self.caught[0].square().sum()
+
+
+class Told(Mixer):
+    """Is told the mask by an attribute."""
+
+    mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * self.mask
+
+
+class TellsByAttribute(Net):
+    """Tells it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            unit.mask = x.sum((1, 2), keepdim=True).sigmoid()
+        return super().forward(x)
+
+
+class Appending(nn.Module):
+    """Appends to a list, as to a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Any) -> Tensor:
+        memory.append(self.linear(x))
+        return x + sum(memory)
+
+
+class Remembering(Net):
+    """Passes a list, or an object of a class that has one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.make_memory()
+        for unit in self.units:
+            x = unit(x, memory)
+        return self.head(x)
+
+    def make_memory(self) -> Any:
+        return []
+
+
+class Memory:
+    """Has a state."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def append(self, state: Tensor) -> None:
+        self.states.append(state)
+
+    def __iter__(self) -> Any:
+        return iter(self.states)
+
+
+class RemembersInObject(Remembering):
+    def make_memory(self) -> Any:
+        return Memory()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+class RandomOutside(Net):
+    """Functional dropout outside of units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ReadsAttribute(Leaking), "'units.0'.*did not return is used outside"),
+        (lambda: Hooked(Leaking), "'units.0'.*did not return is used outside"),
+        (lambda: TellsByAttribute(Told), "'units.0' uses a tensor.*not among its arguments"),
+        (lambda: Remembering(Appending), "'units.0' changes a list or dict"),
+        (lambda: RemembersInObject(Appending), "'units.0' changes a Memory"),
+        (lambda: Net(Counting), "buffer 'units.0.calls' is written"),
+        (lambda: RandomOutside(Mixer), "random numbers outside of units"),
+    ],
+)
+def test_what_cannot_be_shown_right_is_refused(
+    make: Callable[[], nn.Module], words: str, recomputes: bool
+) -> None:
+    model = HetFSDP(make(), plan_for(recomputes))
+    with pytest.raises(ValueError, match=words):
+        model(draw(NUM_SAMPLES, 3, WIDTH))
+    assert all(param.grad is None for param in model.parameters())
+
+
+# A mask in one step and none in another
+
+
+class SometimesMasked(Net):
+    """Leaves the mask out where no sample needs one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        needs_mask = bool((x[:, 0, 0] > 1).any())
+        mask = (x[:, :, :1] < 1).to(x.dtype) * x[:, None, :, 0] if needs_mask else None
+        for unit in self.units:
+            x = unit(x, mask)
+        return self.head(x)
+
+
+@both_ways
+@pytest.mark.parametrize("first", [False, True])
+def test_masks_that_depend_on_values(first: bool, recomputes: bool) -> None:
+    samples = []
+    for step in range(4):
+        x = draw(NUM_SAMPLES, 3 if step < 2 else NUM_SAMPLES, WIDTH).clamp(max=0.9)
+        if (step % 2 == 0) == first:
+            x[step, 0, 0] = 2.0  # one sample of another microbatch at each step
+            x[(step + 1) % 5, 0, 0] = 2.0
+        samples.append(x)
+    model = HetFSDP(SometimesMasked(Mixer), plan_for(recomputes))
+    reference = SometimesMasked(Mixer)
+    reference.load_state_dict(model.state_dict())
+    for x in samples:
+        for each in (model, reference):
+            each.zero_grad()
+        mask_of_all = x if (x[:, 0, 0] > 1).any() else None
+        model.backward(squared(model, x), len(x))
+        (squared(reference, x if mask_of_all is None else mask_of_all) / len(x)).backward()
+        compare_grads(model, reference)
+
+
+# Parameters that a unit and the root share
+
+
+class Tied(nn.Module):
+    """Embedding and head are one matrix; the head is used outside of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(7, WIDTH)
+        self.units = nn.ModuleList([Mixer(), Mixer()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.wte.weight
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        for unit in self.units:
+            x = unit(x)
+        return self.head(self.norm(x))
+
+
+def _tied(rank: int, plan: Plan, units: tuple[Any, ...]) -> None:
+    torch.manual_seed(2)
+    samples = [torch.randint(0, 7, (NUM_SAMPLES, 3)) for _ in range(2)]
+    check(plan, Tied(), samples, squared, units=units)
+
+
+@both_ways
+@pytest.mark.parametrize("units", [(Mixer, "wte"), (Mixer, "head"), (Mixer, "wte", "head")])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_parameter_that_a_unit_and_the_root_share(
+    world_size: int, units: tuple[Any, ...], recomputes: bool
+) -> None:
+    run_ranks(_tied, world_size, plan_for(recomputes, world_size=world_size), units)
+
+
+# Batch norm
+
+
+class Normalised(nn.Module):
+    """A linear layer and batch norm over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2).tanh()
+
+
+class NormOutside(Net):
+    """One more batch norm outside of units."""
+
+    def __init__(self) -> None:
+        super().__init__(Normalised)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return super().forward(x)
+
+
+def _batch_norm(rank: int, plan: Plan) -> None:
+    torch.manual_seed(3)
+    reference = NormOutside()
+    samples = [draw(NUM_SAMPLES, 3, WIDTH) for _ in range(3)]
+    model = check(plan, reference, samples, squared, units=(Normalised, "head"))
+    expected = dict(reference.named_buffers())
+    for fqn, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, expected[fqn], rtol=1e-12, atol=1e-14, msg=fqn)
+    for each in (model, reference):
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(samples[0]), reference(samples[0]))
+
+
+@both_ways
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_batch_norm_follows_the_order_of_samples(world_size: int, recomputes: bool) -> None:
+    run_ranks(_batch_norm, world_size, plan_for(recomputes, world_size=world_size))
