@@ -269,7 +269,8 @@ class BoxModel(nn.Module):
 
 def _hide_tensors(rank: int, plan: Plan, gives: bool) -> None:
     model = HetFSDP(BoxModel(gives=gives), plan, units=("first", "last"))
-    with pytest.raises(TypeError, match="Box, whose tensors HetFSDP cannot see"):
+    words = "Box, whose tensors HetFSDP cannot see|'last' uses a tensor .* not among its arguments"
+    with pytest.raises((TypeError, ValueError), match=words):
         model(torch.randn(sum(full_batches(plan)), 4))
 
 
@@ -294,10 +295,7 @@ def _mixed_dtypes(rank: int, plan: Plan) -> None:
     model = HetFSDP(copy.deepcopy(reference), plan)
     x = torch.randn(sum(full_batches(plan)), 4, dtype=torch.float64)
     part = part_of({"x": x}, full_batches(plan), model.position)["x"]
-    if len(part):
-        model.backward(model(part).square().sum(), len(part))
-    else:
-        model.backward(*model(part))
+    model.backward(model(part).square().sum(), len(part))
     (reference(x).square().sum() / len(x)).backward()
     for clips in (False, True):
         if clips:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardhet import DeviceSpec, HetFSDP, Plan, collectives
 from shardhet.fsdp import flat as flat_module
 from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.prober import Prober
 from shardhet.schedule import Segment, make_schedule
 from shardhet.shared_memory import PeerArena
 from tests.hosts import on_different_hosts
@@ -65,16 +66,31 @@ def deal(model: HetFSDP, batch: Tensor) -> Tensor:
 
 @contextmanager
 def around_collectives(launch: Callable[[str, FlatTensor], None]) -> Iterator[None]:
-    """Call ``launch`` with the kind and the flat tensor of each collective that is launched."""
+    """Call ``launch`` with the kind and the flat tensor of each collective that is launched.
+
+    Those of a probe, before the first step, are left out.
+    """
+    num_probes = 0
+    run_once = Prober.run_once
+
+    def probing(*args: Any) -> Any:
+        nonlocal num_probes
+        num_probes += 1
+        try:
+            return run_once(*args)
+        finally:
+            num_probes -= 1
 
     def watched(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            launch(kind, sys._getframe(1).f_locals["self"])  # the flat tensor that calls
+            if not num_probes:
+                launch(kind, sys._getframe(1).f_locals["self"])  # the flat tensor that calls
             return collective(*args, **kwargs)
 
         return call
 
     with (
+        mock.patch.object(Prober, "run_once", probing),
         mock.patch.object(
             flat_module, "all_gather_uneven", watched("gather", collectives.all_gather_uneven)
         ),
