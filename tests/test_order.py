@@ -261,6 +261,7 @@ def count_bytes(plan: Plan) -> tuple[int, int]:
         arrived += tensor.numel() * 8
         copy_to(arena, tensor, place)
 
+    model.backward(*model(x))  # after its probe
     with (
         around_collectives(launch),
         mock.patch.object(dist, "batch_isend_irecv", count),
