@@ -228,7 +228,8 @@ class FlatTensor:
                 f"Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
             )
         grad = param.grad
-        assert grad is not None
+        if grad is None:  # it goes into something that sends no gradient back
+            return
         total = self._sums.get(index)
         if total is None:
             if self._unsharded_grad is None:
