@@ -39,7 +39,15 @@ from shardhet.fsdp.batching import (
 from shardhet.fsdp.comparing import fingerprint
 from shardhet.fsdp.layered import cut, tensors_in, writes_on_input
 from shardhet.fsdp.module_state import BufferWrites, restored_modules
-from shardhet.fsdp.rules import LARGE, PARTS, SIZES, SMALL, RuleFinder, readings
+from shardhet.fsdp.rules import (
+    LARGE,
+    PARTS,
+    SIZES,
+    SMALL,
+    RuleFinder,
+    join_by_gradients,
+    readings,
+)
 from shardhet.fsdp.signature import is_plain
 from shardhet.fsdp.watch import Refusal, Watcher
 
@@ -82,6 +90,7 @@ class Probe:
         anchor: Tensor,
     ) -> None:
         self.rules: dict[CallKey, VisitRules] = {}
+        self.is_certain = True  # else something was zero, and may be a sum or a mean
         self._seen: dict[CallKey, Seen] = {}
         self._module = module
         self._norms = norms
@@ -150,6 +159,8 @@ class Probe:
         output = self._apply(key.fqn, function, leaves, arguments, with_graph=False)
         outputs, spec = flatten(output)
         copies = [each.detach().clone() for each in outputs if isinstance(each, Tensor)]
+        if key not in self.rules:
+            raise Refusal(ValueError(_calls_others(key.fqn)))
         return self._returned(outputs, spec, copies, self.rules[key].is_differentiable)
 
     def _run_large(
@@ -178,7 +189,7 @@ class Probe:
         self, fqn: str, function: Callable[..., Any], leaves: list[Any], arguments: Layout
     ) -> tuple[Seen, Any]:
         """What the call gives for two samples."""
-        graph = self._has_gradients
+        graph = self._has_gradients and torch.is_grad_enabled()
         output = self._apply(fqn, function, leaves, arguments, with_graph=graph)
         outputs, spec = flatten(output)
         tensors = [each for each in outputs if isinstance(each, Tensor)]
@@ -197,6 +208,7 @@ class Probe:
     ) -> tuple[VisitRules, Any]:
         """The rules of a call, and what it gives for three samples whole."""
         self._decide.is_unpredictable = self._watcher.is_unpredictable = False
+        self._decide.undecided.clear()
         rules = VisitRules(
             arguments=seen.arguments,
             inputs=inputs,
@@ -204,22 +216,40 @@ class Probe:
             outputs=(),
             is_differentiable=seen.is_differentiable,
         )
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        copies = [each.detach().clone() for each in given]  # the call may write on its inputs
+        versions = [each._version for each in given]
         output = self._apply(fqn, function, leaves, seen.arguments, with_graph=False)
+        for each, version, rule in zip(given, versions, inputs, strict=True):
+            is_view = isinstance(rule, BatchAxis) and rule.outer == 1
+            if self._splits and each._version != version and not is_view:
+                raise Refusal(RuntimeError(writes_on_input(fqn)))
         outputs, spec = flatten(output)
         if Layout.of(outputs, spec) != seen.results:
             raise Refusal(ValueError(_returns_others(fqn)))
         output = unflatten([_copy(each) for each in outputs], spec)
-        parts = []
-        for span in PARTS if self._splits and rules.is_batched else ():
-            pieces = self._with(leaves, cut(tensors, rules, span, LARGE))
-            part = self._apply(fqn, function, pieces, seen.arguments, with_graph=False)
-            parts.append([each.detach().clone() for each in tensors_in(part)])
+        pieces = [
+            self._with(leaves, cut(copies, rules, span, LARGE))
+            for span in (PARTS if self._splits and rules.is_batched else ())
+        ]
+        parts = [
+            list(map(_copy, tensors_in(
+                self._apply(fqn, function, piece, seen.arguments, with_graph=False))))
+            for piece in pieces
+        ]  # fmt: skip
         self._decide.is_unpredictable = self._watcher.is_unpredictable
         found = [
             self._decide.of_output(fqn, i, seen.outputs[i], whole, [part[i] for part in parts])
             for i, whole in enumerate(tensors_in(output))
         ]
+        for i in self._decide.undecided:
+            wholes, *others = [
+                tensors_in(self._apply(fqn, function, each, seen.arguments, with_graph=True))[i]
+                for each in (self._with(leaves, copies), *pieces)
+            ]
+            decided = join_by_gradients(wholes, others) if wholes.requires_grad else None
+            found[i] = decided or Join.SUM
+            self.is_certain &= decided is not None
         return replace(rules, outputs=tuple(found)), output
 
     # Calls that are unlike those of the small run, or of the first step

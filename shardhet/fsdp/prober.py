@@ -56,6 +56,7 @@ class Findings:
     rules: dict[CallKey, list[VisitRules]]  # one for each kind of arguments that was seen
     schedule: Schedule
     splits: bool  # whether any rank has several microbatches
+    is_certain: bool  # else they serve for one step
     empty_output: Any  # the model's output for no samples, with ``Zeros``; None: not known
 
     def make_empty_output(self, device: torch.device) -> Any:
@@ -155,13 +156,20 @@ class Prober:
             # An evaluation saves the memory.
             reshard_after_forward=self._reshard_after_forward or not has_gradients,
         )
-        rules = {} if attempt.probe is None else attempt.probe.rules
+        probe = attempt.probe
+        rules = {} if probe is None else probe.rules
         self._check_agreement(rules)
+        is_certain = probe is None or probe.is_certain
+        rows = self._control.exchange([float(is_certain)])
         forms = self._control.exchange_objects(attempt.empty_output())
         form = next((each for each in forms if each is not None), None)
-        empty = None if form is None else pickle.loads(form)
-        variants = {key: [found] for key, found in rules.items()}
-        return Findings(variants, schedule, attempt.splits, empty)
+        return Findings(
+            rules={key: [found] for key, found in rules.items()},
+            schedule=schedule,
+            splits=attempt.splits,
+            is_certain=all(row[0] for row in rows),
+            empty_output=None if form is None else pickle.loads(form),
+        )
 
     def _check_agreement(self, rules: dict[CallKey, VisitRules]) -> None:
         mine = {

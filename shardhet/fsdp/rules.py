@@ -4,7 +4,8 @@ gives for two samples and for three, and refused where that does not show it.
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shardhet.fsdp.batching import BatchAxis, Join, Rule, find_axis
 from shardhet.fsdp.comparing import are_close, joined_like
@@ -24,6 +25,7 @@ class RuleFinder:
 
     def __init__(self, *, splits: bool) -> None:
         self.is_unpredictable = False  # the call draws random numbers that cannot be fixed
+        self.undecided: list[int] = []  # outputs of the call that are zero, so far
         self._splits = splits
 
     def of_input(self, fqn: str, name: str, small: Tensor, large: Tensor) -> Rule:
@@ -83,8 +85,15 @@ class RuleFinder:
         joins = (Join.MEAN, Join.SHARED) if whole.dim() == 0 else (Join.SHARED, Join.MEAN)
         rules = axes or (*joins, Join.SUM)
         fitting = [rule for rule in rules if self._fits(whole, parts, rule)]
-        if Join.SUM in fitting:  # if others fit too it is zero: a sum of nothing yet
+        if fitting == list(rules) and not axes:
+            self.undecided.append(index)  # it is zero
             return Join.SUM
+        if len(fitting) > 1 and axes:
+            return self._undecidable(
+                f"{what} of shape {tuple(whole.shape)} holds {len(fitting)} or more rows per "
+                "sample, and their values do not tell in which order. Return one row per "
+                "sample, or give every rank one microbatch."
+            )
         if fitting:
             return fitting[0]
         if axes:
@@ -113,6 +122,39 @@ class RuleFinder:
         if self._splits:
             raise Refusal(ValueError(message))
         return Join.SHARED  # nobody will ever ask
+
+
+def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
+    """The only one that gives parameters their gradients; None if there is no such one."""
+    expected, *others = [_gradients(tensor) for tensor in (whole, *parts)]
+    fitting = [
+        join
+        for join in (Join.SHARED, Join.MEAN, Join.SUM)
+        if all(
+            are_close(joined_like(grad, [each[param] for each in others], PARTS, join), grad)
+            for param, grad in expected.items()
+            if all(param in each for each in others)
+        )
+    ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
+    """Those of all parameters behind the output's sum."""
+    params: list[Tensor] = []
+    waiting, seen = [output.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
+            params.append(variable)
+        waiting += [each for each, _ in node.next_functions]
+    if not params:
+        return {}
+    grads = torch.autograd.grad(output.sum(), params, allow_unused=True)
+    return {p: g for p, g in zip(params, grads, strict=True) if g is not None}
 
 
 def readings(tensor: Tensor, known: Rule | None, num_samples: int) -> list[Rule]:

@@ -7,8 +7,8 @@ a unit that autograd passed by, because nothing that it returned was used.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.distributed import Channel, Lifeline
 from shardhet.fsdp.batch_norm import BatchNorms
-from shardhet.fsdp.batching import BatchAxis, Layout, VisitRules, flatten
+from shardhet.fsdp.batching import VisitRules
 from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.known_calls import UNKNOWN, KnownCalls
 from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
-from shardhet.fsdp.probe import CallKey
-from shardhet.fsdp.prober import Findings, Prober, RunModule
+from shardhet.fsdp.prober import Prober, RunModule
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
@@ -33,7 +33,6 @@ from shardhet.plan import Plan
 from shardhet.schedule import Phase, Turn
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
-UNKNOWN = -1  # the index of findings that are still to be made
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +90,14 @@ class Runtime:
             device=comm.device,
             reshard_after_forward=plan.reshard_after_forward,
         )
-        self._findings: list[Findings] = []  # in the order of probes, the same on all ranks
-        self._finding_by_key: dict[Hashable, int] = {}
+        self._known = KnownCalls(self._prober, control)
 
         # Of the step in progress
         self.batch: RankBatch | None = None
         self.awaits_backward = False
         self._cursor = 0  # the turn in progress, or the next one
-        self._index = UNKNOWN  # of the findings that hold
-        self._rules: dict[CallKey, list[VisitRules]] = {}
-        self._num_calls: Counter[str] = Counter()  # of this forward, by unit and by module
+        self._num_visits: Counter[str] = Counter()  # of this forward, by unit
+        self._visiting = ""  # the unit that is being computed
         self._reductions: deque[FSDPUnit] = deque()
         self._is_in_autograd = False
 
@@ -112,8 +109,9 @@ class Runtime:
         Returns None where nobody has samples.
         """
         self.abandon()
-        key = (call.key, torch.is_grad_enabled(), is_training, self._splits(call.num_samples))
-        index = self._agree_on_batch(call, self._finding_by_key.get(key, UNKNOWN))
+        splits = len(self._rank_plan.split(call.num_samples)) > 1 if call.num_samples else False
+        index = self._known.index_of(call, is_training=is_training, splits=splits)
+        index = self._agree_on_batch(call, index)
         assert self.batch is not None
         if not self.batch.computing:
             return None
@@ -122,15 +120,13 @@ class Runtime:
         self.root.unshard()
         self._take_in(self.root)
         if index == UNKNOWN:
-            index = self._probe(run_module, call)
-            if call.num_samples:
-                self._finding_by_key[key] = index
-        self._index = index
-        findings = self._findings[index]
+            self._lifeline.doing = "the probe of the model's first call of this kind"
+        findings = self._known.begin(
+            index, call, run_module, is_training=is_training, splits=splits
+        )
         self._order.begin(findings.schedule)
-        self._rules = findings.rules
         self._cursor = 0
-        self._num_calls.clear()
+        self._num_visits.clear()
         self._launch_ahead()
         output = None
         if is_training:
@@ -145,32 +141,6 @@ class Runtime:
             output = findings.make_empty_output(self._comm.device)
         self._end_forward(is_training)
         return output
-
-    def _splits(self, num_samples: int) -> bool:
-        return len(self._rank_plan.split(num_samples)) > 1 if num_samples else False
-
-    def _probe(self, run_module: RunModule, call: ModelCall) -> int:
-        """Find out about calls of a new kind; the index of what was found.  Collective."""
-        self._lifeline.doing = "the probe of the model's first call of this kind"
-        assert self.batch is not None
-        self._check_can_be_probed(call)
-        rows = self._control.exchange([float(self._splits(call.num_samples))])
-        findings = self._prober.find(
-            call if call.num_samples else None,
-            run_module,
-            has_gradients=torch.is_grad_enabled(),
-            splits=any(row[0] for row in rows),
-        )
-        self._findings.append(findings)
-        return len(self._findings) - 1
-
-    def _check_can_be_probed(self, call: ModelCall) -> None:
-        if call.objects:
-            raise ValueError(
-                f"model(...): {', '.join(call.objects)} may change during the call, which "
-                "every microbatch and every recomputation would repeat. Leave it out "
-                "(use_cache=False for a KV cache); to generate text use model.unit_by_unit()."
-            )
 
     def _agree_on_batch(self, call: ModelCall, index: int) -> int:
         """Who computes what in this forward; which findings hold, UNKNOWN if none do."""
@@ -220,13 +190,14 @@ class Runtime:
         needs_backward = self._needs_backward(module, args, kwargs)
         if self._prober.is_running:
             self._prober.enter(unit_index, needs_backward)
-            return self._prober.call(module.fqn, module.forward, args, kwargs)
+            with self._visiting_unit(unit.fqn):
+                return self._prober.call(module.fqn, module.forward, args, kwargs)
         segment = self._cursor
         needs_backward = self._order.expect(segment, unit_index, needs_backward)
         self._begin_turn()
-        call = self._num_calls[f"unit {unit.fqn}"]
-        self._num_calls[f"unit {unit.fqn}"] += 1
-        leaves, rules = self._prepare(module, (args, kwargs))
+        call = self._num_visits[unit.fqn]
+        self._num_visits[unit.fqn] += 1
+        leaves, rules = self._known.prepare(module, (args, kwargs))
         visit = self._make_visit(
             module,
             rules,
@@ -236,7 +207,8 @@ class Runtime:
             enter_backward=partial(self._enter_backward, segment, self.step),
             leave_backward=self._end_turn,
         )
-        output = run_visit(visit, self._anchor if needs_backward else None, leaves)
+        with self._visiting_unit(unit.fqn):
+            output = run_visit(visit, self._anchor if needs_backward else None, leaves)
         self._end_turn()
         return output
 
@@ -249,12 +221,32 @@ class Runtime:
         needs_backward = self._needs_backward(module, args, kwargs)
         if self._prober.is_running:
             return self._prober.call(module.fqn, module.forward, args, kwargs)
-        call = self._num_calls[f"module {module.fqn}"]
-        leaves, rules = self._prepare(module, (args, kwargs))
+        call = self._known.count(module)
+        leaves, rules = self._known.prepare(module, (args, kwargs))
         visit = self._make_visit(module, rules, call=call)
         return run_visit(visit, self._anchor if needs_backward else None, leaves)
 
+    @contextmanager
+    def _visiting_unit(self, unit_fqn: str) -> Iterator[None]:
+        self._visiting = unit_fqn
+        try:
+            yield
+        finally:
+            self._visiting = ""
+
     def _check_is_inside(self, unit_fqn: str) -> None:
+        if self._is_in_autograd:
+            raise RuntimeError(
+                f"unit {unit_fqn!r} was called during backward, by gradient checkpointing "
+                "around it perhaps. Switch that off: which units are recomputed is the "
+                "plan's choice (Plan.by_hand(recompute=True))."
+            )
+        if self._visiting:
+            raise RuntimeError(
+                f"unit {unit_fqn!r} was called by unit {self._visiting!r}, so their parameters "
+                "would be gathered once for each microbatch. Make one unit of both, or call it "
+                "outside: HetFSDP(units=[...])."
+            )
         if self.batch is None or not self.batch.num_samples:
             with self._lifeline.guard():  # outside of model(...) nobody else tells peers
                 raise RuntimeError(
@@ -266,50 +258,6 @@ class Runtime:
         return torch.is_grad_enabled() and (
             module.is_trainable or _any_requires_grad((args, kwargs))
         )
-
-    def _prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], VisitRules]:
-        """The arguments flattened, and what the probe has found of this call."""
-        assert self.batch is not None
-        leaves, spec = flatten(arguments)
-        key = CallKey(module.fqn, self._num_calls[f"module {module.fqn}"])
-        self._num_calls[f"module {module.fqn}"] += 1
-        rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for tensor, rule in zip(tensors, rules.inputs, strict=True):
-            if isinstance(rule, BatchAxis) and not rule.fits(tensor, self.batch.num_samples):
-                raise ValueError(
-                    f"unit {module.fqn!r}: an argument of shape {tuple(tensor.shape)} but "
-                    f"dimension {rule.dim} must be {rule.length(self.batch.num_samples)} long "
-                    f"for {self.batch.num_samples} samples, as it was when the model was "
-                    "first called in this way. Let it depend on the batch in the same way at "
-                    "every step."
-                )
-        return leaves, rules
-
-    def _rules_for(
-        self, module: UnitModule, key: CallKey, leaves: list[Any], arguments: Layout
-    ) -> VisitRules:
-        assert self.batch is not None
-        variants = self._rules.get(key)
-        if not variants:
-            raise RuntimeError(
-                f"model(...): {module.fqn!r} is called {key.call + 1} times, more often than "
-                "when the model was first called in this way. Call it equally often at every "
-                "step."
-            )
-        for rules in variants:
-            if rules.arguments == arguments:
-                return rules
-        inferred = self._prober.infer(
-            module,
-            leaves,
-            arguments,
-            self.batch.num_samples,
-            variants[0],
-            splits=self._findings[self._index].splits,
-        )
-        variants.append(inferred)
-        return inferred
 
     def _make_visit(
         self,
