@@ -102,9 +102,10 @@ class Pair:
         batch = self.batch() if batch is None else batch
         mean = self.model.backward(*self.model(**self.mine(batch)))
         loss_sum, num = self.plain(**batch)
-        (loss_sum / num).backward()
+        loss = loss_sum / num
+        loss.backward()
         assert mean is not None
-        assert abs(mean - float(loss_sum / num)) < 1e-12 * abs(mean)
+        assert abs(mean - loss.item()) < 1e-12 * abs(mean)
 
     def same_grads(self) -> None:
         units = dict.fromkeys((fqn for fqn, _ in self.plain.named_parameters()), "all")

@@ -287,7 +287,7 @@ def hook_of_another_shape(rank: int) -> None:
         (hook_of_another_shape, "head.weight: a hook on it returns (1, 6)"),
     ],
 )
-def test_hooks_that_cannot_be_right_are_refused(fault: Callable[..., Any], message: str) -> None:
+def test_other_hooks_are_refused(fault: Callable[..., Any], message: str) -> None:
     says(run_ranks_expecting_failure(fault, 2), message)
 
 

@@ -135,6 +135,6 @@ def _with_rows(name: str, result: Any, row_by_id: dict[int, nn.Parameter]) -> An
 def _wants_values(name: str) -> str:
     return (
         f"model.{name}: reads or writes parameters, of which this rank has some rows only. "
-        "Call it inside of the model's forward, or on the plain module: before HetFSDP is made, "
-        "or after loading model.state_dict() into it."
+        "Call it inside of the model's forward, or on the plain module: before HetFSDP is "
+        "made, or after loading model.state_dict() into it."
     )

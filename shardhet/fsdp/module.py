@@ -32,7 +32,7 @@ from shardhet.fsdp.state import (
     load_state_dict,
     sharded_state_dict,
 )
-from shardhet.fsdp.surface import ModuleOfRows, keep_out_arguments
+from shardhet.fsdp.surface import ModuleOfRows, guard_root, keep_out_arguments
 from shardhet.fsdp.unit import UnitModule
 from shardhet.fsdp.wrapping import find_units
 from shardhet.host_copy import HostCopy
@@ -123,7 +123,8 @@ class HetFSDP(ModuleOfRows):
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         self._param_by_fqn = _in_order(fqns, self._flats)
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
-        know(self._param_by_fqn.values(), self._lifeline)
+        if not self._rows.is_alone:  # or rows are all there is
+            know(self._param_by_fqn.values(), self._lifeline)
         alive = [(fqn, param) for fqn, each in before if (param := each()) is not None]
         know_given_up(alive, self._lifeline)
         self._hooks.leave_out_present(self._param_by_fqn)
@@ -145,6 +146,7 @@ class HetFSDP(ModuleOfRows):
             ),
         )
         self._intercept()
+        guard_root(module, root, built, self._lifeline)
 
     # Training #
 

@@ -55,8 +55,7 @@ def gather_state_dict(
     if not is_receiver:
         return {}
     buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in _persistent_buffers(module)}
-    order = [*(fqn for fqn, _ in _named_parameters(module)), *buffers]
-    return {fqn: (whole | buffers)[fqn] for fqn in order}
+    return {fqn: (whole | buffers)[fqn] for fqn in _names_in_order(module, buffers)}
 
 
 @torch.no_grad()
@@ -223,5 +222,11 @@ def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(remove_duplicate=False))
+def _names_in_order(module: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
+    """As the plain module's state dict has them."""
+    names = []
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        own = [name for name, param in inner._parameters.items() if param is not None]
+        fqns = [f"{prefix}.{name}" if prefix else name for name in (*own, *inner._buffers)]
+        names += [fqn for i, fqn in enumerate(fqns) if i < len(own) or fqn in buffers]
+    return names

@@ -5,6 +5,7 @@ is refused by name, and everything else goes to the module inside (see door.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from shardhet.distributed import Lifeline
 from shardhet.fsdp.door import through, with_stand_ins
 from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.unit import FSDPUnit, UnitState
 from shardhet.plan import Plan
 
 EMA_BY_HAND = (
@@ -134,6 +136,36 @@ class ModuleOfRows(nn.Module):
                         f"{slot.fqn}: requires_grad was changed after HetFSDP was made. Freeze "
                         "and unfreeze parameters before wrapping the model."
                     )
+
+
+def guard_root(
+    module: nn.Module, root: FSDPUnit, units: Sequence[FSDPUnit], lifeline: Lifeline
+) -> None:
+    """Let modules that use the root's parameters be called inside of HetFSDP's forward only."""
+    in_units = {
+        inner for unit in units for each in unit.modules for inner in each.module.modules()
+    }
+    owners = {owner for slot in root.slots for owner, _ in slot.owners}
+    for fqn, inner in module.named_modules():
+        if inner in owners and inner not in in_units:
+            inner.forward = _guarded(fqn, inner.forward, root, lifeline)
+
+
+def _guarded(
+    fqn: str, forward: Callable[..., Any], root: FSDPUnit, lifeline: Lifeline
+) -> Callable[..., Any]:
+    @wraps(forward)
+    def forward_inside(*args: Any, **kwargs: Any) -> Any:
+        if root.state is not UnitState.UNSHARDED:
+            with lifeline.guard():
+                raise RuntimeError(
+                    f"module {fqn!r} was called outside of HetFSDP's forward, where this rank "
+                    "has some rows of its parameters. Call the HetFSDP model, not the module "
+                    "inside it."
+                )
+        return forward(*args, **kwargs)
+
+    return forward_inside
 
 
 def keep_out_arguments(given: Mapping[str, Any]) -> None:
