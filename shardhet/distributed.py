@@ -21,7 +21,20 @@ from shardhet.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
-COLLECTIVE_CALLS = ("model(...)", "model.backward", "clip_grad_norm_", "state_dict", "exchange")
+# To a call that ranks make right after another one they made together, and that is often
+# made by rank zero alone by mistake.
+SECONDS_FOR_ALL_TO_COME = 30.0
+COLLECTIVE_CALLS = (
+    "model(...)",
+    "model.backward",
+    "clip_grad_norm_",
+    "state_dict",
+    "load_state_dict",
+    "exchange",
+    "torch.nn.utils.get_total_norm",
+    "p.grad.norm",
+    "GradScaler",
+)
 
 
 # All records that keep process groups alive, see _let_go_of_groups.
@@ -70,23 +83,36 @@ class Channel:
         """How many processes speak through it."""
         return len(self.rank_by_position)
 
-    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+    def exchange(
+        self, values: Sequence[float], within_s: float | None = None
+    ) -> list[list[float]]:
         """Every process's ``values``, by position.  Blocks until all have called it.
 
-        Travels over the host (gloo), so no accelerator waits for it.
+        Travels over the host (gloo), so no accelerator waits for it.  Raises
+        ``TimeoutError`` where they do not come ``within_s`` (None: the group's timeout).
         """
         rows: list[list[float]] = self.gather_rows(
-            torch.tensor(values, dtype=torch.float64)
+            torch.tensor(values, dtype=torch.float64), within_s
         ).tolist()
         return rows
 
-    def enter(self, call: str, values: Sequence[float] = ()) -> list[list[float]]:
+    def enter(
+        self, call: str, values: Sequence[float] = (), *, within_s: float | None = None
+    ) -> list[list[float]]:
         """Every process's ``values`` (at most three), once all have entered the same call.
 
-        Raises ``RuntimeError`` on all of them where they have not.
+        Raises ``RuntimeError`` on all of them where they have not, and ``TimeoutError`` where
+        some do not come ``within_s``.
         """
         row = [float(COLLECTIVE_CALLS.index(call)), *values, 0.0, 0.0, 0.0]
-        rows = self.exchange(row[:4])
+        try:
+            rows = self.exchange(row[:4], within_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{call}: not all ranks have called it, and this one has waited "
+                f"({error}). It is a call that all ranks make together: make it on every "
+                "rank, outside of `if rank == 0`."
+            ) from error
         names = [COLLECTIVE_CALLS[int(row[0])] for row in rows]
         if len(set(names)) > 1:
             raise RuntimeError(
@@ -95,18 +121,25 @@ class Channel:
             )
         return [row[1 : 1 + len(values)] for row in rows]
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, row: torch.Tensor, within_s: float | None = None) -> torch.Tensor:
         """Every process's ``row``, [n], stacked by position to [world_size, n]."""
         if self.group is None:
             return row[None]
         if self.neighbours is not None and row.device.type == "cpu":
-            rows = self.neighbours.exchange(row.tolist())
+            rows = self.neighbours.exchange(row.tolist(), within_s)
             ordered = [rows[rank] for rank in self.rank_by_position]
             return torch.tensor(ordered, dtype=row.dtype)
         gathered = [torch.empty_like(row) for _ in self.rank_by_position]
+        started_at_s = time.monotonic()
         try:
-            dist.all_gather(gathered, row, group=self.group)
+            if within_s is None:
+                dist.all_gather(gathered, row, group=self.group)
+            else:
+                gather = dist.all_gather(gathered, row, group=self.group, async_op=True)
+                gather.wait(timedelta(seconds=within_s))
         except RuntimeError as error:
+            if within_s is not None and time.monotonic() - started_at_s >= within_s:
+                raise TimeoutError(f"for {within_s:g} s") from error
             raise LostPeerError(str(error)) from error
         return torch.stack([gathered[rank] for rank in self.rank_by_position])
 

@@ -86,10 +86,11 @@ class Board:
         """Whether the counter has been raised so far."""
         return bool(self._words[counter] >= value)
 
-    def wait_for(self, counter: int, value: int) -> None:
+    def wait_for(self, counter: int, value: int, within_s: float | None = None) -> None:
         """Until it has; raises ``LostPeerError`` if the owner gave up or is gone, and
-        ``TimeoutError`` if it lives and nothing comes.
+        ``TimeoutError`` if it lives and nothing comes ``within_s`` (None: its patience).
         """
+        patience_s = self._patience_s if within_s is None else min(within_s, self._patience_s)
         timeout = _Timespec(0, int(1e9 * SECONDS_BETWEEN_LOOKS))
         deadline_s = None
         while (seen := int(self._words[counter])) < value:
@@ -101,11 +102,11 @@ class Board:
                 except LostPeerError:
                     if self._words[counter] < value:  # or it was the last that it said
                         raise
-                deadline_s = deadline_s or time.monotonic() + self._patience_s
+                deadline_s = deadline_s or time.monotonic() + patience_s
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(
                         f"process {self._pid} of this host lives but has not come for "
-                        f"{self._patience_s:g} s. See in its log what it does instead, or give "
+                        f"{patience_s:g} s. See in its log what it does instead, or give "
                         "init_process_group a longer timeout."
                     )
 
@@ -232,7 +233,9 @@ class Neighbours:
 
     # Exchanges #
 
-    def exchange(self, row: Sequence[float]) -> list[list[float]]:
+    def exchange(
+        self, row: Sequence[float], within_s: float | None = None
+    ) -> list[list[float]]:
         """Every process's row, by rank.  Rows are equally long."""
         rows: list[list[float]] = [[] for _ in self._boards]
         for start in range(0, len(row), ROW_WORDS):
@@ -242,7 +245,7 @@ class Neighbours:
             self._own.write_row(self._num_exchanges, piece)
             self._own.put(EXCHANGED, self._num_exchanges)
             for board, whole in zip(self._boards, rows, strict=True):
-                board.wait_for(EXCHANGED, self._num_exchanges)
+                board.wait_for(EXCHANGED, self._num_exchanges, within_s)
                 whole += board.row(self._num_exchanges, len(piece))
         return rows
 

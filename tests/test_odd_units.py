@@ -269,7 +269,9 @@ class BoxModel(nn.Module):
 
 def _hide_tensors(rank: int, plan: Plan, gives: bool) -> None:
     model = HetFSDP(BoxModel(gives=gives), plan, units=("first", "last"))
-    words = "Box, whose tensors HetFSDP cannot see|'last' uses a tensor .* not among its arguments"
+    words = (
+        "Box, whose tensors HetFSDP cannot see|'last' uses a tensor .* not among its arguments"
+    )
     with pytest.raises((TypeError, ValueError), match=words):
         model(torch.randn(sum(full_batches(plan)), 4))
 

@@ -3,23 +3,28 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves
 
 from shardhet.cluster import DeviceSpec
-from shardhet.distributed import Members, default_group
+from shardhet.distributed import SECONDS_FOR_ALL_TO_COME, Members, default_group
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.build import Precision, build_units, find_pieces, planned_units
 from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.observer import Activity, Observer
+from shardhet.fsdp.optimizer_gate import know, know_given_up
+from shardhet.fsdp.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
+from shardhet.fsdp.rows import RowGroup
 from shardhet.fsdp.runtime import Runtime
 from shardhet.fsdp.signature import BatchDims, ModelCall
 from shardhet.fsdp.state import (
@@ -29,6 +34,7 @@ from shardhet.fsdp.state import (
     load_state_dict,
     sharded_state_dict,
 )
+from shardhet.fsdp.surface import ModuleOfRows, guard_root, keep_out_arguments
 from shardhet.fsdp.unit import UnitModule
 from shardhet.fsdp.wrapping import find_units
 from shardhet.host_copy import HostCopy
@@ -39,7 +45,7 @@ logger = logging.getLogger(__name__)
 LARGE_OUTPUT_BYTES = 256 * 2**20  # worth a word when a model returns logits instead of a loss
 
 
-class HetFSDP(nn.Module):
+class HetFSDP(ModuleOfRows):
     """``module`` trained by all ranks together, each computing and storing what ``plan`` says.
 
     One step:
@@ -99,6 +105,8 @@ class HetFSDP(nn.Module):
         self._control = members.control
         self._comm = CommContext(device, members.gather, members.reduce)
         fqns = [fqn for fqn, _ in module.named_parameters()]
+        self._hooks = ParamHooks(module)
+        before = [(fqn, ref(param)) for fqn, param in module.named_parameters()]
         with self._lifeline.guard("wrapping the model"):
             norms = BatchNorms(module)
             modules_of_units = find_units(module, units, keeps_last=loss_fn is not None)
@@ -116,6 +124,14 @@ class HetFSDP(nn.Module):
         self.position = members.control.position
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         self._param_by_fqn = _in_order(fqns, self._flats)
+        self._rows = RowGroup(self._comm, members.control, self._lifeline)
+        if not self._rows.is_alone:  # or rows are all there is
+            know(self._param_by_fqn.values(), self._lifeline)
+        alive = [(fqn, param) for fqn, each in before if (param := each()) is not None]
+        know_given_up(alive, self._lifeline)
+        self._hooks.leave_out_present(self._param_by_fqn)
+        self._num_forwards = 0
+        self._is_in_backward = False
         self.module = module
         self._loss_fn = loss_fn
         self._loss_inputs: tuple[Any, ...] = ()
@@ -134,6 +150,7 @@ class HetFSDP(nn.Module):
             norms=norms,
         )
         self._intercept(find_pieces(module, modules_of_units, param_dtype))
+        guard_root(module, root, built, self._lifeline)
 
     # Training #
 
@@ -146,11 +163,14 @@ class HetFSDP(nn.Module):
         """
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         with self._lifeline.guard("model(...)"):
+            self._check_intact()
             call = ModelCall.of(self._forward, args, kwargs, loss_inputs, self._batch_dim)
             output = self._runtime.forward(self._run_module, call, self.module.training)
+        self._num_forwards += 1
         if output is None:
             zero = torch.zeros((), device=self._comm.device)
             return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
+        self._expect_backward_of(output)
         self._warn_of_large_output(output)
         return output
 
@@ -180,7 +200,8 @@ class HetFSDP(nn.Module):
                     "last one. Call the model first."
                 )
             with self._runtime.observers.watch("", Activity.AGREE):
-                self._control.enter("model.backward")
+                fingerprint = self._hooks.fingerprint(self._param_by_fqn)
+                check_hooks_agree(self._control.enter("model.backward", [fingerprint]))
                 rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
             # Read once backward is launched: the host then waits for the end of forward, with
             # all of backward still before the device, and not for the device to run dry.
@@ -194,7 +215,11 @@ class HetFSDP(nn.Module):
                 if loss_sum.requires_grad:
                     torch.autograd.backward(loss_sum, seed_grad)
 
-            self._runtime.backward(run_autograd)
+            self._is_in_backward = True
+            try:
+                self._runtime.backward(run_autograd)
+            finally:
+                self._is_in_backward = False
             has_grad = self._runtime.agree_on_grads()
             losses, counts = rows_on_host.read().T.tolist()
         self._runtime.step += 1
@@ -204,10 +229,33 @@ class HetFSDP(nn.Module):
             self._check_finite(losses)
             logger.warning("step %d has no valid token and is skipped.", self._runtime.step)
             return None
-        for flat in self._flats:
-            if flat.is_trainable:
-                flat.set_sharded_grads([has_grad[slot.fqn] for slot in flat.slots])
+        with self._lifeline.guard("hooks on parameters"):
+            for flat in self._flats:
+                if flat.is_trainable:
+                    has = [has_grad[slot.fqn] for slot in flat.slots]
+                    set_grads_with_hooks(flat, has, self._hooks, self._rows)
         return float(sum(losses) / sum(counts))
+
+    def _expect_backward_of(self, output: Any) -> None:
+        """Let gradients for ``output`` come from the one model.backward that follows."""
+        number = self._num_forwards
+
+        def check(_: Tensor) -> None:
+            if self._is_in_backward and self._num_forwards == number:
+                return
+            with self._lifeline.guard():
+                raise RuntimeError(
+                    "a gradient arrived for the output of "
+                    + ("an earlier model(...)" if self._is_in_backward else "model(...)")
+                    + ". Call model.backward(loss_sum, num_tokens) once after each model(...), "
+                    "before the next, instead of loss.backward() or one backward for several "
+                    "calls: gradients add up. For the mean over the tokens of several calls "
+                    "give each model.backward its rank's tokens of all of them."
+                )
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(check)
 
     def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
         """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""
@@ -233,19 +281,16 @@ class HetFSDP(nn.Module):
         Returns the norm before.  Equals ``torch.nn.utils.clip_grad_norm_`` on the whole model.
         """
         grads = [p.grad for p in self._param_by_fqn.values() if p.grad is not None]
-        grads = [grad for grad in grads if grad.numel()]
-        total = torch.zeros(1, dtype=torch.float64, device=self._comm.device)
-        if grads:
-            norms = torch.stack(torch._foreach_norm(grads, 2.0))
-            total += norms.double().square().sum()
-        agreeing = self._runtime.observers.watch("", Activity.AGREE)
-        with self._lifeline.guard("clip_grad_norm_"), agreeing:
-            self._control.enter("clip_grad_norm_")
-            total_norm = self._comm.reduce_channel.gather_rows(total).sum().sqrt()
-        scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
-        if grads:
-            for dtype in {grad.dtype for grad in grads}:
-                same = [grad for grad in grads if grad.dtype == dtype]
+        with torch._C.DisableTorchFunctionSubclass():
+            filled = [grad for grad in grads if grad.numel()]
+            norms = torch._foreach_norm(filled, 2.0) if filled else ()
+            with self._runtime.observers.watch("", Activity.AGREE):
+                total_norm = self._rows.norm(
+                    norms, 2.0, num_grads=len(grads), call="clip_grad_norm_"
+                )
+            scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
+            for dtype in {grad.dtype for grad in filled}:
+                same = [grad for grad in filled if grad.dtype == dtype]
                 torch._foreach_mul_(same, scale.to(dtype))
         return total_norm
 
@@ -275,33 +320,41 @@ class HetFSDP(nn.Module):
         """Fqns of the units in module order; "" is the root with what they leave over."""
         return tuple(unit.fqn for unit in self.plan.units)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's rows of every parameter under the model's own names."""
-        for fqn, param in self._param_by_fqn.items():
-            yield (f"{prefix}.{fqn}" if prefix else fqn), param
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The model's buffers under its own names; every rank has them whole."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]  # whose overloads have nothing to choose
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
         """Whole tensors under the model's own names on rank zero, {} elsewhere.  Collective."""
-        if args or kwargs:
-            raise TypeError("HetFSDP.state_dict takes no arguments. Drop them.")
         with self._lifeline.guard("state_dict"):
-            self._control.enter("state_dict")
-            return gather_state_dict(self._flats, self.module, self._comm)
+            keep_out_arguments({"keep_vars": keep_vars})
+            self._control.enter("state_dict", within_s=SECONDS_FOR_ALL_TO_COME)
+            whole = gather_state_dict(self._flats, self.module, self._comm)
+        destination = {} if destination is None else destination
+        destination.update({prefix + fqn: tensor for fqn, tensor in whole.items()})
+        return destination
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take this rank's rows out of whole tensors, which every rank passes."""
-        if args or kwargs:
-            raise TypeError("HetFSDP.load_state_dict takes one state dict. Drop the rest.")
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | None, strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take this rank's rows of whole tensors, passed by all ranks or by one.  Collective.
+
+        The other ranks then pass None.  Returns the names that are missing and unexpected, as
+        torch does; raises ``ValueError`` for them unless ``strict=False``.
+        """
         with self._lifeline.guard("load_state_dict"):
-            load_state_dict(self._flats, self.module, state_dict)
+            keep_out_arguments({"assign": assign})
+            misfits = load_state_dict(
+                self._flats,
+                self.module,
+                state_dict,
+                comm=self._comm,
+                control=self._control,
+                strict=strict,
+            )
+        return _IncompatibleKeys(*misfits)
 
     def sharded_state_dict(self) -> dict[str, RowBox]:
         """This rank's rows of every parameter, sharing memory with the model."""
@@ -325,12 +378,6 @@ class HetFSDP(nn.Module):
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Name computations and waits, per unit, in what torch.profiler records from now on."""
         self._runtime.observers.is_traced = is_traced
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        raise RuntimeError(
-            "HetFSDP: its parameters cannot be moved or cast. Move or cast the module before "
-            "wrapping it, or use param_dtype."
-        )
 
     # Interception #
 

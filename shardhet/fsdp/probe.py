@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.batching import (
     BatchAxis,
+    Join,
     Layout,
     Rule,
     VisitRules,

@@ -109,7 +109,7 @@ class Runtime:
         Returns None where nobody has samples.
         """
         self.abandon()
-        splits = len(self._rank_plan.split(call.num_samples)) > 1 if call.num_samples else False
+        splits = call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         index = self._agree_on_batch(call, index)
         assert self.batch is not None

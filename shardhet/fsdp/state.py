@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardhet.collectives import all_gather_uneven
+from shardhet.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.distributed import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.fsdp.comm import CommContext
-from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.flat import FlatTensor, ParamSlot
 from shardhet.layout import Span
 
 
@@ -54,29 +55,111 @@ def gather_state_dict(
     if not is_receiver:
         return {}
     buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in _persistent_buffers(module)}
-    order = [*(fqn for fqn, _ in _named_parameters(module)), *buffers]
-    return {fqn: (whole | buffers)[fqn] for fqn in order}
+    return {fqn: (whole | buffers)[fqn] for fqn in _names_in_order(module, buffers)}
 
 
 @torch.no_grad()
 def load_state_dict(
-    flats: Sequence[FlatTensor], module: nn.Module, state_dict: Mapping[str, Tensor]
-) -> None:
-    """Take this rank's rows out of whole tensors.
+    flats: Sequence[FlatTensor],
+    module: nn.Module,
+    state_dict: Mapping[str, Tensor] | None,
+    *,
+    comm: CommContext,
+    control: Channel,
+    strict: bool = True,
+) -> tuple[list[str], list[str]]:
+    """Take this rank's rows out of whole tensors; the names that are missing and unexpected.
 
-    Raises ``ValueError`` listing what is missing, unexpected or of another shape, before
-    anything is written.
+    ``state_dict`` is equal on all ranks, or None (or empty) on all but one, whose tensors are
+    then dealt out.  Raises ``ValueError`` listing what is missing, unexpected or of another
+    shape, before anything is written.  Collective.
     """
     buffers = dict(_persistent_buffers(module))
     shapes = {fqn: tuple(s.shape) for flat in flats for s in flat.slots for fqn in s.fqns}
     shapes |= {fqn: tuple(buffer.shape) for fqn, buffer in buffers.items()}
-    tied = {fqn for flat in flats for slot in flat.slots for fqn in slot.fqns[1:]}
-    _check_keys(shapes, state_dict, optional=tied)
+    mine = state_dict or {}
+    given = control.enter(
+        "load_state_dict", [len(mine), strict], within_s=SECONDS_FOR_ALL_TO_COME
+    )
+    givers = [position for position, (count, _) in enumerate(given) if count]
+    if len({bool(is_strict) for _, is_strict in given}) > 1:
+        raise ValueError(
+            "load_state_dict: ranks differ in strict. Pass the same on every rank."
+        )
+    giver = givers[0] if givers else 0
+    if 1 < len(givers) < len(given):
+        raise ValueError(
+            f"load_state_dict: positions {givers} of the plan pass a state dict and the others "
+            "none. Pass it on rank zero and None elsewhere, or on every rank."
+        )
+    names, missing, unexpected = [], list[str](), list[str]()
+    if givers == list(range(len(given))) or control.position == giver:
+        tied = {fqn for flat in flats for slot in flat.slots for fqn in slot.fqns[1:]}
+        missing, unexpected = _check_keys(shapes, mine, optional=tied, strict=strict)
+        names = [fqn for fqn in shapes if fqn in mine]
+    if len(givers) == len(given):
+        control.exchange([0.0])  # nobody writes unless all can
+        _take_rows(flats, buffers, mine)
+        return missing, unexpected
+    names, missing, unexpected = control.exchange_objects([names, missing, unexpected])[giver]
+    for flat in flats:
+        _deal_out(flat, mine, frozenset(names), comm, giver)
+    mine_of_buffers = [mine[fqn].cpu() for fqn in buffers if fqn in mine]
+    is_giver = control.position == giver
+    dealt = control.exchange_objects(mine_of_buffers if is_giver else None)[giver]
+    for fqn, value in zip([fqn for fqn in buffers if fqn in set(names)], dealt, strict=True):
+        buffers[fqn].copy_(value)
+    return missing, unexpected
+
+
+def _take_rows(
+    flats: Sequence[FlatTensor], buffers: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+) -> None:
     for flat in flats:
         for i, slot in enumerate(flat.slots):
-            flat.store_rows(i, state_dict[slot.fqn])
+            if (found := _first_found(slot, whole)) is not None:
+                flat.store_rows(i, found)
     for fqn, buffer in buffers.items():
-        buffer.copy_(state_dict[fqn])
+        if fqn in whole:
+            buffer.copy_(whole[fqn])
+
+
+def _first_found(slot: ParamSlot, whole: Mapping[str, Tensor]) -> Tensor | None:
+    """The parameter under whichever of its names is there."""
+    return next((whole[fqn] for fqn in slot.fqns if fqn in whole), None)
+
+
+def _deal_out(
+    flat: FlatTensor,
+    whole: Mapping[str, Tensor],  # on the giver
+    names: frozenset[str],  # of what the giver has, known to all
+    comm: CommContext,
+    giver: int,
+) -> None:
+    """Send every rank its rows of the giver's tensors.  Collective."""
+    channel = comm.reduce_channel
+    full = None
+    if channel.position == giver:
+        full = torch.zeros(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
+        for slot, span in zip(flat.slots, flat.layout.param_spans, strict=True):
+            if (found := _first_found(slot, whole)) is not None:
+                full[span.start : span.stop].view(slot.shape).copy_(found)
+    own = torch.empty_like(flat.flat_shard)
+    dealing = reduce_scatter_uneven(
+        own,
+        full,
+        flat.layout.shard_numels,
+        channel=channel,
+        contributors=(giver,),
+        scratch=comm.buffers,
+    )
+    dealing.wait()
+    dealing.wait_sent()
+    for i, slot in enumerate(flat.slots):
+        if names.intersection(slot.fqns):
+            rows = flat.sharded_params[i]
+            place = rows.storage_offset() - flat.flat_shard.storage_offset()
+            rows.copy_(own.as_strided(rows.shape, rows.stride(), place))
 
 
 def sharded_state_dict(flats: Sequence[FlatTensor]) -> dict[str, RowBox]:
@@ -108,8 +191,13 @@ def load_sharded_state_dict(flats: Sequence[FlatTensor], boxes: Mapping[str, Row
 
 
 def _check_keys(
-    shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], *, optional: set[str]
-) -> None:
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, Tensor],
+    *,
+    optional: set[str],
+    strict: bool = True,
+) -> tuple[list[str], list[str]]:
+    """What is missing and what unexpected; raises for those if ``strict``, and for shapes."""
     missing = sorted(shapes.keys() - found.keys() - optional)
     unexpected = sorted(found.keys() - shapes.keys())
     reshaped = [
@@ -117,11 +205,12 @@ def _check_keys(
         for fqn, shape in shapes.items()
         if fqn in found and tuple(found[fqn].shape) != shape
     ]
-    if missing or unexpected or reshaped:
+    if (strict and (missing or unexpected)) or reshaped:
         raise ValueError(
             f"state dict does not fit the model: missing {missing}, unexpected {unexpected}, "
             f"of another shape {reshaped}. Load the state of this very model."
         )
+    return missing, unexpected
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -133,5 +222,11 @@ def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(remove_duplicate=False))
+def _names_in_order(module: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
+    """As the plain module's state dict has them."""
+    names = []
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        own = [name for name, param in inner._parameters.items() if param is not None]
+        fqns = [f"{prefix}.{name}" if prefix else name for name in (*own, *inner._buffers)]
+        names += [fqn for i, fqn in enumerate(fqns) if i < len(own) or fqn in buffers]
+    return names

@@ -1,0 +1,140 @@
+"""The way from a HetFSDP to what its module has besides a forward: ``model.config``, say.
+
+Attributes are passed through.  A method runs while the module's parameters are stand-ins: of
+the whole shapes, on the meta device, without values.  So ``num_parameters()`` counts the whole
+model, ``configure_optimizers()`` gets this rank's rows (the stand-ins in what a method returns
+are exchanged for them), and a method that reads or writes values is refused, because it would
+have met some rows of each parameter.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardhet.fsdp.flat import FlatTensor
+
+_RECOMPUTE = (
+    "What is recomputed in backward is the plan's: Plan.by_hand(recompute=[...]), or let the "
+    "planner choose"
+)
+_BEFORE = "It changes parameters. Call it on the module before HetFSDP is made"
+REFUSED = {
+    "gradient_checkpointing_enable": _RECOMPUTE,
+    "gradient_checkpointing_disable": _RECOMPUTE,
+    "enable_input_require_grads": _BEFORE,
+    "resize_token_embeddings": _BEFORE,
+    "tie_weights": _BEFORE,
+    "init_weights": _BEFORE,
+    "add_adapter": _BEFORE,
+    "save_pretrained": (
+        "This rank has some rows of each parameter. On every rank: state = model.state_dict(); "
+        "then on rank zero: model.module.save_pretrained(path, state_dict=state)"
+    ),
+    "push_to_hub": "Save the model as model.safetensors first, and push that",
+    "generate": (
+        "It calls units outside of model(...). Load model.state_dict() into a plain model, or "
+        "call model(...) under torch.no_grad() on every rank"
+    ),
+}
+
+
+class WrongDoorError(RuntimeError):
+    """A method of the wrapped module that cannot do under HetFSDP what it does alone."""
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raise about the module's method ``name``."""
+    raise WrongDoorError(f"model.{name}: cannot be called on a HetFSDP. {why}.")
+
+
+def through(
+    module: nn.Module, name: str, flats: Sequence[FlatTensor], guard: Callable[..., Any]
+) -> Any:
+    """``module``'s attribute ``name`` as a HetFSDP's user gets it."""
+    value = getattr(module, name)
+    if not (inspect.ismethod(value) and value.__self__ is module):
+        return value
+
+    @wraps(value)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with guard(f"model.{name}"):
+            if name in REFUSED:
+                refuse(name, REFUSED[name])
+            return with_stand_ins(name, lambda: value(*args, **kwargs), flats)
+
+    return call
+
+
+def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTensor]) -> Any:
+    """What ``call`` returns while modules see parameters without values.
+
+    Raises ``WrongDoorError`` where it wanted the values.
+    """
+    with _stand_ins(flats) as row_by_stand_in:
+        stand_ins = list(row_by_stand_in)
+        versions = [each._version for each in stand_ins]
+        flags = [each.requires_grad for each in stand_ins]
+        try:
+            result = call()
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" in str(error).lower():
+                raise WrongDoorError(_wants_values(name)) from error
+            raise
+        changed = [
+            slot.fqn
+            for flat in flats
+            for slot in flat.slots
+            if not any(slot.current is each for each in stand_ins)
+        ]
+        if changed or [each._version for each in stand_ins] != versions:
+            raise WrongDoorError(_wants_values(name))
+        if [each.requires_grad for each in stand_ins] != flags:
+            refuse(name, "Freeze and unfreeze parameters before HetFSDP is made")
+    return _with_rows(name, result, {id(s): rows for s, rows in row_by_stand_in.items()})
+
+
+@contextmanager
+def _stand_ins(flats: Sequence[FlatTensor]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Rows by the stand-in that the modules see in their place inside the context."""
+    seen = [(slot, slot.current) for flat in flats for slot in flat.slots]
+    rows_by_stand_in: dict[nn.Parameter, nn.Parameter] = {}
+    for flat in flats:
+        for slot, rows in zip(flat.slots, flat.sharded_params, strict=True):
+            whole = torch.empty(slot.shape, dtype=flat.orig_dtype, device="meta")
+            stand_in = nn.Parameter(whole, requires_grad=rows.requires_grad)
+            stand_in.__dict__.update(rows.__dict__)
+            rows_by_stand_in[stand_in] = rows
+            slot.put(stand_in)
+    try:
+        yield rows_by_stand_in
+    finally:
+        for slot, param in seen:
+            slot.put(param)
+
+
+def _with_rows(name: str, result: Any, row_by_id: dict[int, nn.Parameter]) -> Any:
+    """``result`` with rows for stand-ins."""
+    if isinstance(result, torch.optim.Optimizer):
+        for group in result.param_groups:
+            group["params"] = [row_by_id.get(id(param), param) for param in group["params"]]
+        return result
+    if inspect.isgenerator(result):
+        result = list(result)
+    result = tree_map_only(Tensor, lambda tensor: row_by_id.get(id(tensor), tensor), result)
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(result)):
+        raise WrongDoorError(_wants_values(name))
+    return result
+
+
+def _wants_values(name: str) -> str:
+    return (
+        f"model.{name}: reads or writes parameters, of which this rank has some rows only. "
+        "Call it inside of the model's forward, or on the plain module: before HetFSDP is "
+        "made, or after loading model.state_dict() into it."
+    )

@@ -1,0 +1,321 @@
+"""Gradients that know they are rows: a norm of one is the whole parameter's, over all ranks.
+
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` reduce what they find in
+``.grad`` to one number, on every rank for itself.  So ``.grad`` of a HetFSDP's parameters is a
+``RowGradient``, a tensor like any other but for these calls:
+
+    linalg.vector_norm, norm, _foreach_norm   a ``RowNorm``: this rank's part of a norm
+    stack of RowNorms, and the norm of that   one number, agreed on by all ranks (clip_grad)
+    any other use of a RowNorm                the norm of the whole parameter, likewise
+    _amp_foreach_non_finite_check_and_unscale_  found_inf is that of all ranks
+
+The optimizers' kernels (fused, foreach) take it as it is, parameters stay plain Parameters.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shardhet.distributed import SECONDS_FOR_ALL_TO_COME, Channel, Lifeline
+from shardhet.fsdp.comm import CommContext
+
+Kwargs = dict[str, Any]
+_plainly = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup:
+    """The ranks among which the rows of a model's parameters lie."""
+
+    comm: CommContext
+    control: Channel
+    lifeline: Lifeline
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank has all rows."""
+        return self.control.group is None
+
+    def mark(self, grad: Tensor) -> "RowGradient":
+        """``grad`` as this rank's rows of a gradient, in the same memory."""
+        if isinstance(grad, RowGradient):
+            return grad
+        rows = grad.as_subclass(RowGradient)
+        rows._rows = self
+        return rows
+
+    def norm(
+        self, local_norms: Sequence[Tensor], order: float, *, num_grads: int, call: str
+    ) -> Tensor:
+        """The norm of all ranks' ``local_norms`` together, 0-d, float64.  Collective.
+
+        ``num_grads`` are those whose norm is wanted, also where this rank has no rows.
+        """
+        device = self.comm.device
+        nothing = 0.0 if order >= 0 else math.inf
+        local = torch.full((1,), nothing, dtype=torch.float64, device=device)
+        if local_norms:
+            # A norm's order is "inf" for the largest; the zeroth one counts.
+            together = torch.stack([norm.to(device) for norm in local_norms]).double()
+            local[0] = together.sum() if order == 0 else _vector_norm(together, order)
+        with self.lifeline.guard(call):
+            given = self.control.enter(
+                call, [order, num_grads], within_s=SECONDS_FOR_ALL_TO_COME
+            )
+            if any(row != given[0] for row in given):
+                raise ValueError(
+                    f"{call}: ranks ask for [order, number of gradients] {given} in plan "
+                    "order. Take norms of the same gradients on every rank, also where a rank "
+                    "has no rows of them."
+                )
+            rows = self.comm.reduce_channel.gather_rows(local)[:, 0]
+        return rows.sum() if order == 0 else _vector_norm(rows, order)
+
+    def agree_on_inf(self, found_inf: Tensor) -> None:
+        """Set ``found_inf`` where any rank has it.  Collective."""
+        with self.lifeline.guard("GradScaler"):
+            self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
+            rows = self.comm.reduce_channel.gather_rows(found_inf.reshape(1).double())
+        found_inf.copy_(rows.amax().reshape(found_inf.shape))
+
+    def refuse(self, what: str) -> None:
+        """Raise ``RuntimeError`` here and, as soon as they meet, on the other ranks."""
+        with self.lifeline.guard("a call on gradients"):
+            raise RuntimeError(
+                f"{what} of a gradient of which this rank has some rows only. Use the norm of "
+                "whole gradients (p.grad.norm(), torch.nn.utils.clip_grad_norm_), or gather "
+                "the rows first."
+            )
+
+
+class RowGradient(Tensor):
+    """This rank's rows of a gradient.  See the top of the file for what it does."""
+
+    _rows: RowGroup
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        """Everything as on a plain tensor, but for norms and unscaling."""
+        handle = _HANDLERS.get(func)
+        if handle is not None:
+            return handle(func, args, kwargs or {})
+        with _plainly():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with _plainly():
+            return self.as_subclass(Tensor).clone()
+
+
+class RowNorm(Tensor):
+    """A norm, or a vector of norms, of which the other ranks have a part each.
+
+    Its data are NaN; whoever asks for them in Python gets the norms over all ranks.
+    """
+
+    _locals: list[tuple[RowGroup | None, Tensor]]  # by entry; None: not of rows, and complete
+    _order: float
+
+    @classmethod
+    def of(
+        cls, parts: list[tuple[RowGroup | None, Tensor]], order: float, *, is_vector: bool
+    ) -> "RowNorm":
+        """From each entry's local norm."""
+        first = parts[0][1]
+        mark = torch.full((), math.nan, dtype=first.dtype, device=first.device)
+        norm = (mark.expand(len(parts)) if is_vector else mark).as_subclass(cls)
+        norm._locals, norm._order = parts, order
+        return norm
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        """Stacks stay parts; the norm of a stack and everything else is over all ranks."""
+        kwargs = kwargs or {}
+        if func is torch.stack and not kwargs and len(args) == 1:
+            return _stacked(args[0])
+        if func is Tensor.to and not kwargs and isinstance(args[1], torch.device):
+            return args[0]
+        if func in _METADATA:
+            with _plainly():
+                return func(*args, **kwargs)
+        if func is torch.linalg.vector_norm and isinstance(args[0], RowNorm):
+            order, dims = _order_and_dims(func, args, kwargs)
+            if order == args[0]._order and order != 0 and not dims:
+                return args[0]._total()
+        args, kwargs = tree_map_only(RowNorm, RowNorm._resolved, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _total(self) -> Tensor:
+        """The norm of all entries, over all ranks: one collective.  Collective."""
+        with _plainly():
+            groups = list(dict.fromkeys(group for group, _ in self._locals))
+            totals = []
+            for group in groups:
+                norms = [norm for each, norm in self._locals if each is group]
+                if group is None:
+                    totals.append(_vector_norm(torch.stack(norms).double(), self._order))
+                else:
+                    call = "torch.nn.utils.get_total_norm"
+                    totals.append(
+                        group.norm(norms, self._order, num_grads=len(norms), call=call)
+                    )
+            total = _vector_norm(torch.stack(totals), self._order)
+            return total.to(device=self.device, dtype=self.dtype)
+
+    def _resolved(self) -> Tensor:
+        """Every entry over all ranks.  Collective."""
+        with _plainly():
+            norms = [
+                group.norm([norm], self._order, num_grads=1, call="p.grad.norm")
+                if group
+                else norm.double()
+                for group, norm in self._locals
+            ]
+            whole = torch.stack([norm.to(self.device) for norm in norms]).to(self.dtype)
+            self._locals = [(None, norm) for norm in whole]
+            return whole if self.dim() else whole[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._resolved().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._resolved()
+
+
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("device", "dtype", "shape", "is_sparse", "requires_grad", "is_cuda", "layout")
+)
+
+
+def _stacked(norms: Sequence[Tensor]) -> Tensor:
+    """A vector of norms as it is, if they are of one order; over all ranks otherwise."""
+    rows = [norm for norm in norms if isinstance(norm, RowNorm)]
+    is_of_one_kind = len({norm._order for norm in rows}) == 1
+    if not is_of_one_kind or any(norm.dim() for norm in norms):
+        return torch.stack([n._resolved() if isinstance(n, RowNorm) else n for n in norms])
+    parts = [
+        norm._locals[0] if isinstance(norm, RowNorm) else (None, norm.detach())
+        for norm in norms
+    ]
+    return RowNorm.of(parts, rows[0]._order, is_vector=True)
+
+
+def _vector_norm(norms: Tensor, order: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(norms, order)
+    return norm
+
+
+def _local_norm(grad: Tensor, order: float) -> Tensor:
+    if grad.numel():
+        return _vector_norm(grad, order)
+    return torch.full((), 0.0 if order >= 0 else math.inf, dtype=grad.dtype, device=grad.device)
+
+
+def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    grad = args[0] if args else kwargs.get("x", kwargs.get("input", kwargs.get("A")))
+    others = (args[1:], {k: v for k, v in kwargs.items() if k not in ("x", "input", "A")})
+    order, dims = _order_and_dims(func, (grad, *others[0]), others[1])
+    if not isinstance(grad, RowGradient):  # rows came in as `out` or the like
+        with _plainly():
+            return func(*args, **kwargs)
+    if dims and all(dim % grad.dim() for dim in dims):  # of each row for itself
+        with _plainly():
+            return func(*args, **kwargs)
+    if dims or order is None or others[1].get("out") is not None:
+        grad._rows.refuse(f"{getattr(func, '__name__', func)} along dim 0 or as a matrix norm")
+    with _plainly():
+        assert order is not None
+        local = _local_norm(grad, order)
+        if (dtype := others[1].get("dtype")) is not None:
+            local = _local_norm(grad.to(dtype), order)
+        return RowNorm.of([(grad._rows, local)], order, is_vector=False)
+
+
+def _order_and_dims(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[float | None, tuple[int, ...]]:
+    """Of a call of one of torch's norms; an order of None is a matrix norm."""
+    names = ("p", "dim") if func in (torch.norm, Tensor.norm) else ("ord", "dim")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    order, dims = given.get(names[0]), given.get("dim")
+    if func is torch.linalg.norm and order is not None and args[0].dim() > 1 and dims is None:
+        return None, ()
+    if order is None or (order == "fro"):
+        order = 2.0
+    if isinstance(order, str):
+        order = float(order) if order in ("inf", "-inf") else None
+    dims = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+    return None if order is None else float(order), dims
+
+
+def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """``torch._foreach_norm``."""
+    grads, *rest = args
+    with _plainly():
+        order = float(rest[0] if rest else kwargs.get("ord", 2.0))
+        filled = [grad for grad in grads if grad.numel()]
+        others = {name: value for name, value in kwargs.items() if name != "ord"}
+        norms = iter(torch._foreach_norm(filled, order, **others) if filled else ())
+        parts = [
+            (getattr(g, "_rows", None), next(norms) if g.numel() else _local_norm(g, order))
+            for g in grads
+        ]
+    return [RowNorm.of([part], order, is_vector=False) for part in parts]
+
+
+def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> None:
+    """``torch._amp_foreach_non_finite_check_and_unscale_``, called by GradScaler."""
+    grads, found_inf, *_ = args
+    with _plainly():
+        func(*args, **kwargs)
+        groups = dict.fromkeys(g._rows for g in grads if isinstance(g, RowGradient))
+        for group in groups:
+            group.agree_on_inf(found_inf)
+
+
+def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """Another view or copy of the same values is rows as well."""
+    with _plainly():
+        same = func(*args, **kwargs)
+        grad = args[0]
+        return grad._rows.mark(same) if isinstance(grad, RowGradient) else same
+
+
+_HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any]] = {
+    **dict.fromkeys(
+        (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _take_norm
+    ),
+    torch._foreach_norm: _take_norms,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    **dict.fromkeys(
+        (
+            Tensor.detach,
+            Tensor.data.__get__,  # type: ignore[attr-defined]  # a descriptor
+            Tensor.to,
+            Tensor.float,
+            Tensor.double,
+        ),
+        _keep_rows,
+    ),
+}

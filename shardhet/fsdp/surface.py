@@ -1,0 +1,178 @@
+"""What ``nn.Module`` promises besides forward, for a module whose parameters are rows.
+
+Right or refused: names are the plain module's own, what would move, copy or rewrite parameters
+is refused by name, and everything else goes to the module inside (see door.py).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, NoReturn, Self
+
+from torch import Tensor, nn
+
+from shardhet.distributed import Lifeline
+from shardhet.fsdp.door import through, with_stand_ins
+from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.unit import FSDPUnit, UnitState
+from shardhet.plan import Plan
+
+EMA_BY_HAND = (
+    "For an average of the parameters: ema = [p.detach().clone() for p in model.parameters()], "
+    "and after each step torch._foreach_lerp_(ema, [p.detach() for p in model.parameters()], "
+    "1 - decay)"
+)
+
+
+class ModuleOfRows(nn.Module):
+    """A base of HetFSDP: torch's calls on modules and where they lead."""
+
+    module: nn.Module
+    plan: Plan
+    position: int
+    _flats: Sequence[FlatTensor]
+    _param_by_fqn: Mapping[str, nn.Parameter]
+    _lifeline: Lifeline
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's rows of every parameter under the model's own names."""
+        for fqn, param in self._param_by_fqn.items():
+            yield (f"{prefix}.{fqn}" if prefix else fqn), param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's buffers under its own names; every rank has them whole."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This module, the one inside as "module", and those below it under their own names."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        for name, inner in self.module.named_modules(memo, prefix, remove_duplicate):
+            is_root = inner is self.module
+            yield (f"{prefix}.module" if prefix else "module") if is_root else name, inner
+
+    def __getattr__(self, name: str) -> Any:
+        """What HetFSDP does not have itself is asked of the module inside."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if module is None or name.startswith("__") or not hasattr(module, name):
+                raise
+        return through(module, name, self._flats, self._lifeline.guard)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """``fn`` on every module, which may change anything but parameters."""
+        with self._lifeline.guard("model.apply"):
+            with_stand_ins("apply", lambda: self.module.apply(fn), self._flats)
+            fn(self)
+        return self
+
+    def extra_repr(self) -> str:
+        """What the plan gives to whom."""
+        ranks = [
+            f"{rank.rank_batch_size} samples, {rank.state_share:.0%} of the state"
+            for rank in self.plan.ranks
+        ]
+        return f"position={self.position} of [{'; '.join(ranks)}], units={len(self.plan.units)}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Asked on tensors without elements: what leaves them alone has nothing to do.
+        for tensor in (*self.parameters(), *self.buffers()):
+            empty = tensor.detach().new_empty((0,) * tensor.dim())
+            if fn(empty) is not empty:
+                self._refuse(
+                    "its parameters cannot be moved or cast. Move or cast the module before "
+                    "wrapping it, or use param_dtype"
+                )
+        return self
+
+    def share_memory(self) -> NoReturn:
+        """Refused: every rank has its own rows."""
+        self._refuse(
+            "its parameters cannot be shared with other processes. Start ranks instead"
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
+        """Refused: what is trained is settled when units are made."""
+        self._refuse("requires_grad is settled. Freeze and unfreeze parameters before wrapping")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse(f"it cannot be copied, and so not by AveragedModel. {EMA_BY_HAND}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("it cannot be pickled. Save model.state_dict() instead, on every rank")
+
+    def _refuse(self, what: str) -> NoReturn:
+        with self._lifeline.guard("the program around HetFSDP"):
+            raise RuntimeError(f"HetFSDP: {what}.")
+        raise AssertionError("not reached")
+
+    def _check_intact(self) -> None:
+        """Raise where rows were exchanged for other tensors, or frozen or unfrozen."""
+        for flat in self._flats:
+            storage = flat.flat_shard.untyped_storage().data_ptr()
+            for slot, param in zip(flat.slots, flat.sharded_params, strict=True):
+                is_there = not param.numel() or (param.untyped_storage().data_ptr() == storage)
+                if not is_there:
+                    raise RuntimeError(
+                        f"{slot.fqn}: its data were replaced (param.data = ..., "
+                        "vector_to_parameters), which HetFSDP does not see. Write into it: "
+                        "with torch.no_grad(): param.copy_(...)."
+                    )
+                if param.requires_grad != flat.is_trainable:
+                    raise RuntimeError(
+                        f"{slot.fqn}: requires_grad was changed after HetFSDP was made. Freeze "
+                        "and unfreeze parameters before wrapping the model."
+                    )
+
+
+def guard_root(
+    module: nn.Module, root: FSDPUnit, units: Sequence[FSDPUnit], lifeline: Lifeline
+) -> None:
+    """Let modules that use the root's parameters be called inside of HetFSDP's forward only."""
+    in_units = {
+        inner for unit in units for each in unit.modules for inner in each.module.modules()
+    }
+    owners = {owner for slot in root.slots for owner, _ in slot.owners}
+    for fqn, inner in module.named_modules():
+        if inner in owners and inner not in in_units:
+            inner.forward = _guarded(fqn, inner.forward, root, lifeline)
+
+
+def _guarded(
+    fqn: str, forward: Callable[..., Any], root: FSDPUnit, lifeline: Lifeline
+) -> Callable[..., Any]:
+    @wraps(forward)
+    def forward_inside(*args: Any, **kwargs: Any) -> Any:
+        if root.state is not UnitState.UNSHARDED:
+            with lifeline.guard():
+                raise RuntimeError(
+                    f"module {fqn!r} was called outside of HetFSDP's forward, where this rank "
+                    "has some rows of its parameters. Call the HetFSDP model, not the module "
+                    "inside it."
+                )
+        return forward(*args, **kwargs)
+
+    return forward_inside
+
+
+def keep_out_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for arguments of torch's state dicts that mean nothing here."""
+    for name, why in (
+        ("keep_vars", "The tensors are gathered copies, no parameters"),
+        ("assign", "Rows are written into their place"),
+    ):
+        if given.get(name):
+            raise TypeError(f"HetFSDP: {name}=True is not possible. {why}. Leave it out.")

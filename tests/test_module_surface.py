@@ -1,0 +1,356 @@
+"""What torch's modules offer besides a forward works on a HetFSDP, or is refused by name."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import shardhet.fsdp.module
+import shardhet.fsdp.state
+from shardhet import HetFSDP, Plan
+from shardhet.distributed import Channel
+from tests.edge_plans import UNEVEN, every_plan
+from tests.ordinary import WIDTH, Net, Pair
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+WITHIN_S = 10.0
+
+
+def says(outcomes: list[Any], *parts: str) -> None:
+    """Every rank ended in time, and with all of this in its message."""
+    for outcome in outcomes:
+        assert not outcome.has_returned
+        assert outcome.duration_s < WITHIN_S, outcome.traceback
+        for part in parts:
+            assert part in outcome.message, outcome.traceback
+
+
+# State dicts
+
+
+def save_in_torchs_ways(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    destination: dict[str, Any] = {"before": 1}
+    found = pair.model.state_dict(destination=destination, prefix="net.")
+    assert found is destination
+    expected = pair.plain.state_dict(prefix="net.")
+    assert list(found) == (["before", *expected] if rank == 0 else ["before"])
+    for name, tensor in expected.items() if rank == 0 else ():
+        assert torch.equal(found[name], tensor)
+
+
+def test_state_dict_takes_a_destination_and_a_prefix() -> None:
+    run_ranks(save_in_torchs_ways, 2)
+
+
+def load_from_one(rank: int, plan: Plan, giver: int) -> None:
+    pair = Pair(plan)
+    torch.manual_seed(8)
+    pair.plain = Net()
+    pair.plain.offset += 1
+    state = pair.plain.state_dict() if rank == giver else [None, {}][rank % 2]
+    result = pair.model.load_state_dict(state)
+    assert str(result) == "<All keys matched successfully>"
+    pair.same_params(0.0)
+    assert torch.equal(pair.module.offset, pair.plain.offset)
+    pair.backward()
+    pair.same_grads()
+
+
+@every_plan
+def test_one_rank_may_give_the_state_to_all(plan: Plan) -> None:
+    for giver in range(len(plan.ranks)):
+        run_ranks(load_from_one, len(plan.ranks), plan, giver)
+
+
+def load_not_strictly(rank: int, everywhere: bool) -> None:
+    pair = Pair(UNEVEN)
+    torch.manual_seed(8)
+    other = Net()
+    state = dict(other.state_dict()) | {"extra": torch.ones(2)}
+    del state["blocks.1.inner.weight"]
+    result = pair.model.load_state_dict(
+        state if everywhere or rank == 0 else None, strict=False
+    )
+    assert result.missing_keys == ["blocks.1.inner.weight"]
+    assert result.unexpected_keys == ["extra"]
+    pair.plain.load_state_dict(state, strict=False)
+    pair.same_params(0.0)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_state_may_be_loaded_in_part(everywhere: bool) -> None:
+    run_ranks(load_not_strictly, 2, everywhere)
+
+
+class Quantized(nn.Module):
+    """Parameters of other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.int64):
+            values = torch.arange(24).view(8, 3).to(dtype)
+            param = nn.Parameter(values, requires_grad=False)
+            self.register_parameter(f"of_{str(dtype)[6:]}", param)
+        self.flags = nn.Parameter(torch.arange(9) % 2 == 0, requires_grad=False)
+        self.linear = nn.Linear(3, 3)
+
+
+def load_other_dtypes(rank: int) -> None:
+    model = HetFSDP(Quantized(), UNEVEN)
+    state = {name: tensor.clone() for name, tensor in Quantized().state_dict().items()}
+    state = {name: tensor.flip(0) for name, tensor in state.items()}
+    model.load_state_dict(state if rank == 1 else None)
+    found = model.state_dict()
+    for name, tensor in state.items() if rank == 0 else ():
+        if "linear" not in name:
+            assert torch.equal(found[name], tensor), name
+
+
+def test_parameters_of_any_dtype_are_dealt_out() -> None:
+    run_ranks(load_other_dtypes, 2)
+
+
+def load_with(rank: int, fault: str) -> None:
+    pair = Pair(UNEVEN)
+    state = pair.plain.state_dict() if rank == 0 else None
+    if fault == "assign":
+        pair.model.load_state_dict(state, assign=True)
+    elif fault == "keep_vars":
+        pair.model.state_dict(keep_vars=True)
+    elif fault == "shape" and state is not None:
+        state["head.weight"] = state["head.weight"][:1]
+    elif fault == "unexpected" and state is not None:
+        state["head.bias2"] = state["head.bias"]
+    elif fault == "strict":
+        pair.model.load_state_dict(state, strict=rank == 0)
+    pair.model.load_state_dict(state if fault != "none" else None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("assign", "assign=True is not possible"),
+        ("keep_vars", "keep_vars=True is not possible"),
+        ("shape", "head.weight (1, 6) instead of (3, 6)"),
+        ("unexpected", "unexpected ['head.bias2']"),
+        ("strict", "ranks differ in strict"),
+        ("none", "missing ['blocks.0"),
+    ],
+)
+def test_states_that_cannot_be_loaded_are_refused(fault: str, message: str) -> None:
+    says(run_ranks_expecting_failure(load_with, 2, fault), message)
+
+
+def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
+    for module in (shardhet.fsdp.module, shardhet.fsdp.state):
+        module.SECONDS_FOR_ALL_TO_COME = 1.0  # type: ignore[attr-defined]
+    pair = Pair(UNEVEN)
+    if over_gloo:
+        control = pair.model._control
+        object.__setattr__(pair.model, "_control", _without_neighbours(control))
+    if rank == 0:
+        if call == "state_dict":
+            pair.model.state_dict()
+        else:
+            pair.model.load_state_dict(pair.plain.state_dict())
+    dist.barrier()
+
+
+def _without_neighbours(channel: Channel) -> Channel:
+    return Channel(channel.group, channel.rank_by_position, channel.position)
+
+
+@pytest.mark.parametrize("over_gloo", [False, True])
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
+def test_state_dicts_on_rank_zero_alone_end_all_ranks(call: str, over_gloo: bool) -> None:
+    outcomes = run_ranks_expecting_failure(alone_on_rank_zero, 2, call, over_gloo)
+    says(outcomes[:1], f"{call}: not all ranks have called it", "outside of `if rank == 0`")
+    assert outcomes[1].duration_s < WITHIN_S
+
+
+# The door to the module inside
+
+
+def look_through(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    model = pair.model
+    assert model.config == {"width": WIDTH}
+    assert model.dtype == torch.float64
+    assert model.num_parameters() == pair.plain.num_parameters()
+    assert model.head is pair.module.head
+    assert model.get_submodule("blocks.1.inner") is pair.module.blocks[1].inner
+    assert not hasattr(model, "nothing_of_this_name")
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        model.nothing_of_this_name  # noqa: B018
+    names = [name for name, _ in model.named_modules()]
+    assert names[:4] == ["", "module", "blocks", "blocks.0"]
+    assert len(list(model.modules())) == len(list(pair.plain.modules())) + 1
+    assert "samples" in repr(model)
+    assert "(inner): Linear" in repr(model)
+    assert model.eval() is model
+    assert not pair.module.training
+    assert model.train().training
+    assert all(child.training for child in pair.module.modules())
+    model.apply(lambda module: setattr(module, "mark", 3))
+    assert pair.module.head.mark == 3
+    assert [fqn for fqn, _ in model.named_parameters()] == [
+        fqn for fqn, _ in pair.plain.named_parameters()
+    ]
+    for same in (model.double(), model.to("cpu"), model.to(torch.float64), model.cpu()):
+        assert same is model
+    vector = torch.nn.utils.parameters_to_vector(model.parameters())
+    assert len(vector) == sum(param.numel() for param in model.parameters())
+
+
+def test_what_the_module_has_is_found_through_the_door() -> None:
+    run_ranks(look_through, 2)
+
+
+def train_with_own_optimizer(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    optimizers = [each.configure_optimizers() for each in (pair.model, pair.plain)]
+    for _ in range(3):
+        pair.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.same_params(1e-9)
+
+
+@every_plan
+def test_a_method_that_makes_the_optimizer_gets_rows(plan: Plan) -> None:
+    run_ranks(train_with_own_optimizer, len(plan.ranks), plan)
+
+
+def misuse(rank: int, call: Callable[[Pair], Any]) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    if rank == 0:  # what one rank does ends all
+        call(pair)
+    pair.backward()
+
+
+def on_all(rank: int, call: Callable[[Pair], Any]) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    call(pair)
+    pair.backward()
+
+
+def to_half(pair: Pair) -> None:
+    pair.model.half()
+
+
+def to_float(pair: Pair) -> None:
+    pair.model.to(torch.float32)
+
+
+def to_meta(pair: Pair) -> None:
+    pair.model.to("meta")
+
+
+def freeze(pair: Pair) -> None:
+    pair.model.requires_grad_(requires_grad=False)
+
+
+def freeze_one(pair: Pair) -> None:
+    pair.model.get_parameter("head.weight").requires_grad = False
+
+
+def share(pair: Pair) -> None:
+    pair.model.share_memory()
+
+
+def deep_copy(pair: Pair) -> None:
+    copy.deepcopy(pair.model)
+
+
+def average(pair: Pair) -> None:
+    optim.swa_utils.AveragedModel(pair.model)
+
+
+def pickle(pair: Pair) -> None:
+    torch.save(pair.model, io.BytesIO())
+
+
+def read(pair: Pair) -> None:
+    pair.model.read_head()
+
+
+def norm(pair: Pair) -> None:
+    pair.model.size_of_head()
+
+
+def write(pair: Pair) -> None:
+    pair.model.zero_head()
+
+
+def init(pair: Pair) -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+
+    pair.model.apply(fill)
+
+
+def call_unit(pair: Pair) -> None:
+    pair.model.embed(torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+def call_submodule(pair: Pair) -> None:
+    with torch.no_grad():
+        pair.model.head(torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+def call_module_of_root(pair: Pair) -> None:
+    with torch.no_grad():
+        pair.model.norm(torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+def replace_data(pair: Pair) -> None:
+    for param in pair.model.parameters():
+        param.data = param.data.clone()
+
+
+def from_vector(pair: Pair) -> None:
+    params = list(pair.model.parameters())
+    vector = torch.nn.utils.parameters_to_vector(params)
+    torch.nn.utils.vector_to_parameters(vector + 1, params)
+
+
+FAULTS = [
+    (to_half, "parameters cannot be moved or cast"),
+    (to_float, "parameters cannot be moved or cast"),
+    (to_meta, "parameters cannot be moved or cast"),
+    (freeze, "Freeze and unfreeze parameters before wrapping"),
+    (freeze_one, "head.weight: requires_grad was changed"),
+    (share, "cannot be shared with other processes"),
+    (deep_copy, "it cannot be copied"),
+    (average, "ema = [p.detach().clone() for p in model.parameters()]"),
+    (pickle, "Save model.state_dict() instead"),
+    (read, "model.read_head: reads or writes parameters"),
+    (norm, "model.size_of_head: reads or writes parameters"),
+    (write, "model.zero_head: reads or writes parameters"),
+    (init, "model.apply: reads or writes parameters"),
+    (call_unit, "outside of HetFSDP's forward"),
+    (call_submodule, "outside of HetFSDP's forward"),
+    (call_module_of_root, "outside of HetFSDP's forward"),
+    (replace_data, "its data were replaced"),
+    (from_vector, "its data were replaced"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
+def test_what_cannot_be_right_is_refused(fault: tuple[Callable[[Pair], Any], str]) -> None:
+    says(run_ranks_expecting_failure(on_all, 2, fault[0]), fault[1])
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
+def test_and_on_one_rank_ends_all(fault: tuple[Callable[[Pair], Any], str]) -> None:
+    says(run_ranks_expecting_failure(misuse, 2, fault[0]), fault[1])

@@ -1,0 +1,262 @@
+"""Optimizers on rows train what they train on whole parameters, or are refused by name."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from shardhet import Plan
+from shardhet.fsdp.optimizer_gate import ELEMENT_WISE
+from tests.edge_plans import ALONE, UNEVEN, every_plan
+from tests.ordinary import Pair
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+WITHIN_S = 10.0
+
+
+class Lion(optim.Optimizer):
+    """Element by element, and no class that anybody knows."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr})
+        self.beta = beta
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                mean.lerp_(param.grad, 1 - self.beta)
+                param -= group["lr"] * mean.sign()
+
+
+class Lamb(Lion):
+    """Steps as long as the parameter is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    length = param.norm() / (param.grad.norm() + 1e-9)
+                    param -= group["lr"] * length * param.grad
+
+
+class RowWise(Lion):
+    """Each row for itself, which rows suffice for."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.dim() > 1:
+                    length = param.grad.square().sum(dim=-1, keepdim=True).sqrt() + 1e-3
+                    param -= group["lr"] * param.grad / length
+
+
+class Lookahead(optim.Optimizer):
+    """An optimizer around another one."""
+
+    def __init__(self, base: optim.Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups, {})
+        self.slow = [p.detach().clone() for group in base.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class WithClosure(Lion):
+    """Cannot be tried without its closure."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is None:
+            raise TypeError("give a closure")
+        super().step()
+
+
+def muon(params: list[nn.Parameter]) -> optim.Optimizer:
+    return optim.Muon([param for param in params if param.dim() == 2])
+
+
+def around_sgd(params: list[nn.Parameter]) -> optim.Optimizer:
+    return Lookahead(optim.SGD(params, lr=0.01))
+
+
+def train(rank: int, plan: Plan, make: Callable[..., optim.Optimizer], kwargs: Any) -> None:
+    pair = Pair(plan)
+    optimizers = [make(list(m.parameters()), **kwargs) for m in (pair.model, pair.plain)]
+    for _ in range(3):
+        pair.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.same_params(1e-8)
+
+
+@every_plan
+@pytest.mark.parametrize("kind", sorted(ELEMENT_WISE, key=lambda kind: kind.__name__))
+def test_torchs_element_wise_optimizers_train_the_same(
+    plan: Plan, kind: type[optim.Optimizer]
+) -> None:
+    run_ranks(train, len(plan.ranks), plan, kind, {"lr": 0.01})
+
+
+@every_plan
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
+def test_their_fast_kernels_stay_in_use(
+    plan: Plan, kind: type[optim.Optimizer], way: str
+) -> None:
+    run_ranks(train, len(plan.ranks), plan, kind, {"lr": 0.01, way: True})
+
+
+def train_quietly(rank: int, plan: Plan, make: Callable[..., optim.Optimizer]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(rank, plan, make, {})
+
+
+@every_plan
+@pytest.mark.parametrize("make", [Lion, RowWise, around_sgd])
+def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
+    plan: Plan, make: Callable[..., optim.Optimizer]
+) -> None:
+    run_ranks(train_quietly, len(plan.ranks), plan, make)
+
+
+def step_once(rank: int, make: Callable[..., optim.Optimizer]) -> None:
+    pair = Pair(UNEVEN)
+    optimizer = make(list(pair.model.parameters()))
+    pair.backward()
+    before = [param.detach().clone() for param in pair.model.parameters()]
+    try:
+        optimizer.step()
+    finally:
+        for param, value in zip(pair.model.parameters(), before, strict=True):
+            assert torch.equal(param, value), "stepped although refused"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (muon, "optimizer Muon orthogonalises whole matrices"),
+        (optim.Adafactor, "optimizer Adafactor averages over the rows"),
+        (optim.LBFGS, "optimizer LBFGS takes inner products"),
+        (Lamb, "optimizer Lamb does to a parameter's rows something else"),
+    ],
+)
+def test_optimizers_that_need_whole_parameters_are_refused(
+    make: Callable[..., optim.Optimizer], message: str
+) -> None:
+    for outcome in run_ranks_expecting_failure(step_once, 2, make):
+        assert message in outcome.message, outcome.traceback
+        assert "Use one that works element by element" in outcome.message
+        assert outcome.duration_s < WITHIN_S
+
+
+def step_on_one_rank_with_lamb(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    (Lamb if rank == 0 else Lion)(pair.model.parameters()).step()
+    pair.backward()
+
+
+def test_a_refusal_on_one_rank_is_heard_on_all() -> None:
+    for outcome in run_ranks_expecting_failure(step_on_one_rank_with_lamb, 2):
+        assert "optimizer Lamb does" in outcome.message, outcome.traceback
+        assert outcome.duration_s < WITHIN_S
+
+
+def warnings_of(rank: int) -> list[str]:
+    pair = Pair(UNEVEN)
+    optimizer = WithClosure(pair.model.parameters())
+    pair.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(lambda: None)
+    return [str(each.message) for each in caught]
+
+
+def test_one_that_cannot_be_tried_is_warned_of_once() -> None:
+    for messages in run_ranks(warnings_of, 2):
+        assert len(messages) == 1
+        assert "WithClosure could not be tried" in messages[0]
+        assert "depends on the plan" in messages[0]
+
+
+class MadeBefore(Pair):
+    def prepare(self, module: nn.Module) -> None:
+        self.optimizer = optim.AdamW(module.parameters())
+
+
+def train_what_was_given_up(rank: int) -> None:
+    pair = MadeBefore(UNEVEN)
+    pair.backward()
+    pair.optimizer.step()
+
+
+def test_an_optimizer_from_before_wrapping_is_refused() -> None:
+    for outcome in run_ranks_expecting_failure(train_what_was_given_up, 2):
+        assert "from before HetFSDP was made" in outcome.message, outcome.traceback
+        assert "AdamW(model.parameters(), ...)" in outcome.message
+        assert outcome.duration_s < WITHIN_S
+
+
+def train_alone(rank: int) -> None:
+    train(rank, ALONE, muon, {})
+    train(rank, ALONE, Lamb, {})
+
+
+def test_one_process_may_use_any_optimizer() -> None:
+    run_ranks(train_alone, 1)
+
+
+def other_models_optimizer(rank: int) -> None:
+    plain = nn.Linear(3, 3)
+    plain(torch.ones(3)).sum().backward()
+    optim.Adafactor(plain.parameters()).step()
+    Lamb(plain.parameters()).step()
+
+
+def test_optimizers_of_other_models_are_left_alone() -> None:
+    run_ranks(other_models_optimizer, 1)
+
+
+def average(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    optimizers = [optim.SGD(m.parameters(), lr=0.05) for m in (pair.model, pair.plain)]
+    ema = [param.detach().clone() for param in pair.model.parameters()]
+    whole = optim.swa_utils.AveragedModel(
+        pair.plain, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    whole.update_parameters(pair.plain)
+    for _ in range(3):
+        pair.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch._foreach_lerp_(ema, [param.detach() for param in pair.model.parameters()], 0.1)
+        whole.update_parameters(pair.plain)
+    with torch.no_grad():
+        for param, averaged in zip(pair.model.parameters(), ema, strict=True):
+            param.copy_(averaged)
+    pair.plain = whole.module
+    pair.same_params()
+    state = pair.model.state_dict()
+    if rank == 0:
+        expected: dict[str, Tensor] = whole.module.state_dict()
+        for fqn, tensor in expected.items():
+            torch.testing.assert_close(state[fqn], tensor, rtol=1e-12, atol=1e-12)
+
+
+@every_plan
+def test_an_average_of_rows_is_that_of_the_model(plan: Plan) -> None:
+    run_ranks(average, len(plan.ranks), plan)

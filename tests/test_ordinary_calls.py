@@ -1,0 +1,386 @@
+"""Torch's own calls around a step do on a HetFSDP what they do on the plain model.
+
+Norms and clipping, gradient scalers, hooks on parameters, several forwards and backwards.
+"""
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from shardhet import Plan
+from tests.edge_plans import PLANS, UNEVEN, every_plan
+from tests.ordinary import Pair
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+WITHIN_S = 10.0
+
+
+def says(outcomes: list[Any], *parts: str) -> None:
+    """Every rank ended in time, and with all of this in its message."""
+    for outcome in outcomes:
+        assert not outcome.has_returned
+        assert outcome.duration_s < WITHIN_S, outcome.traceback
+        for part in parts:
+            assert part in outcome.message, outcome.traceback
+
+
+# Norms
+
+
+def clip_by_norm(rank: int, plan: Plan, order: float, foreach: bool | None) -> None:
+    pair = Pair(plan)
+    pair.backward()
+    expected = clip_grad_norm_(pair.plain.parameters(), 0.3, order, foreach=foreach)
+    norm = clip_grad_norm_(pair.model.parameters(), 0.3, order, foreach=foreach)
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0.0)
+    pair.same_grads()
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, math.inf, -1.0, 0.0])
+def test_clipping_by_norm_is_that_of_one_process(order: float, foreach: bool | None) -> None:
+    for plan in PLANS:
+        run_ranks(clip_by_norm, len(plan.ranks), plan, order, foreach)
+
+
+def take_norms(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    pair.backward()
+    params, plain = list(pair.model.parameters()), list(pair.plain.parameters())
+    some, same = [p.grad for p in params[::2]], [p.grad for p in plain[::2]]
+    torch.testing.assert_close(get_total_norm(some), get_total_norm(same), rtol=1e-12, atol=0)
+    for own, other in zip(params, plain, strict=True):
+        for norm in (Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm):
+            torch.testing.assert_close(norm(own.grad), norm(other.grad), rtol=1e-12, atol=0)
+        written_out = float(own.grad.data.norm(2)), own.grad.detach().norm(p=2).item()
+        assert written_out == pytest.approx((float(other.grad.norm()),) * 2, rel=1e-12)
+    total = sum(float(p.grad.norm()) ** 2 for p in params) ** 0.5
+    assert total == pytest.approx(float(get_total_norm([p.grad for p in plain])), rel=1e-12)
+    kept = [p.grad.norm() for p in params]  # read only after the gradients have changed
+    expected = [p.grad.norm() for p in plain]
+    clip_grad_value_(pair.model.parameters(), 1e-3)
+    clip_grad_value_(pair.plain.parameters(), 1e-3)
+    torch.testing.assert_close(torch.stack(kept), torch.stack(expected), rtol=1e-12, atol=0)
+    pair.same_grads()
+    total_norm = get_total_norm([p.grad for p in params])
+    torch.nn.utils.clip_grads_with_norm_(params, 1e-4, total_norm)
+    clip_grad_norm_(plain, 1e-4)
+    pair.same_grads()
+
+
+@every_plan
+def test_norms_of_gradients_are_those_of_one_process(plan: Plan) -> None:
+    run_ranks(take_norms, len(plan.ranks), plan)
+
+
+def clip_what_is_not_finite(rank: int, plan: Plan) -> list[str]:
+    pair = Pair(plan)
+    pair.backward()
+    for param in list(pair.model.parameters()):
+        if param.grad.numel() and pair.model.position == 0:
+            param.grad[:1] = math.inf
+    found = []
+    norm = clip_grad_norm_(pair.model.parameters(), 1.0)
+    found.append(str(float(norm)))
+    try:
+        clip_grad_norm_(pair.model.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        found.append(str(error)[:20])
+    return found
+
+
+def test_a_norm_that_is_not_finite_is_so_on_every_rank() -> None:
+    expected = ["inf", "The total norm of or"]
+    assert run_ranks(clip_what_is_not_finite, 2, UNEVEN) == [expected] * 2
+
+
+def copy_gradients(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    grad = next(pair.model.parameters()).grad
+    assert type(grad) is not Tensor
+    file = io.BytesIO()
+    torch.save(grad, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(grad), torch.load(file), grad.clone()):
+        assert type(copied) is Tensor
+        assert torch.equal(copied, grad)
+
+
+def test_copies_of_gradients_are_plain_tensors() -> None:
+    run_ranks(copy_gradients, 2)
+
+
+def take_a_norm_alone(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    if rank == 0:
+        float(next(pair.model.parameters()).grad.norm())
+    pair.model(**pair.mine(pair.batch()))
+
+
+def test_a_norm_that_one_rank_takes_alone_ends_all() -> None:
+    outcomes = run_ranks_expecting_failure(take_a_norm_alone, 2)
+    says(outcomes, "ranks are in different calls", "p.grad.norm", "model(...)")
+
+
+def norm_along_rows(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    grad = pair.model.get_parameter("blocks.0.inner.weight").grad
+    own = pair.rows("blocks.0.inner.weight", pair.plain.blocks[0].inner.weight.grad)
+    torch.testing.assert_close(Tensor(grad.norm(dim=1)), own.norm(dim=1))
+    torch.linalg.norm(grad, 2)  # the largest singular value
+
+
+def test_a_norm_that_rows_cannot_give_is_refused() -> None:
+    outcomes = run_ranks_expecting_failure(norm_along_rows, 2)
+    says(outcomes, "of a gradient of which this rank has some rows only")
+
+
+# Scalers
+
+
+def train_with_scaler(rank: int, plan: Plan, fused: bool, unscales: bool) -> float:
+    pair = Pair(plan)
+    kwargs = {"lr": 0.01, "fused": fused}
+    optimizer = torch.optim.AdamW(pair.model.parameters(), **kwargs)
+    plain_optimizer = torch.optim.AdamW(pair.plain.parameters(), **kwargs)
+    scaler, plain_scaler = (torch.amp.GradScaler("cpu", growth_interval=2) for _ in range(2))
+    for step in range(5):
+        batch = pair.batch()
+        loss_sum, num = pair.model(**pair.mine(batch))
+        scaled_mean = pair.model.backward(scaler.scale(loss_sum), num)
+        plain_sum, plain_num = pair.plain(**batch)
+        plain_scaler.scale(plain_sum / plain_num).backward()
+        assert scaled_mean is not None
+        assert scaled_mean / scaler.get_scale() == pytest.approx(float(plain_sum / plain_num))
+        if step == 2:  # one element, which one rank stores
+            pair.plain.head.weight.grad[2, 1] = math.inf
+            grad = pair.model.get_parameter("head.weight").grad
+            rows = pair.model.sharded_state_dict()["head.weight"].rows
+            if rows.start <= 2 < rows.stop:
+                grad[2 - rows.start, 1] = math.inf
+        if unscales:
+            scaler.unscale_(optimizer)
+            plain_scaler.unscale_(plain_optimizer)
+            norm = clip_grad_norm_(pair.model.parameters(), 0.5)
+            expected = clip_grad_norm_(pair.plain.parameters(), 0.5)
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for each, its in ((scaler, optimizer), (plain_scaler, plain_optimizer)):
+            each.step(its)
+            each.update()
+            its.zero_grad()
+        pair.same_params(1e-9)
+        assert scaler.get_scale() == plain_scaler.get_scale()
+    return scaler.get_scale()
+
+
+@every_plan
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_skips_the_same_steps_on_all_ranks(
+    plan: Plan, fused: bool, unscales: bool
+) -> None:
+    scales = run_ranks(train_with_scaler, len(plan.ranks), plan, fused, unscales)
+    assert len(set(scales)) == 1
+
+
+# Hooks on parameters
+
+
+def add_hooks(module: nn.Module, seen: list[Any]) -> list[Any]:
+    weight, scale = module.get_parameter("head.weight"), module.get_parameter("blocks.0.scale")
+
+    def mask_first_row(grad: Tensor) -> Tensor:
+        seen.append(float(grad.square().sum()))
+        grad = grad.clone()
+        grad[0] = 0.0
+        return grad
+
+    def halve(grad: Tensor) -> Tensor:
+        return grad / 2
+
+    weight.register_hook(mask_first_row)
+    weight.register_hook(halve)
+    scale.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    scale.register_post_accumulate_grad_hook(lambda param: seen.append("done"))
+    removed = weight.register_hook(lambda grad: grad * 1000)
+    removed.remove()
+    return seen
+
+
+class HookedBefore(Pair):
+    def prepare(self, module: nn.Module) -> None:
+        self.seen = add_hooks(module, [])
+
+
+def train_with_hooks(rank: int, plan: Plan, when: str) -> None:
+    if when == "before":
+        pair = HookedBefore(plan)
+        seen = pair.seen
+    else:
+        pair = Pair(plan)
+        seen = add_hooks(pair.model, [])
+    expected = add_hooks(pair.plain, [])
+    for _ in range(2):  # the second adds
+        pair.backward()
+        pair.same_grads()
+    numbers = [[each for each in s if isinstance(each, float)] for s in (seen, expected)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-10)
+    assert seen.count("done") == expected.count("done") == 2
+    assert seen.count(()) == expected.count(()) == 2
+
+
+@every_plan
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_parameters_see_whole_gradients(plan: Plan, when: str) -> None:
+    run_ranks(train_with_hooks, len(plan.ranks), plan, when)
+
+
+def step_in_hook(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    for module in (pair.model, pair.plain):
+        for param in module.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.05)
+
+            def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            param.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        pair.backward()
+        pair.same_params()
+    assert all(p.grad is None for p in pair.model.parameters())
+
+
+@every_plan
+def test_an_optimizer_may_step_in_hooks(plan: Plan) -> None:
+    run_ranks(step_in_hook, len(plan.ranks), plan)
+
+
+def hook_on_one_rank(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    if rank == 1:
+        next(pair.model.parameters()).register_hook(lambda grad: None)
+    pair.backward()
+
+
+def hook_of_another_shape(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    pair.model.get_parameter("head.weight").register_hook(lambda grad: grad[:1])
+    pair.backward()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (hook_on_one_rank, "Register the same ones on every rank"),
+        (hook_of_another_shape, "head.weight: a hook on it returns (1, 6)"),
+    ],
+)
+def test_other_hooks_are_refused(fault: Callable[..., Any], message: str) -> None:
+    says(run_ranks_expecting_failure(fault, 2), message)
+
+
+# Loops
+
+
+def accumulate(rank: int, plan: Plan, set_to_none: bool) -> None:
+    pair = Pair(plan)
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9)
+        for each in (pair.model, pair.plain)
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
+    for _ in range(3):
+        for _ in range(2):
+            pair.backward()
+            with torch.no_grad():
+                pair.model(**pair.mine(pair.batch()))
+        pair.same_grads()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            scheduler.step()
+        pair.same_params()
+
+
+@every_plan
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_several_forwards_and_backwards_accumulate(plan: Plan, set_to_none: bool) -> None:
+    run_ranks(accumulate, len(plan.ranks), plan, set_to_none)
+
+
+def accumulate_over_all_tokens(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    batches = [pair.batch() for _ in range(2)]
+    for batch in batches:
+        loss_sum, num = pair.model(**pair.mine(batch))
+        pair.model.backward(loss_sum, 2 * num)  # this rank's tokens of both
+    both = [pair.plain(**batch) for batch in batches]
+    (sum(loss for loss, _ in both) / sum(num for _, num in both)).backward()
+    pair.same_grads()
+
+
+@every_plan
+def test_the_mean_over_several_forwards_takes_the_tokens_of_all(plan: Plan) -> None:
+    run_ranks(accumulate_over_all_tokens, len(plan.ranks), plan)
+
+
+def one_backward_for_two(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    batch = pair.mine(pair.batch())
+    (first, n), (second, m) = pair.model(**batch), pair.model(**batch)
+    pair.model.backward(first + second, n + m)
+
+
+def backward_of_the_first(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    batch = pair.mine(pair.batch())
+    (first, n), _ = pair.model(**batch), pair.model(**batch)
+    pair.model.backward(first, n)
+
+
+def backward_by_torch(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    loss_sum, num = pair.model(**pair.mine(pair.batch()))
+    (loss_sum / num).backward()
+
+
+def second_backward(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    loss_sum, num = pair.model(**pair.mine(pair.batch()))
+    pair.model.backward(loss_sum, num)
+    pair.model.backward(loss_sum, num)
+
+
+def backward_by_torch_on_one_rank(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    loss_sum, num = pair.model(**pair.mine(pair.batch()))
+    if rank == 0:
+        loss_sum.backward()
+    else:
+        pair.model.backward(loss_sum, num)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (one_backward_for_two, "for the output of an earlier model(...)"),
+        (backward_of_the_first, "for the output of an earlier model(...)"),
+        (backward_by_torch, "Call model.backward(loss_sum, num_tokens)"),
+        (backward_by_torch_on_one_rank, "Call model.backward(loss_sum, num_tokens)"),
+        (second_backward, "Call the model first"),
+    ],
+)
+def test_other_orders_are_refused(fault: Callable[..., Any], message: str) -> None:
+    says(run_ranks_expecting_failure(fault, 2), message)
