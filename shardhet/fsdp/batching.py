@@ -39,10 +39,16 @@ class BatchAxis:
         return self.outer * num_samples * self.inner
 
     def narrow(self, tensor: Tensor, span: Span, num_samples: int) -> Tensor:
-        """The samples ``span`` of ``num_samples``; a view unless ``outer`` is above 1."""
+        """The samples ``span`` of ``num_samples``; a view if they lie together in memory.
+
+        Else a copy with the strides that a batch of its own would have: dropout draws its mask
+        in the order of memory.
+        """
         start, numel = span.start * self.inner, span.numel * self.inner
         if self.outer == 1:
-            return tensor.narrow(self.dim, start, numel)
+            piece = tensor.narrow(self.dim, start, numel)
+            is_outermost = tensor.stride(self.dim) in (0, max(tensor.stride()))
+            return piece if is_outermost else _as_dense(piece, tensor.stride())
         parts = tensor.unflatten(self.dim, (self.outer, num_samples * self.inner))
         return parts.narrow(self.dim + 1, start, numel).flatten(self.dim, self.dim + 1)
 
@@ -62,6 +68,15 @@ class BatchAxis:
         sizes = (self.outer, span.numel * self.inner)
         parts.narrow(self.dim + 1, start, numel).copy_(piece.unflatten(self.dim, sizes))
 
+    def new_whole(self, piece: Tensor, num_samples: int) -> Tensor:
+        """Memory for all samples, in the order of dimensions that ``piece`` has."""
+        return torch.empty_permuted(
+            self.shape(piece.shape, num_samples),
+            _order(piece.stride()),
+            dtype=piece.dtype,
+            device=piece.device,
+        )
+
     def shape(self, shape: Sequence[int], num_samples: int) -> tuple[int, ...]:
         """``shape`` with so many samples."""
         return (*shape[: self.dim], self.length(num_samples), *shape[self.dim + 1 :])
@@ -69,6 +84,18 @@ class BatchAxis:
     def fits(self, tensor: Tensor, num_samples: int) -> bool:
         """Whether the tensor has so many samples."""
         return tensor.dim() > self.dim and tensor.shape[self.dim] == self.length(num_samples)
+
+
+def _order(strides: Sequence[int]) -> list[int]:
+    """Dimensions from the outermost to the innermost in memory."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _as_dense(piece: Tensor, strides: Sequence[int]) -> Tensor:
+    dense = torch.empty_permuted(
+        piece.shape, _order(strides), dtype=piece.dtype, device=piece.device
+    )
+    return dense.copy_(piece)
 
 
 class Join(Enum):

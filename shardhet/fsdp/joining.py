@@ -81,7 +81,7 @@ class Joined:
             return tensor.detach()
         self._check_fits(tensor, rule, span.numel)
         if isinstance(rule, BatchAxis):
-            joined = tensor.new_empty(rule.shape(tensor.shape, self._num_samples))
+            joined = rule.new_whole(tensor, self._num_samples)
             rule.put(joined, tensor, span, self._num_samples)
             return joined
         return self._weighted(tensor.detach(), rule, span).clone()

@@ -73,3 +73,14 @@ class BufferWrites:
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(module.named_buffers())
+
+
+def counters(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """All single numbers among the attributes of a module and of those inside it."""
+    found: dict[tuple[str, str], Any] = {}
+    for fqn, each in module.named_modules():
+        for name, value in vars(each).items():
+            is_number = isinstance(value, int | float)
+            if is_number or (isinstance(value, Tensor) and value.numel() == 1):
+                found[fqn, name] = value if is_number else (id(value), value._version)
+    return found

@@ -39,7 +39,7 @@ from shardhet.fsdp.batching import (
 )
 from shardhet.fsdp.comparing import fingerprint
 from shardhet.fsdp.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.module_state import BufferWrites, restored_modules
+from shardhet.fsdp.module_state import BufferWrites, counters, restored_modules
 from shardhet.fsdp.rules import (
     LARGE,
     PARTS,
@@ -89,6 +89,7 @@ class Probe:
         has_gradients: bool,
         splits: bool,
         anchor: Tensor,
+        rows: Mapping[int, str] | None = None,
     ) -> None:
         self.rules: dict[CallKey, VisitRules] = {}
         self.is_certain = True  # else something was zero, and may be a sum or a mean
@@ -100,6 +101,7 @@ class Probe:
         self._decide = RuleFinder(splits=splits)
         self._anchor = anchor
         self._watcher = Watcher()
+        self._watcher.rows = rows or {}
         self._watcher.on_random_outside = _refuse_random if splits else _accept
         self._run: Callable[..., Any] = self._run_small
         self._num_calls: Counter[str] = Counter()  # by module, in the present run
@@ -191,7 +193,13 @@ class Probe:
     ) -> tuple[Seen, Any]:
         """What the call gives for two samples."""
         graph = self._has_gradients and torch.is_grad_enabled()
+        module = self._module.get_submodule(fqn)
+        before = counters(module)
         output = self._apply(fqn, function, leaves, arguments, with_graph=graph)
+        once = counters(module)
+        if self._splits and once != before:
+            self._apply(fqn, function, leaves, arguments, with_graph=False)
+            self._check_counters(fqn, once, counters(module))
         outputs, spec = flatten(output)
         tensors = [each for each in outputs if isinstance(each, Tensor)]
         flags = tuple(each.requires_grad for each in tensors)
@@ -382,6 +390,17 @@ class Probe:
         for each, known in zip(objects, before, strict=True):
             if fingerprint(each) != known:
                 raise Refusal(ValueError(_changes(fqn, f"a {type(each).__name__}")))
+
+    def _check_counters(self, fqn: str, once: dict[Any, Any], twice: dict[Any, Any]) -> None:
+        counting = [name for (_, name), value in once.items() if twice.get((_, name)) != value]
+        if counting:
+            raise Refusal(
+                ValueError(
+                    f"unit {fqn!r} changes its attribute {counting[0]!r} at every call, so once "
+                    "for each microbatch and each recomputation. Count outside of units, once "
+                    "for each forward."
+                )
+            )
 
     def _check_plain(self, fqn: str, output: Any) -> None:
         for leaf in flatten(output)[0]:

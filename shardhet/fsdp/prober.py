@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from shardhet.fsdp.watch import Refusal
 from shardhet.neighbours import LostPeerError
 from shardhet.schedule import Schedule, make_schedule
 
-MAX_ATTEMPTS = 6
+MAX_ATTEMPTS = 8
 
 Axes = tuple[BatchAxis | None, ...]
 RunModule = Callable[[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any]
@@ -94,6 +95,12 @@ class Prober:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._probe: Probe | None = None
         self._finder = OrderFinder([], control)
+        self.rows = {
+            id(param): slot.fqn
+            for unit in units
+            for flat in unit.flats
+            for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+        }
 
     def find(
         self,
@@ -107,16 +114,19 @@ class Prober:
 
         Raises on every rank what is wrong with the model on any of them.
         """
-        first_problem: Exception | None = None
-        for axes in self._attempts(call):
+        attempts = self._attempts(call)
+        problem: Exception | None = None
+        is_refused = False
+        for i, axes in enumerate(attempts):
             attempt = _Attempt(self, call, axes, run_module, has_gradients, splits)
-            problem = attempt.run()
-            has_failed = self._control.exchange([float(problem is not None)])
+            found = attempt.run()
+            has_failed = self._control.exchange([float(found is not None)])
             if not any(row[0] for row in has_failed):
                 return self._settle(attempt, has_gradients)
-            first_problem = first_problem or problem
-        if first_problem is not None:
-            raise first_problem
+            if i == 0:
+                problem, is_refused = found, attempt.is_refused
+        if problem is not None:
+            raise _explained(problem, call, attempts, is_refused=is_refused)
         while True:  # until the rank that has failed says why
             self._control.exchange([0.0])
 
@@ -137,16 +147,20 @@ class Prober:
             BatchAxis(dim) if factor == {1} and dim is not None else None
             for factor, dim in zip(factors, dims, strict=True)
         ]
-        attempts = [tuple(likely)]
         first = next((i for i, axis in enumerate(likely) if axis is not None), 0)
+        others: list[tuple[int, BatchAxis | None]] = []
         for i, (axis, dim, factor) in enumerate(zip(likely, dims, factors, strict=True)):
             if i == first or named[i] or dim is None:
                 continue
-            others: list[BatchAxis | None] = [None] if axis else []
-            if axis is None and len(factor) == 1 and min(factor) > 1:
-                others = [BatchAxis(dim, 1, min(factor))]
-            attempts += [(*likely[:i], other, *likely[i + 1 :]) for other in others]
-        return attempts[:MAX_ATTEMPTS]
+            if axis is not None:
+                others.append((i, None))
+            elif len(factor) == 1 and min(factor) > 1:
+                others.append((i, BatchAxis(dim, 1, min(factor))))
+        changes = [*combinations(others, 1), *combinations(others, 2)][: MAX_ATTEMPTS - 1]
+        return [
+            tuple(dict(change).get(i, axis) for i, axis in enumerate(likely))
+            for change in ((), *changes)
+        ]
 
     def _settle(self, attempt: "_Attempt", has_gradients: bool) -> Findings:
         trainable = frozenset(i for i, unit in enumerate(self._units) if unit.is_trainable)
@@ -267,6 +281,25 @@ class Prober:
                     unit.reshard()
 
 
+def _explained(
+    problem: Exception, call: ModelCall | None, attempts: Sequence[Axes], *, is_refused: bool
+) -> Exception:
+    """The problem; where it may come from what arguments were taken for, with their names."""
+    if call is None or len(attempts) == 1 or is_refused:
+        return problem
+    batched = [
+        name for name, axis in zip(call.names, attempts[0], strict=True) if axis is not None
+    ]
+    error = ValueError(
+        f"model(...): it does not run on some of its samples, with {', '.join(batched)} cut "
+        f"to them ({type(problem).__name__}: {problem}). If one of these arguments has no "
+        f"samples, say so: HetFSDP(batch_dim={'NAME': None}), or their dimension if it is "
+        "another."
+    )
+    error.__cause__ = problem
+    return error
+
+
 class _Attempt:
     """All runs of one probe, with one reading of the model's arguments."""
 
@@ -280,6 +313,7 @@ class _Attempt:
         splits: bool,
     ) -> None:
         self.segments: Any = ()
+        self.is_refused = False  # by us: no error of the model's
         self.probe: Probe | None = None
         self._prober = prober
         self._call = call
@@ -294,6 +328,7 @@ class _Attempt:
                 has_gradients=has_gradients,
                 splits=splits,
                 anchor=prober._anchor,
+                rows=prober.rows,
             )
 
     def run(self) -> Exception | None:
@@ -307,6 +342,7 @@ class _Attempt:
         except PeerFailed:
             return None
         except Refusal as refusal:
+            self.is_refused = True
             return refusal.error
         except LostPeerError:
             raise
@@ -358,22 +394,30 @@ class _Attempt:
         ]
         if not self._any_rank(bool(unclear)):
             return
-        # A mean over valid tokens is no mean over samples; but with the number of tokens as it
-        # is, what one sample adds does not depend on what the other one is.
+        # A mean over valid tokens is no mean over samples.  But with the labels as they are,
+        # what one sample adds depends on the others by one factor only, the number of tokens:
+        # with S the sum and N the tokens, S/N of both parts together make that of all.
         values = []
         for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
             self._forward(f"changed {name}", range(SMALL), main)
             values.append(self._losses(f"changed {name}"))
+        self._forward("changed large", range(LARGE), (2, 1, 2))
+        changed = self._losses("changed large")
         for i in unclear:
             neither, first, second, both = (each[i] for each in values)
-            if not self._are_equal(neither + both, first + second):
+            factor = (first - neither) / (changed[i] - large[i])  # of N, large over small
+            parts = small[i] + rest[i] * (factor - 1)
+            if not (
+                self._are_equal(neither + both, first + second)
+                and self._are_equal(parts, large[i] * factor)
+            ):
                 raise Refusal(
                     ValueError(
                         f"model(...): output {i} of its single numbers, computed outside of "
-                        "units, is no sum over samples (a load-balancing or contrastive "
-                        "loss, perhaps), so it would depend on the plan. Leave it out of the "
-                        "loss (output_router_logits=False), compute it inside of a unit from "
-                        "each sample, or give every rank one microbatch."
+                        "units, is no sum or mean over samples (a load-balancing or "
+                        "contrastive loss, perhaps), so it would depend on the plan. Leave it "
+                        "out of the loss (output_router_logits=False), compute it inside of a "
+                        "unit from each sample, or give every rank one microbatch."
                     )
                 )
 

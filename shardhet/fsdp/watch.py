@@ -13,7 +13,7 @@ An operation that uses a tensor of another place would see one microbatch's wher
 see all of the batch's, or miss a gradient; that is refused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ class Watcher(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
+        self.rows: Mapping[int, str] = {}  # parameters of units by id, as they lie sharded
         self._place = OUTSIDE
         self._num_calls = 0
         self._unit_fqn = ""
@@ -131,6 +132,20 @@ class Watcher(TorchDispatchMode):
             self.on_random_outside(name)
 
     def _check(self, tensor: Tensor, used_by: str) -> None:
+        if id(tensor) in self.rows:
+            where = (
+                f"unit {self._unit_fqn!r}"
+                if self._place != OUTSIDE
+                else "code outside of units"
+            )
+            raise Refusal(
+                ValueError(
+                    f"{self.rows[id(tensor)]} is used by {where} (in {used_by}), but it "
+                    "belongs to a unit that is not being called, so this rank sees only its "
+                    "own rows. Use it inside of that unit, or make the module that uses it a "
+                    "unit: HetFSDP(units=[...])."
+                )
+            )
         place = self._made_at.get(tensor)
         if place is None or place == self._place or _address(tensor) in self._allowed:
             return
