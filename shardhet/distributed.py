@@ -21,7 +21,15 @@ from shardhet.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
-COLLECTIVE_CALLS = ("model(...)", "model.backward", "clip_grad_norm_", "state_dict", "exchange")
+COLLECTIVE_CALLS = (
+    "model(...)",
+    "model.backward",
+    "clip_grad_norm_",
+    "state_dict",
+    "exchange",
+    "gather_units",
+    "unit_by_unit",
+)
 
 
 # All records that keep process groups alive, see _let_go_of_groups.

@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +19,19 @@ from shardhet.fsdp.batching import BatchRule, first_length
 from shardhet.fsdp.build import Precision, build_units, planned_units
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.materialize import RowSource
 from shardhet.fsdp.observer import Activity, Observer
 from shardhet.fsdp.runtime import Runtime
 from shardhet.fsdp.state import (
     RowBox,
+    gather_params,
     gather_state_dict,
     load_sharded_state_dict,
     load_state_dict,
     sharded_state_dict,
 )
 from shardhet.fsdp.unit import UnitModule
+from shardhet.fsdp.unit_by_unit import refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.wrapping import find_units
 from shardhet.host_copy import HostCopy
 from shardhet.plan import Plan
@@ -67,6 +71,7 @@ class HetFSDP(nn.Module):
         seed: int = 0,
         device_spec: DeviceSpec | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
+        row_source: RowSource | None = None,
     ) -> None:
         """Cut ``module`` up among the ranks of ``group``.
 
@@ -89,6 +94,7 @@ class HetFSDP(nn.Module):
             device_spec: what this rank announces itself as; None asks the driver.
             init_fn: initialises what was on the meta device, module by module; None is each
                 module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
+            row_source: has values of parameters on the meta device; each rank reads its rows.
 
         Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
         """
@@ -109,6 +115,7 @@ class HetFSDP(nn.Module):
                 precision=Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
                 seed=seed,
                 init_fn=init_fn,
+                row_source=row_source,
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
@@ -130,6 +137,7 @@ class HetFSDP(nn.Module):
             ),
         )
         self._intercept()
+        refuse_to_save_rows(module)
 
     # Training #
 
@@ -139,6 +147,7 @@ class HetFSDP(nn.Module):
         Dim 0 of the first tensor among the arguments is the rank's batch.  ``loss_inputs`` (a
         tensor or a tuple) go to ``loss_fn``.
         """
+        self._check_is_not_unit_by_unit("model(...)")
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         inputs = (args, kwargs, loss_inputs)
         with self._lifeline.guard("model(...)"):
@@ -284,6 +293,38 @@ class HetFSDP(nn.Module):
             self._control.enter("state_dict")
             return gather_state_dict(self._flats, self.module, self._comm)
 
+    def gather_units(
+        self, wanted: Callable[[str], bool] = lambda fqn: True
+    ) -> Iterator[dict[str, Tensor]]:
+        """Whole parameters by fqn, one unit after the other, on rank zero's host memory.
+
+        {} on other ranks.  A tied parameter comes under all its names, as one tensor; units
+        without a parameter that is ``wanted`` are left out.  Buffers are not in it.  Collective.
+        """
+        for unit in (*self._runtime.units, self._runtime.root):
+            flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]
+            with self._lifeline.guard(f"gathering unit {unit.fqn!r}"):
+                self._control.enter("gather_units")
+                yield gather_params(flats, self._comm)
+
+    def unit_by_unit(self) -> AbstractContextManager[None]:
+        """A context in which the module inside, or any part of it, is called directly.
+
+            with model.unit_by_unit():
+                tokens = model.module.generate(prompts)
+
+        Every call of a unit gathers its parameters, runs the module's own forward on the
+        inputs as they are, and frees them again.  Without gradients.  Entering and leaving is
+        collective; inside, ranks may call different units, or none.
+        """
+        return unit_by_unit(
+            self._runtime, comm=self._comm, control=self._control, lifeline=self._lifeline
+        )
+
+    def guard(self, doing: str) -> AbstractContextManager[None]:
+        """A context around what other ranks wait for: if it fails, they all end and say so."""
+        return self._lifeline.guard(doing)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take this rank's rows out of whole tensors, which every rank passes."""
         if args or kwargs:
@@ -350,9 +391,19 @@ class HetFSDP(nn.Module):
         with_loss = replace(module, forward=forward)
 
         def visit(*args: Any, **kwargs: Any) -> Any:
+            if self._runtime.unit_by_unit is not None:  # the caller wants the head's output
+                return self._runtime.visit(unit, module, args, kwargs)
             return self._runtime.visit(unit, with_loss, (self._loss_inputs, *args), kwargs)
 
         return visit
+
+    def _check_is_not_unit_by_unit(self, call: str) -> None:
+        if self._runtime.unit_by_unit is not None:
+            with self._lifeline.guard(call):
+                raise RuntimeError(
+                    f"{call}: called inside unit_by_unit(). Call model.module there, or leave "
+                    "the context first."
+                )
 
     def _warn_of_large_output(self, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -25,6 +25,7 @@ from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
+from shardhet.fsdp.unit_by_unit import UnitByUnit
 from shardhet.plan import Plan
 from shardhet.schedule import Phase, Segment, Turn
 
@@ -79,6 +80,7 @@ class Runtime:
             control=control,
         )
 
+        self.unit_by_unit: UnitByUnit | None = None  # inside that context
         # Of the step in progress
         self.batch: RankBatch | None = None
         self.awaits_backward = False
@@ -160,6 +162,8 @@ class Runtime:
         self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of one of the unit's modules: what its intercepted forward does."""
+        if self.unit_by_unit is not None:
+            return self.unit_by_unit.visit(unit_index, module, args, kwargs)
         unit = self.units[unit_index]
         if self.batch is None or not self.batch.num_samples:
             with self._lifeline.guard():  # outside of model(...) nobody else tells peers

@@ -29,13 +29,26 @@ def gather_state_dict(
 
     Gathered flat tensor by flat tensor, in the dtype they are stored in.  Collective.
     """
+    whole = gather_params(flats, comm)
+    if comm.gather_channel.position != comm.gather_channel.rank_by_position.index(0):
+        return {}
+    buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in persistent_buffers(module)}
+    order = [*(fqn for fqn, _ in _named_parameters(module)), *buffers]
+    return {fqn: (whole | buffers)[fqn] for fqn in order}
+
+
+@torch.no_grad()
+def gather_params(flats: Sequence[FlatTensor], comm: CommContext) -> dict[str, Tensor]:
+    """The parameters of ``flats`` by fqn on rank zero's host memory; {} elsewhere.
+
+    In the dtype they are stored in; tied names share a tensor.  Collective.
+    """
     channel = comm.gather_channel
     receiver = channel.rank_by_position.index(0)
-    is_receiver = channel.position == receiver
     whole: dict[str, Tensor] = {}
     for flat in flats:
         output = None
-        if is_receiver:
+        if channel.position == receiver:
             output = torch.empty(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
         gather = all_gather_uneven(
             output,
@@ -51,11 +64,7 @@ def gather_state_dict(
         for slot, span in zip(flat.slots, flat.layout.param_spans, strict=True):
             param = output[span.start : span.stop].view(slot.shape).to("cpu", copy=True)
             whole.update(dict.fromkeys(slot.fqns, param))
-    if not is_receiver:
-        return {}
-    buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in _persistent_buffers(module)}
-    order = [*(fqn for fqn, _ in _named_parameters(module)), *buffers]
-    return {fqn: (whole | buffers)[fqn] for fqn in order}
+    return whole
 
 
 @torch.no_grad()
@@ -67,7 +76,7 @@ def load_state_dict(
     Raises ``ValueError`` listing what is missing, unexpected or of another shape, before
     anything is written.
     """
-    buffers = dict(_persistent_buffers(module))
+    buffers = dict(persistent_buffers(module))
     shapes = {fqn: tuple(s.shape) for flat in flats for s in flat.slots for fqn in s.fqns}
     shapes |= {fqn: tuple(buffer.shape) for fqn, buffer in buffers.items()}
     tied = {fqn for flat in flats for slot in flat.slots for fqn in slot.fqns[1:]}
@@ -124,12 +133,13 @@ def _check_keys(
         )
 
 
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that belong into a state dict, by fqn, whole on every rank."""
     return [
         (f"{prefix}.{name}" if prefix else name, buffer)
         for prefix, inner in module.named_modules(remove_duplicate=False)
         for name, buffer in inner._buffers.items()
-        if buffer is not None and name not in inner._non_persistent_buffers_set
+        if buffer is not None and name not in inner._nonpersistent_buffers_set
     ]
 
 

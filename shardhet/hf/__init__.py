@@ -1,0 +1,1 @@
+"""Hugging Face models: their Trainer, their folders and their generate, under a plan."""
