@@ -257,6 +257,11 @@ class HetFSDP(nn.Module):
             return self._control.exchange(numbers)
 
     @property
+    def rank(self) -> int:
+        """This process's rank in the group; state dicts are whole on rank zero."""
+        return self._control.rank_by_position[self.position]
+
+    @property
     def step(self) -> int:
         """Optimizer steps finished; set it when a run is resumed (dropout depends on it)."""
         return self._runtime.step
@@ -299,7 +304,7 @@ class HetFSDP(nn.Module):
         """Whole parameters by fqn, one unit after the other, on rank zero's host memory.
 
         {} on other ranks.  A tied parameter comes under all its names, as one tensor; units
-        without a parameter that is ``wanted`` are left out.  Buffers are not in it.  Collective.
+        without a parameter that is ``wanted`` give {}.  Buffers are not in it.  Collective.
         """
         for unit in (*self._runtime.units, self._runtime.root):
             flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]

@@ -139,7 +139,7 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
         (f"{prefix}.{name}" if prefix else name, buffer)
         for prefix, inner in module.named_modules(remove_duplicate=False)
         for name, buffer in inner._buffers.items()
-        if buffer is not None and name not in inner._nonpersistent_buffers_set
+        if buffer is not None and name not in inner._non_persistent_buffers_set
     ]
 
 

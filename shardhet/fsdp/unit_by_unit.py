@@ -107,8 +107,8 @@ class UnitByUnit:
         rows = self._control.enter("unit_by_unit", [wanted, 0])
         if any(is_entering for _, is_entering in rows):
             raise RuntimeError(
-                "unit_by_unit: ranks enter and leave the context unequally often. Enter it once "
-                "on every rank, around everything."
+                "unit_by_unit: ranks enter and leave the context unequally often. Enter it "
+                "once on every rank, around everything."
             )
         wanted_by_position = [int(unit) for unit, _ in rows]
         distinct = sorted(set(wanted_by_position) - {WANTS_NOTHING})

@@ -1,1 +1,7 @@
 """Hugging Face models: their Trainer, their folders and their generate, under a plan."""
+
+from shardhet.hf.generation import generate
+from shardhet.hf.loading import load_pretrained
+from shardhet.hf.saving import save_pretrained
+
+__all__ = ["generate", "load_pretrained", "save_pretrained"]
