@@ -256,6 +256,12 @@ class HetFSDP(nn.Module):
                 )
             return self._control.exchange(numbers)
 
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything picklable), by position.  Collective."""
+        with self._lifeline.guard("exchange"):
+            self._control.enter("exchange")
+            return self._control.exchange_objects(value)
+
     @property
     def rank(self) -> int:
         """This process's rank in the group; state dicts are whole on rank zero."""

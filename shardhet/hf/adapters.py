@@ -38,7 +38,9 @@ def check_adapters(module: nn.Module) -> None:
             )
 
 
-def adapter_state(module: Any, adapter: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adapter_state(
+    module: Any, adapter: str, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """What PEFT saves of ``tensors``, the model's own, by its own names."""
     from peft import get_peft_model_state_dict
 

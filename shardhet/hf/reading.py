@@ -237,4 +237,3 @@ class PretrainedRows:
                 )
             else:
                 self._recipe_by_name[name] = recipe
-

@@ -139,9 +139,7 @@ def _save_adapters(model: HetFSDP, folder: Path) -> None:
             place.mkdir(exist_ok=True)
             state = adapter_state(module, adapter, gathered)
             whole = {name: torch.empty_like(t, device="meta") for name, t in state.items()}
-            files = StreamedFolder(
-                place, whole, stem="adapter_model", max_shard_bytes=2**63
-            )
+            files = StreamedFolder(place, whole, stem="adapter_model", max_shard_bytes=2**63)
             for name, tensor in state.items():
                 files.write(name, tensor)
             files.close()

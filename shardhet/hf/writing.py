@@ -126,5 +126,6 @@ def _grouped(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Te
         groups[-1][name] = tensor
         used += nbytes
     return [
-        dict(sorted(group.items(), key=lambda item: -item[1].element_size())) for group in groups
+        dict(sorted(group.items(), key=lambda item: -item[1].element_size()))
+        for group in groups
     ]
