@@ -124,7 +124,7 @@ def _check_choices(args: TrainingArguments) -> None:
             f"TrainingArguments: include_for_metrics={sorted(unknown)} is not gathered. Leave "
             "it out."
         )
-    config = args.accelerator_config
+    config: Any = args.accelerator_config
     if config.split_batches or config.dispatch_batches:
         raise ValueError(
             "TrainingArguments: accelerator_config deals batches to equal ranks "

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardhet.plan import Plan
 

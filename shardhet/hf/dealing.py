@@ -112,6 +112,6 @@ class PlanLoader:
         if num_rows(batch) != num_samples:
             shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
             raise ValueError(
-                f"data_collator: {num_samples} samples became tensors of shapes {shapes}. Use a "
-                "collator that keeps one row per sample; flattened batches cannot be dealt."
+                f"data_collator: {num_samples} samples became tensors of shapes {shapes}. Use "
+                "a collator that keeps one row per sample; flattened ones cannot be dealt."
             )

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from shardhet.distributed import Channel, check_same_on_all_ranks, default_group
@@ -90,7 +90,7 @@ def meta_model(
     dtype: torch.dtype | str,
     attn_implementation: str | None,
 ) -> PreTrainedModel:
-    """The folder's model on the meta device, in the dtypes that ``from_pretrained`` gives it."""
+    """The folder's model on the meta device, in the dtypes that ``from_pretrained`` gives."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder}: no such folder. Download it once per host with "
@@ -107,16 +107,23 @@ def meta_model(
             f"{folder}: the model is quantized, so its rows are no rows of its parameters. "
             "Load it with from_pretrained and pass it to HetFSDP."
         )
-    if isinstance(dtype, str):
-        dtype = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    found: torch.dtype = _dtype(dtype, config)
     chosen = {"attn_implementation": attn_implementation} if attn_implementation else {}
     model_class = _concrete(model_class or _saved_class(config, folder), config)
     with torch.device("meta"):
-        model: PreTrainedModel = model_class._from_config(config, dtype=dtype, **chosen)
-    _keep_dtypes(model, dtype)
+        model: PreTrainedModel = model_class._from_config(config, dtype=found, **chosen)
+    _keep_dtypes(model, found)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _dtype(dtype: torch.dtype | str, config: PreTrainedConfig) -> Any:
+    if not isinstance(dtype, str):
+        return dtype
+    if dtype == "auto":
+        return config.dtype or torch.float32
+    return getattr(torch, dtype)
 
 
 def _saved_class(config: PreTrainedConfig, folder: Path) -> Any:
@@ -182,7 +189,7 @@ def _check_tied_are_equal(
 
 
 def _report(model: PreTrainedModel, rows: PretrainedRows, folder: Path) -> None:
-    """Warn of what the folder lacks and of what the model does not use, as transformers does."""
+    """Warn of what the folder lacks and of what the model does not use."""
     params = list(model.named_parameters(remove_duplicate=False))
     ids = {id(param) for name, param in params if rows.has(name)}
     missing = {

@@ -72,8 +72,9 @@ def _unevenly_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) ->
     changed = dict(inputs)
     for name in label_names:
         labels = changed.get(name)
-        is_text = isinstance(labels, Tensor) and labels.dim() == 2
-        if is_text and not labels.is_floating_point() and labels.shape[1] > 3 and len(labels):
+        if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            continue
+        if labels.shape[1] > 3 and len(labels):
             changed[name] = labels.clone()
             changed[name][0, labels.shape[1] // 2 :] = IGNORED
     return changed

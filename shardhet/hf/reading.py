@@ -47,11 +47,11 @@ class SafetensorsFolder:
         else:
             found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
             raise ValueError(
-                f"{folder}: found {found[:12]} but no {WEIGHTS} or {INDEX}. Save the model with "
-                "save_pretrained, or download it with huggingface_hub.snapshot_download."
+                f"{folder}: found {found[:12]} but no {WEIGHTS} or {INDEX}. Save the model "
+                "with save_pretrained, or download it with huggingface_hub.snapshot_download."
             )
         self._files = [safe_open(folder / name, framework="pt") for name in names]
-        self._file_by_key = {key: file for file in self._files for key in file.keys()}
+        self._file_by_key = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
 
     @property
     def keys(self) -> list[str]:
@@ -138,7 +138,8 @@ class PretrainedRows:
         for recipe in self._recipes(transforms):
             self._add(recipe)
         # What save_pretrained undoes later: the rules that were used.
-        model._weight_conversions = [each for each in transforms if each.was_used()]
+        used = [each for each in transforms if each.was_used()]
+        model._weight_conversions = used  # type: ignore[assignment]  # no submodule of it
         self._last: tuple[Recipe, dict[str, Tensor]] | None = None
         self._alias: dict[str, str] = {}
         self.missing = sorted(self._whole.keys() - self._recipe_by_name.keys())
@@ -220,8 +221,8 @@ class PretrainedRows:
         folder = self._folder
         if recipe.converter is None and len(recipe.sources) > 1:
             raise ValueError(
-                f"{folder.folder}: {[key for _, key in recipe.sources]} are all {recipe.name!r} "
-                "of the model. Save the model again with one of them."
+                f"{folder.folder}: {[key for _, key in recipe.sources]} are all "
+                f"{recipe.name!r} of the model. Save the model again with one of them."
             )
         shapes = [
             torch.empty(folder.shape(key), dtype=self._whole[recipe.name].dtype, device="meta")
@@ -232,8 +233,9 @@ class PretrainedRows:
                 self.unexpected.append(name)
             elif made.shape != self._whole[name].shape:
                 raise ValueError(
-                    f"{folder.folder}: {name} has shape {tuple(made.shape)} but the model needs "
-                    f"{tuple(self._whole[name].shape)}. Pass the config that it was saved with."
+                    f"{folder.folder}: {name} has shape {tuple(made.shape)} but the model "
+                    f"needs {tuple(self._whole[name].shape)}. Pass the config that it was "
+                    "saved with."
                 )
             else:
                 self._recipe_by_name[name] = recipe

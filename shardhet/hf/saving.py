@@ -75,7 +75,7 @@ def _units(model: HetFSDP, whole: Mapping[str, Tensor]) -> Iterator[dict[str, Te
 
 
 def _shapes(model: HetFSDP) -> dict[str, Tensor]:
-    """The state dict as it is saved, on the meta device: no tied tensor twice, nothing ignored."""
+    """The state dict as it is saved, on the meta device: no tied tensor twice."""
     module: Any = model.module
     ignored = set(module._keys_to_ignore_on_save or ())
     boxes = model.sharded_state_dict()

@@ -17,9 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer import TRAINING_ARGS_NAME, unwrap_peft_model
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    denumpify_detensorize,
+    unwrap_peft_model,
+)
 
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.arguments import check_optimizer, check_optimizer_class, checked
@@ -71,13 +76,14 @@ class HetTrainer(Trainer):
                 "with shardhet.hf.load_pretrained(path, plan)."
             )
         wrapped = model if isinstance(model, HetFSDP) else None
-        if wrapped is None and plan is None:
-            raise ValueError("HetTrainer: no plan. Pass plan=, or a HetFSDP as the model.")
         if wrapped is not None and (plan is not None or options is not None):
             raise ValueError(
-                "HetTrainer: the HetFSDP has its plan. Leave plan and options out."
+                "HetTrainer: the model has a plan already. Leave plan and options out."
             )
-        self.plan = plan if wrapped is None else wrapped.plan
+        plan = plan if wrapped is None else wrapped.plan
+        if plan is None:
+            raise ValueError("HetTrainer: no plan. Pass plan=, or a HetFSDP as the model.")
+        self.plan: Plan = plan
         args = checked(args or TrainingArguments(save_strategy="no"), self.plan)
         if kwargs.get("optimizer_cls_and_kwargs") is not None:
             check_optimizer_class(kwargs["optimizer_cls_and_kwargs"][0])
@@ -122,7 +128,7 @@ class HetTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that plain ``from_pretrained`` opens.  Collective."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir or ".")
         save_pretrained(self.het, folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -156,9 +162,10 @@ class HetTrainer(Trainer):
         """This rank's samples of every batch of the evaluation."""
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
-        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        named: Any = self.eval_dataset
+        chosen = named if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
-            chosen = self.eval_dataset[eval_dataset]
+            chosen = named[eval_dataset]
         return self._plan_loader(chosen, SequentialSampler(chosen), "Evaluation")
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -364,7 +371,9 @@ class HetTrainer(Trainer):
                 EvalPrediction(predictions=predictions, label_ids=labels, **chosen)
             )
         metrics = denumpify_detensorize(metrics)
-        loss_sum, num_items = (sum(column) for column in zip(*self.het.exchange(sums)))
+        loss_sum, num_items = (
+            sum(column) for column in zip(*self.het.exchange(sums), strict=True)
+        )
         if num_items:
             metrics[f"{prefix}_loss"] = loss_sum / num_items
         metrics = {

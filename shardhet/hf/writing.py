@@ -78,7 +78,7 @@ class StreamedFolder:
             )
         file = self._files[place.file]
         file.seek(place.offset_bytes)
-        file.write(memoryview(flat.numpy()))
+        file.write(flat.numpy().data)
         self._left.discard(name)
 
     def close(self) -> None:
