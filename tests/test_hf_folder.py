@@ -58,9 +58,7 @@ def _t5() -> Any:
 
 
 def _bert() -> Any:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**SMALL, num_attention_heads=4)
-    )
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, num_attention_heads=4))
 
 
 def _gpt2() -> Any:
@@ -272,12 +270,11 @@ def test_what_cannot_be_read_by_rows_is_refused(tmp_path: Path) -> None:
         load_pretrained(tmp_path, ONE, distributed_config=DistributedConfig(tp_size=2))
     with pytest.raises(ValueError, match="fsdp_size=4 but the plan has 1"):
         load_pretrained(tmp_path, ONE, distributed_config=DistributedConfig(fsdp_size=4))
+    larger, tied = _llama(vocab_size=65).config, _llama(tie_word_embeddings=True).config
     with pytest.raises(ValueError, match="has shape"):
-        config = _llama(vocab_size=65).config
-        load_pretrained(tmp_path, ONE, config=config)
+        load_pretrained(tmp_path, ONE, config=larger)
     with pytest.raises(ValueError, match="differ in the folder"):
-        config = _llama(tie_word_embeddings=True).config
-        load_pretrained(tmp_path, ONE, config=config)
+        load_pretrained(tmp_path, ONE, config=tied)
     model = load_pretrained(tmp_path, ONE, distributed_config=DistributedConfig(fsdp_size=1))
     assert model.plan.world_size == 1
 

@@ -96,9 +96,7 @@ def write_on_one_rank(rank: int) -> bool:
         assert torch.equal(found, plain.generate(prompts(0), **options))
     with model.unit_by_unit():
         length = {"max_new_tokens": 3 + rank, "do_sample": False}
-        found_in_step = model.module.eval().generate(
-            prompts(rank), synced_gpus=True, **length
-        )
+        found_in_step = model.module.eval().generate(prompts(rank), synced_gpus=True, **length)
         expected = plain.generate(prompts(rank), **length)
         assert torch.equal(found_in_step[:, : expected.shape[1]], expected)
     model.train()

@@ -176,9 +176,9 @@ def train_by_plan(rank: int, folder: str, variants: list[str]) -> dict[str, Any]
 
 
 def test_every_option_trains_as_on_one_process(tmp_path: Path) -> None:
-    found = run_ranks(
-        train_by_plan, 3, str(tmp_path), list(VARIANTS), timeout_s=FIRST_CASE_S
-    )[0]
+    found = run_ranks(train_by_plan, 3, str(tmp_path), list(VARIANTS), timeout_s=FIRST_CASE_S)[
+        0
+    ]
     size = PLAN.global_batch_size
     sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
     for variant in VARIANTS:

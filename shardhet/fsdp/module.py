@@ -263,6 +263,11 @@ class HetFSDP(nn.Module):
             return self._control.exchange_objects(value)
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return self._comm.device
+
+    @property
     def rank(self) -> int:
         """This process's rank in the group; state dicts are whole on rank zero."""
         return self._control.rank_by_position[self.position]

@@ -74,7 +74,7 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         raise ValueError(
             f"TrainingArguments: {args.world_size} processes but the plan has "
             f"{plan.world_size} devices. Start the script with torchrun "
-            f"--nproc-per-node={plan.world_size}."
+            f"--nproc-per-node={plan.world_size}, and pass use_cpu=True where there is no GPU."
         )
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         found = getattr(args, name)

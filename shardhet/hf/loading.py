@@ -58,10 +58,11 @@ def load_pretrained(
         distributed_config: what of it a plan can do; the rest is refused by name.
         adapt: wraps the model, whose parameters are then on the meta device:
             ``lambda model: get_peft_model(model, lora_config)``.
-        options: of HetFSDP.
+        options: of HetFSDP; ``device`` is the current accelerator where there is one.
     """
     folder = Path(path)
-    options = {**options_of(distributed_config, plan), **options}
+    chosen = {"device": _current_device(), **options_of(distributed_config, plan)}
+    options = {**chosen, **options}
     group = default_group(options.get("group"))
     model = meta_model(
         folder, model_class, config, dtype=dtype, attn_implementation=attn_implementation
@@ -80,6 +81,13 @@ def load_pretrained(
     initialise.adapters_in(module)
     module.eval()
     return HetFSDP(module, plan, init_fn=initialise, row_source=rows, **options)
+
+
+def _current_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def meta_model(

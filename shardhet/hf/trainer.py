@@ -92,6 +92,11 @@ class HetTrainer(Trainer):
         if wrapped is None:
             chosen = {"device": args.device, "seed": args.seed, **(options or {})}
             wrapped = HetFSDP(inside, self.plan, **chosen)
+        elif wrapped.device != args.device:
+            raise ValueError(
+                f"HetTrainer: the model is on {wrapped.device} but the arguments say "
+                f"{args.device}. Pass device= to where the model is wrapped, or use_cpu=True."
+            )
         self.het = self.model_wrapped = wrapped
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
         masks_at_random = bool(getattr(self.data_collator, "mlm", False))
