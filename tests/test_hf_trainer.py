@@ -201,13 +201,25 @@ def _compare_logs(variant: str, found: list[Any], expected: list[Any]) -> None:
             assert entry[name] == pytest.approx(plain[name], rel=LOGGED_BAR), (variant, name)
 
 
+def into_an_encoding(rows: list[dict[str, Tensor]]) -> Any:
+    """What transformers' own collators return: no dict."""
+    tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return transformers.BatchEncoding(tensors)
+
+
 def train_a_classifier(rank: int, folder: str) -> dict[str, Any]:
     """A model whose loss is a mean over samples, under its own loss, for five steps."""
     from shardhet.hf import HetTrainer
 
     with as_torchrun_starts(rank, PLAN.world_size):
         args = arguments(folder, max_steps=5, gradient_accumulation_steps=2)
-        trainer = HetTrainer(classifier(), args, plan=PLAN, train_dataset=labelled(40))
+        trainer = HetTrainer(
+            classifier(),
+            args,
+            plan=PLAN,
+            train_dataset=labelled(40),
+            data_collator=into_an_encoding,
+        )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         return trainer.het.state_dict()

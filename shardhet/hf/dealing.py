@@ -1,6 +1,6 @@
 """A data loader that gives each rank its samples of every global batch, in plan order."""
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -100,7 +100,10 @@ class PlanLoader:
             self._batches.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        for (span, num_samples), batch in zip(self._batches.spans(), self._loader, strict=True):
+        loaded = zip(self._batches.spans(), self._loader, strict=True)
+        for (span, num_samples), collated in loaded:
+            # A BatchEncoding is no dict, and torch's trees do not look into it.
+            batch = dict(collated) if isinstance(collated, Mapping) else collated
             if self._collates_whole_batch:
                 self._check(batch, num_samples)
                 yield rows_of(batch, span)

@@ -22,6 +22,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 from transformers.trainer_utils import (
     EvalLoopOutput,
     EvalPrediction,
+    PredictionOutput,
     denumpify_detensorize,
     unwrap_peft_model,
 )
@@ -84,7 +85,8 @@ class HetTrainer(Trainer):
         if plan is None:
             raise ValueError("HetTrainer: no plan. Pass plan=, or a HetFSDP as the model.")
         self.plan: Plan = plan
-        args = checked(args or TrainingArguments(save_strategy="no"), self.plan)
+        given = args or TrainingArguments(save_strategy="no")
+        args = checked(given, self.plan)
         if kwargs.get("optimizer_cls_and_kwargs") is not None:
             check_optimizer_class(kwargs["optimizer_cls_and_kwargs"][0])
         inside = model if wrapped is None else wrapped.module
@@ -103,7 +105,9 @@ class HetTrainer(Trainer):
         self._collates_whole = (
             masks_at_random if collates_whole_batch is None else collates_whole_batch
         )
+        self._args_as_given = given
         self._is_loss_checked = False
+        self._num_eval_steps = 0
         self._num_multiplied = _num_multiplied(wrapped)
 
     # The model #
@@ -139,7 +143,7 @@ class HetTrainer(Trainer):
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            torch.save(self._args_as_given, folder / TRAINING_ARGS_NAME)
         self.het.exchange([])
 
     # Data #
@@ -245,10 +249,10 @@ class HetTrainer(Trainer):
         counted = self._get_num_items_in_batch([inputs], self.args.device)
         num_items = num_labels(inputs, self.label_names) if counted is None else int(counted)
         zero = torch.zeros((), device=self.args.device)
-        if not num_rows(inputs):
-            self.het(**inputs)
-            return zero, 0, None
         one = None if counted is None else torch.ones((), device=self.args.device)
+        if not num_rows(inputs):
+            self.het(**self._as_called(inputs, one))
+            return zero, 0, None
         loss, outputs = self.compute_loss(
             self.het, dict(inputs), return_outputs=True, num_items_in_batch=one
         )
@@ -256,19 +260,27 @@ class HetTrainer(Trainer):
             return zero, 0, outputs
         return (loss if counted is not None else loss * num_items), num_items, outputs
 
+    def _as_called(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
+        """The arguments that the model gets from ``compute_loss``."""
+        takes_labels = self.label_smoother is None and self.compute_loss_func is None
+        called = {name: v for name, v in inputs.items() if takes_labels or name != "labels"}
+        if num_items is not None and self.model_accepts_loss_kwargs:
+            called["num_items_in_batch"] = num_items
+        return called
+
     def compute_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """As in transformers, which looks for a causal model's name only below DDP's kind."""
         is_smoothed = self.label_smoother is not None and self.compute_loss_func is None
         if not is_smoothed or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs.pop("labels")
-        outputs = model(**inputs)
+        outputs = model(**self._as_called(inputs, num_items_in_batch))
         name = unwrap_peft_model(self.model)._get_name()
         assert self.label_smoother is not None
         loss = self.label_smoother(
@@ -295,6 +307,25 @@ class HetTrainer(Trainer):
 
     # Evaluation #
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in transformers, with evaluation steps as they are dealt."""
+        super().log(self._with_own_rate(logs), start_time)
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As in transformers; predictions are in the order of the dataset."""
+        output = super().predict(*args, **kwargs)
+        self._with_own_rate(output.metrics or {})
+        return output
+
+    def _with_own_rate(self, metrics: dict[str, float]) -> dict[str, float]:
+        """``metrics``; transformers takes every rank to have a batch of its own."""
+        for name in metrics:
+            prefix = name.removesuffix("_steps_per_second")
+            if prefix not in (name, "train") and metrics.get(f"{prefix}_runtime"):
+                rate = self._num_eval_steps / metrics[f"{prefix}_runtime"]
+                metrics[name] = round(rate, 3)
+        return metrics
+
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -310,6 +341,7 @@ class HetTrainer(Trainer):
             loss_only = False
         self.het.eval()
         self.callback_handler.eval_dataloader = dataloader
+        self._num_eval_steps = len(dataloader)
         sums = [0.0, 0.0]
         gathered: list[Any] = [None, None, None]  # predictions, labels, inputs
         for inputs in dataloader:
