@@ -31,7 +31,7 @@ from shardhet.fsdp.state import (
     sharded_state_dict,
 )
 from shardhet.fsdp.unit import UnitModule
-from shardhet.fsdp.unit_by_unit import refuse_to_save_rows, unit_by_unit
+from shardhet.fsdp.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.wrapping import find_units
 from shardhet.host_copy import HostCopy
 from shardhet.plan import Plan
@@ -147,10 +147,10 @@ class HetFSDP(nn.Module):
         Dim 0 of the first tensor among the arguments is the rank's batch.  ``loss_inputs`` (a
         tensor or a tuple) go to ``loss_fn``.
         """
-        self._check_is_not_unit_by_unit("model(...)")
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         inputs = (args, kwargs, loss_inputs)
         with self._lifeline.guard("model(...)"):
+            check_is_not_open(self._runtime)
             self._loss_inputs = loss_inputs
             output = self._runtime.forward(
                 lambda: self.module(*args, **kwargs), inputs, self.module.training
@@ -412,14 +412,6 @@ class HetFSDP(nn.Module):
             return self._runtime.visit(unit, with_loss, (self._loss_inputs, *args), kwargs)
 
         return visit
-
-    def _check_is_not_unit_by_unit(self, call: str) -> None:
-        if self._runtime.unit_by_unit is not None:
-            with self._lifeline.guard(call):
-                raise RuntimeError(
-                    f"{call}: called inside unit_by_unit(). Call model.module there, or leave "
-                    "the context first."
-                )
 
     def _warn_of_large_output(self, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

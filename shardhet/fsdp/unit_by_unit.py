@@ -125,6 +125,15 @@ class UnitByUnit:
         unit.wait_for_unshard()
 
 
+def check_is_not_open(runtime: "Runtime") -> None:
+    """Raise inside the context: a step has an order of its own."""
+    if runtime.unit_by_unit is not None:
+        raise RuntimeError(
+            "model(...): called inside unit_by_unit(). Call model.module there, or leave the "
+            "context first."
+        )
+
+
 def refuse_to_save_rows(root: nn.Module) -> None:
     """Let ``save_pretrained`` of the modules inside say who can save the whole model.
 

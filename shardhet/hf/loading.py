@@ -135,7 +135,7 @@ def _dtype(dtype: torch.dtype | str, config: PreTrainedConfig) -> Any:
 
 
 def _saved_class(config: PreTrainedConfig, folder: Path) -> Any:
-    names = config.architectures or []
+    names = config.architectures or AutoConfig.from_pretrained(folder).architectures or []
     found = getattr(transformers, names[0], None) if len(names) == 1 else None
     if found is None:
         raise ValueError(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_pt_utils import nested_concat, nested_numpify
+from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import (
     EvalLoopOutput,
     EvalPrediction,
@@ -31,10 +31,9 @@ from shardhet.fsdp import HetFSDP
 from shardhet.hf.arguments import check_optimizer, check_optimizer_class, checked
 from shardhet.hf.dealing import PlanLoader, num_rows
 from shardhet.hf.losses import check_adds_up, num_labels
+from shardhet.hf.predictions import joined, predictions_in
 from shardhet.hf.saving import save_pretrained
 from shardhet.plan import Plan
-
-PADDING = -100  # of predictions and labels of unlike length, as in transformers
 
 
 class HetTrainer(Trainer):
@@ -94,7 +93,7 @@ class HetTrainer(Trainer):
         if wrapped is None:
             chosen = {"device": args.device, "seed": args.seed, **(options or {})}
             wrapped = HetFSDP(inside, self.plan, **chosen)
-        elif wrapped.device != args.device:
+        elif not _is_same_device(wrapped.device, args.device):
             raise ValueError(
                 f"HetTrainer: the model is on {wrapped.device} but the arguments say "
                 f"{args.device}. Pass device= to where the model is wrapped, or use_cpu=True."
@@ -350,7 +349,7 @@ class HetTrainer(Trainer):
             if not loss_only:
                 for rank_parts in self._gather(parts):
                     for i, part in enumerate(rank_parts):
-                        gathered[i] = _joined(gathered[i], part)
+                        gathered[i] = joined(gathered[i], part)
             self.control = self.callback_handler.on_prediction_step(
                 args, self.state, self.control
             )
@@ -374,16 +373,10 @@ class HetTrainer(Trainer):
                 outputs = self.het(**inputs)
         if loss_only or not num_rows(inputs):
             return float(loss_sum), num_items, None, None, None
-        ignored = ignore_keys
-        if ignored is None:
+        if ignore_keys is None:
             config = getattr(self.model, "config", None)
-            ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        if isinstance(outputs, dict):
-            skipped = {*ignored, "loss"}
-            logits: Any = tuple(v for k, v in outputs.items() if k not in skipped)
-        else:
-            logits = outputs[1:] if has_labels else outputs
-        logits = logits[0] if len(logits) == 1 else logits
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        logits = predictions_in(outputs, ignore_keys, has_loss=has_labels)
         labels: Any = tuple(inputs[name] for name in self.label_names) if has_labels else None
         labels = labels[0] if labels is not None and len(labels) == 1 else labels
         if self.preprocess_logits_for_metrics is not None:
@@ -434,6 +427,11 @@ class HetTrainer(Trainer):
             )
 
 
+def _is_same_device(a: torch.device, b: torch.device) -> bool:
+    """An index that is not stated is any; the CPU is one device whatever its index."""
+    return a.type == b.type and (a.type == "cpu" or None in (a.index, b.index) or a == b)
+
+
 def _num_multiplied(model: HetFSDP) -> int:
     """Elements of the parameters that inputs are multiplied with: all but embeddings."""
     looked_up = {
@@ -443,10 +441,3 @@ def _num_multiplied(model: HetFSDP) -> int:
     }
     boxes = model.sharded_state_dict().items()
     return sum(torch.Size(b.global_shape).numel() for fqn, b in boxes if fqn not in looked_up)
-
-
-def _joined(whole: Any, part: Any) -> Any:
-    """Predictions of more samples, padded where they are of unlike length."""
-    if part is None:
-        return whole
-    return part if whole is None else nested_concat(whole, part, padding_index=PADDING)
