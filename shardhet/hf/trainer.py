@@ -30,7 +30,7 @@ from transformers.trainer_utils import (
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.arguments import check_optimizer, check_optimizer_class, checked
 from shardhet.hf.dealing import PlanLoader, num_rows
-from shardhet.hf.losses import check_adds_up, num_labels
+from shardhet.hf.losses import LossKind, find_kind, num_labels
 from shardhet.hf.predictions import joined, predictions_in
 from shardhet.hf.saving import save_pretrained
 from shardhet.plan import Plan
@@ -105,7 +105,7 @@ class HetTrainer(Trainer):
             masks_at_random if collates_whole_batch is None else collates_whole_batch
         )
         self._args_as_given = given
-        self._is_loss_checked = False
+        self._loss_kind: LossKind | None = None  # found at the first batch
         self._num_eval_steps = 0
         self._num_multiplied = _num_multiplied(wrapped)
 
@@ -230,34 +230,50 @@ class HetTrainer(Trainer):
         """
         self.het.train()
         inputs = self._prepare_inputs(inputs)
-        if not self._is_loss_checked:
-            with self.compute_loss_context_manager():
-                check_adds_up(self.het, inputs, self.label_names, lambda i: self._sums(i)[0])
-            self._is_loss_checked = True
         with self.compute_loss_context_manager():
             loss_sum, num_items, _ = self._sums(inputs)
+        divisor: Tensor | int = num_items
         if num_items_in_batch is None:  # transformers averages the means of the batches
-            divisor: Tensor | int = num_items * self.current_gradient_accumulation_steps
-        else:
+            divisor = num_items * self.current_gradient_accumulation_steps
+        elif self._loss_kind is LossKind.SUM:
             divisor = num_items_in_batch
+        elif self.args.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "TrainingArguments: gradient_accumulation_steps="
+                f"{self.args.gradient_accumulation_steps}, but the loss is a mean that ignores "
+                "num_items_in_batch, so that a plain Trainer adds means up. Leave it out, and "
+                "give the plan more microbatches."
+            )
         mean = self.het.backward(loss_sum, divisor)
         return torch.tensor(mean or 0.0, dtype=torch.float64, device=self.args.device)
 
     def _sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
         """This rank's loss sum, what it is a sum over, and the model's outputs."""
+        if self._loss_kind is None:
+            self._loss_kind = find_kind(
+                self.het, inputs, self.label_names, lambda part: self._loss(part)[0]
+            )
+        loss, outputs = self._loss(inputs)
+        if self._loss_kind is LossKind.SUM:
+            counted = self._get_num_items_in_batch([inputs], self.args.device)
+            if counted is not None:
+                return loss, int(counted), outputs
+        num_items = num_labels(inputs, self.label_names)
+        if not num_items:  # a mean over nothing is not a number
+            return torch.zeros((), device=self.args.device), 0, outputs
+        return loss * num_items, num_items, outputs
+
+    def _loss(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """What ``compute_loss`` says of this rank's samples, a sum if it can give one."""
         counted = self._get_num_items_in_batch([inputs], self.args.device)
-        num_items = num_labels(inputs, self.label_names) if counted is None else int(counted)
-        zero = torch.zeros((), device=self.args.device)
         one = None if counted is None else torch.ones((), device=self.args.device)
         if not num_rows(inputs):
             self.het(**self._as_called(inputs, one))
-            return zero, 0, None
+            return torch.zeros((), device=self.args.device), None
         loss, outputs = self.compute_loss(
             self.het, dict(inputs), return_outputs=True, num_items_in_batch=one
         )
-        if not num_items:  # a mean over nothing is not a number
-            return zero, 0, outputs
-        return (loss if counted is not None else loss * num_items), num_items, outputs
+        return loss, outputs
 
     def _as_called(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
         """The arguments that the model gets from ``compute_loss``."""
