@@ -155,3 +155,8 @@ def check_optimizer_class(optimizer_class: Any) -> None:
             f"HetTrainer: {optimizer_class} is not known to be element-wise. Choose one of "
             f"{', '.join(each.__name__ for each in OPTIMIZER_CLASSES)}."
         )
+
+
+def is_same_device(a: torch.device, b: torch.device) -> bool:
+    """An index that is not stated is any; the CPU is one device whatever its index."""
+    return a.type == b.type and (a.type == "cpu" or None in (a.index, b.index) or a == b)

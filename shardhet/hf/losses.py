@@ -3,8 +3,8 @@
 Under a plan a rank computes on some samples, and the loss of all is the sum of the ranks' sums
 over the number of what was summed.  transformers' models return either a sum over
 ``num_items_in_batch`` (language models) or a mean over labels (classifiers, also those that
-accept ``num_items_in_batch``).  Which it is, and that it is nothing else (an auxiliary loss over
-the batch, a contrastive one), is found out on the first batch rather than believed.
+accept ``num_items_in_batch``).  Which it is, and that it is nothing else (an auxiliary loss
+over the batch, a contrastive one), is found out on the first batch rather than believed.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -28,7 +28,13 @@ from transformers.trainer_utils import (
 )
 
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.arguments import check_optimizer, check_optimizer_class, checked
+from shardhet.hf.arguments import (
+    check_optimizer,
+    check_optimizer_class,
+    checked,
+    is_same_device,
+)
+from shardhet.hf.counting import num_multiplied
 from shardhet.hf.dealing import PlanLoader, num_rows
 from shardhet.hf.losses import LossKind, find_kind, num_labels
 from shardhet.hf.predictions import joined, predictions_in
@@ -93,7 +99,7 @@ class HetTrainer(Trainer):
         if wrapped is None:
             chosen = {"device": args.device, "seed": args.seed, **(options or {})}
             wrapped = HetFSDP(inside, self.plan, **chosen)
-        elif not _is_same_device(wrapped.device, args.device):
+        elif not is_same_device(wrapped.device, args.device):
             raise ValueError(
                 f"HetTrainer: the model is on {wrapped.device} but the arguments say "
                 f"{args.device}. Pass device= to where the model is wrapped, or use_cpu=True."
@@ -107,7 +113,7 @@ class HetTrainer(Trainer):
         self._args_as_given = given
         self._loss_kind: LossKind | None = None  # found at the first batch
         self._num_eval_steps = 0
-        self._num_multiplied = _num_multiplied(wrapped)
+        self._num_multiplied = num_multiplied(wrapped)
 
     # The model #
 
@@ -441,19 +447,3 @@ class HetTrainer(Trainer):
                 f"train_dataset: ranks have {found} as its length, seed and generator, in plan "
                 "order. Give all ranks the same data, and draw random numbers alike on all."
             )
-
-
-def _is_same_device(a: torch.device, b: torch.device) -> bool:
-    """An index that is not stated is any; the CPU is one device whatever its index."""
-    return a.type == b.type and (a.type == "cpu" or None in (a.index, b.index) or a == b)
-
-
-def _num_multiplied(model: HetFSDP) -> int:
-    """Elements of the parameters that inputs are multiplied with: all but embeddings."""
-    looked_up = {
-        f"{fqn}.weight"
-        for fqn, module in model.module.named_modules()
-        if isinstance(module, nn.Embedding)
-    }
-    boxes = model.sharded_state_dict().items()
-    return sum(torch.Size(b.global_shape).numel() for fqn, b in boxes if fqn not in looked_up)
