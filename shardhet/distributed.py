@@ -34,6 +34,8 @@ COLLECTIVE_CALLS = (
     "torch.nn.utils.get_total_norm",
     "p.grad.norm",
     "GradScaler",
+    "gather_units",
+    "unit_by_unit",
 )
 
 

@@ -407,7 +407,8 @@ class Centred(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(BalancedOutside, "no sum or mean over samples"), (Centred, "mixes samples")]
+    ("make", "words"),
+    [(BalancedOutside, "no sum or mean over samples"), (Centred, "mixes samples")],
 )
 def test_mixing_samples_outside_of_units_is_refused(make: type[Net], words: str) -> None:
     model = HetFSDP(make(Mixer), plan_for(recomputes=False))

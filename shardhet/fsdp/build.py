@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from shardhet.distributed import Channel, check_same_on_all_ranks
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
-from shardhet.fsdp.materialize import is_on_meta, materialize
+from shardhet.fsdp.materialize import RowSource, is_on_meta, materialize
 from shardhet.fsdp.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.wrapping import UnitModules
 from shardhet.layout import FlatLayout, cut_by_shares
@@ -60,6 +60,7 @@ def build_units(
     precision: Precision,
     seed: int,
     init_fn: Callable[[nn.Module], None] | None,
+    row_source: RowSource | None = None,
 ) -> list[FSDPUnit]:
     """The units, the root's last; every rank keeps its rows and frees the rest.  Collective."""
     drafts = draft_units(module, modules_of_units)
@@ -78,7 +79,13 @@ def build_units(
     units = []
     for draft in drafts:
         materialize(
-            draft.slots, draft.inner, draft.fqn, comm.device, seed=seed, init_fn=init_fn
+            draft.slots,
+            draft.inner,
+            draft.fqn,
+            comm.device,
+            seed=seed,
+            init_fn=init_fn,
+            row_source=row_source,
         )
         flats = []
         for group in draft.groups():
@@ -91,7 +98,11 @@ def build_units(
                 reduce_dtype=precision.reduce_dtype,
             )
             for i, slot in enumerate(group):
-                flat.store_rows(i, slot.current)
+                if slot.current.is_meta and row_source is not None:
+                    rows = row_source.read_rows(slot.fqn, flat.rows[i])
+                    flat.sharded_params[i].data.copy_(rows)
+                else:
+                    flat.store_rows(i, slot.current)
                 flat.sharded_params[i].__dict__.update(slot.current.__dict__)
             flats.append(flat)
             flat.show_shards()  # frees the whole parameters

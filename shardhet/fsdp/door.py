@@ -33,13 +33,13 @@ REFUSED = {
     "init_weights": _BEFORE,
     "add_adapter": _BEFORE,
     "save_pretrained": (
-        "This rank has some rows of each parameter. On every rank: state = model.state_dict(); "
-        "then on rank zero: model.module.save_pretrained(path, state_dict=state)"
+        "This rank has some rows of each parameter. Call it so on every rank: "
+        "from shardhet.hf import save_pretrained; save_pretrained(model, path)"
     ),
-    "push_to_hub": "Save the model as model.safetensors first, and push that",
+    "push_to_hub": "Save the model with shardhet.hf.save_pretrained first, and push the folder",
     "generate": (
-        "It calls units outside of model(...). Load model.state_dict() into a plain model, or "
-        "call model(...) under torch.no_grad() on every rank"
+        "It calls units outside of model(...). Call it so on every rank: "
+        "from shardhet.hf import generate; generate(model, **inputs)"
     ),
 }
 

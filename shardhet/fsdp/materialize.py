@@ -1,16 +1,29 @@
 """Models built on the meta device get memory and values unit by unit.
 
-A unit's values depend on (seed, unit) alone, so they are the same under every plan, and no
-rank ever holds more than one whole unit.
+A unit's initial values depend on (seed, unit) alone, so they are the same under every plan,
+and no rank ever holds more than one whole unit.  What a ``RowSource`` has is never whole: each
+rank reads the rows that it stores.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardhet.fsdp.flat import ParamSlot
 from shardhet.fsdp.seeds import microbatch_seed, restored_random_state, seed_generators
+from shardhet.layout import Span
+
+
+class RowSource(Protocol):
+    """Where the values of parameters on the meta device are read, a few rows at a time."""
+
+    def has(self, fqn: str) -> bool:
+        """Whether it has all rows of this parameter; equal on all ranks."""
+
+    def read_rows(self, fqn: str, rows: Span) -> Tensor:
+        """[rows.numel, ...] of the parameter; a scalar is one row."""
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -26,8 +39,9 @@ def materialize(
     *,
     seed: int,
     init_fn: Callable[[nn.Module], None] | None,
+    row_source: RowSource | None = None,
 ) -> None:
-    """Allocate and initialise what of a unit is on the meta device.
+    """Allocate and initialise what of a unit is on the meta device and not in ``row_source``.
 
     ``modules`` are all of the unit's, nested ones included.  ``init_fn`` is called with each
     that had parameters or buffers of its own on meta; without it their ``reset_parameters``.
@@ -35,7 +49,7 @@ def materialize(
     """
     owners = [module for module in modules if _has_meta_tensors(module)]
     for slot in slots:
-        if slot.current.is_meta:
+        if slot.current.is_meta and not (row_source and row_source.has(slot.fqn)):
             whole = _unfilled(slot.current, device)
             slot.put(nn.Parameter(whole, requires_grad=slot.is_trainable))
     for module in owners:
@@ -72,7 +86,8 @@ def _check_filled(module: nn.Module, unit_fqn: str) -> None:
     unfilled = [
         name
         for name, tensor in tensors.items()
-        # Still on meta: a parameter that the root shares, and fills after all units.
+        # Still on meta: a parameter that the root shares, and fills after all units, or one
+        # whose rows are read.
         if tensor is not None and not tensor.is_meta and _has_nan(tensor)
     ]
     if unfilled:

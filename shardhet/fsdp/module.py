@@ -3,7 +3,8 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -21,6 +22,7 @@ from shardhet.fsdp.build import Precision, build_units, find_pieces, planned_uni
 from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.materialize import RowSource
 from shardhet.fsdp.observer import Activity, Observer
 from shardhet.fsdp.optimizer_gate import know, know_given_up
 from shardhet.fsdp.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
@@ -29,6 +31,7 @@ from shardhet.fsdp.runtime import Runtime
 from shardhet.fsdp.signature import BatchDims, ModelCall
 from shardhet.fsdp.state import (
     RowBox,
+    gather_params,
     gather_state_dict,
     load_sharded_state_dict,
     load_state_dict,
@@ -36,6 +39,7 @@ from shardhet.fsdp.state import (
 )
 from shardhet.fsdp.surface import ModuleOfRows, guard_root, keep_out_arguments
 from shardhet.fsdp.unit import UnitModule
+from shardhet.fsdp.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.wrapping import find_units
 from shardhet.host_copy import HostCopy
 from shardhet.plan import Plan
@@ -74,6 +78,7 @@ class HetFSDP(ModuleOfRows):
         seed: int = 0,
         device_spec: DeviceSpec | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
+        row_source: RowSource | None = None,
     ) -> None:
         """Cut ``module`` up among the ranks of ``group``.
 
@@ -95,6 +100,7 @@ class HetFSDP(ModuleOfRows):
             device_spec: what this rank announces itself as; None asks the driver.
             init_fn: initialises what was on the meta device, module by module; None is each
                 module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
+            row_source: has values of parameters on the meta device; each rank reads its rows.
 
         Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
         """
@@ -119,6 +125,7 @@ class HetFSDP(ModuleOfRows):
                 precision=Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
                 seed=seed,
                 init_fn=init_fn,
+                row_source=row_source,
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
@@ -151,6 +158,7 @@ class HetFSDP(ModuleOfRows):
         )
         self._intercept(find_pieces(module, modules_of_units, param_dtype))
         guard_root(module, root, built, self._lifeline)
+        refuse_to_save_rows(module)
 
     # Training #
 
@@ -163,6 +171,7 @@ class HetFSDP(ModuleOfRows):
         """
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         with self._lifeline.guard("model(...)"):
+            check_is_not_open(self._runtime)
             self._check_intact()
             call = ModelCall.of(self._forward, args, kwargs, loss_inputs, self._batch_dim)
             output = self._runtime.forward(self._run_module, call, self.module.training)
@@ -304,6 +313,22 @@ class HetFSDP(ModuleOfRows):
                 )
             return self._control.exchange(numbers)
 
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything picklable), by position.  Collective."""
+        with self._lifeline.guard("exchange"):
+            self._control.enter("exchange")
+            return self._control.exchange_objects(value)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return self._comm.device
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group; state dicts are whole on rank zero."""
+        return self._control.rank_by_position[self.position]
+
     @property
     def step(self) -> int:
         """Optimizer steps finished; set it when a run is resumed (dropout depends on it)."""
@@ -335,6 +360,38 @@ class HetFSDP(ModuleOfRows):
         destination = {} if destination is None else destination
         destination.update({prefix + fqn: tensor for fqn, tensor in whole.items()})
         return destination
+
+    def gather_units(
+        self, wanted: Callable[[str], bool] = lambda fqn: True
+    ) -> Iterator[dict[str, Tensor]]:
+        """Whole parameters by fqn, one unit after the other, on rank zero's host memory.
+
+        {} on other ranks.  A tied parameter comes under all its names, as one tensor; units
+        without a parameter that is ``wanted`` give {}.  Buffers are not in it.  Collective.
+        """
+        for unit in (*self._runtime.units, self._runtime.root):
+            flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]
+            with self._lifeline.guard(f"gathering unit {unit.fqn!r}"):
+                self._control.enter("gather_units")
+                yield gather_params(flats, self._comm)
+
+    def unit_by_unit(self) -> AbstractContextManager[None]:
+        """A context in which the module inside, or any part of it, is called directly.
+
+            with model.unit_by_unit():
+                tokens = model.module.generate(prompts)
+
+        Every call of a unit gathers its parameters, runs the module's own forward on the
+        inputs as they are, and frees them again.  Without gradients.  Entering and leaving is
+        collective; inside, ranks may call different units, or none.
+        """
+        return unit_by_unit(
+            self._runtime, comm=self._comm, control=self._control, lifeline=self._lifeline
+        )
+
+    def guard(self, doing: str) -> AbstractContextManager[None]:
+        """A context around what other ranks wait for: if it fails, they all end and say so."""
+        return self._lifeline.guard(doing)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | None, strict: bool = True, assign: bool = False
@@ -417,6 +474,8 @@ class HetFSDP(ModuleOfRows):
         with_loss = replace(module, forward=forward)
 
         def visit(*args: Any, **kwargs: Any) -> Any:
+            if self._runtime.unit_by_unit is not None:  # the caller wants the head's output
+                return self._runtime.visit(unit, module, args, kwargs)
             return self._runtime.visit(unit, with_loss, (self._loss_inputs, *args), kwargs)
 
         return visit

@@ -396,9 +396,9 @@ class Probe:
         if counting:
             raise Refusal(
                 ValueError(
-                    f"unit {fqn!r} changes its attribute {counting[0]!r} at every call, so once "
-                    "for each microbatch and each recomputation. Count outside of units, once "
-                    "for each forward."
+                    f"unit {fqn!r} changes its attribute {counting[0]!r} at every call, so "
+                    "once for each microbatch and each recomputation. Count outside of "
+                    "units, once for each forward."
                 )
             )
 

@@ -29,6 +29,7 @@ from shardhet.fsdp.prober import Prober, RunModule
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
+from shardhet.fsdp.unit_by_unit import UnitByUnit
 from shardhet.plan import Plan
 from shardhet.schedule import Phase, Turn
 
@@ -92,6 +93,7 @@ class Runtime:
         )
         self._known = KnownCalls(self._prober, control)
 
+        self.unit_by_unit: UnitByUnit | None = None  # inside that context
         # Of the step in progress
         self.batch: RankBatch | None = None
         self.awaits_backward = False
@@ -185,6 +187,8 @@ class Runtime:
         self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of one of the unit's modules: what its intercepted forward does."""
+        if self.unit_by_unit is not None:
+            return self.unit_by_unit.visit(unit_index, module, args, kwargs)
         unit = self.units[unit_index]
         self._check_is_inside(unit.fqn)
         needs_backward = self._needs_backward(module, args, kwargs)

@@ -30,13 +30,25 @@ def gather_state_dict(
 
     Gathered flat tensor by flat tensor, in the dtype they are stored in.  Collective.
     """
+    whole = gather_params(flats, comm)
+    if comm.gather_channel.position != comm.gather_channel.rank_by_position.index(0):
+        return {}
+    buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in persistent_buffers(module)}
+    return {fqn: (whole | buffers)[fqn] for fqn in _names_in_order(module, buffers)}
+
+
+@torch.no_grad()
+def gather_params(flats: Sequence[FlatTensor], comm: CommContext) -> dict[str, Tensor]:
+    """The parameters of ``flats`` by fqn on rank zero's host memory; {} elsewhere.
+
+    In the dtype they are stored in; tied names share a tensor.  Collective.
+    """
     channel = comm.gather_channel
     receiver = channel.rank_by_position.index(0)
-    is_receiver = channel.position == receiver
     whole: dict[str, Tensor] = {}
     for flat in flats:
         output = None
-        if is_receiver:
+        if channel.position == receiver:
             output = torch.empty(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
         gather = all_gather_uneven(
             output,
@@ -52,10 +64,7 @@ def gather_state_dict(
         for slot, span in zip(flat.slots, flat.layout.param_spans, strict=True):
             param = output[span.start : span.stop].view(slot.shape).to("cpu", copy=True)
             whole.update(dict.fromkeys(slot.fqns, param))
-    if not is_receiver:
-        return {}
-    buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in _persistent_buffers(module)}
-    return {fqn: (whole | buffers)[fqn] for fqn in _names_in_order(module, buffers)}
+    return whole
 
 
 @torch.no_grad()
@@ -74,7 +83,7 @@ def load_state_dict(
     then dealt out.  Raises ``ValueError`` listing what is missing, unexpected or of another
     shape, before anything is written.  Collective.
     """
-    buffers = dict(_persistent_buffers(module))
+    buffers = dict(persistent_buffers(module))
     shapes = {fqn: tuple(s.shape) for flat in flats for s in flat.slots for fqn in s.fqns}
     shapes |= {fqn: tuple(buffer.shape) for fqn, buffer in buffers.items()}
     mine = state_dict or {}
@@ -213,7 +222,8 @@ def _check_keys(
     return missing, unexpected
 
 
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that belong into a state dict, by fqn, whole on every rank."""
     return [
         (f"{prefix}.{name}" if prefix else name, buffer)
         for prefix, inner in module.named_modules(remove_duplicate=False)

@@ -1,0 +1,57 @@
+"""PEFT adapters: how they are initialised on the meta device, and which tensors they save."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INITIALISERS = (True, "gaussian")  # of LoRA; the others compute with the weights they adapt
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is a PeftModel."""
+    return type(module).__module__.startswith("peft.") and hasattr(module, "peft_config")
+
+
+def initialise_adapter(layer: Any, configs: Mapping[str, Any]) -> None:
+    """Values of a LoRA layer's own parameters; refuses other kinds by name."""
+    if not hasattr(layer, "reset_lora_parameters"):
+        raise ValueError(
+            f"{type(layer).__name__}: only LoRA can be initialised unit by unit. Build the "
+            "model in memory and pass it to HetFSDP."
+        )
+    for adapter in {*layer.lora_A, *layer.lora_embedding_A}:
+        layer.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
+
+
+def check_adapters(module: nn.Module) -> None:
+    """Raise where a LoRA's initial values depend on the weights it adapts."""
+    for name, config in getattr(module, "peft_config", {}).items():
+        chosen = getattr(config, "init_lora_weights", True)
+        if getattr(config, "use_dora", False):
+            chosen = "dora"
+        if chosen not in INITIALISERS:
+            raise ValueError(
+                f"adapter {name!r}: initialising {chosen!r} needs whole weights. Use "
+                "init_lora_weights=True or 'gaussian'."
+            )
+
+
+def adapter_state(
+    module: Any, adapter: str, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What PEFT saves of ``tensors``, the model's own, by its own names."""
+    from peft import get_peft_model_state_dict
+
+    saved: dict[str, Tensor] = get_peft_model_state_dict(
+        module, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
+    )
+    return saved
+
+
+def adapter_fqns(module: Any, adapter: str, shapes: Mapping[str, torch.Size]) -> set[str]:
+    """Names of the model's tensors that PEFT saves of an adapter."""
+    tensors = {fqn: torch.empty(shape, device="meta") for fqn, shape in shapes.items()}
+    kept = {id(tensor) for tensor in adapter_state(module, adapter, tensors).values()}
+    return {fqn for fqn, tensor in tensors.items() if id(tensor) in kept}

@@ -1,0 +1,162 @@
+"""Which of transformers' training arguments mean something under a plan; the rest by name."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from shardhet.plan import Plan
+
+DEFAULT_BATCH_SIZE = TrainingArguments.__dataclass_fields__[
+    "per_device_train_batch_size"
+].default
+
+# Element-wise, so that a rank can step on its rows alone.
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+OPTIMIZER_CLASSES = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adadelta,
+)
+
+# Argument: why it cannot be had, and what to write. Refused where it is set.
+REFUSED = {
+    "fp16": "there is no loss scaler. Write bf16=True, or train in float32",
+    "fp16_full_eval": "evaluation runs in the dtype of training. Leave it out",
+    "bf16_full_eval": "evaluation runs in the dtype of training. Leave it out",
+    "deepspeed": "the plan shards the model. Leave it out",
+    "fsdp": "the plan shards the model. Leave it out",
+    "parallelism_config": "the plan shards the model. Leave it out",
+    "resume_from_checkpoint": "checkpoints do not hold the optimizer's state. Leave it out",
+    "load_best_model_at_end": "checkpoints are not read back. Load the best one by hand "
+    "with load_pretrained",
+    "activation_checkpointing": "the plan says what is recomputed. Write "
+    "Plan.by_hand(..., recompute=True)",
+    "gradient_checkpointing": "the plan says what is recomputed. Write "
+    "Plan.by_hand(..., recompute=True)",
+    "auto_find_batch_size": "the plan fixes the batch. Leave it out",
+    "torch_compile": "it would compile around the units. Call "
+    "shardhet.compiling.compile_units(model, device) before",
+    "use_liger_kernel": "it replaces forwards after the model was wrapped. Apply it before",
+    "neftune_noise_alpha": "its noise would depend on the plan. Leave it out",
+    "batch_eval_metrics": "metrics are computed once, of all predictions. Leave it out",
+    "push_to_hub": "it was never tried. Call trainer.save_model(folder), then "
+    "huggingface_hub.upload_folder",
+    "enable_jit_checkpoint": "checkpoints do not hold the optimizer's state. Leave it out",
+    "use_cache": "a cache would leave the units through an object. Leave it out",
+    "ddp_find_unused_parameters": "there is no DDP here. Leave it out",
+    "ddp_bucket_cap_mb": "there is no DDP here. Leave it out",
+    "ddp_broadcast_buffers": "there is no DDP here. Leave it out",
+    "ddp_static_graph": "there is no DDP here. Leave it out",
+    "debug": "its hooks would watch rows. Leave it out",
+}
+
+
+def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
+    """A copy of ``args`` as one process with the whole global batch would have them.
+
+    Raises ``ValueError`` naming the first argument that a plan cannot honour.
+    """
+    for name, reason in REFUSED.items():
+        value = getattr(args, name, None)
+        if value not in (None, False, "", [], {}):
+            raise ValueError(f"TrainingArguments: {name}={value!r}: {reason}.")
+    _check_choices(args)
+    if args.world_size != plan.world_size:
+        raise ValueError(
+            f"TrainingArguments: {args.world_size} processes but the plan has "
+            f"{plan.world_size} devices. Start the script with torchrun "
+            f"--nproc-per-node={plan.world_size}, and pass use_cpu=True where there is no GPU."
+        )
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        found = getattr(args, name)
+        if found not in (DEFAULT_BATCH_SIZE, plan.global_batch_size):
+            raise ValueError(
+                f"TrainingArguments: {name}={found}, but the plan deals out "
+                f"{plan.global_batch_size} samples a step. Leave {name} out."
+            )
+    args = copy.copy(args)
+    args.per_device_train_batch_size = plan.global_batch_size
+    args.per_device_eval_batch_size = plan.global_batch_size
+    # The runtime divides by the tokens of all ranks; transformers is to count this rank's.
+    args.average_tokens_across_devices = False
+    return args
+
+
+def _check_choices(args: TrainingArguments) -> None:
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in OPTIMIZERS:
+        raise ValueError(
+            f"TrainingArguments: optim={optim!r} is not element-wise, or was never tried. "
+            f"Choose one of {', '.join(OPTIMIZERS)}."
+        )
+    if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+        raise ValueError(
+            "TrainingArguments: the optimizer's state cannot be checkpointed. Pass "
+            "save_only_model=True or save_strategy='no'."
+        )
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            "TrainingArguments: average_tokens_across_devices=False would weigh tokens by "
+            "rank. Leave it out."
+        )
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            "TrainingArguments: train_sampling_strategy='batch_rebalance' deals batches to "
+            "equal ranks. Choose random, sequential or group_by_length."
+        )
+    if not args.dataloader_in_order:
+        raise ValueError(
+            "TrainingArguments: dataloader_in_order=False would give ranks unlike batches. "
+            "Leave it out."
+        )
+    unknown = set(args.include_for_metrics) - {"inputs"}
+    if unknown:
+        raise ValueError(
+            f"TrainingArguments: include_for_metrics={sorted(unknown)} is not gathered. Leave "
+            "it out."
+        )
+    config: Any = args.accelerator_config
+    if config.split_batches or config.dispatch_batches:
+        raise ValueError(
+            "TrainingArguments: accelerator_config deals batches to equal ranks "
+            "(split_batches, dispatch_batches). Leave it out."
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, params: set[int]) -> None:
+    """Raise where an optimizer given by hand holds other parameters than this rank's rows."""
+    if optimizer is None:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not held <= params:
+        raise ValueError(
+            "HetTrainer: optimizers=(...) was made from the whole model. Wrap the model with "
+            "HetFSDP, make the optimizer from its parameters(), and pass both."
+        )
+    check_optimizer_class(type(optimizer))
+
+
+def check_optimizer_class(optimizer_class: Any) -> None:
+    """Raise where a step on some rows needs the others."""
+    is_known = isinstance(optimizer_class, type) and issubclass(
+        optimizer_class, OPTIMIZER_CLASSES
+    )
+    if not is_known:
+        raise ValueError(
+            f"HetTrainer: {optimizer_class} is not known to be element-wise. Choose one of "
+            f"{', '.join(each.__name__ for each in OPTIMIZER_CLASSES)}."
+        )
+
+
+def is_same_device(a: torch.device, b: torch.device) -> bool:
+    """An index that is not stated is any; the CPU is one device whatever its index."""
+    return a.type == b.type and (a.type == "cpu" or None in (a.index, b.index) or a == b)

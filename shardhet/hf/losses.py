@@ -1,0 +1,112 @@
+"""Loss sums: what a model's own loss says about samples that are dealt out to ranks.
+
+Under a plan a rank computes on some samples, and the loss of all is the sum of the ranks' sums
+over the number of what was summed.  transformers' models return either a sum over
+``num_items_in_batch`` (language models) or a mean over labels (classifiers, also those that
+accept ``num_items_in_batch``).  Which it is, and that it is nothing else (an auxiliary loss
+over the batch, a contrastive one), is found out on the first batch rather than believed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shardhet.fsdp import HetFSDP
+from shardhet.hf.dealing import num_rows, rows_of
+from shardhet.layout import Span
+
+IGNORED = -100  # transformers' label of what has none
+
+# Sums of the same terms in another order differ by this much of their size; a mean that was
+# taken for a sum differs by half.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+LOW_PRECISION_TOLERANCE = 3e-2
+
+
+def num_labels(inputs: Mapping[str, Any], label_names: Sequence[str]) -> int:
+    """How many labels a mean over this rank's batch is taken over."""
+    labels = [inputs[name] for name in label_names if isinstance(inputs.get(name), Tensor)]
+    if len(labels) != 1 or labels[0].is_floating_point():
+        return num_rows(inputs)
+    return int(labels[0].ne(IGNORED).sum())
+
+
+class LossKind(Enum):
+    """What a model's loss is of the samples that it is given."""
+
+    SUM = "sum"  # over items, as num_items_in_batch=1 asks for
+    MEAN = "mean"  # over labels, whatever num_items_in_batch says
+
+
+def find_kind(
+    model: HetFSDP,
+    inputs: Mapping[str, Any],
+    label_names: Sequence[str],
+    loss_of: Callable[[dict[str, Any]], Tensor],
+) -> LossKind:
+    """How the losses of a batch's parts make up that of the batch.  Collective.
+
+    Raises on every rank if they do in neither way.
+    """
+    was_training = model.training
+    model.eval()
+    whole = _unevenly_labelled(_at_least_two_rows(inputs), label_names)
+    middle = (num_rows(whole) + 1) // 2
+    spans = (Span(0, num_rows(whole)), Span(0, middle), Span(middle, num_rows(whole)))
+    parts = [rows_of(whole, span) for span in spans]
+    with torch.no_grad():
+        losses = [loss_of(part) for part in parts]
+    model.train(was_training)
+    tolerance = TOLERANCE.get(losses[0].dtype, LOW_PRECISION_TOLERANCE)
+    if torch.is_autocast_enabled(losses[0].device.type):
+        tolerance = LOW_PRECISION_TOLERANCE
+    sums = [float(loss) for loss in losses]
+    counts = [num_labels(part, label_names) for part in parts]
+    weighted = [value * n if n else 0.0 for value, n in zip(sums, counts, strict=True)]
+    holds = [_adds_up(sums, tolerance), _adds_up(weighted, tolerance)]
+    found = model.exchange([*sums, *map(float, holds)])
+    for kind, column in ((LossKind.SUM, 3), (LossKind.MEAN, 4)):
+        if all(row[column] for row in found):
+            return kind
+    losses_by_position = [row[:3] for row in found]
+    raise ValueError(
+        "the loss is no sum over samples and no mean over labels: for the batch and two parts "
+        f"of it, positions of the plan have {losses_by_position}. Leave auxiliary losses out "
+        "(output_router_logits=False), and let a compute_loss_func divide the sum by "
+        "num_items_in_batch."
+    )
+
+
+def _adds_up(values: Sequence[float], tolerance: float) -> bool:
+    together, first, second = values
+    return abs(together - first - second) <= tolerance * max(abs(together), 1e-12)
+
+
+def _at_least_two_rows(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same batch; one sample, which has no parts, comes twice."""
+    if num_rows(inputs) != 1:
+        return dict(inputs)
+    doubled: dict[str, Any] = tree_map_only(
+        Tensor, lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t, dict(inputs)
+    )
+    return doubled
+
+
+def _unevenly_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) -> dict[str, Any]:
+    """The same batch, of whose first sample half of the labels are ignored.
+
+    Where all samples have equally many labels a mean over samples looks like one over labels.
+    """
+    changed = dict(inputs)
+    for name in label_names:
+        labels = changed.get(name)
+        if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            continue
+        if labels.shape[1] > 3 and len(labels):
+            changed[name] = labels.clone()
+            changed[name][0, labels.shape[1] // 2 :] = IGNORED
+    return changed
