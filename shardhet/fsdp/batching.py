@@ -171,6 +171,8 @@ def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 
 
 def _is_opaque(node: Any) -> bool:
+    if isinstance(node, torch.Size):  # which would come back as a tuple
+        return True
     if isinstance(node, _BUILT_IN_CONTAINERS):
         return False
     # Registered with pytree although it is no plain record: it has methods that change it.

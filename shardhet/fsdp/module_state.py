@@ -82,5 +82,5 @@ def counters(module: nn.Module) -> dict[tuple[str, str], Any]:
         for name, value in vars(each).items():
             is_number = isinstance(value, int | float)
             if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-                found[fqn, name] = value if is_number else (id(value), value._version)
+                found[fqn, name] = value if is_number else value._version
     return found

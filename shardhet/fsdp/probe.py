@@ -47,6 +47,7 @@ from shardhet.fsdp.rules import (
     SMALL,
     RuleFinder,
     join_by_gradients,
+    looks_like_mask,
     readings,
 )
 from shardhet.fsdp.signature import is_plain
@@ -197,7 +198,7 @@ class Probe:
         before = counters(module)
         output = self._apply(fqn, function, leaves, arguments, with_graph=graph)
         once = counters(module)
-        if self._splits and once != before:
+        if once != before:
             self._apply(fqn, function, leaves, arguments, with_graph=False)
             self._check_counters(fqn, once, counters(module))
         outputs, spec = flatten(output)
@@ -218,6 +219,13 @@ class Probe:
         """The rules of a call, and what it gives for three samples whole."""
         self._decide.is_unpredictable = self._watcher.is_unpredictable = False
         self._decide.undecided.clear()
+        self._decide.has_mask = any(
+            looks_like_mask(leaf)
+            for leaf, rule in zip(
+                (leaf for leaf in leaves if isinstance(leaf, Tensor)), inputs, strict=True
+            )
+            if isinstance(rule, BatchAxis)
+        )
         rules = VisitRules(
             arguments=seen.arguments,
             inputs=inputs,

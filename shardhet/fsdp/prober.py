@@ -187,7 +187,7 @@ class Prober:
 
     def _check_agreement(self, rules: dict[CallKey, VisitRules]) -> None:
         mine = {
-            (*key, str(each.arguments.spec)): (each.inputs, each.outputs)
+            (*key, str(each.arguments)): (each.inputs, each.outputs)
             for key, each in rules.items()
         }
         agreed: dict[Any, Any] = {}
@@ -284,7 +284,9 @@ class Prober:
 def _explained(
     problem: Exception, call: ModelCall | None, attempts: Sequence[Axes], *, is_refused: bool
 ) -> Exception:
-    """The problem; where it may come from what arguments were taken for, with their names."""
+    """The problem; with the arguments' names where it may come from what they were taken "
+    "for.
+    """
     if call is None or len(attempts) == 1 or is_refused:
         return problem
     batched = [
@@ -293,8 +295,8 @@ def _explained(
     error = ValueError(
         f"model(...): it does not run on some of its samples, with {', '.join(batched)} cut "
         f"to them ({type(problem).__name__}: {problem}). If one of these arguments has no "
-        f"samples, say so: HetFSDP(batch_dim={'NAME': None}), or their dimension if it is "
-        "another."
+        f"samples, say so: HetFSDP(batch_dim='{batched[-1]}': None}}), or in which dimension "
+        "it has."
     )
     error.__cause__ = problem
     return error
@@ -405,11 +407,14 @@ class _Attempt:
         changed = self._losses("changed large")
         for i in unclear:
             neither, first, second, both = (each[i] for each in values)
-            factor = (first - neither) / (changed[i] - large[i])  # of N, large over small
+            change = changed[i] - large[i]
+            factor = (first - neither) / change  # of N, large over small
             parts = small[i] + rest[i] * (factor - 1)
+            scale = max(float(each[i].abs()) for each in values)
+            amplified = 1 + scale / max(float(change.abs()), 1e-30)  # rounding in the factor
             if not (
                 self._are_equal(neither + both, first + second)
-                and self._are_equal(parts, large[i] * factor)
+                and self._are_equal(parts, large[i] * factor, amplified)
             ):
                 raise Refusal(
                     ValueError(
@@ -421,12 +426,13 @@ class _Attempt:
                     )
                 )
 
-    def _are_equal(self, one: Tensor, other: Tensor) -> bool:
+    def _are_equal(self, one: Tensor, other: Tensor, amplified: float = 1.0) -> bool:
         """But for rounding; a loss of a thousandth is to be told from it."""
         dtypes = [t.dtype for t in tensors_in(self._outputs["large"]) if t.is_floating_point()]
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         scale = max(abs(float(one)), abs(float(other)))
-        return abs(float(one - other)) <= 64 * eps * scale or not math.isfinite(scale)
+        bar = min(64 * eps * amplified, 1e-2)
+        return abs(float(one - other)) <= bar * scale or not math.isfinite(scale)
 
     def empty_output(self) -> bytes | None:
         """The output for no samples, pickled; None where it cannot be said."""

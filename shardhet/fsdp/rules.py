@@ -25,6 +25,7 @@ class RuleFinder:
 
     def __init__(self, *, splits: bool) -> None:
         self.is_unpredictable = False  # the call draws random numbers that cannot be fixed
+        self.has_mask = False  # an input of the call says which of its positions count
         self.undecided: list[int] = []  # outputs of the call that are zero, so far
         self._splits = splits
 
@@ -94,6 +95,12 @@ class RuleFinder:
                 "sample, and their values do not tell in which order. Return one row per "
                 "sample, or give every rank one microbatch."
             )
+        if fitting and fitting[0] is Join.MEAN and self.has_mask and not _is_same(parts):
+            return self._undecidable(
+                f"{what} is a mean, perhaps only over positions that a mask or targets choose, "
+                "whose number may differ between microbatches. Return the sum, and divide "
+                "outside of the unit, or give every rank one microbatch."
+            )
         if fitting:
             return fitting[0]
         if axes:
@@ -122,6 +129,17 @@ class RuleFinder:
         if self._splits:
             raise Refusal(ValueError(message))
         return Join.SHARED  # nobody will ever ask
+
+
+def looks_like_mask(tensor: Tensor) -> bool:
+    """Whether its values may choose what counts: whole numbers, or two values only."""
+    if not tensor.is_floating_point():
+        return True
+    return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
+
+
+def _is_same(parts: Sequence[Tensor]) -> bool:
+    return all(are_close(part, parts[0]) for part in parts)
 
 
 def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
@@ -153,7 +171,8 @@ def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
         waiting += [each for each, _ in node.next_functions]
     if not params:
         return {}
-    grads = torch.autograd.grad(output.sum(), params, allow_unused=True)
+    with torch.enable_grad():
+        grads = torch.autograd.grad(output.sum(), params, allow_unused=True)
     return {p: g for p, g in zip(params, grads, strict=True) if g is not None}
 
 

@@ -69,6 +69,7 @@ class Watcher(TorchDispatchMode):
         self._place, self._unit_fqn = self._num_calls, unit_fqn
         self._fqn_by_place[self._place] = unit_fqn
         self._allowed = {_address(t) for t in arguments}
+        self.give(arguments)
         try:
             yield
         finally:
