@@ -108,9 +108,7 @@ def _sequences_first(generator: Generator, num_samples: int, seq_len: int) -> Ba
 
 
 def _two_sequences_first(generator: Generator, num_samples: int, seq_len: int) -> Batch:
-    sources = torch.randn(
-        (seq_len, num_samples, 12), generator=generator, dtype=torch.float64
-    )
+    sources = torch.randn((seq_len, num_samples, 12), generator=generator, dtype=torch.float64)
     targets = torch.randn(
         (seq_len - 2, num_samples, 12), generator=generator, dtype=torch.float64
     )
@@ -152,15 +150,22 @@ def _of_pairs(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 NEXT_WORD = Task(
     make_batch=_next_words,
     loss=_shifted,
-    num_valid=_num_shifted, has_mask=True
+    num_valid=_num_shifted,
+    has_mask=True,
     takes_num_items=True,
 )
 MASKED_WORD = Task(
-    make_batch=_masked_words, loss=_each_label, num_valid=_num_labels, has_mask=True
+    make_batch=_masked_words,
+    loss=_each_label,
+    num_valid=_num_labels,
+    has_mask=True,
 )
 SENTENCE = Task(make_batch=_sentences, loss=_each_label, num_valid=len, has_mask=True)
 TRANSLATION = Task(
-    make_batch=_translations, loss=_each_label, num_valid=_num_labels, has_mask=True
+    make_batch=_translations,
+    loss=_each_label,
+    num_valid=_num_labels,
+    has_mask=True,
 )
 IMAGE = Task(
     make_batch=_images,
@@ -177,19 +182,22 @@ TIMM_IMAGE = Task(
 PAIR = Task(
     make_batch=_pairs,
     loss=_of_pairs,
-    num_valid=len, has_mask=True
+    num_valid=len,
+    has_mask=True,
     has_length=False,
 )
 SPEECH = Task(
     make_batch=_speech,
     loss=_each_label,
-    num_valid=len, has_mask=True
+    num_valid=len,
+    has_mask=True,
     has_length=False,
 )
 DICTATION = Task(
     make_batch=_dictation,
     loss=_alignment,
-    num_valid=len, has_mask=True
+    num_valid=len,
+    has_mask=True,
     has_length=False,
 )
 SPECTRUM = Task(
@@ -199,7 +207,9 @@ SPECTRUM = Task(
     has_length=False,
 )
 SEQUENCE_FIRST = Task(
-    make_batch=_sequences_first, loss=_each_label, num_valid=_num_labels,
+    make_batch=_sequences_first,
+    loss=_each_label,
+    num_valid=_num_labels,
 )
 SEQUENCES_FIRST = Task(
     make_batch=_two_sequences_first,
