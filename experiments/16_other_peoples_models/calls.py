@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 from records import Batch, Family, Loss, Way
 from tasks import SPECTRUM, TRANSLATION
@@ -24,6 +25,7 @@ LORA_DROPOUT = 0.1
 def make_model(family: Family, way: Way) -> nn.Module:
     """In float64 and in training mode; the same at every call."""
     torch.manual_seed(MODEL_SEED)
+    np.random.seed(MODEL_SEED)  # noqa: NPY002 -- some models draw from numpy's own generator
     model = family.make(**way.config).double().train()
     return _with_lora(model, family) if way.has_lora else model
 

@@ -96,7 +96,9 @@ def _family(
     is_random: bool = False,
     **config: Any,
 ) -> Family:
+    is_picture = task is IMAGE
     return Family(
+        seq_len=(2 if has_batch_norm else 1) * IMAGE_SIDE if is_picture else 11,
         name=name,
         source="transformers",
         task=task,
@@ -122,9 +124,16 @@ def _clip(**changes: Any) -> nn.Module:
 
 
 PICTURES = (
-    _family("ViT", "ViTForImageClassification", IMAGE, _VIT, lora=("query", "value")),
+    _family("ViT", "ViTForImageClassification", IMAGE, _VIT, lora=("q_proj", "v_proj")),
     _family("DeiT", "DeiTForImageClassification", IMAGE, _VIT),
-    _family("DINOv2", "Dinov2ForImageClassification", IMAGE, _VIT, drop_path_rate=0.1),
+    _family(
+        "DINOv2",
+        "Dinov2ForImageClassification",
+        IMAGE,
+        _VIT,
+        drop_path_rate=0.1,
+        is_random=True,
+    ),
     _family("BEiT", "BeitForImageClassification", IMAGE, _VIT, is_random=True),
     _family(
         "Swin",
@@ -231,22 +240,14 @@ def _of_timm(name: str, **options: Any) -> Callable[..., nn.Module]:
     return make
 
 
-def _of_torchvision(class_name: str, **options: Any) -> Callable[..., nn.Module]:
-    def make(**changes: Any) -> nn.Module:
-        find_torchvision()
-        from torchvision import models
-
-        return getattr(models, class_name)(num_classes=NUM_CLASSES, **options, **changes)
-
-    return make
-
-
 def _picture(name: str, source: str, make: Callable[..., nn.Module], **options: Any) -> Family:
     return Family(
         name=name,
         source=source,
         task=TIMM_IMAGE,
         make=make,
+        # Batch norm wants more than one number a channel, of one sample too.
+        seq_len=(2 if options.get("has_batch_norm") else 1) * IMAGE_SIDE,
         logits=_of_output,
         **{"is_random": False, **options},
     )
@@ -287,6 +288,25 @@ def _conv_next(**changes: Any) -> nn.Module:
     return ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=NUM_CLASSES, **changes)
 
 
+def _resnet(**changes: Any) -> nn.Module:
+    find_torchvision()
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=NUM_CLASSES, **changes)
+
+
+def _efficient_net(**changes: Any) -> nn.Module:
+    find_torchvision()
+    from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+
+    stages = [
+        MBConvConfig(1, 3, 1, 8, 8, 1, 1.0, 1.0),
+        MBConvConfig(4, 3, 2, 8, 12, 2, 1.0, 1.0),
+        MBConvConfig(4, 5, 2, 12, 16, 1, 1.0, 1.0),
+    ]
+    return EfficientNet(stages, 0.2, last_channel=32, num_classes=NUM_CLASSES, **changes)
+
+
 TIMM = (
     _picture("timm ViT", "timm", _of_timm("vit_tiny_patch16_224", **_SMALL_VIT)),
     _picture(
@@ -322,13 +342,13 @@ TORCHVISION = (
     _picture(
         "torchvision ResNet",
         "torchvision",
-        _of_torchvision("resnet18", width_per_group=64),
+        _resnet,
         has_batch_norm=True,
     ),
     _picture(
         "torchvision EfficientNet",
         "torchvision",
-        _of_torchvision("efficientnet_b0"),
+        _efficient_net,
         has_batch_norm=True,
         is_random=True,
     ),

@@ -66,32 +66,32 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one plan; keeps nothing")
     parser.add_argument("--only", action="append", metavar="WORD", help="of family names")
     parser.add_argument("--way", action="append", choices=WAYS, help="of calling")
+    parser.add_argument("--case", nargs="+", metavar="FAMILY/WAY", help="only these")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
     parser.add_argument("--results", type=Path, metavar="FILE", help="written instead")
     return parser.parse_args()
 
 
 def _chosen(options: argparse.Namespace) -> list[Case]:
+    if options.case:
+        pairs = [case.split("/") for case in options.case]
+        return [
+            case
+            for family, way in pairs
+            for case in cases_of(FAMILIES[family], way, is_quick=options.quick)
+        ]
     words = [word.lower() for word in options.only or [""]]
     families = [
         family
         for name, family in FAMILIES.items()
         if any(word in name.lower() for word in words)
     ]
-    cases = [
+    return [
         case
         for family in families
-        for way in ways_of(family)
+        for way in options.way or ways_of(family)
         for case in cases_of(family, way, is_quick=options.quick)
     ]
-    if options.way:
-        cases = [
-            case
-            for family in families
-            for way in options.way
-            for case in cases_of(family, way, is_quick=options.quick)
-        ]
-    return cases
 
 
 def _in_order(rows: dict[tuple[str, str, str], Row]) -> list[Row]:

@@ -56,7 +56,8 @@ def _translations(generator: Generator, num_samples: int, seq_len: int) -> Batch
 
 
 def _images(generator: Generator, num_samples: int, seq_len: int) -> Batch:
-    shape = (num_samples, NUM_CHANNELS, IMAGE_SIDE, IMAGE_SIDE)
+    """Squares with sides of ``seq_len`` pixels."""
+    shape = (num_samples, NUM_CHANNELS, seq_len, seq_len)
     labels = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
     pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
     return {"pixel_values": pixels, "labels": labels}
@@ -69,7 +70,7 @@ def _timm_images(generator: Generator, num_samples: int, seq_len: int) -> Batch:
 
 def _pairs(generator: Generator, num_samples: int, seq_len: int) -> Batch:
     tokens, mask = _words(generator, num_samples, seq_len)
-    pixels = _images(generator, num_samples, seq_len)["pixel_values"]
+    pixels = _images(generator, num_samples, IMAGE_SIDE)["pixel_values"]
     labels = torch.arange(num_samples)
     return {
         "input_ids": tokens, "pixel_values": pixels, "attention_mask": mask, "labels": labels
