@@ -1,4 +1,4 @@
-"""Some families of experiments/16_other_peoples_models, as it runs them, in one process tree."""
+"""Some families of experiments/16_other_peoples_models as it runs them, in one process tree."""
 
 import csv
 import os

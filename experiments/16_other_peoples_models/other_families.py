@@ -288,11 +288,12 @@ def _conv_next(**changes: Any) -> nn.Module:
     return ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=NUM_CLASSES, **changes)
 
 
-def _resnet(**changes: Any) -> nn.Module:
+def _regnet(**changes: Any) -> nn.Module:
     find_torchvision()
-    from torchvision.models.resnet import BasicBlock, ResNet
+    from torchvision.models.regnet import BlockParams, RegNet
 
-    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=NUM_CLASSES, **changes)
+    blocks = BlockParams([1, 2], [16, 24], [8, 8], [1.0, 1.0], [2, 2], se_ratio=0.25)
+    return RegNet(blocks, NUM_CLASSES, stem_width=8, **changes)
 
 
 def _efficient_net(**changes: Any) -> nn.Module:
@@ -340,9 +341,9 @@ TORCHVISION = (
     _picture("torchvision Swin", "torchvision", _swin, is_random=True),
     _picture("torchvision ConvNeXt", "torchvision", _conv_next, is_random=True),
     _picture(
-        "torchvision ResNet",
+        "torchvision RegNet",
         "torchvision",
-        _resnet,
+        _regnet,
         has_batch_norm=True,
     ),
     _picture(
