@@ -20,8 +20,9 @@ TIMEOUT_S = 120.0
 class Runner:
     """Runs cases; keeps each reference as long as it may be wanted again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, commit: str) -> None:
         self._folder = folder
+        self._commit = commit
         self._path_by_key: dict[tuple[str, str, tuple[int, ...]], Path] = {}
         self._failure_by_key: dict[tuple[str, str, tuple[int, ...]], str] = {}
 
@@ -30,7 +31,8 @@ class Runner:
         family, way, named = FAMILIES[case.family], WAYS[case.way], PLANS[case.plan]
         path, failure = self._reference(family, way, named)
         if failure is not None:
-            return _row(case, family, Verdict.ABSENT, None, (), f"plain torch: {failure}")
+            text = f"plain torch: {failure}"
+            return self._row(case, family, Verdict.ABSENT, None, (), text)
         reports = run_forks(
             run_rank,
             named.plan.world_size,
@@ -43,7 +45,40 @@ class Runner:
         )
         reference = load(path)
         verdict, text = judge(reports, reference, way)
-        return _row(case, family, verdict, reference, reports, text)
+        return self._row(case, family, verdict, reference, reports, text)
+
+    def _row(
+        self,
+        case: Case,
+        family: Family,
+        verdict: Verdict,
+        reference: Reference | None,
+        reports: Sequence[RankReport | None],
+        text: str,
+    ) -> Row:
+        ended = [report for report in reports if report is not None and report.phase == "end"]
+
+        def worst(quantity: str) -> float:
+            return max((report.errors[quantity] for report in ended), default=float("nan"))
+
+        nan = float("nan")
+        return Row(
+            family=case.family,
+            source=family.source,
+            way=case.way,
+            plan=case.plan,
+            verdict=verdict.value,
+            loss_error=worst("loss"),
+            grad_error=worst("grad"),
+            state_error=worst("state"),
+            noise=reference.noise["grad"] if reference else nan,
+            plain_start_s=reference.start_s if reference else nan,
+            start_s=max((report.start_s for report in ended), default=nan),
+            plain_step_s=reference.step_s if reference else nan,
+            step_s=max((min(report.step_s[1:]) for report in ended), default=nan),
+            text=text,
+            commit=self._commit,
+        )
 
     def _reference(self, family: Family, way: Way, named: Named) -> tuple[Path, str | None]:
         sizes = tuple(s for rank in named.plan.ranks for s in rank.microbatch_sizes)
@@ -106,35 +141,3 @@ def judge(
 
 def _story(report: RankReport) -> str:
     return f"[{report.phase}] {report.error}".replace("\n", " ")
-
-
-def _row(
-    case: Case,
-    family: Family,
-    verdict: Verdict,
-    reference: Reference | None,
-    reports: Sequence[RankReport | None],
-    text: str,
-) -> Row:
-    ended = [report for report in reports if report is not None and report.phase == "end"]
-
-    def worst(quantity: str) -> float:
-        return max((report.errors[quantity] for report in ended), default=float("nan"))
-
-    nan = float("nan")
-    return Row(
-        family=case.family,
-        source=family.source,
-        way=case.way,
-        plan=case.plan,
-        verdict=verdict.value,
-        loss_error=worst("loss"),
-        grad_error=worst("grad"),
-        state_error=worst("state"),
-        noise=reference.noise["grad"] if reference else nan,
-        plain_start_s=reference.start_s if reference else nan,
-        start_s=max((report.start_s for report in ended), default=nan),
-        plain_step_s=reference.step_s if reference else nan,
-        step_s=max((min(report.step_s[1:]) for report in ended), default=nan),
-        text=text,
-    )

@@ -116,10 +116,12 @@ class Row:
     grad_error: float  # of the unit's largest gradient
     state_error: float  # parameters and buffers, of the unit's largest; the state dict too
     noise: float  # largest gradient difference of two accumulation orders of plain torch
+    # Seconds of the processor, which other programs beside this one do not change:
     plain_start_s: float  # making the model and its first step
     start_s: float  # the same with HetFSDP, wrapping included; the slowest rank
     plain_step_s: float  # the shortest later step
     step_s: float
+    commit: str
     text: str  # of a refusal or a failure, and in which phase
 
     @property

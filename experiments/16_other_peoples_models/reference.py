@@ -40,7 +40,7 @@ class Reference:
 def run_reference(family: Family, way: Way, named: Named, path: Path) -> None:
     """Write the ``Reference`` of a case to ``path``."""
     quiet()
-    started_at_s = time.perf_counter()
+    started_at_s = time.process_time()
     model = make_model(family, way)
     trainer = _Plain(model, family, way, named)
     trainer.train()
@@ -102,9 +102,9 @@ class _Plain:
         num_samples = self._named.plan.global_batch_size
         for number, batch in enumerate(make_batches(self._family, self._way, num_samples)):
             logits = self._evaluate(batch) if self._way.evaluates else None
-            started_at_s = time.perf_counter()
+            started_at_s = time.process_time()
             step = self._step(number, batch)
-            self.ended_at_s.append(time.perf_counter())
+            self.ended_at_s.append(time.process_time())
             self._took_s.append(self.ended_at_s[-1] - started_at_s)
             step.params = copies(dict(self._model.named_parameters()))
             step.buffers = copies(dict(self._model.named_buffers()))

@@ -4,8 +4,7 @@ PYTHONPATH=. python experiments/16_other_peoples_models/run.py                 a
 PYTHONPATH=. python experiments/16_other_peoples_models/run.py --quick         one plan; keeps nothing
 PYTHONPATH=. python experiments/16_other_peoples_models/run.py --only llama    what has the word in its name
 
-Results are written case by case; what is there already, and of the same programs, is not run
-again.  torchvision that lies in a folder of its own: TORCHVISION_FOLDER=FOLDER.
+Results are written case by case; what is there already is not run again without --again.  torchvision that lies in a folder of its own: TORCHVISION_FOLDER=FOLDER.
 """  # noqa: E501
 
 import argparse
@@ -14,7 +13,8 @@ import time
 from pathlib import Path
 
 from cases import Runner
-from families import FAMILIES, WAYS, cases_of, ways_of
+from families import DOCUMENTED, FAMILIES, WAYS, cases_of, ways_of
+from plans import APART, PLANS
 from records import Case, Row
 from report import as_markdown
 from warming import import_everything
@@ -45,7 +45,7 @@ def main() -> None:
     import_everything({FAMILIES[case.family].source for case in missing})
     started_at_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(Path(folder))
+        runner = Runner(Path(folder), environment.commit)
         for number, case in enumerate(missing, 1):
             row = runner.run(case)
             rows[row.key] = row
@@ -86,17 +86,29 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
         for name, family in FAMILIES.items()
         if any(word in name.lower() for word in words)
     ]
-    return [
+    cases = [
         case
         for family in families
         for way in options.way or ways_of(family)
         for case in cases_of(family, way, is_quick=options.quick)
     ]
+    return sorted(cases, key=_pass_number)
+
+
+def _pass_number(case: Case) -> int:
+    """What says most about a family comes first, of all families."""
+    if case.plan != APART.name:
+        return 2
+    return 0 if case.way == DOCUMENTED.name else 1
 
 
 def _in_order(rows: dict[tuple[str, str, str], Row]) -> list[Row]:
-    names = list(FAMILIES)
-    return sorted(rows.values(), key=lambda row: names.index(row.family))
+    names, ways, plans = list(FAMILIES), list(WAYS), list(PLANS)
+
+    def place(row: Row) -> tuple[int, int, int]:
+        return names.index(row.family), ways.index(row.way), plans.index(row.plan)
+
+    return sorted(rows.values(), key=place)
 
 
 def _say(row: Row, number: int, count: int, seconds: float) -> None:
