@@ -14,7 +14,8 @@ BAR = 1e-12  # at least; of the unit's largest gradient
 BAR_FLOAT32 = 2e-6  # where the model computes its loss in float32
 NOISES = 10.0  # times what plain torch itself shows ...
 MOST_BAR = 1e-5  # ... which is rounding up to here, and above it another function
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
+EARLY_PHASES = ("wrap", "evaluation", "forward")  # before a gradient of the calls refused
 
 
 class Runner:
@@ -119,9 +120,10 @@ def judge(
         text = "; ".join(sorted({_story(report) for report in failed}, key=len)[:1])
         if silent:
             return Verdict.CRASHED, f"ranks {silent} hung or died; others: {text}"
-        if len(failed) == len(reports) and all(report.is_refusal for report in failed):
-            return Verdict.REFUSED, text
-        first = next((report for report in failed if not report.is_refusal), failed[0])
+        if len(failed) == len(reports) and all(report.is_deliberate for report in failed):
+            is_early = all(report.phase.startswith(EARLY_PHASES) for report in failed)
+            return Verdict.REFUSED if is_early else Verdict.LATE, text
+        first = next((report for report in failed if not report.is_deliberate), failed[0])
         if len(failed) < len(reports):
             return Verdict.CRASHED, f"not on every rank: {_story(first)}"
         return Verdict.CRASHED, _story(first)

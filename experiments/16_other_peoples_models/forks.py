@@ -10,7 +10,6 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.common import _end_with_parent
+from experiments.common import GROUP_TIMEOUT, _end_with_parent
 
-GRACE_S = 20.0  # for the other ranks, after one has ended
+GRACE_S = 30.0  # for the other ranks, after one has ended
 _CONTEXT = multiprocessing.get_context("fork")
 
 
@@ -90,7 +89,7 @@ def _run(
             init_method=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=GROUP_TIMEOUT,
         )
     result = call()
     sender.send_bytes(pickle.dumps(result))

@@ -26,7 +26,6 @@ from shardhet import HetFSDP
 
 OUR_CODE = str(Path(shardhet.__file__).parent)
 DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)
-REFUSING_PHASES = ("wrap", "evaluation", "forward")  # before a gradient of the calls refused
 
 
 def run_rank(family: Family, way: Way, named: Named, reference_path: Path) -> RankReport:
@@ -39,7 +38,7 @@ def run_rank(family: Family, way: Way, named: Named, reference_path: Path) -> Ra
         return RankReport(
             phase=rank.phase,
             error=f"{type(error).__name__}: {error}",
-            is_refusal=_is_deliberate(error) and rank.phase.startswith(REFUSING_PHASES),
+            is_deliberate=_is_deliberate(error),
         )
     return RankReport(
         phase="end",

@@ -98,6 +98,7 @@ class Verdict(Enum):
 
     EXACT = "exact"
     REFUSED = "refused"  # on every rank, before a gradient of the calls it is about
+    LATE = "late"  # refused on every rank, but in backward
     WRONG = "wrong"
     CRASHED = "crashed"
     ABSENT = "absent"  # the package is not installed, or plain torch cannot run it
@@ -134,9 +135,9 @@ class Row:
 class RankReport:
     """How a rank ended."""
 
-    phase: str  # what it was at, or "end"
+    phase: str  # what it was at: "forward of step 1"; "end"
     error: str = ""  # kind and text
-    is_refusal: bool = False  # raised on purpose, by our own code
+    is_deliberate: bool = False  # raised on purpose, by our own code
     errors: Mapping[str, float] = field(default_factory=dict)  # by quantity
     worst: str = ""  # where the largest gradient error is
     start_s: float = 0.0

@@ -92,14 +92,15 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
         for way in options.way or ways_of(family)
         for case in cases_of(family, way, is_quick=options.quick)
     ]
-    return sorted(cases, key=_pass_number)
+    return sorted(cases, key=_turn)
 
 
-def _pass_number(case: Case) -> int:
-    """What says most about a family comes first, of all families."""
+def _turn(case: Case) -> tuple[int, int]:
+    """First the documented call of all families, then other ways in turns, then other plans."""
     if case.plan != APART.name:
-        return 2
-    return 0 if case.way == DOCUMENTED.name else 1
+        return 2, 0
+    family, way = list(FAMILIES).index(case.family), list(WAYS).index(case.way)
+    return (0, 0) if case.way == DOCUMENTED.name else (1, (family + way) % len(WAYS))
 
 
 def _in_order(rows: dict[tuple[str, str, str], Row]) -> list[Row]:

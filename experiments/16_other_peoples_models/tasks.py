@@ -136,6 +136,8 @@ def _shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def _alignment(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    if not len(logits):
+        return logits.double().sum(), 0  # ctc_loss takes no empty batch
     log_probs = logits.double().log_softmax(-1).transpose(0, 1)
     frames = torch.full((logits.shape[0],), logits.shape[1])
     lengths = torch.full((labels.shape[0],), labels.shape[1])
