@@ -12,6 +12,7 @@ from tasks import SPECTRUM, TRANSLATION
 from torch import Tensor, nn
 
 from shardhet import HetFSDP
+from shardhet.fsdp.wrapping import UnitModules, find_units
 
 MODEL_SEED = 11
 BATCH_SEED = 5
@@ -40,6 +41,17 @@ def _with_lora(model: nn.Module, family: Family) -> nn.Module:
         init_lora_weights=False,  # random: beside zeros its first half has no gradient
     )
     return get_peft_model(model, config).double().train()  # type: ignore[arg-type]
+
+
+def wanted_units(family: Family, way: Way) -> tuple[str, ...] | None:
+    """Of HetFSDP's argument; None is its own choice."""
+    return family.coarse_units if way.has_coarse_units else None
+
+
+def units_of(model: nn.Module, family: Family, way: Way) -> list[UnitModules]:
+    """What HetFSDP makes units of."""
+    wanted = wanted_units(family, way)
+    return find_units(model, wanted, keeps_last=way.loss is Loss.FUNCTION)
 
 
 def make_batches(family: Family, way: Way, num_samples: int) -> list[Batch]:

@@ -8,7 +8,7 @@ from math import isnan
 
 from torch import Tensor, nn
 
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.wrapping import UnitModules
 from shardhet.layout import Span
 
 MISMATCH = float("inf")  # None for a gradient, another shape, another name
@@ -100,11 +100,11 @@ def compare_steps(
     return errors
 
 
-def unit_by_param(model: nn.Module, *, has_loss_fn: bool) -> dict[str, str]:
+def unit_by_param(model: nn.Module, units: Sequence[UnitModules]) -> dict[str, str]:
     """The unit ("" for the root) of every parameter, by name."""
     unit_by_id = {
         id(param): unit.fqns[0]
-        for unit in find_units(model, None, keeps_last=has_loss_fn)
+        for unit in units
         for module in unit.modules
         for param in module.parameters()
     }
@@ -127,9 +127,8 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def random_modules(model: nn.Module, *, has_loss_fn: bool) -> dict[str, nn.Module]:
+def random_modules(model: nn.Module, units: Sequence[UnitModules]) -> dict[str, nn.Module]:
     """Those outside of units that draw random numbers, by fqn."""
-    units = find_units(model, None, keeps_last=has_loss_fn)
     inside = {inner for unit in units for module in unit.modules for inner in module.modules()}
     words = ("Dropout", "DropPath", "StochasticDepth")
     return {

@@ -34,6 +34,7 @@ WAYS: dict[str, Way] = {
         ),
         Way(name="contrastive", loss=Loss.INNER, call_options={"return_loss": True}),
         Way(name="lora", has_lora=True),
+        Way(name="units", has_coarse_units=True),
     )
 }
 PLANS_BY_WAY = {
@@ -64,6 +65,8 @@ def ways_of(family: Family) -> Iterator[str]:
         yield "router loss"
     if family.takes_no_default:
         yield "contrastive"
+    if family.coarse_units:
+        yield "units"
     if family.lora_targets:
         yield "lora"
 

@@ -351,6 +351,7 @@ TORCHVISION = (
         "torchvision",
         _efficient_net,
         has_batch_norm=True,
+        coarse_units=("features",),
         is_random=True,
     ),
 )

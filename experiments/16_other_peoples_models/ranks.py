@@ -15,6 +15,7 @@ from calls import (
     make_batches,
     make_model,
     part_of,
+    wanted_units,
 )
 from comparison import MISMATCH, Errors, Step, quiet, relative
 from records import Batch, Family, Loss, Named, RankReport, Way
@@ -99,7 +100,8 @@ class _Rank:
 
     def _wrapped(self) -> HetFSDP:
         model = make_model(self._family, self._way)
-        options: dict[str, Any] = {"seed": SEED}
+        units = wanted_units(self._family, self._way)
+        options: dict[str, Any] = {"seed": SEED, "units": units}
         if self._family.batch_dim != 0:
             options["batch_dim"] = self._family.batch_dim
         if self._way.loss is Loss.FUNCTION:

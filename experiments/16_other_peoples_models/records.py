@@ -42,7 +42,7 @@ class Family:
     has_batch_norm: bool = False
     is_random: bool = True  # whether a training forward draws random numbers
     takes_no_default: bool = False  # its documented loss is no sum over samples
-    extra_ways: tuple["Way", ...] = ()
+    coarse_units: tuple[str, ...] = ()  # for families that HetFSDP's own choice does not suit
 
 
 class Loss(Enum):
@@ -65,6 +65,7 @@ class Way:
     call_options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # changes of the configuration
     has_lora: bool = False
+    has_coarse_units: bool = False
     collides: bool = False  # the second step's sequences are as long as a rank's batch
     evaluates: bool = False  # before every step
     evaluates_with: str = ""  # what is compared then, by name of the output

@@ -1,13 +1,13 @@
 """What one process gives: the plan's microbatches one after the other, seeded as planned."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from calls import MAX_NORM, SEED, call, loss_of, make_batches, make_model, part_of
+from calls import MAX_NORM, SEED, call, loss_of, make_batches, make_model, part_of, units_of
 from comparison import (
     Errors,
     Step,
@@ -18,11 +18,11 @@ from comparison import (
     sum_in_order,
     unit_by_param,
 )
-from records import Batch, Family, Loss, Named, Way
+from records import Batch, Family, Named, Way
 from torch import Tensor, nn
 
 from shardhet.fsdp.seeds import microbatch_seed
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.wrapping import UnitModules
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ def run_reference(family: Family, way: Way, named: Named, path: Path) -> None:
     trainer = _Plain(model, family, way, named)
     trainer.train()
     first_s = trainer.ended_at_s[0] - started_at_s
-    units = unit_by_param(model, has_loss_fn=way.loss is Loss.FUNCTION)
+    units = unit_by_param(model, units_of(model, family, way))
     orders = [_Plain(make_model(family, way), family, way, named, is_reversed=True)]
     if not (family.is_random or family.has_batch_norm or way.has_lora):
         orders.append(_Plain(make_model(family, way), family, way, named, is_whole=True))
@@ -145,7 +145,8 @@ class _Plain:
         num_labels = self._family.task.num_valid(batch["labels"])
         losses, grads = [], []
         first = 0
-        with seeded(self._model, has_loss_fn=self._way.loss is Loss.FUNCTION) as seeds:
+        units = units_of(self._model, self._family, self._way)
+        with seeded(self._model, units) as seeds:
             for size in self._microbatch_sizes:
                 part = part_of(batch, self._family, first, size)
                 seeds.start(step=number, first_sample=first)
@@ -182,15 +183,11 @@ class Seeds:
 
 
 @contextmanager
-def seeded(model: nn.Module, *, has_loss_fn: bool) -> Iterator[Seeds]:
+def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[Seeds]:
     """Units, and what draws numbers outside of them, seed as HetFSDP's do."""
     seeds = Seeds()
-    modules = [
-        (unit.fqns[0], module)
-        for unit in find_units(model, None, keeps_last=has_loss_fn)
-        for module in unit.modules
-    ]
-    modules += random_modules(model, has_loss_fn=has_loss_fn).items()
+    modules = [(unit.fqns[0], module) for unit in units for module in unit.modules]
+    modules += random_modules(model, units).items()
     hooks = [
         module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
         for fqn, module in modules

@@ -85,6 +85,7 @@ def _family(
     base: Mapping[str, Any],
     *,
     lora: tuple[str, ...] = (),
+    coarse_units: tuple[str, ...] = (),
     is_moe: bool = False,
     has_attentions: bool = True,
     is_random: bool = True,
@@ -96,6 +97,7 @@ def _family(
         task=task,
         make=transformers_maker(class_name, base, **config),
         lora_targets=lora,
+        coarse_units=coarse_units,
         is_moe=is_moe,
         has_attentions=has_attentions,
         is_random=is_random,
@@ -207,7 +209,14 @@ ENCODERS = (
     ),
     _family("ALBERT", "AlbertForMaskedLM", MASKED_WORD, _BERT, embedding_size=16),
     _family("ELECTRA", "ElectraForMaskedLM", MASKED_WORD, _BERT, embedding_size=16),
-    _family("DeBERTa-v2", "DebertaV2ForMaskedLM", MASKED_WORD, _BERT, relative_attention=True),
+    _family(
+        "DeBERTa-v2",
+        "DebertaV2ForMaskedLM",
+        MASKED_WORD,
+        _BERT,
+        relative_attention=True,
+        coarse_units=("deberta.embeddings", "deberta.encoder"),
+    ),
     _family("MPNet", "MPNetForMaskedLM", MASKED_WORD, _BERT),
     _family(
         "ModernBERT",
@@ -222,13 +231,20 @@ ENCODERS = (
     ),
 )
 
+
+def _bart(name: str, class_name: str, **options: Any) -> Family:
+    """With dropout by a function between encoder and decoder layers."""
+    coarse = ("model.encoder", "model.decoder")
+    return _family(name, class_name, TRANSLATION, _BART, coarse_units=coarse, **options)
+
+
 PAIRS = (
     _family("T5", "T5ForConditionalGeneration", TRANSLATION, _T5, lora=("q", "v")),
     _family("mT5", "MT5ForConditionalGeneration", TRANSLATION, _T5),
-    _family("BART", "BartForConditionalGeneration", TRANSLATION, _BART, lora=_QV),
-    _family("mBART", "MBartForConditionalGeneration", TRANSLATION, _BART),
-    _family("Pegasus", "PegasusForConditionalGeneration", TRANSLATION, _BART),
-    _family("Marian", "MarianMTModel", TRANSLATION, _BART),
+    _bart("BART", "BartForConditionalGeneration", lora=_QV),
+    _bart("mBART", "MBartForConditionalGeneration"),
+    _bart("Pegasus", "PegasusForConditionalGeneration"),
+    _bart("Marian", "MarianMTModel"),
 )
 
 TEXT = (*DECODERS, *EXPERTS, *STATE_SPACES, *ENCODERS, *PAIRS)
