@@ -25,10 +25,14 @@ CASES = {  # family: way of calling; all with three ranks, one without samples
     "nn.LSTM": "collision",
 }
 
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None or find_spec("peft") is None,
-    reason="needs transformers and peft: pip install transformers peft",
-)
+TIMEOUT_S = 280  # half a minute on a quiet machine
+pytestmark = [
+    pytest.mark.timeout(TIMEOUT_S + 20),
+    pytest.mark.skipif(
+        find_spec("transformers") is None or find_spec("peft") is None,
+        reason="needs transformers and peft: pip install transformers peft",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def row_by_family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

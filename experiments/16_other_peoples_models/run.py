@@ -14,10 +14,10 @@ from pathlib import Path
 
 from cases import Runner
 from families import DOCUMENTED, FAMILIES, WAYS, cases_of, ways_of
-from plans import APART, PLANS
+from plans import ALONE, APART, PLANS
 from records import Case, Row
 from report import as_markdown
-from warming import import_everything
+from warming import import_for
 
 from experiments.common import (
     Environment,
@@ -42,7 +42,7 @@ def main() -> None:
         rows = {key: row for key, row in rows.items() if key not in {c.key for c in cases}}
     missing = [case for case in cases if case.key not in rows]
     console.print(f"{len(cases)} cases, {len(cases) - len(missing)} of them there already")
-    import_everything({FAMILIES[case.family].source for case in missing})
+    import_for([FAMILIES[name] for name in dict.fromkeys(case.family for case in missing)])
     started_at_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), environment.commit)
@@ -97,10 +97,10 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
 
 def _turn(case: Case) -> tuple[int, int]:
     """First the documented call of all families, then other ways in turns, then other plans."""
-    if case.plan != APART.name:
-        return 2, 0
+    if case.way == DOCUMENTED.name:
+        return {APART.name: 0, ALONE.name: 1}.get(case.plan, 3), 0
     family, way = list(FAMILIES).index(case.family), list(WAYS).index(case.way)
-    return (0, 0) if case.way == DOCUMENTED.name else (1, (family + way) % len(WAYS))
+    return 2, (family + way) % len(WAYS)
 
 
 def _in_order(rows: dict[tuple[str, str, str], Row]) -> list[Row]:

@@ -1,19 +1,18 @@
 """Imports before the first fork, so that no fork has to."""
 
-from collections.abc import Set
+from collections.abc import Collection
 from importlib import import_module
 
 import torch
-from families import FAMILIES
-from other_families import find_torchvision
+from records import Family
 
 from experiments.common import console
 
 torch.set_num_threads(1)  # a fork of a process with threads may hang
 
 
-def import_everything(sources: Set[str]) -> None:
-    """The packages of these sources, and each model class on the way."""
+def import_for(families: Collection[Family]) -> None:
+    """The packages of these families, and each model class on the way."""
     import torch._dynamo
     import torch.distributed.tensor
 
@@ -22,16 +21,11 @@ def import_everything(sources: Set[str]) -> None:
     assert torch.distributed.tensor
     assert torch._dynamo
     assert shardhet.fsdp
-    names = {"timm": "timm", "torchvision": "torchvision"}
-    for source in sources & names.keys():
-        try:
-            find_torchvision()
-            import_module(names[source])
-        except ImportError as error:
-            console.print(f"{source}: {error}", markup=False)
-    if "transformers" in sources:
+    if any(family.source == "transformers" for family in families):
         import_module("transformers")
         import_module("peft")
-        for family in FAMILIES.values():
-            if family.source == "transformers":
-                family.make()
+    for family in families:
+        try:
+            family.make()
+        except ImportError as error:
+            console.print(f"{family.name}: {error}", markup=False)
