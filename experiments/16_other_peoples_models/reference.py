@@ -37,8 +37,10 @@ class Reference:
     step_s: float
 
 
-def run_reference(family: Family, way: Way, named: Named, path: Path) -> None:
-    """Write the ``Reference`` of a case to ``path``."""
+def run_reference(
+    family: Family, way: Way, named: Named, path: Path, noise: dict[str, float] | None
+) -> None:
+    """Write the ``Reference`` of a case to ``path``; ``noise`` where it is known already."""
     quiet()
     started_at_s = time.process_time()
     model = make_model(family, way)
@@ -46,14 +48,8 @@ def run_reference(family: Family, way: Way, named: Named, path: Path) -> None:
     trainer.train()
     first_s = trainer.ended_at_s[0] - started_at_s
     units = unit_by_param(model, units_of(model, family, way))
-    orders = [_Plain(make_model(family, way), family, way, named, is_reversed=True)]
-    if not (family.is_random or family.has_batch_norm or way.has_lora):
-        orders.append(_Plain(make_model(family, way), family, way, named, is_whole=True))
-    noise = Errors(unit_by_param=units).by_quantity
-    for each in orders:
-        each.train()
-        found = compare_steps(each.steps, trainer.steps, units).by_quantity
-        noise = {quantity: max(noise[quantity], found[quantity]) for quantity in noise}
+    if noise is None:
+        noise = _noise(family, way, named, trainer.steps, units)
     reference = Reference(
         steps=trainer.steps,
         state=copies(model.state_dict()),
@@ -63,6 +59,20 @@ def run_reference(family: Family, way: Way, named: Named, path: Path) -> None:
         step_s=trainer.least_step_s,
     )
     torch.save(reference, path)
+
+
+def _noise(
+    family: Family, way: Way, named: Named, steps: list[Step], units: dict[str, str]
+) -> dict[str, float]:
+    orders = [_Plain(make_model(family, way), family, way, named, is_reversed=True)]
+    if not (family.is_random or family.has_batch_norm or way.has_lora):
+        orders.append(_Plain(make_model(family, way), family, way, named, is_whole=True))
+    noise = Errors(unit_by_param=units).by_quantity
+    for each in orders:
+        each.train()
+        found = compare_steps(each.steps, steps, units).by_quantity
+        noise = {quantity: max(noise[quantity], found[quantity]) for quantity in noise}
+    return noise
 
 
 class _Plain:
