@@ -14,7 +14,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """What became of each family, what was refused, what it costs."""
     if not rows:
         return "No case was run."
-    return "\n\n".join(part for part in (_counts(rows), _families(rows), _texts(rows)) if part)
+    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row.commit for row in rows))
+    parts = (f"Rows of commits {commits}.", _counts(rows), _families(rows), _texts(rows))
+    return "\n\n".join(part for part in parts if part)
 
 
 def _counts(rows: Sequence[Row]) -> str:

@@ -35,7 +35,7 @@ def main() -> None:
     options = _options()
     environment = Environment.here()
     console.print(environment.as_markdown())
-    cases = _chosen(options)
+    cases = [] if options.report else _chosen(options)
     path = options.results or (None if options.quick else HERE / "results.csv")
     rows = {row.key: row for row in (read_csv(path, Row) if path and path.exists() else [])}
     if options.again:
@@ -52,7 +52,8 @@ def main() -> None:
             _say(row, number, len(missing), time.monotonic() - started_at_s)
             if path is not None:
                 write_csv(path, _in_order(rows))
-    text = as_markdown([row for row in _in_order(rows) if row.key in {c.key for c in cases}])
+    keys = rows.keys() if options.report else {case.key for case in cases}
+    text = as_markdown([row for row in _in_order(rows) if row.key in keys])
     console.print(text, markup=False)
     if path == HERE / "results.csv":
         everything = as_markdown(_in_order(rows))
@@ -68,6 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--way", action="append", choices=WAYS, help="of calling")
     parser.add_argument("--case", nargs="+", metavar="FAMILY/WAY", help="only these")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
+    parser.add_argument("--report", action="store_true", help="tables of what is there")
     parser.add_argument("--results", type=Path, metavar="FILE", help="written instead")
     return parser.parse_args()
 
