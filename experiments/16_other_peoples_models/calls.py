@@ -10,6 +10,7 @@ import torch
 from records import Batch, Family, Loss, Way
 from tasks import SPECTRUM, TRANSLATION
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardhet import HetFSDP
 from shardhet.fsdp.wrapping import UnitModules, find_units
@@ -89,7 +90,10 @@ def call(model: nn.Module, batch: Batch, family: Family, way: Way, **ours: Any) 
     positional = [inputs.pop(name) for name in names]
     options = dict(way.call_options)
     makes_inputs = family.task in (TRANSLATION, SPECTRUM)  # the decoder's, from labels
-    if makes_inputs or way.loss in (Loss.INNER, Loss.ITEMS):
+    if makes_inputs and way.loss is Loss.FUNCTION:  # the model is to compute no loss itself
+        words = batch["labels"].clamp(min=0)
+        options["decoder_input_ids"] = F.pad(words[:, :-1], (1, 0))
+    elif makes_inputs or way.loss in (Loss.INNER, Loss.ITEMS):
         options["labels"] = batch["labels"]
     if way.name == "contrastive":
         del options["labels"]
