@@ -1,7 +1,7 @@
 """Cases of a seed: mostly legal traits, sometimes one that may have to be refused."""
 
 import random
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from shardhet import Plan
@@ -14,13 +14,18 @@ ODD_OF_UNIT = (
     "sets scalar", "sets rows", "read by unit", "hidden rows", "hidden table", "hook",
     "hook scalar", "appends", "fills", "cache", "counter buffer", "counts", "counter scales",
     "writes on input", "writes on shared", "reads other", "closure of rows",
-    "closure of parameter", "calls unit", "inner called",
+    "closure of parameter", "calls unit", "inner called", "knows batch size", "mixes samples",
 )  # fmt: skip
 ODD_OF_ROOT = (
     "mixes samples", "flips samples", "batchnorm", "functional dropout",
-    "reads parameter of unit", "counter buffer", "adds a mean",
+    "reads parameter of unit", "counter buffer", "adds a mean", "skips a unit by length",
+    "skips a unit by values",
 )  # fmt: skip
-ODD_OTHERWISE = ("fold tile", "aux product", "aux max", "aux selected", "returns object")
+ODD_OTHERWISE = (
+    "fold tile", "aux product", "aux max", "aux selected", "aux mean of valid", "aux rare sum",
+    "returns object", "head mean", "tied root",
+)  # fmt: skip
+PART_CALM = 0.5  # of the cases have few traits, so that a refusal of one hides no other
 PART_ODD = 0.4  # of the cases have a trait that may be refused
 
 
@@ -30,8 +35,12 @@ def draw_case(seed: int) -> FuzzCase:
     world_size = draw.choice([1, 2, 2, 3])
     plan, kinds = draw_plan(draw, world_size)
     model = _draw_model(draw, plan)
+    if draw.random() < PART_CALM:
+        units = tuple(_calmed(draw, unit) for unit in model.units)
+        model = _calmed(draw, replace(model, units=units))
     if draw.random() < PART_ODD:
         model = _made_odd(draw, model)
+    model = model.made_consistent()
     full = tuple(rank.rank_batch_size for rank in plan.ranks)
     steps = tuple(_draw_step(draw, plan, model, full) for _ in range(draw.choice([2, 3, 3])))
     return FuzzCase(
@@ -47,6 +56,17 @@ def draw_case(seed: int) -> FuzzCase:
         steps_between_zero_grad=draw.choice([1, 1, 2]),
         evaluates=draw.random() < 0.35,
     )
+
+
+def _calmed(draw: random.Random, record: Any) -> Any:
+    """The record with most of its fields as they are by default."""
+    kept = ("batch_at",) if isinstance(record, ModelShape) else ()
+    defaults = {
+        each.name: each.default
+        for each in fields(record)
+        if each.default is not MISSING and each.name not in kept and draw.random() < 0.7
+    }
+    return replace(record, **defaults)
 
 
 def _draw_unit(draw: random.Random) -> UnitShape:
@@ -77,7 +97,7 @@ def _draw_model(draw: random.Random, plan: Plan) -> ModelShape:
     head = draw.choice(["loss", "loss", "root", "outside", "outside", "loss_fn"])
     tied = draw.choice(["", "", "", "head", "blocks"])
     if head in ("outside", "root"):
-        tied = draw.choice(["", "", "head", "blocks", "root", "root head"])
+        tied = draw.choice(["", "", "head", "blocks", "root head"])
     batches = [rank.rank_batch_size for rank in plan.ranks if rank.rank_batch_size > 2]
     words = [7, 11] + batches[:1]
     frozen: list[tuple[str, ...]] = [
@@ -100,6 +120,7 @@ def _draw_model(draw: random.Random, plan: Plan) -> ModelShape:
         weights=draw.choice(["", "", "", "named", "unnamed"])
         if head in ("loss", "root")
         else "",
+        given_table=draw.choice(["", "", "", "", "", "named", "unnamed"]),
         root_dropout=0.25 if draw.random() < 0.15 else 0.0,
         root="counts forwards" if draw.random() < 0.06 else "",
         side=draw.choice(["", "", "", "", "unused", "idle", "no grad"]),
@@ -119,7 +140,11 @@ def _made_odd(draw: random.Random, shape: ModelShape) -> ModelShape:
         choices = [f"odd {odd}" for odd in ODD_OF_UNIT]
         choices += [f"root {odd}" for odd in ODD_OF_ROOT]
         chosen = draw.choice([*choices, *ODD_OTHERWISE])
-        if chosen.startswith("root "):
+        if chosen == "head mean":
+            shape = replace(shape, head="mean", tied=shape.tied.removeprefix("root head"))
+        elif chosen == "tied root":
+            shape = replace(shape, head="root", tied="root")
+        elif chosen.startswith("root "):
             shape = replace(shape, root=chosen.removeprefix("root "))
         else:
             shape = _with_odd_unit(draw, shape, chosen)
@@ -176,9 +201,7 @@ def _draw_step(
     return StepShape(sizes=sizes, length=length, has_mask=draw.random() < 0.6)
 
 
-def _of_few_lengths(
-    draw: random.Random, steps: tuple[StepShape, ...]
-) -> tuple[StepShape, ...]:
+def _of_few_lengths(draw: random.Random, steps: tuple[StepShape, ...]) -> tuple[StepShape, ...]:
     """Half of the courses have one length only."""
     if draw.random() < 0.5:
         return steps
@@ -190,8 +213,14 @@ def _draw_options(draw: random.Random, model: ModelShape) -> dict[str, Any]:
     if model.head == "loss_fn":
         options["loss_fn"] = weighted_loss
     at = model.batch_at
-    if model.weights == "named":
-        options["batch_dim"] = {"tokens": at, "targets": at, "mask": at, "weights": None}
+    whole = [
+        name
+        for name, kind in (("weights", model.weights), ("table", model.given_table))
+        if kind == "named"
+    ]
+    if whole:
+        batched = dict.fromkeys(("tokens", "targets", "mask"), at)
+        options["batch_dim"] = {**batched, **dict.fromkeys(whole)}
     elif at:
         options["batch_dim"] = at
     is_plain = not any(

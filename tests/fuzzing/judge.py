@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -27,7 +28,7 @@ from tests.parity import (
     compare_params,
     compare_state_dicts,
 )
-from tests.worlds import Outcome
+from tests.worlds import Outcome, rank_cache
 
 LIBRARY = Path(shardhet.__file__).parent
 MOST_MISMATCHES = 4  # told of one rank
@@ -77,20 +78,30 @@ class Judgement:
 # On a rank
 
 
-def run_on_rank(rank: int, case: FuzzCase) -> Report:
+def run_on_rank(rank: int, case: FuzzCase, generation: int) -> Report:
     """Train beside the reference; differences and errors are told and not raised.
 
-    After a difference the course goes on, so that ranks stay together.
+    After a difference the course goes on, so that ranks stay together.  A failure breaks
+    HetFSDP's connections: the cases after it are of another ``generation``.
     """
     report = Report()
     try:
-        _Course(rank, case, report).run()
+        _Course(rank, case, report, _group_of(generation)).run()
     except _InvalidError as error:
         report.invalid = str(error)
     except Exception as error:
         report.error = f"{type(error).__name__}: {error}"
         report.is_own, report.where = _origin(error)
     return report
+
+
+def _group_of(generation: int) -> dist.ProcessGroup:
+    """A process group of all ranks that no case of an earlier generation has used."""
+    cache = rank_cache()
+    if cache.get("generation") != generation:
+        cache["generation"] = generation
+        cache["group"] = dist.new_group()
+    return cache["group"]
 
 
 class _InvalidError(Exception):
@@ -100,19 +111,20 @@ class _InvalidError(Exception):
 class _Course:
     """The steps of a case on one rank."""
 
-    def __init__(self, rank: int, case: FuzzCase, report: Report) -> None:
+    def __init__(
+        self, rank: int, case: FuzzCase, report: Report, group: dist.ProcessGroup
+    ) -> None:
         self.case = case
         self.report = report
         self.reference = Reference(self._make_model(), case)
         with self._phase("wrapping"):
             spec = DeviceSpec(kind=case.kinds[rank]) if case.kinds else None
             self.model = HetFSDP(
-                self._make_model(), case.plan, device_spec=spec, **case.options
+                self._make_model(), case.plan, group=group, device_spec=spec, **case.options
             )
         self.rank = rank
         self.optimizers = [
-            _make_optimizer(each, case.optimizer)
-            for each in (self.reference.model, self.model)
+            _make_optimizer(each, case.optimizer) for each in (self.reference.model, self.model)
         ]
 
     def _make_model(self) -> FuzzModel:
@@ -143,9 +155,7 @@ class _Course:
         with self._phase("state dict"):
             bar = PARAM_BAR[self.case.optimizer]
             with self._told("state dict"):
-                compare_state_dicts(
-                    self.model, self.reference.model, bar=bar, rank=self.rank
-                )
+                compare_state_dicts(self.model, self.reference.model, bar=bar, rank=self.rank)
 
     def _train_step(self, index: int, step: StepShape, batch: Batch) -> None:
         expected = self._of_reference(self.reference.train_step, batch, step, index)
@@ -189,7 +199,7 @@ class _Course:
             return self.model()
         if self.case.model.head != "loss_fn":
             return call_model(self.case.model, self.model, part)
-        others = {"mask": part["mask"]} if "mask" in part else {}
+        others = {name: part[name] for name in ("mask", "table") if name in part}
         return self.model(part["tokens"], loss_inputs=(part["targets"],), **others)
 
     def _loss(self, part: Batch, step: StepShape) -> tuple[Tensor, Tensor]:
@@ -282,7 +292,9 @@ def _origin(error: BaseException) -> tuple[bool, str]:
     line = linecache.getline(last.filename, last.lineno or 0).strip()
     is_inside = Path(last.filename).is_relative_to(LIBRARY)
     path = Path(last.filename)
-    return is_inside and line.startswith("raise"), f"{path.parent.name}/{path.name}:{last.lineno}"
+    return is_inside and line.startswith(
+        "raise"
+    ), f"{path.parent.name}/{path.name}:{last.lineno}"
 
 
 # In the process that asked

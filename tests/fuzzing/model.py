@@ -37,7 +37,7 @@ class _Run:
     num_samples: int
     length: int
     causal: Tensor | None = None  # [T, T]
-    padding_BT: Tensor | None = None
+    padding: Tensor | None = None  # [B, T]
     bias: Tensor | None = None  # [T, T]
     position: Tensor | None = None  # [T, D]
     states: Any = None
@@ -48,8 +48,9 @@ class _Run:
 class Head(nn.Module):
     """Norm and words; with targets the sum of the losses and the number of valid tokens."""
 
-    def __init__(self, width: int, num_words: int) -> None:
+    def __init__(self, width: int, num_words: int, *, gives_mean: bool) -> None:
         super().__init__()
+        self.gives_mean = gives_mean
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, num_words, bias=False)
 
@@ -57,7 +58,10 @@ class Head(nn.Module):
         self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         logits = self.out(self.norm(x))
-        return logits if targets is None else weighted_loss(logits, targets, weights)
+        if targets is None:
+            return logits
+        loss_sum, num_tokens = weighted_loss(logits, targets, weights)
+        return (loss_sum / num_tokens if self.gives_mean else loss_sum), num_tokens
 
 
 class FuzzModel(nn.Module):
@@ -97,7 +101,7 @@ class FuzzModel(nn.Module):
         if shape.tied == "root head":
             self.lm_head = nn.Linear(width, shape.num_words, bias=False)
         else:
-            self.head = Head(width, shape.num_words)
+            self.head = Head(width, shape.num_words, gives_mean=shape.head == "mean")
         self._tie()
         mask = torch.ones(NUM_POSITIONS, NUM_POSITIONS).tril().bool()
         self.register_buffer("causal", mask)
@@ -126,17 +130,28 @@ class FuzzModel(nn.Module):
         targets: Tensor | None = None,
         mask: Tensor | None = None,
         weights: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> Any:
         run = _Run(tokens.shape[self.shape.batch_at], tokens.shape[1 - self.shape.batch_at])
         self._prepare(run, tokens, mask)
         x = self.embedding(tokens)
+        if table is not None:
+            x = x + (table[:, None] if self.shape.batch_at else table)
         x = self._before_units(x, run)
         for place, i in enumerate(self.shape.order):
+            if place == 1 and self._skips(tokens):
+                continue
             if place and self.shape.root_dropout:
                 x = self.dropout(x)
             x = self._through(i, x, run)
         x = self._after_units(x, run)
         return self._finish(x, targets, weights, run)
+
+    def _skips(self, tokens: Tensor) -> bool:
+        if self.shape.root == "skips a unit by values":
+            return bool(tokens.sum() % 2)
+        length = tokens.shape[1 - self.shape.batch_at]
+        return self.shape.root == "skips a unit by length" and length % 2 == 1
 
     # Around the units #
 
@@ -149,12 +164,12 @@ class FuzzModel(nn.Module):
         elif kind == "computed":
             run.causal = torch.ones(run.length, run.length).tril().bool()
         elif kind in ("padding", "padding by value"):
-            run.padding_BT = tokens_BT != 0
-            run.padding_BT[:, 0] = True
-            if kind == "padding by value" and bool(run.padding_BT.all()):
-                run.padding_BT = None  # nothing to hide, so no mask
+            run.padding = tokens_BT != 0
+            run.padding[:, 0] = True
+            if kind == "padding by value" and bool(run.padding.all()):
+                run.padding = None  # nothing to hide, so no mask
         elif kind == "padding given sometimes" and mask is not None:
-            run.padding_BT = mask.T if self.shape.batch_at else mask
+            run.padding = mask.T if self.shape.batch_at else mask
         if self.shape.table == "bias":
             run.bias = self.table(run.length)
         elif self.shape.table == "position":
@@ -210,8 +225,9 @@ class FuzzModel(nn.Module):
     ) -> Any:
         energy = sum(run.energies, start=x.new_zeros(()))
         kind = self.shape.head
-        if kind == "loss":
-            loss_sum, num_tokens = self.head(x, targets, weights)
+        if kind in ("loss", "mean"):
+            loss, num_tokens = self.head(x, targets, weights)
+            loss_sum = loss * (targets != IGNORED).sum() if kind == "mean" else loss
             return loss_sum + energy, num_tokens
         if self.shape.tied == "root":
             logits = F.linear(x, self.embedding.weight) + self.head(x)
@@ -247,8 +263,13 @@ class FuzzModel(nn.Module):
             run.states = states
         y_NTD = y.transpose(0, 1) if shape.batch_at else y
         if aux is not None:
-            is_sum = shape.aux in ("sum", "selected", "rows")
-            run.energies.append(aux.sum() if is_sum else aux.sum() * run.num_samples)
+            is_sum = shape.aux in ("sum", "selected", "rows", "rare sum")
+            weight: Any = 1 if is_sum else run.num_samples
+            if shape.aux == "mean of valid" and run.padding is not None:
+                weight = run.padding.sum()
+            elif shape.aux == "mean of valid":
+                weight = run.num_samples * run.length
+            run.energies.append(aux.sum() * weight)
         self._collect(shape, context, run)
         y_BTD = self._unfolded(y_NTD, shape)
         return y_BTD.transpose(0, 1) if self.shape.batch_at else y_BTD
@@ -276,7 +297,7 @@ class FuzzModel(nn.Module):
 
     def _context(self, i: int, shape: UnitShape, run: _Run, x_NTD: Tensor) -> dict[str, Any]:
         """What the unit is passed besides; and what is laid where it will look."""
-        padding = run.padding_BT
+        padding = run.padding
         if padding is not None and shape.fold == "tile":
             padding = padding.repeat(self.shape.num_heads, 1)
         elif padding is not None and shape.fold:
@@ -358,13 +379,17 @@ def make_batch(shape: ModelShape, step: StepShape) -> Batch:
         batch = {name: None if t is None else t.T.contiguous() for name, t in batch.items()}
     if shape.weights:
         batch["weights"] = torch.linspace(0.5, 1.5, shape.num_words, dtype=torch.float64)
+    if shape.given_table:
+        batch["table"] = torch.randn(step.length, shape.width, dtype=torch.float64)
     return batch
 
 
 def part_of(shape: ModelShape, batch: Batch, first: int, num_samples: int) -> Batch:
     """``num_samples`` samples of ``batch`` from ``first`` on."""
     return {
-        name: t if t is None or name == "weights" else t.narrow(shape.batch_at, first, num_samples)
+        name: t
+        if t is None or name in ("weights", "table")
+        else t.narrow(shape.batch_at, first, num_samples)
         for name, t in batch.items()
     }
 
@@ -372,8 +397,8 @@ def part_of(shape: ModelShape, batch: Batch, first: int, num_samples: int) -> Ba
 def call_model(shape: ModelShape, model: Callable[..., Any], batch: Batch) -> Any:
     """The model's output, and nothing more."""
     targets = batch["targets"]
-    others = {name: batch[name] for name in ("mask", "weights") if name in batch}
-    if shape.head in ("loss", "root"):
+    others = {name: batch[name] for name in ("mask", "weights", "table") if name in batch}
+    if shape.head in ("loss", "mean", "root"):
         return model(batch["tokens"], targets, **others)
     others.pop("weights", None)
     return model(batch["tokens"], **others)
@@ -381,7 +406,7 @@ def call_model(shape: ModelShape, model: Callable[..., Any], batch: Batch) -> An
 
 def loss_of(shape: ModelShape, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Sum of the losses and number of tokens, of what the model returned."""
-    if shape.head in ("loss", "root"):
+    if shape.head in ("loss", "mean", "root"):
         return output
     targets, weights = batch["targets"], batch.get("weights")
     assert targets is not None

@@ -116,9 +116,7 @@ class Reference:
     @contextmanager
     def _seeded(self) -> Iterator[SeededCalls]:
         seeds = SeededCalls(self._case.options.get("seed", 0))
-        modules = [
-            (module, unit.fqns[0]) for unit in self._units for module in unit.modules
-        ]
+        modules = [(module, unit.fqns[0]) for unit in self._units for module in unit.modules]
         inside = {inner for module, _ in modules for inner in module.modules()}
         modules += [
             (module, fqn)

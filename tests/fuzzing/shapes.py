@@ -6,7 +6,7 @@ may be refused instead; a wrong number is a fault with any of them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shardhet import Plan
@@ -20,6 +20,9 @@ REFUSABLE = frozenset(
         "aux product",  # no mean: microbatches do not add up to the batch
         "aux max",
         "aux selected",  # as many rows as the values say
+        "aux mean of valid",  # weighs microbatches by something else than samples
+        "aux rare sum",  # zero for most samples, so that a few do not tell what it is
+        "loss as mean in head",
         "core batchnorm, shared",  # statistics of a visit or of a microbatch first?
         "odd sets scalar",  # attributes do not take part in autograd's graph
         "odd sets rows",
@@ -41,6 +44,9 @@ REFUSABLE = frozenset(
         "odd closure of parameter",
         "odd calls unit",
         "odd inner called",
+        "odd knows batch size",
+        "odd mixes samples",
+        "tied root",  # as odd reads other
         "root mixes samples",
         "root flips samples",
         "root batchnorm",
@@ -48,7 +54,10 @@ REFUSABLE = frozenset(
         "root reads parameter of unit",
         "root counter buffer",
         "root adds a mean",
+        "root skips a unit by length",  # units are visited in one order
+        "root skips a unit by values",
         "weights unnamed, as long as the batch",
+        "given table unnamed, as long as the batch",
     }
 )
 
@@ -97,15 +106,25 @@ class ModelShape:
     mask: str = ""  # causal, computed, padding, padding by value, padding given sometimes
     table: str = ""  # a unit called without a batch: "bias" [T, T], "position" [T, D]
     position: bool = False  # a parameter of the root [1, num_positions, D]
-    head: str = "loss"  # loss in the head, "root", "outside", or "loss_fn"
+    head: str = "loss"  # loss in the head, "mean" there, in "root", "outside", "loss_fn"
     output: str = "tensor"  # of a model that leaves the loss to others: tensor, tuple, dict, ..
     tied: str = ""  # "head", "blocks", "root" (the root uses the embedding's), "root head"
     frozen: tuple[str, ...] = ()  # prefixes of parameter names
     weights: str = ""  # of words, given to the model: "named" or "unnamed" in batch_dim
+    given_table: str = ""  # [T, D], given to the model: the same
     root_dropout: float = 0.0  # as a module
     root: str = ""  # what odd thing the root does
     side: str = ""  # a unit beside the others: "unused" output, "idle", "no grad"
     norm_in_root: bool = False
+
+    def made_consistent(self) -> "ModelShape":
+        """Without what the place of the loss leaves no room for."""
+        has_root_head = self.head in ("root", "outside")
+        return replace(
+            self,
+            tied="" if self.tied.startswith("root") and not has_root_head else self.tied,
+            weights=self.weights if self.head in ("loss", "mean", "root") else "",
+        )
 
     def traits(self) -> Iterator[str]:
         """Of the root and of every unit, some of them several times."""
@@ -117,7 +136,10 @@ class ModelShape:
         for name in named:
             if getattr(self, name):
                 yield f"{name} {getattr(self, name)}"
-        yield f"loss in {self.head}" if self.head != "loss" else "loss in head"
+        if self.given_table:
+            yield f"given table {self.given_table}"
+        places = {"loss": "loss in head", "mean": "loss as mean in head"}
+        yield places.get(self.head, f"loss in {self.head}")
         if self.head == "outside":
             yield f"model returns {self.output}"
         claims = {
@@ -173,6 +195,8 @@ class FuzzCase:
             "several microbatches": any(len(r.microbatch_sizes) > 1 for r in self.plan.ranks),
             "weights unnamed, as long as the batch": self.model.weights == "unnamed"
             and self.model.num_words in sizes,
+            "given table unnamed, as long as the batch": self.model.given_table == "unnamed"
+            and any(step.length in step.sizes for step in self.steps),
         }
         found = {name for name, holds in claims.items() if holds}
         return frozenset(found | set(self.model.traits()))

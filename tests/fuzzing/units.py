@@ -96,11 +96,11 @@ class Block(nn.Module):
             assert source.attribute is not None
             y_NTD = y_NTD + source.attribute[..., None]
         y_NTD = self._oddly(x_NTD + y_NTD, context)
-        aux = self._aux(y_NTD)
+        aux = self._aux(y_NTD, context)
         y = y_NTD.transpose(0, 1) if self.shape.batch_at else y_NTD
         return self._packed(y, aux, states)
 
-    def _aux(self, y_NTD: Tensor) -> Tensor | None:
+    def _aux(self, y_NTD: Tensor, context: dict[str, Any]) -> Tensor | None:
         """What is returned besides, most of it 0-d."""
         mean_D = y_NTD.mean((0, 1))
         kinds: dict[str, Callable[[], Tensor]] = {
@@ -112,6 +112,12 @@ class Block(nn.Module):
             "vector": lambda: self.norm.weight * 2.0,
             "selected": lambda: y_NTD[y_NTD[..., 0] > 0],
             "rows": lambda: y_NTD.square().mean((1, 2)),
+            "rare sum": lambda: 30 * F.relu(y_NTD - 2.2).square().sum(),
+            "mean of valid": lambda: (
+                y_NTD[context["padding"]].square().mean()
+                if context["padding"] is not None
+                else y_NTD.square().mean()
+            ),
         }
         if not self.shape.aux:
             return None
@@ -131,7 +137,7 @@ class Block(nn.Module):
             return ResultObject(y, aux)
         return (y, aux, "constant") if kind == "tuple" or aux is not None else y
 
-    def _oddly(self, y_NTD: Tensor, context: dict[str, Any]) -> Tensor:  # noqa: C901
+    def _oddly(self, y_NTD: Tensor, context: dict[str, Any]) -> Tensor:
         """The trait that has made other libraries wrong, if the unit has one."""
         odd = self.shape.odd
         if odd == "sets scalar":
@@ -159,6 +165,10 @@ class Block(nn.Module):
             y_NTD = y_NTD + F.linear(y_NTD, self.others[0].up.weight[: y_NTD.shape[-1]])
         elif odd.startswith("closure"):
             y_NTD = context["function"](y_NTD)
+        elif odd == "knows batch size":
+            y_NTD = y_NTD * (1 + 0.01 * len(y_NTD))
+        elif odd == "mixes samples":
+            y_NTD = y_NTD - 0.1 * y_NTD.mean(0)
         elif odd == "calls unit":
             y_NTD = y_NTD + 0.1 * rows_of_result(self.others[0](y_NTD))[0]
         return y_NTD
