@@ -47,7 +47,7 @@ def _listed(title: str, rows: Sequence[Any]) -> list[str]:
     """Reasons by how often they were given, names and numbers left out."""
     seeds_by_reason: dict[str, list[int]] = {}
     for row in rows:
-        seeds_by_reason.setdefault(_without_names(row.reason), []).append(row.seed)
+        seeds_by_reason.setdefault(without_names(row.reason), []).append(row.seed)
     if not rows:
         return [f"{title}: none."]
     ordered = sorted(seeds_by_reason.items(), key=lambda item: -len(item[1]))
@@ -58,7 +58,8 @@ def _listed(title: str, rows: Sequence[Any]) -> list[str]:
     return [f"{title}:", markdown_table([title.lower(), "cases", "seeds"], lines)]
 
 
-def _without_names(reason: str) -> str:
+def without_names(reason: str) -> str:
+    """The reason without numbers and quoted names."""
     text = re.sub(r"'[^']*'", "'..'", reason)
     text = re.sub(r"[-+]?\d[\d.e+-]*", "n", text)
     return text.replace("|", "/")[:150]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from report import as_markdown
+from report import as_markdown, without_names
 
 from experiments.common import Environment, console, write_results_block
 from tests.fuzzing.campaign import Court, shrink
@@ -137,7 +137,11 @@ def _shrink(court: Court, case: FuzzCase) -> None:
     def is_same(candidate: FuzzCase) -> bool:
         judgement, _ = court.judge(candidate)
         is_legal = first.is_fault or not candidate.may_be_refused
-        return judgement.verdict is first.verdict and is_legal
+        is_crash = first.verdict is Verdict.CRASH
+        has_reason = not is_crash or without_names(judgement.reason) == without_names(
+            first.reason
+        )
+        return judgement.verdict is first.verdict and is_legal and has_reason
 
     _show(court, shrink(case, is_same))
 

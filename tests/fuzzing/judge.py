@@ -116,7 +116,7 @@ class _Course:
     ) -> None:
         self.case = case
         self.report = report
-        self.reference = Reference(self._make_model(), case)
+        self.reference: Reference = self._of_reference(self._make_reference)
         with self._phase("wrapping"):
             spec = DeviceSpec(kind=case.kinds[rank]) if case.kinds else None
             self.model = HetFSDP(
@@ -130,6 +130,9 @@ class _Course:
     def _make_model(self) -> FuzzModel:
         torch.manual_seed(self.case.seed)
         return FuzzModel(self.case.model).double()
+
+    def _make_reference(self) -> Reference:
+        return Reference(self._make_model(), self.case)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
