@@ -136,12 +136,12 @@ def _shrink(court: Court, case: FuzzCase) -> None:
 
     def is_same(candidate: FuzzCase) -> bool:
         judgement, _ = court.judge(candidate)
+        if judgement.verdict is not first.verdict:
+            return False
+        if first.verdict is Verdict.WRONG:
+            return True
         is_legal = first.is_fault or not candidate.may_be_refused
-        is_crash = first.verdict is Verdict.CRASH
-        has_reason = not is_crash or without_names(judgement.reason) == without_names(
-            first.reason
-        )
-        return judgement.verdict is first.verdict and is_legal and has_reason
+        return is_legal and without_names(judgement.reason) == without_names(first.reason)
 
     _show(court, shrink(case, is_same))
 

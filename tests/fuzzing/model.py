@@ -227,7 +227,7 @@ class FuzzModel(nn.Module):
         kind = self.shape.head
         if kind in ("loss", "mean"):
             loss, num_tokens = self.head(x, targets, weights)
-            loss_sum = loss * (targets != IGNORED).sum() if kind == "mean" else loss
+            loss_sum = loss * num_tokens if kind == "mean" else loss
             return loss_sum + energy, num_tokens
         if self.shape.tied == "root":
             logits = F.linear(x, self.embedding.weight) + self.head(x)

@@ -145,6 +145,7 @@ class Block(nn.Module):
         elif odd in ("sets rows", "read by unit"):
             self.attribute = AUX_SCALE * y_NTD.square().mean(-1)
         elif odd in ("hidden rows", "hidden table"):
+            assert self.hidden is not None
             y_NTD = y_NTD * self.hidden
         elif odd == "appends":
             context["bag"].append(AUX_SCALE * y_NTD.square().sum())
