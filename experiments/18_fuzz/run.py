@@ -80,6 +80,8 @@ def _campaign(court: Court, seeds: Sequence[int] | None, path: Path | None) -> N
         if len(rows) % CASES_PER_LINE == 0:
             minutes = (time.monotonic() - started_at_s) / 60
             console.print(f"{len(rows)} cases, {minutes:.1f} min: {_counts(rows)}")
+            if path is not None:
+                _write(path, rows)
     minutes = (time.monotonic() - started_at_s) / 60
     console.print(f"{len(rows)} cases, {minutes:.1f} min: {_counts(rows)}")
     if seeds is None:
