@@ -94,6 +94,7 @@ def _smaller(case: FuzzCase) -> Iterator[FuzzCase]:
 def _simple_plans() -> list[Plan]:
     makers: list[dict[str, Any]] = [
         {"microbatch_sizes": [2], "rank_batch_sizes": [2]},
+        {"microbatch_sizes": [2], "rank_batch_sizes": [2], "recompute": [True]},
         {"microbatch_sizes": [1], "rank_batch_sizes": [2]},
         {"microbatch_sizes": [2], "rank_batch_sizes": [3]},
         {"microbatch_sizes": [1], "rank_batch_sizes": [2], "recompute": [True]},

@@ -212,17 +212,6 @@ def _draw_options(draw: random.Random, model: ModelShape) -> dict[str, Any]:
     options: dict[str, Any] = {"seed": draw.randrange(100)}
     if model.head == "loss_fn":
         options["loss_fn"] = weighted_loss
-    at = model.batch_at
-    whole = [
-        name
-        for name, kind in (("weights", model.weights), ("table", model.given_table))
-        if kind == "named"
-    ]
-    if whole:
-        batched = dict.fromkeys(("tokens", "targets", "mask"), at)
-        options["batch_dim"] = {**batched, **dict.fromkeys(whole)}
-    elif at:
-        options["batch_dim"] = at
     is_plain = not any(
         unit.odd or unit.dropout or unit.is_random or unit.core == "batchnorm"
         for unit in model.units

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,6 @@ from tests.worlds import Outcome, rank_cache
 LIBRARY = Path(shardhet.__file__).parent
 MOST_MISMATCHES = 4  # told of one rank
 OUTPUT_BAR = 1e-11  # of the largest element of an output or a buffer
-
-# A rank without samples gets outputs of the model's own type where the batch is known.
-OUTPUTS_ARE_TYPED = find_spec("shardhet.fsdp.probe") is not None
 
 
 class Verdict(Enum):
@@ -120,7 +116,12 @@ class _Course:
         with self._phase("wrapping"):
             spec = DeviceSpec(kind=case.kinds[rank]) if case.kinds else None
             self.model = HetFSDP(
-                self._make_model(), case.plan, group=group, device_spec=spec, **case.options
+                self._make_model(),
+                case.plan,
+                group=group,
+                device_spec=spec,
+                batch_dim=case.batch_dim,
+                **case.options,
             )
         self.rank = rank
         self.optimizers = [
@@ -206,10 +207,7 @@ class _Course:
         return self.model(part["tokens"], loss_inputs=(part["targets"],), **others)
 
     def _loss(self, part: Batch, step: StepShape) -> tuple[Tensor, Tensor]:
-        output = self._output(part, step)
-        if not step.sizes[self.model.position] and not OUTPUTS_ARE_TYPED:
-            return output
-        return loss_of(self.case.model, output, part)
+        return loss_of(self.case.model, self._output(part, step), part)
 
     def _evaluate(self, index: int, step: StepShape, batch: Batch) -> None:
         position = self.model.position
@@ -223,7 +221,7 @@ class _Course:
             found = tree_flatten(output)[0]
             if step.sizes[position]:
                 _compare_leaves(found, expected)
-            elif OUTPUTS_ARE_TYPED:
+            else:
                 self._check_empty(found)
 
     def _check_empty(self, leaves: Sequence[Any]) -> None:
@@ -307,8 +305,13 @@ def judge(outcomes: Sequence[Outcome]) -> Judgement:
     """One verdict of what became of every rank."""
     hung = [outcome for outcome in outcomes if outcome.hung_at is not None]
     if hung:
-        stack = str(hung[0].hung_at).strip().splitlines()
-        return Judgement(verdict=Verdict.HANG, reason=f"rank {hung[0].rank}: {stack[:3]}")
+        threads = str(hung[0].hung_at).split("\n\n")
+        main = next((each for each in threads if "run_on_rank" in each), threads[-1])
+        stack = re.findall(r'/(\w+\.py)", line (\d+)', main)
+        places = " < ".join(f"{name}:{line}" for name, line in stack[:8])
+        return Judgement(
+            verdict=Verdict.HANG, reason=f"ranks {[o.rank for o in hung]} {places}"
+        )
     lost = [outcome for outcome in outcomes if not outcome.has_returned]
     if lost:
         reason = f"rank {lost[0].rank}: {lost[0].exception_name} {lost[0].message}"

@@ -203,6 +203,16 @@ class FuzzCase:
         return frozenset(found | set(self.model.traits()))
 
     @property
+    def batch_dim(self) -> int | dict[str, int | None]:
+        """Where the model's inputs have the batch, as HetFSDP is told."""
+        at = self.model.batch_at
+        kinds = {"weights": self.model.weights, "table": self.model.given_table}
+        whole = [name for name, kind in kinds.items() if kind == "named"]
+        if not whole:
+            return at
+        return {**dict.fromkeys(("tokens", "targets", "mask"), at), **dict.fromkeys(whole)}
+
+    @property
     def _names_classes(self) -> bool:
         return not all(isinstance(each, str) for each in self.options["units"])
 
