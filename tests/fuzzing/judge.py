@@ -82,7 +82,10 @@ def run_on_rank(rank: int, case: FuzzCase, generation: int) -> Report:
     """
     report = Report()
     try:
-        _Course(rank, case, report, _group_of(generation)).run()
+        course = _Course(rank, case, report, _group_of(generation))
+        # A script that fails on its own ends, and its peers see that; this process lives on.
+        with course.model._lifeline.guard("the case"):
+            course.run()
     except _InvalidError as error:
         report.invalid = str(error)
     except Exception as error:
@@ -309,9 +312,8 @@ def judge(outcomes: Sequence[Outcome]) -> Judgement:
         main = next((each for each in threads if "run_on_rank" in each), threads[-1])
         stack = re.findall(r'/(\w+\.py)", line (\d+)', main)
         places = " < ".join(f"{name}:{line}" for name, line in stack[:8])
-        return Judgement(
-            verdict=Verdict.HANG, reason=f"ranks {[o.rank for o in hung]} {places}"
-        )
+        ranks = [outcome.rank for outcome in hung]
+        return Judgement(verdict=Verdict.HANG, reason=f"ranks {ranks} {places}")
     lost = [outcome for outcome in outcomes if not outcome.has_returned]
     if lost:
         reason = f"rank {lost[0].rank}: {lost[0].exception_name} {lost[0].message}"
