@@ -9,15 +9,17 @@ Cases are drawn and judged by tests/fuzzing, of which the tests run a small part
 """
 
 import argparse
-import csv
+import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
-from report import as_markdown, without_names
+import torch
+from report import FAULTS, as_markdown, without_names
 
-from experiments.common import Environment, console, write_results_block
+from experiments.common import Environment, console, write_csv, write_results_block
 from tests.fuzzing.campaign import Court, shrink
 from tests.fuzzing.drawing import draw_case
 from tests.fuzzing.judge import Judgement, Verdict
@@ -26,7 +28,7 @@ from tests.fuzzing.shapes import FuzzCase
 HERE = Path(__file__).parent
 NUM_CASES = 2400
 LONGEST_REASON = 240
-CASES_PER_LINE = 50  # of progress
+BLOCK = 50  # cases that one process judges before it tells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +48,15 @@ class Row:
 def main() -> None:
     """The campaign, or a look at one case."""
     arguments = _arguments()
+    if arguments.show is None and arguments.shrink is None:
+        _campaign(arguments.seeds, arguments.to, arguments.jobs)
+        return
     court = Court()
     try:
         if arguments.show is not None:
             _show(court, draw_case(arguments.show))
-        elif arguments.shrink is not None:
-            _shrink(court, draw_case(arguments.shrink))
         else:
-            _campaign(court, arguments.seeds, arguments.to)
+            _shrink(court, draw_case(arguments.shrink))
     finally:
         court.close()
 
@@ -62,34 +65,42 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
     parser.add_argument("--to", type=Path, help="file for the rows of --seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="worlds of ranks side by side")
     parser.add_argument("--show", type=int, metavar="SEED")
     parser.add_argument("--shrink", type=int, metavar="SEED")
     return parser.parse_args()
 
 
-def _campaign(court: Court, seeds: Sequence[int] | None, path: Path | None) -> None:
+def _campaign(seeds: Sequence[int] | None, path: Path | None, num_jobs: int) -> None:
     environment = Environment.here()
     started_at_s = time.monotonic()
+    first, stop = seeds or (0, NUM_CASES)
+    blocks = [range(i, min(i + BLOCK, stop)) for i in range(first, stop, BLOCK)]
     rows: list[Row] = []
-    for seed in range(*(seeds or (0, NUM_CASES))):
-        case = draw_case(seed)
-        judgement, seconds = court.judge(case)
-        rows.append(_row(case, judgement, seconds))
-        if judgement.is_fault:
-            console.print(f"seed {seed}: {rows[-1].verdict}: {rows[-1].reason}", markup=False)
-        if len(rows) % CASES_PER_LINE == 0:
+    with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_judge_block, block) for block in blocks]):
+            rows = sorted([*rows, *done.result()], key=lambda row: row.seed)
+            for row in done.result():
+                if row.verdict in FAULTS:
+                    console.print(f"seed {row.seed}: {row.verdict}: {row.reason}", markup=False)
             minutes = (time.monotonic() - started_at_s) / 60
             console.print(f"{len(rows)} cases, {minutes:.1f} min: {_counts(rows)}")
             if path is not None:
-                _write(path, rows)
-    minutes = (time.monotonic() - started_at_s) / 60
-    console.print(f"{len(rows)} cases, {minutes:.1f} min: {_counts(rows)}")
+                write_csv(path, rows)
     if seeds is None:
-        _write(HERE / "results.csv", rows)
+        write_csv(HERE / "results.csv", rows)
         text = f"{environment.as_markdown()} {minutes:.0f} minutes.\n\n{as_markdown(rows)}"
         write_results_block(HERE / "README.md", text)
-    elif path is not None:
-        _write(path, rows)
+
+
+def _judge_block(seeds: Iterable[int]) -> list[Row]:
+    torch.set_num_threads(1)
+    court = Court()
+    try:
+        cases = [draw_case(seed) for seed in seeds]
+        return [_row(case, *court.judge(case)) for case in cases]
+    finally:
+        court.close()
 
 
 def _row(case: FuzzCase, judgement: Judgement, seconds: float) -> Row:
@@ -113,14 +124,6 @@ def _counts(rows: Iterable[Row]) -> str:
             name = "refused without need"
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-
-
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="") as file:
-        names = [each.name for each in fields(Row)]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def _show(court: Court, case: FuzzCase) -> None:

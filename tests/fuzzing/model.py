@@ -213,9 +213,9 @@ class FuzzModel(nn.Module):
             x = self.last_norm(x)
         for i, shape in enumerate(self.shape.units):
             block = self.block(i)
-            if shape.odd in ("sets scalar", "sets rows") and block.attribute is not None:
+            if shape.odd.startswith("sets ") and block.attribute is not None:
                 run.energies.append(block.attribute.sum())
-            elif shape.odd in ("hook", "hook scalar"):
+            elif shape.odd.startswith("hook"):
                 run.energies += [each.sum() for each in block.captured]
                 block.captured.clear()
         return x

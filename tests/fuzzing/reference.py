@@ -29,10 +29,23 @@ class SeededCalls:
         self._first_sample = 0
         self._calls_by_fqn: dict[str, int] = {}
 
+        self._states: list[Tensor] = []  # of the generator, outside of what is being called
+
     def start(self, *, step: int, first_sample: int) -> None:
+        """A microbatch begins, with root code."""
         self._step, self._first_sample, self._calls_by_fqn = step, first_sample, {}
+        self._seed_call("")
 
     def enter(self, fqn: str) -> None:
+        """Draw as this call does from now on."""
+        self._states.append(torch.get_rng_state())
+        self._seed_call(fqn)
+
+    def leave(self) -> None:
+        """Draw on as before it."""
+        torch.set_rng_state(self._states.pop())
+
+    def _seed_call(self, fqn: str) -> None:
         call = self._calls_by_fqn.get(fqn, 0)
         self._calls_by_fqn[fqn] = call + 1
         seed = microbatch_seed(self._seed, self._step, fqn, call, self._first_sample)
@@ -124,8 +137,12 @@ class Reference:
             if isinstance(module, nn.Dropout) and module not in inside
         ]
         hooks = [
-            module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
+            hook
             for module, fqn in modules
+            for hook in (
+                module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn)),
+                module.register_forward_hook(lambda *_: seeds.leave()),
+            )
         ]
         state = torch.get_rng_state()
         try:

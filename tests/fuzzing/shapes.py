@@ -26,11 +26,13 @@ REFUSABLE = frozenset(
         "core batchnorm, shared",  # statistics of a visit or of a microbatch first?
         "odd sets scalar",  # attributes do not take part in autograd's graph
         "odd sets rows",
+        "odd sets of input",
         "odd read by unit",
         "odd hidden rows",
         "odd hidden table",
         "odd hook",
         "odd hook scalar",
+        "odd hook of input",
         "odd appends",
         "odd fills",
         "odd cache",
@@ -210,11 +212,17 @@ class FuzzCase:
         whole = [name for name, kind in kinds.items() if kind == "named"]
         if not whole:
             return at
-        return {**dict.fromkeys(("tokens", "targets", "mask"), at), **dict.fromkeys(whole)}
+        batched = ("tokens", "targets", "mask", "loss_inputs")
+        return {**dict.fromkeys(batched, at), **dict.fromkeys(whole)}
 
     @property
     def _names_classes(self) -> bool:
         return not all(isinstance(each, str) for each in self.options["units"])
+
+    @property
+    def num_computing(self) -> int:
+        """How many ranks compute at least, in any step."""
+        return min(sum(size > 0 for size in step.sizes) for step in self.steps)
 
     @property
     def may_be_refused(self) -> bool:

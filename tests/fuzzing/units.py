@@ -72,11 +72,15 @@ class Block(nn.Module):
         self.sources: list[Block] = []  # whose attributes it reads
         if shape.odd in ("hook", "hook scalar"):
             self.up.register_forward_hook(Capture(self.captured, shape.odd == "hook scalar"))
+        elif shape.odd == "hook of input":
+            self.norm.register_forward_hook(CaptureInput(self.captured))
 
     def forward(self, x: Tensor, **context: Any) -> Any:
         x_NTD = x.transpose(0, 1) if self.shape.batch_at else x
         if self.shape.odd == "writes on input":
             x_NTD.mul_(1.01)
+        elif self.shape.odd == "sets of input":
+            self.attribute = AUX_SCALE * x_NTD.square().sum()
         states = context.get("states")
         y_NTD = self.norm(x_NTD)
         if self.shape.core == "recurrent":
@@ -185,6 +189,16 @@ class Capture:
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
         kept = output.square().sum() if self.as_scalar else output.square().mean(-1)
         self.captured.append(AUX_SCALE * kept)
+
+
+class CaptureInput:
+    """A forward hook that keeps what a layer was given."""
+
+    def __init__(self, captured: list[Tensor]) -> None:
+        self.captured = captured
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.captured.append(AUX_SCALE * args[0].square().mean(-1))
 
 
 def rows_of_result(result: Any) -> tuple[Tensor, Tensor | None, Any]:
