@@ -12,9 +12,10 @@ from tests.patchwork import draw_plan
 
 ODD_OF_UNIT = (
     "sets scalar", "sets rows", "sets of input", "hook of input", "read by unit",
-    "hidden rows", "hidden table", "hook", "hook scalar", "appends", "fills", "cache", "counter buffer", "counts", "counter scales",
-    "writes on input", "writes on shared", "reads other", "closure of rows",
-    "closure of parameter", "calls unit", "inner called", "knows batch size", "mixes samples",
+    "hidden rows", "hidden table", "hook", "hook scalar", "appends", "fills", "cache",
+    "counter buffer", "counts", "counter scales", "writes on input", "writes on shared",
+    "reads other", "closure of rows", "closure of parameter", "calls unit", "inner called",
+    "knows batch size", "mixes samples",
 )  # fmt: skip
 ODD_OF_ROOT = (
     "mixes samples", "flips samples", "batchnorm", "functional dropout",
