@@ -65,14 +65,19 @@ class Reference:
         )
 
     def unit_by_param(self) -> dict[str, str]:
-        """The unit (its first module's fqn, "" for the root) of every parameter, by fqn."""
+        """The unit (its first module's fqn) by whose largest gradient one is measured.
+
+        Parameters of the root go with the embedding: their gradients are sums over samples,
+        which the root of a rank adds in another order, and may be what is left of large ones.
+        """
         unit_by_id = {
             id(param): unit.fqns[0]
             for unit in self._units
             for module in unit.modules
             for param in module.parameters()
         }
-        return {fqn: unit_by_id.get(id(p), "") for fqn, p in self.model.named_parameters()}
+        params = self.model.named_parameters()
+        return {fqn: unit_by_id.get(id(p), "embedding") for fqn, p in params}
 
     def train_step(self, batch: Batch, step: StepShape, index: int) -> float:
         """Gradients of the mean loss are added; returns the mean loss."""
