@@ -14,8 +14,8 @@ SEEDS_SHOWN = 6
 
 def as_markdown(rows: Sequence[Any]) -> str:
     """Verdicts in all, refusals by message, and verdicts by trait."""
-    legal = [row for row in rows if row.legal]
-    others = [row for row in rows if not row.legal]
+    legal = [row for row in rows if row.kind == "legal"]
+    others = [row for row in rows if row.kind != "legal"]
     return "\n\n".join(
         [
             "Verdicts:",

@@ -37,7 +37,7 @@ class Row:
 
     seed: int
     world_size: int
-    legal: bool  # nothing in it that may be refused
+    kind: str  # "legal": nothing in it that may be refused; else "other"
     verdict: str
     phase: str  # of the error
     seconds: float
@@ -89,8 +89,12 @@ def _campaign(seeds: Sequence[int] | None, path: Path | None, num_jobs: int) -> 
                 write_csv(path, rows)
     if seeds is None:
         write_csv(HERE / "results.csv", rows)
-        text = f"{environment.as_markdown()} {minutes:.0f} minutes.\n\n{as_markdown(rows)}"
-        write_results_block(HERE / "README.md", text)
+        _tell(rows, f"{environment.as_markdown()} {minutes:.0f} minutes.")
+
+
+def _tell(rows: Sequence[Row], heading: str) -> None:
+    """The README's tables, of a campaign's rows."""
+    write_results_block(HERE / "README.md", f"{heading}\n\n{as_markdown(rows)}")
 
 
 def _judge_block(seeds: Iterable[int]) -> list[Row]:
@@ -107,7 +111,7 @@ def _row(case: FuzzCase, judgement: Judgement, seconds: float) -> Row:
     return Row(
         seed=case.seed,
         world_size=case.world_size,
-        legal=not case.may_be_refused,
+        kind="other" if case.may_be_refused else "legal",
         verdict=judgement.verdict.value,
         phase=judgement.phase,
         seconds=round(seconds, 2),
@@ -120,7 +124,7 @@ def _counts(rows: Iterable[Row]) -> str:
     counts: dict[str, int] = {}
     for row in rows:
         name = row.verdict
-        if row.legal and row.verdict == Verdict.REFUSED.value:
+        if row.kind == "legal" and row.verdict == Verdict.REFUSED.value:
             name = "refused without need"
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
