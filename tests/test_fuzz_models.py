@@ -69,17 +69,36 @@ def _later_length_is_the_batch() -> FuzzCase:
     return replace(case, model=model, steps=(step, replace(step, length=3)))
 
 
-def _of_unit(unit: UnitShape, **others: Any) -> FuzzCase:
+def _of_unit(unit: UnitShape, *, splits: bool = True, **others: Any) -> FuzzCase:
     """The plain case with one of its units replaced, and recomputation everywhere."""
     case = _plain_case()
     plan = Plan.by_hand(
-        microbatch_sizes=[2, 1],
+        microbatch_sizes=[2, 1] if splits else [3, 2],
         rank_batch_sizes=[3, 2],
         state_shares=[0.5, 0.5],
         recompute=[True, True],
     )
     units = (unit, case.model.units[1])
     return replace(case, plan=plan, model=replace(case.model, units=units), **others)
+
+
+def _of_root(**traits: Any) -> FuzzCase:
+    """The plain case with other root code."""
+    case = _plain_case()
+    return replace(case, model=replace(case.model, **traits))
+
+
+def _transposed_before_dropout() -> FuzzCase:
+    """The unit's output is laid out in another order than its dimensions."""
+    case = _of_unit(UnitShape(batch_at=1))
+    return replace(case, model=replace(case.model, root_dropout=0.3))
+
+
+def _short_first_step() -> FuzzCase:
+    """At first all samples have equally many targets."""
+    case = _of_root(head="mean")
+    steps = (replace(case.steps[0], length=1), replace(case.steps[0], length=5))
+    return replace(case, steps=steps)
 
 
 def _tied_to_root() -> FuzzCase:
@@ -95,10 +114,39 @@ TRAPS = {
     "a sum that is nearly always zero": _of_unit(UnitShape(aux="rare sum")),
     "a length that becomes the batch": _later_length_is_the_batch(),
     "a head of the root tied to a unit": _tied_to_root(),
+    "a transposed output before dropout": _transposed_before_dropout(),
+    "an attribute of an argument": _of_unit(UnitShape(odd="sets of input")),
+    "a frozen parameter read outside": _of_root(
+        root="reads parameter of unit", frozen=("blocks",)
+    ),
+    "a mean beside a sum": _of_root(root="adds a mean"),
+    "an attribute that counts": _of_unit(UnitShape(odd="counts")),
+    "an attribute of an argument, whole": _of_unit(
+        UnitShape(odd="sets of input"), splits=False
+    ),
+    "a hook on an argument, whole": _of_unit(UnitShape(odd="hook of input"), splits=False),
+    "an attribute that counts, whole": _of_unit(UnitShape(odd="counts"), splits=False),
+    "a mean over tokens that become valid": _short_first_step(),
+    "a sum that is zero, in evaluation": _of_unit(UnitShape(aux="rare sum"), evaluates=True),
 }
 
 
-@pytest.mark.parametrize("trap", TRAPS)
+# Wrong as yet; whoever mends one takes it out of this list.
+OPEN = (
+    "an attribute of an argument, whole",
+    "a hook on an argument, whole",
+    "an attribute that counts, whole",
+    "a mean over tokens that become valid",
+)
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        pytest.param(trap, marks=pytest.mark.xfail(strict=False)) if trap in OPEN else trap
+        for trap in TRAPS
+    ],
+)
 def test_what_has_been_wrong_elsewhere_is_exact_or_refused(court: Court, trap: str) -> None:
     judgement, _ = court.judge(TRAPS[trap])
     assert judgement.verdict in (Verdict.EXACT, Verdict.REFUSED), judgement
