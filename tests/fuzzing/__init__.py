@@ -1,0 +1,1 @@
+"""Random graphs of units: each case is exact, or refused by name on every rank."""
