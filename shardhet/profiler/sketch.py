@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import TreeSpec
 
 from shardhet.fsdp.batching import (
@@ -26,6 +30,7 @@ from shardhet.fsdp.batching import (
     unflatten,
 )
 from shardhet.fsdp.build import UnitDraft, casting, draft_units
+from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.wrapping import find_units
 from shardhet.profiler.batch import ExampleBatch
 
@@ -210,6 +215,7 @@ class _Recorder:
         ]
         positions = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
         last = max((fqn for _, fqn, _ in self._modules), key=positions.__getitem__, default="")
+        self._cache_switch = CacheSwitch(model)
         self._loss_fn = loss_fn
         self._head_fqn = None if loss_fn is None else last
 
@@ -237,12 +243,25 @@ class _Recorder:
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(partial(note_output, fqn)))
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._cache_switch.off():
                 self._model(*batch.args, **batch.kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _needs_values(seen, error) from None
         finally:
             for handle in handles:
                 handle.remove()
         return seen
+
+
+def _needs_values(seen: Sequence[_Seen], error: Exception) -> ValueError:
+    open_calls = [call.module_fqn for call in seen if call.output is None]
+    where = f"unit {open_calls[-1]!r}" if open_calls else "the model, outside of its units,"
+    operation = getattr(error, "func", error)
+    return ValueError(
+        f"{where}: {operation} has a result whose shape or course depends on values (tokens "
+        "routed to experts, perhaps), so it can be neither counted nor timed without real "
+        "data. Train it by a plan that needs no measurement: plan=proportional, or Plan.by_hand."
+    )
 
 
 def _merged(one: _Seen, two: _Seen) -> UnitCall:
