@@ -31,7 +31,7 @@ from shardhet.fsdp.batching import (
 )
 from shardhet.fsdp.build import UnitDraft, casting, draft_units
 from shardhet.fsdp.caches import CacheSwitch
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.wrapping import UnitModules, find_units
 from shardhet.profiler.batch import ExampleBatch
 
 LossFn = Callable[..., tuple[Tensor, Tensor]]
@@ -118,6 +118,7 @@ class ModelSketch:
     model: nn.Module  # a copy, all fake
     fake_mode: FakeTensorMode
     units: tuple[UnitSketch, ...]
+    head_fqn: str | None  # of the module that the loss follows, where there is a ``loss_fn``
 
     @property
     def unit_by_kind(self) -> dict[str, UnitSketch]:
@@ -164,8 +165,18 @@ def sketch_model(
             "uses all of the model, or name other units."
         )
     return ModelSketch(
-        model=copied, fake_mode=fake_mode, units=_named_by_kind(drafts, calls_by_unit)
+        model=copied,
+        fake_mode=fake_mode,
+        units=_named_by_kind(drafts, calls_by_unit),
+        head_fqn=recorder.head_fqn,
     )
+
+
+def last_module_fqn(model: nn.Module, units: Sequence[UnitModules]) -> str:
+    """The module of a unit after which HetFSDP puts the loss."""
+    positions = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
+    fqns = [fqn for unit in units for fqn in unit.fqns]
+    return max(fqns, key=positions.__getitem__, default="")
 
 
 def copy_with(
@@ -213,11 +224,10 @@ class _Recorder:
             for i, draft in enumerate(drafts)
             for fqn, module in zip(draft.modules.fqns, draft.modules.modules, strict=True)
         ]
-        positions = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
-        last = max((fqn for _, fqn, _ in self._modules), key=positions.__getitem__, default="")
+        last = last_module_fqn(model, [draft.modules for draft in drafts])
         self._cache_switch = CacheSwitch(model)
         self._loss_fn = loss_fn
-        self._head_fqn = None if loss_fn is None else last
+        self.head_fqn = None if loss_fn is None else last
 
     def record(self, batch: ExampleBatch, param_dtype: torch.dtype | None) -> list[_Seen]:
         """The calls of one forward, in order."""
@@ -225,7 +235,7 @@ class _Recorder:
         source_by_id = {id(tensor): i for i, tensor in enumerate(batch.tensors)}
 
         def note(unit: int, fqn: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-            is_head = fqn == self._head_fqn
+            is_head = fqn == self.head_fqn
             given = ((batch.loss_inputs, *args), kwargs) if is_head else (args, kwargs)
             leaves, spec = flatten(given)
             sources = [source_by_id.get(id(leaf)) for leaf in leaves]
@@ -246,21 +256,22 @@ class _Recorder:
             with torch.enable_grad(), self._cache_switch.off():
                 self._model(*batch.args, **batch.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise _needs_values(seen, error) from None
+            raise _needs_values(seen, f"the result of {error.func} depends on values") from None
+        except RuntimeError as error:
+            raise _needs_values(seen, str(error).rstrip(".")) from error
         finally:
             for handle in handles:
                 handle.remove()
         return seen
 
 
-def _needs_values(seen: Sequence[_Seen], error: Exception) -> ValueError:
-    open_calls = [call.module_fqn for call in seen if call.output is None]
-    where = f"unit {open_calls[-1]!r}" if open_calls else "the model, outside of its units,"
-    operation = getattr(error, "func", error)
+def _needs_values(seen: Sequence[_Seen], reason: str) -> ValueError:
+    running = [call.module_fqn for call in seen if call.output is None]
+    where = f"unit {running[-1]!r}" if running else "the model, outside of its units"
     return ValueError(
-        f"{where}: {operation} has a result whose shape or course depends on values (tokens "
-        "routed to experts, perhaps), so it can be neither counted nor timed without real "
-        "data. Train it by a plan that needs no measurement: plan=proportional, or Plan.by_hand."
+        f"{where}: it cannot be run on tensors without values, and so neither be counted nor "
+        f"timed: {reason}. Train it by a plan that needs no measurement (plan=even, "
+        "plan=proportional, Plan.by_hand); tokens routed to experts are one such case."
     )
 
 
