@@ -4,9 +4,7 @@ The folder is what ``save_pretrained`` writes: config.json, and weights and toke
 there are any.  transformers is imported when a model is asked for, and not before.
 """
 
-import json
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
