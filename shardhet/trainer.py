@@ -25,7 +25,8 @@ COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) on either
 
 
-# The model for this rank's samples: (loss_sum, num_targets), and num_correct where it is counted.
+# Calls the model with this rank's samples: (loss_sum, num_targets), and num_correct where the
+# model counts it.
 Run = Callable[[HetFSDP, Sequence[Tensor]], Sequence[Any]]
 
 

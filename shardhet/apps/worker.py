@@ -226,8 +226,9 @@ class Run:
     def _show_start(self, console: Console) -> None:
         plan = self._model.plan
         num_params = sum(unit.numel for unit in plan.units)
+        name = self._task.model_name or self._conf.model.kind.value
         console.print(
-            f"{self._task.model_name or self._conf.model.kind.value} with {num_params:,} parameters on "
+            f"{name} with {num_params:,} parameters on "
             f"{_count(plan.world_size, 'device')}; a step is "
             f"{_count(plan.global_batch_size, 'sample')}"
         )

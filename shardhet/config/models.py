@@ -59,6 +59,10 @@ class ModelConf:
 
     kind: ModelKind = MISSING
 
+    def title(self, choice: str) -> str:
+        """What a report calls the model that was chosen as ``model=choice``."""
+        return choice
+
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The model as counts and bytes; ConfigError where its shape is impossible."""
         raise NotImplementedError

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -88,12 +89,17 @@ class HfConf(ModelConf):
             rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dropout=lora.dropout
         )
 
+    def title(self, choice: str) -> str:
+        """The folder's own name."""
+        return Path(self.path).resolve().name or choice
+
     def name_of(self, module: "nn.Module") -> str:
         """What is trained, in a few words."""
         if not self.lora.rank:
             return type(module).__name__
+        adapted: Any = module
         trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
-        return f"{type(module).__name__} (LoRA: {trained:,} trained)"
+        return f"{type(adapted.get_base_model()).__name__} (LoRA: {trained:,} trained)"
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """What the model costs, counted on tensors that hold no memory."""
@@ -166,8 +172,8 @@ class HfConf(ModelConf):
         is_masked = folder.objective is Objective.MASKED
         if is_masked and data.tokenizer is TokenizerKind.BPE:
             raise ConfigError(
-                "data.tokenizer: BPE has no token for what is masked. Set data.tokenizer=BYTES, "
-                "or put a tokenizer.json into the folder."
+                "data.tokenizer: BPE has no token for what is masked. Set "
+                "data.tokenizer=BYTES, or put a tokenizer.json into the folder."
             )
         needed = (NUM_BYTES if is_masked else data.num_token_kinds) + is_masked
         if folder.vocab_size < needed:

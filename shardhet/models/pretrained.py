@@ -19,7 +19,7 @@ from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.wrapping import find_units
 from shardhet.models.decoder import next_token_loss
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.sketch import LossFn, copy_with, last_module_fqn
+from shardhet.profiler.sketch import LossFn, copy_with, last_module_fqn, quiet_fakes
 from shardhet.profiler.unit_runner import TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,9 @@ class PretrainedFolder:
         return self._auto_class().from_config(self.config, dtype=dtype)
 
     def _from_folder(self, dtype: torch.dtype) -> Any:
+        from transformers.utils import logging as hf_logging
+
+        hf_logging.disable_progress_bar()  # every rank would draw one
         model, loading = self._auto_class().from_pretrained(
             self.path, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
@@ -168,9 +171,8 @@ def _objective_of(config: Any, path: Path) -> Objective:
 
     kind = type(config)
     is_named_masked = any("ForMaskedLM" in name for name in config.architectures or ())
-    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        if config.is_encoder_decoder:
-            return Objective.SECOND_HALF
+    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and config.is_encoder_decoder:
+        return Objective.SECOND_HALF
     is_decoder = getattr(config, "is_decoder", False) and not is_named_masked
     if kind in auto.MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
         return Objective.MASKED
@@ -205,7 +207,9 @@ def _adapted(model: Any, lora: Lora | None) -> nn.Module:
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
     )
-    adapted: nn.Module = get_peft_model(model, adapters)
+    with warnings.catch_warnings():  # peft asks transformers by names that are going away
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted: nn.Module = get_peft_model(model, adapters)
     return adapted
 
 
@@ -307,7 +311,7 @@ def _hands_on_in(
     def fake(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         copied = copy_with(module, fake, param_dtype=dtype)
         loss = (torch.empty(()), torch.empty(()))
         head = copied.get_submodule(head_fqn)

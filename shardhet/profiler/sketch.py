@@ -5,8 +5,10 @@ chosen as on that device: on plain meta tensors attention would keep its scores.
 """
 
 import copy
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -253,7 +255,7 @@ class _Recorder:
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(partial(note_output, fqn)))
         try:
-            with torch.enable_grad(), self._cache_switch.off():
+            with torch.enable_grad(), self._cache_switch.off(), quiet_fakes():
                 self._model(*batch.args, **batch.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _needs_values(seen, f"the result of {error.func} depends on values") from None
@@ -263,6 +265,18 @@ class _Recorder:
             for handle in handles:
                 handle.remove()
         return seen
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not log what fails on fake tensors: the exception says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _needs_values(seen: Sequence[_Seen], reason: str) -> ValueError:
