@@ -5,6 +5,7 @@ there are any.  transformers is imported when a model is asked for, and not befo
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
