@@ -20,12 +20,14 @@ HELD_OUT_EVERY = 5  # one image in so many is kept from training
 NOT_A_STEP = 2**63  # of the generator, for masks that belong to no step
 
 
-def masked(batch: TokenBatch, *, fraction: float, seed: int, step: int) -> TokenBatch:
+def masked(
+    batch: TokenBatch, *, fraction: float, seed: int, step: int, mask_token: int = MASK_TOKEN
+) -> TokenBatch:
     """Each token hidden with probability ``fraction``; only hidden ones are to be predicted."""
     words = np.random.Philox(key=[seed + 1, step]).random_raw(batch.tokens.size)
     is_hidden = (words / 2.0**64 < fraction).reshape(batch.tokens.shape)
     return TokenBatch(
-        tokens=np.where(is_hidden, MASK_TOKEN, batch.tokens),
+        tokens=np.where(is_hidden, mask_token, batch.tokens),
         targets=np.where(is_hidden, batch.tokens, -1),
     )
 
@@ -37,6 +39,7 @@ class MaskedBatches:
     text: Batches
     fraction: float
     seed: int = 0
+    mask_token: int = MASK_TOKEN
 
     @property
     def global_batch_size(self) -> int:
@@ -45,7 +48,36 @@ class MaskedBatches:
     def __getitem__(self, step: int) -> TokenBatch:
         batch = self.text[step]
         assert isinstance(batch, TokenBatch)
-        return masked(batch, fraction=self.fraction, seed=self.seed, step=step)
+        return masked(
+            batch,
+            fraction=self.fraction,
+            seed=self.seed,
+            step=step,
+            mask_token=self.mask_token,
+        )
+
+
+def second_half(batch: TokenBatch) -> TokenBatch:
+    """Only the second half of each sample is to be predicted."""
+    targets = batch.targets.copy()
+    targets[:, : targets.shape[1] // 2] = -1
+    return TokenBatch(tokens=batch.tokens, targets=targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondHalfBatches:
+    """The batches of ``text``, of which the second half is to be predicted."""
+
+    text: Batches
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.text.global_batch_size
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        batch = self.text[step]
+        assert isinstance(batch, TokenBatch)
+        return second_half(batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

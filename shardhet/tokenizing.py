@@ -123,6 +123,60 @@ class BpeTokenizer:
         return b"".join(table[token] for token in tokens if token < len(table))
 
 
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """The tokenizer that a model was taught with, in the JSON of the package ``tokenizers``.
+
+    Its text is UTF-8; what is not is read as a sign of replacement, and some tokenizers change
+    letters, so that not every byte comes back.
+    """
+
+    state: str
+    end: int | None = None  # the token after each document, if there is one
+
+    @cached_property
+    def _backend(self) -> Any:
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self.state)
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+    @property
+    def num_token_kinds(self) -> int:
+        """Rows of the embedding that it needs."""
+        return int(max(self._backend.get_vocab().values())) + 1
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.end} {self.state}".encode()).hexdigest()
+
+    def token(self, *names: str) -> int | None:
+        """The first of these that it has."""
+        found = (self._backend.token_to_id(name) for name in names)
+        return next((token for token in found if token is not None), None)
+
+    def encode(self, text: bytes) -> list[int]:
+        plain = text.decode("utf-8", errors="replace")
+        ids: list[int] = self._backend.encode(plain, add_special_tokens=False).ids
+        return ids
+
+    def encode_all(self, text: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """The tokens of all documents of ``text``, [tokens], in the smallest type that fits."""
+        dtype = np.min_scalar_type(self.num_token_kinds - 1)
+        end = [] if self.end is None else [self.end]
+        documents = text.tobytes().split(bytes([SEPARATOR]))
+        plain = [each.decode("utf-8", errors="replace") for each in documents if each]
+        encodings = self._backend.encode_batch_fast(plain, add_special_tokens=False)
+        parts = [np.array([*each.ids, *end], dtype=dtype) for each in encodings]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        text: str = self._backend.decode(list(tokens), skip_special_tokens=False)
+        return text.encode()
+
+
 def _documents(text: npt.NDArray[np.uint8]) -> Iterator[str]:
     """The documents of ``text``, each with the separator that ends it."""
     end = bytes([SEPARATOR])
@@ -137,23 +191,35 @@ def _documents(text: npt.NDArray[np.uint8]) -> Iterator[str]:
 class TokenFile:
     """A corpus as tokens, and the tokenizer that made them, in a folder of their own."""
 
-    tokenizer: BpeTokenizer
+    tokenizer: BpeTokenizer | ModelTokenizer
     corpus: Corpus  # [tokens], mapped from disk
 
     @classmethod
-    def load(cls, folder: Path, text: Corpus, *, vocab_size: int) -> "TokenFile":
+    def load(
+        cls,
+        folder: Path,
+        text: Corpus,
+        *,
+        vocab_size: int,
+        tokenizer: ModelTokenizer | None = None,
+    ) -> "TokenFile":
         """What lies in ``folder``; made from ``text`` if there is nothing.
+
+        Without ``tokenizer`` byte pairs are learned on the text.
 
         Raises ``ValueError`` where it was made from another text or has been changed since.
         """
         if not folder.exists():
-            cls._make(folder, text, vocab_size)
+            cls._make(folder, text, vocab_size, tokenizer)
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        tokenizer = BpeTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        state = (folder / "tokenizer.json").read_text(encoding="utf-8")
         train, held_out = (
             np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out")
         )
-        found = cls(tokenizer=tokenizer, corpus=Corpus(train=train, held_out=held_out))
+        found = cls(
+            tokenizer=tokenizer or BpeTokenizer(state),
+            corpus=Corpus(train=train, held_out=held_out),
+        )
         wanted = found._about(text, vocab_size)
         differing = [key for key, value in wanted.items() if about.get(key) != value]
         if differing:
@@ -164,8 +230,10 @@ class TokenFile:
         return found
 
     @classmethod
-    def _make(cls, folder: Path, text: Corpus, vocab_size: int) -> None:
-        tokenizer = BpeTokenizer.learn(text.train, vocab_size=vocab_size)
+    def _make(
+        cls, folder: Path, text: Corpus, vocab_size: int, given: ModelTokenizer | None
+    ) -> None:
+        tokenizer = given or BpeTokenizer.learn(text.train, vocab_size=vocab_size)
         corpus = Corpus(
             train=tokenizer.encode_all(text.train),
             held_out=tokenizer.encode_all(text.held_out),

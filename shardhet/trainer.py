@@ -4,9 +4,11 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,16 @@ from shardhet.optim import Schedule
 
 COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) on either
+
+
+# Calls the model with this rank's samples: (loss_sum, num_targets), and num_correct where the
+# model counts it.
+Run = Callable[[HetFSDP, Sequence[Tensor]], Sequence[Any]]
+
+
+def run_plainly(model: HetFSDP, tensors: Sequence[Tensor]) -> Any:
+    """Of a model that takes the batch's tensors and returns its loss."""
+    return model(*tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +104,11 @@ class Trainer:
         max_grad_norm: float = 1.0,
         device: torch.device | None = None,
         memory_level_bytes: int = 0,
+        run: Run = run_plainly,
     ) -> None:
         """Remember what to train on; the optimizer's present learning rates are the peaks.
+
+        ``run`` calls the model with a batch's tensors and returns what ``Run`` says.
 
         ``memory_level_bytes`` of the process's memory are not said to be the device's.
         """
@@ -109,6 +124,7 @@ class Trainer:
         self._max_grad_norm = max_grad_norm
         self._device = device or torch.device("cpu")
         self._memory_level_bytes = memory_level_bytes
+        self._run = run
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0  # time of the steps since the last look at the devices
@@ -125,7 +141,7 @@ class Trainer:
         model = self.model
         batch = self._batches[model.step]
         learning_rate = self._set_learning_rates()
-        loss_sum, num_targets, *_ = model(*self._my_part(batch))
+        loss_sum, num_targets, *_ = self._run(model, self._my_part(batch))
         mean_loss = model.backward(loss_sum, num_targets)
         norm = HostCopy(model.clip_grad_norm_(self._max_grad_norm))
         self.optimizer.step()
@@ -162,7 +178,7 @@ class Trainer:
         self.model.eval()
         for start in range(0, judged.num_samples, size):
             batch = judged.samples(Span(start, min(start + size, judged.num_samples)))
-            outputs = self.model(*self._my_part(batch))
+            outputs = self._run(self.model, self._my_part(batch))
             for i, output in enumerate(outputs[:3]):
                 sums[i] += float(output)
             sums[3] += len(outputs) > 2

@@ -16,13 +16,15 @@ from shardhet.apps.crash import RankConsole
 from shardhet.apps.measure_report import Progress, show_measurement
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.task import make_module
+from shardhet.apps.task import DTYPE_BY_PRECISION, make_module
 from shardhet.apps.worker import announced_device, joined
 from shardhet.config.measure import MeasureConf
 from shardhet.config.models import DataConf, TextConf
+from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision
 from shardhet.models.decoder import Decoder
 from shardhet.models.encoder import MaskedLm
+from shardhet.models.pretrained import LanguageModel
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, measure
 from shardhet.profiler.unit_runner import TrainedModel
@@ -49,15 +51,9 @@ def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
     """This process's part, from process group to the files that the first rank writes."""
     with joined(conf.cluster, folder, env) as device:
         console = RankConsole(quiet=env.rank != 0, highlight=False)
-        module = make_module(conf.model, conf.data, conf.precision)
         with Progress(console) as progress:
             measured = measure(
-                TrainedModel(
-                    module=module,
-                    batch=random_batch(module, conf.data, seed=conf.seed),
-                    param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
-                    seed=conf.seed,
-                ),
+                model_to_measure(conf),
                 device=device,
                 device_spec=announced_device(conf.cluster, env, device),
                 emulated=conf.cluster.emulated_device(env.rank),
@@ -72,6 +68,31 @@ def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
         if env.rank == 0:
             measured.save(folder.path)
         show_measurement(console, measured, folder.path)
+
+
+def model_to_measure(conf: MeasureConf) -> TrainedModel:
+    """The model that would be trained, without values, and a batch of random samples."""
+    param_dtype = torch.bfloat16 if conf.precision is Precision.BF16 else None
+    if isinstance(conf.model, HfConf):
+        assert isinstance(conf.data, TextConf)
+        folder = conf.model.folder()
+        module = folder.on_meta(
+            dtype=DTYPE_BY_PRECISION[conf.precision], lora=conf.model.adapters()
+        )
+        return LanguageModel.of(module, folder.objective).trained(
+            module,
+            vocab_size=folder.vocab_size,
+            seq_len=conf.data.seq_len,
+            param_dtype=param_dtype,
+            seed=conf.seed,
+        )
+    module = make_module(conf.model, conf.data, conf.precision)
+    return TrainedModel(
+        module=module,
+        batch=random_batch(module, conf.data, seed=conf.seed),
+        param_dtype=param_dtype,
+        seed=conf.seed,
+    )
 
 
 def random_batch(module: nn.Module, data: DataConf, *, seed: int) -> ExampleBatch:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from shardhet.config.models import (
     TokenizerKind,
     VitConf,
 )
+from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.data import (
     Batch,
@@ -34,6 +35,8 @@ from shardhet.data import (
 from shardhet.layout import Span
 from shardhet.models.decoder import Decoder
 from shardhet.models.encoder import MaskedLm, Vit
+from shardhet.models.pretrained import LanguageModel, Objective
+from shardhet.profiler.sketch import LossFn
 from shardhet.samples import (
     DIGIT_SIDE,
     MASK_TOKEN,
@@ -42,10 +45,12 @@ from shardhet.samples import (
     DigitBatches,
     Digits,
     MaskedBatches,
+    SecondHalfBatches,
     masked,
+    second_half,
 )
-from shardhet.tokenizing import ByteTokenizer, TokenFile, Tokenizer, as_bytes
-from shardhet.trainer import Evaluation
+from shardhet.tokenizing import ByteTokenizer, ModelTokenizer, TokenFile, Tokenizer, as_bytes
+from shardhet.trainer import Evaluation, Run, run_plainly
 
 DIGEST_LENGTH_IN_NAMES = 12  # hexadecimal digits
 DTYPE_BY_PRECISION = {
@@ -68,6 +73,10 @@ class Task:
     baselines: Mapping[str, float] = field(default_factory=dict)  # by simpler means
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     num_judged_bytes: int | None = None  # where a target may be more than one
+    model_name: str | None = None  # None: as the configuration calls its kind
+    loss_fn: LossFn | None = None  # of HetFSDP
+    units: tuple[str, ...] | None = None  # of HetFSDP; None: found
+    run: Run = run_plainly  # of the trainer
 
     def score(self, evaluation: Evaluation) -> float:
         """The number that tells how good the model is."""
@@ -84,24 +93,38 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
         return _digits_task(conf, conf.model, global_batch_size)
     assert isinstance(conf.data, TextConf)
     text = load_text(conf.data, token_dir)
+    if isinstance(conf.model, HfConf):
+        return _hf_task(conf, conf.model, text, global_batch_size, token_dir)
     if isinstance(conf.model, MaskedLmConf):
         return _masked_task(conf, conf.model, _batches(conf, text, global_batch_size))
     assert isinstance(conf.model, DecoderConf)
     corpus, tokenizer = _as_tokens(conf.data, text, token_dir)
     batches, judged = _batches(conf, corpus, global_batch_size)
-    judged_bytes = as_bytes(judged, tokenizer)
+    return _in_bytes(
+        Task(
+            module=make_module(conf.model, conf.data, conf.precision),
+            batches=batches,
+            judged=judged,
+            data_digest=f"{corpus.digest} {tokenizer.digest}",
+            score_name="bits per token",
+            tokenizer=tokenizer,
+        ),
+        text,
+    )
+
+
+def _in_bytes(task: Task, text: Corpus) -> Task:
+    """The task with a score that does not depend on what a token is, beside those of tables."""
+    assert isinstance(task.judged, TokenBatch)
+    judged_bytes = as_bytes(task.judged, task.tokenizer)
     scores = table_scores(text.train, judged_bytes)
-    return Task(
-        module=make_module(conf.model, conf.data, conf.precision),
-        batches=batches,
-        judged=judged,
-        data_digest=f"{corpus.digest} {tokenizer.digest}",
+    return replace(
+        task,
         score_name="bits per byte",
         baselines={
             "unigram table": scores.unigram_bits_per_byte,
             "bigram table": scores.bigram_bits_per_byte,
         },
-        tokenizer=tokenizer,
         num_judged_bytes=judged_bytes.num_targets,
     )
 
@@ -109,7 +132,8 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
 def make_files(conf: TrainConf, *, token_dir: Path) -> None:
     """Write the files that all ranks of a host read; nothing where they are there."""
     if isinstance(conf.data, TextConf):
-        _as_tokens(conf.data, load_text(conf.data, token_dir), token_dir)
+        own = own_tokenizer(conf.model, conf.data) if isinstance(conf.model, HfConf) else None
+        _as_tokens(conf.data, load_text(conf.data, token_dir), token_dir, own)
 
 
 def make_module(model: ModelConf, data: DataConf, precision: Precision) -> nn.Module:
@@ -145,6 +169,81 @@ def _masked_task(
         data_digest=batches.corpus.digest,
         score_name="bits per masked byte",
     )
+
+
+def _hf_task(
+    conf: TrainConf, model: HfConf, text: Corpus, global_batch_size: int, token_dir: Path
+) -> Task:
+    """The folder's model on text, as tokens of its own or as bytes."""
+    assert isinstance(conf.data, TextConf)
+    folder = model.folder()
+    own = own_tokenizer(model, conf.data)
+    corpus, tokenizer = _as_tokens(conf.data, text, token_dir, own)
+    batches: Batches
+    batches, judged = _batches(conf, corpus, global_batch_size)
+    if folder.objective is Objective.MASKED:
+        mask_token = _mask_token(own)
+        fraction = model.mask_fraction
+        batches = MaskedBatches(
+            text=batches, fraction=fraction, seed=conf.seed, mask_token=mask_token
+        )
+        judged = masked(
+            judged, fraction=fraction, seed=0, step=NOT_A_STEP, mask_token=mask_token
+        )
+    elif folder.objective is Objective.SECOND_HALF:
+        batches, judged = SecondHalfBatches(text=batches), second_half(judged)
+    module = folder.in_memory(
+        dtype=DTYPE_BY_PRECISION[conf.precision],
+        weights=model.weights,
+        seed=conf.seed,
+        lora=model.adapters(),
+    )
+    called = LanguageModel.of(module, folder.objective)
+    task = Task(
+        module=module,
+        batches=batches,
+        judged=judged,
+        data_digest=f"{corpus.digest} {tokenizer.digest}",
+        score_name="bits per token",
+        tokenizer=tokenizer,
+        model_name=model.name_of(module),
+        loss_fn=called.loss_fn,
+        units=None if called.loss_is_in_head else called.units,
+        run=called,
+    )
+    has_all_bytes = own is None and folder.objective is Objective.NEXT_TOKEN
+    return _in_bytes(task, text) if has_all_bytes else task
+
+
+def own_tokenizer(model: HfConf, data: TextConf) -> ModelTokenizer | None:
+    """The tokenizer that lies in the model's folder, where text is to be cut by it."""
+    if not model.reads_with_own_tokenizer(data):
+        return None
+    folder = model.folder()
+    assert folder.tokenizer_path is not None
+    state = folder.tokenizer_path.read_text(encoding="utf-8")
+    end = ModelTokenizer(state).token("<|endoftext|>", "</s>", "<eos>", "[SEP]")
+    if isinstance(folder.config.eos_token_id, int):
+        end = folder.config.eos_token_id
+    tokenizer = ModelTokenizer(state, end)
+    if tokenizer.num_token_kinds > folder.vocab_size:
+        raise ValueError(
+            f"{folder.tokenizer_path}: {tokenizer.num_token_kinds} kinds of tokens but the "
+            f"model has {folder.vocab_size}. Say data.tokenizer=BYTES, or mend the folder."
+        )
+    return tokenizer
+
+
+def _mask_token(own: ModelTokenizer | None) -> int:
+    if own is None:
+        return MASK_TOKEN
+    token = own.token("[MASK]", "<mask>")
+    if token is None:
+        raise ValueError(
+            "tokenizer.json: it has neither [MASK] nor <mask>, but the model guesses masked "
+            "tokens. Say data.tokenizer=BYTES, or mend the folder."
+        )
+    return token
 
 
 def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Task:
@@ -186,11 +285,22 @@ def load_text(data: TextConf, token_dir: Path) -> Corpus:
     return PySource().load()
 
 
-def _as_tokens(data: TextConf, text: Corpus, token_dir: Path) -> tuple[Corpus, Tokenizer]:
-    if data.tokenizer is TokenizerKind.BYTES:
+def _as_tokens(
+    data: TextConf, text: Corpus, token_dir: Path, own: ModelTokenizer | None = None
+) -> tuple[Corpus, Tokenizer]:
+    folder = token_dir if data.cache_dir is None else Path(data.cache_dir)
+    if own is not None:
+        digests = [each.digest[:DIGEST_LENGTH_IN_NAMES] for each in (own, text)]
+        file = TokenFile.load(
+            folder / "_".join(("own", *digests)),
+            text,
+            vocab_size=own.num_token_kinds,
+            tokenizer=own,
+        )
+        return file.corpus, own
+    if data.tokenizer is not TokenizerKind.BPE:
         return text, ByteTokenizer()
     vocab_size = data.num_token_kinds
-    folder = token_dir if data.cache_dir is None else Path(data.cache_dir)
     name = f"bpe_{vocab_size}_{text.digest[:DIGEST_LENGTH_IN_NAMES]}"
     file = TokenFile.load(folder / name, text, vocab_size=vocab_size)
     return file.corpus, file.tokenizer

@@ -141,6 +141,8 @@ class Run:
             plan,
             device=device,
             param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
+            units=self._task.units,
+            loss_fn=self._task.loss_fn,
             seed=conf.seed,
             device_spec=spec,
         )
@@ -155,6 +157,7 @@ class Run:
             max_grad_norm=conf.max_grad_norm,
             device=device,
             memory_level_bytes=level_bytes,
+            run=self._task.run,
         )
         announced = dict(everyone.exchange_objects((self._model.position, spec)))
         self._devices = [
@@ -223,8 +226,9 @@ class Run:
     def _show_start(self, console: Console) -> None:
         plan = self._model.plan
         num_params = sum(unit.numel for unit in plan.units)
+        name = self._task.model_name or self._conf.model.kind.value
         console.print(
-            f"{self._conf.model.kind.value} with {num_params:,} parameters on "
+            f"{name} with {num_params:,} parameters on "
             f"{_count(plan.world_size, 'device')}; a step is "
             f"{_count(plan.global_batch_size, 'sample')}"
         )

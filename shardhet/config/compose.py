@@ -35,6 +35,7 @@ from shardhet.config.models import (
     TextDirConf,
     VitConf,
 )
+from shardhet.config.pretrained import HfConf
 from shardhet.config.train import TrainConf
 from shardhet.config.training import (
     AdamWConf,
@@ -58,6 +59,7 @@ CONFIG_NAME = "train"
 VERSION_BASE = "1.3"
 HOSTS_OWN_KEYS = (  # what lies there is compared instead
     "run_dir",
+    "model.path",
     "data.path",
     "data.cache_dir",
     "plan.path",
@@ -76,6 +78,7 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
         ModelKind.DECODER: DecoderConf,
         ModelKind.MASKED_LM: MaskedLmConf,
         ModelKind.VIT: VitConf,
+        ModelKind.HF: HfConf,
     },
     "data": {
         DataKind.PYSOURCE: PySourceConf,

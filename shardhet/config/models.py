@@ -31,6 +31,7 @@ class ModelKind(Enum):
     DECODER = "decoder"
     MASKED_LM = "masked_lm"
     VIT = "vit"
+    HF = "hf"
 
 
 class DataKind(Enum):
@@ -57,6 +58,10 @@ class ModelConf:
     """
 
     kind: ModelKind = MISSING
+
+    def title(self, choice: str) -> str:
+        """What a report calls the model that was chosen as ``model=choice``."""
+        return choice
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The model as counts and bytes; ConfigError where its shape is impossible."""
@@ -236,6 +241,7 @@ class DataConf:
 class TokenizerKind(Enum):
     """What a token is."""
 
+    AUTO = "auto"  # the one in the model's folder, where there is one; else bytes
     BYTES = "bytes"
     BPE = "bpe"  # byte pairs, learned on the training files
 
@@ -244,7 +250,7 @@ class TokenizerKind(Enum):
 class TextConf(DataConf):
     """Text as tokens, cut into windows."""
 
-    tokenizer: TokenizerKind = TokenizerKind.BYTES
+    tokenizer: TokenizerKind = TokenizerKind.AUTO
     vocab_size: int | None = None  # None: 256 bytes, or 4096 byte pairs
     cache_dir: str | None = None  # of byte pairs learned, for later runs; None: the run folder
     seq_len: int = 64  # tokens
@@ -253,7 +259,7 @@ class TextConf(DataConf):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("data.seq_len", self.seq_len, 1)
-        if self.tokenizer is TokenizerKind.BYTES:
+        if self.tokenizer is not TokenizerKind.BPE:
             if self.vocab_size not in (None, NUM_BYTES):
                 raise ConfigError(
                     f"data.vocab_size: {self.vocab_size} but there are {NUM_BYTES} bytes. "
@@ -269,10 +275,10 @@ class TextConf(DataConf):
 
     @property
     def num_token_kinds(self) -> int:
-        """Rows of the embedding."""
+        """Rows of the embedding, of bytes and of byte pairs."""
         if self.vocab_size is not None:
             return self.vocab_size
-        return NUM_BYTES if self.tokenizer is TokenizerKind.BYTES else DEFAULT_BPE_VOCAB_SIZE
+        return DEFAULT_BPE_VOCAB_SIZE if self.tokenizer is TokenizerKind.BPE else NUM_BYTES
 
 
 @dataclass(kw_only=True)

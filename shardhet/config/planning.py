@@ -109,7 +109,8 @@ class InputsConf:
                 link_fraction=self.link_fraction,
             )
         )
-        return Inputs(cluster=cluster, workload=workload, profile=profile, name=model_name)
+        name = self.model.title(model_name)
+        return Inputs(cluster=cluster, workload=workload, profile=profile, name=name)
 
     def _load_measured(self, folder: Path) -> Inputs:
         if not folder.is_dir():

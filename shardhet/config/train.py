@@ -19,6 +19,7 @@ from shardhet.config.models import (
     TokenizerKind,
     VitConf,
 )
+from shardhet.config.pretrained import HfConf
 from shardhet.config.training import (
     ClusterConf,
     DeviceType,
@@ -105,6 +106,8 @@ class TrainConf:
     def check_model_fits_data(self) -> None:
         """Raise if the model cannot be built, or cannot learn from such samples."""
         check_model_fits_data(self.model, self.data)
+        if isinstance(self.model, HfConf):
+            self.model.check_weights()
         if self.num_sampled_tokens and not isinstance(self.model, DecoderConf):
             raise ConfigError(
                 f"num_sampled_tokens: {self.num_sampled_tokens} but only a decoder writes "
@@ -138,6 +141,8 @@ def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
         model.to_record(vocab_size=data.num_token_kinds, seq_len=data.seq_len)
     elif isinstance(model, EncoderConf):
         model.to_record()
+    elif isinstance(model, HfConf):
+        model.check_fits(data)
 
 
 def check_device(cluster: ClusterConf) -> None:

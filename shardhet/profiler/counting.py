@@ -1,7 +1,8 @@
 """FLOPs and bytes of one unit, counted on tensors that hold no memory."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardhet.fsdp.build import casting
+from shardhet.fsdp.caches import CacheSwitch
+from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.sketch import LossFn, ModelSketch, TensorInput, UnitCall, UnitSketch
 
 Shape = tuple[int, ...]
@@ -124,6 +128,66 @@ def _count_call(
         graph_bytes=graph_bytes,
         peak_bytes=live.peak_bytes,
     )
+
+
+def count_loss_outside(
+    sketch: ModelSketch,
+    batch: ExampleBatch,
+    *,
+    param_dtype: torch.dtype | None,
+    loss_fn: LossFn,
+    device: torch.device,
+) -> int:
+    """Bytes that wait for backward after the head: its output and all that follows it.
+
+    For a model that computes on with what its last unit returns; ``loss_fn`` gets its logits.
+    """
+    live = LiveBytes()
+    modes = ExitStack()
+    head_bytes = 0
+
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    def begin(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        nonlocal head_bytes
+        head_bytes = output.numel() * output.element_size()
+        modes.enter_context(live)
+        return output.detach().requires_grad_()
+
+    assert sketch.head_fqn is not None
+    head = sketch.model.get_submodule(sketch.head_fqn)
+    with sketch.fake_mode, torch.enable_grad(), casting_units(sketch, param_dtype), modes:
+        modes.callback(head.register_forward_hook(begin).remove)
+        given = batch.map(fake)
+        with CacheSwitch(sketch.model).off():
+            logits = logits_of(sketch.model(*given.args, **given.kwargs))
+        loss = loss_fn(logits, *given.loss_inputs)
+        del logits
+        kept_bytes = live.live_bytes
+    del loss
+    return head_bytes + kept_bytes
+
+
+@contextmanager
+def casting_units(sketch: ModelSketch, param_dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, units get their inputs in the dtype of parameters in flight."""
+    cast = casting(lambda *args, **kwargs: (args, kwargs), param_dtype)
+
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast(*args, **kwargs)
+
+    with ExitStack() as handles:
+        for call in (call for unit in sketch.units for call in unit.calls):
+            module = sketch.model.get_submodule(call.module_fqn)
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+            handles.callback(handle.remove)
+        yield
+
+
+def logits_of(output: Any) -> Any:
+    """What a model predicts: its only result, or the field that is called so."""
+    return getattr(output, "logits", output)
 
 
 def _drop_grad(param: Tensor) -> None:

@@ -1,12 +1,15 @@
 """``describe``: a model as counts and bytes, in seconds and without its memory."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.counting import Counts, count_unit
+from shardhet.profiler.counting import Counts, count_loss_outside, count_unit
 from shardhet.profiler.sketch import LossFn, ModelSketch, UnitSketch, sketch_model
 from shardhet.workload import Unit, UnitKind, Workload
 
@@ -24,6 +27,7 @@ def describe(
     *,
     units: Sequence[type[nn.Module] | str] | None = None,
     loss_fn: LossFn | None = None,
+    loss_is_outside: bool = False,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     tokens_per_sample: int | None = None,
@@ -34,6 +38,9 @@ def describe(
 
     ``model`` may be on the meta device; nothing is allocated or computed.  ``units``,
     ``loss_fn``, ``param_dtype`` and ``reduce_dtype`` are those of HetFSDP.
+
+    ``loss_is_outside``: the model computes on with what its last unit returns, so that HetFSDP
+    has no ``loss_fn`` and the loss follows the model; all logits are then counted.
 
     ``batch`` is an example of what the model is called with.  ``tokens_per_sample`` is for
     throughput; None is the length of the first tensor's rows if it holds indices, else 1.
@@ -51,6 +58,7 @@ def describe(
         sketch,
         batch,
         loss_fn=loss_fn,
+        loss_is_outside=loss_is_outside,
         orig_dtype=orig_dtype(model),
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -65,6 +73,7 @@ def describe_sketch(
     batch: ExampleBatch,
     *,
     loss_fn: LossFn | None,
+    loss_is_outside: bool = False,
     orig_dtype: torch.dtype,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
@@ -74,14 +83,30 @@ def describe_sketch(
 ) -> Workload:
     """The workload of a model whose units are known."""
     kinds = []
+    in_head = _pass_on if loss_is_outside else loss_fn
     for name, unit in sketch.unit_by_kind.items():
         smaller, larger = [
             count_unit(
-                sketch, unit, size, param_dtype=param_dtype, loss_fn=loss_fn, device=device
+                sketch, unit, size, param_dtype=param_dtype, loss_fn=in_head, device=device
             )
             for size in SIZES
         ]
-        kinds.append(_kind(name, unit, smaller, larger))
+        kind = _kind(name, unit, smaller, larger)
+        if loss_is_outside and any(call.is_head for call in unit.calls):
+            assert loss_fn is not None
+            few, more = [
+                count_loss_outside(
+                    sketch,
+                    batch.of_size(size),
+                    param_dtype=param_dtype,
+                    loss_fn=loss_fn,
+                    device=device,
+                )
+                for size in SIZES
+            ]
+            # As a unit's inputs it is of the whole rank batch, whatever is recomputed.
+            kind = replace(kind, input_bytes=kind.input_bytes + more - few)
+        kinds.append(kind)
     in_flight = param_dtype or orig_dtype
     order = [unit.kind for unit in sketch.units]
     return Workload(
@@ -90,8 +115,22 @@ def describe_sketch(
         tokens_per_sample=tokens_per_sample or _tokens_per_sample(batch),
         param_dtype=_name(in_flight),
         reduce_dtype=_name(reduce_dtype or in_flight),
-        state_bytes_per_element=(2 + num_moments) * orig_dtype.itemsize,
+        state_bytes_per_element=_state_bytes_per_element(sketch, orig_dtype, num_moments),
     )
+
+
+def _pass_on(output: Any, *_loss_inputs: Any) -> Any:
+    return output
+
+
+def _state_bytes_per_element(
+    sketch: ModelSketch, orig_dtype: torch.dtype, num_moments: int
+) -> int:
+    """Parameter, gradient and moments, on average: frozen parameters have only themselves."""
+    slots = [slot for unit in sketch.units for slot in unit.draft.slots]
+    numel = sum(slot.shape.numel() for slot in slots)
+    trained = sum(slot.shape.numel() for slot in slots if slot.is_trainable)
+    return math.ceil(orig_dtype.itemsize * (1 + (1 + num_moments) * trained / max(1, numel)))
 
 
 def orig_dtype(model: nn.Module) -> torch.dtype:

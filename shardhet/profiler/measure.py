@@ -194,6 +194,7 @@ class _Session:
                 sketch,
                 model.batch,
                 loss_fn=model.loss_fn,
+                loss_is_outside=model.loss_is_outside,
                 orig_dtype=orig_dtype(model.module),
                 param_dtype=model.param_dtype,
                 reduce_dtype=model.reduce_dtype,

@@ -5,15 +5,21 @@ chosen as on that device: on plain meta tensors attention would keep its scores.
 """
 
 import copy
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import TreeSpec
 
 from shardhet.fsdp.batching import (
@@ -26,7 +32,8 @@ from shardhet.fsdp.batching import (
     unflatten,
 )
 from shardhet.fsdp.build import UnitDraft, casting, draft_units
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.caches import CacheSwitch
+from shardhet.fsdp.wrapping import UnitModules, find_units
 from shardhet.profiler.batch import ExampleBatch
 
 LossFn = Callable[..., tuple[Tensor, Tensor]]
@@ -113,6 +120,7 @@ class ModelSketch:
     model: nn.Module  # a copy, all fake
     fake_mode: FakeTensorMode
     units: tuple[UnitSketch, ...]
+    head_fqn: str | None  # of the module that the loss follows, where there is a ``loss_fn``
 
     @property
     def unit_by_kind(self) -> dict[str, UnitSketch]:
@@ -159,8 +167,18 @@ def sketch_model(
             "uses all of the model, or name other units."
         )
     return ModelSketch(
-        model=copied, fake_mode=fake_mode, units=_named_by_kind(drafts, calls_by_unit)
+        model=copied,
+        fake_mode=fake_mode,
+        units=_named_by_kind(drafts, calls_by_unit),
+        head_fqn=recorder.head_fqn,
     )
+
+
+def last_module_fqn(model: nn.Module, units: Sequence[UnitModules]) -> str:
+    """The module of a unit after which HetFSDP puts the loss."""
+    positions = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
+    fqns = [fqn for unit in units for fqn in unit.fqns]
+    return max(fqns, key=positions.__getitem__, default="")
 
 
 def copy_with(
@@ -208,10 +226,10 @@ class _Recorder:
             for i, draft in enumerate(drafts)
             for fqn, module in zip(draft.modules.fqns, draft.modules.modules, strict=True)
         ]
-        positions = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
-        last = max((fqn for _, fqn, _ in self._modules), key=positions.__getitem__, default="")
+        last = last_module_fqn(model, [draft.modules for draft in drafts])
+        self._cache_switch = CacheSwitch(model)
         self._loss_fn = loss_fn
-        self._head_fqn = None if loss_fn is None else last
+        self.head_fqn = None if loss_fn is None else last
 
     def record(self, batch: ExampleBatch, param_dtype: torch.dtype | None) -> list[_Seen]:
         """The calls of one forward, in order."""
@@ -219,7 +237,7 @@ class _Recorder:
         source_by_id = {id(tensor): i for i, tensor in enumerate(batch.tensors)}
 
         def note(unit: int, fqn: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-            is_head = fqn == self._head_fqn
+            is_head = fqn == self.head_fqn
             given = ((batch.loss_inputs, *args), kwargs) if is_head else (args, kwargs)
             leaves, spec = flatten(given)
             sources = [source_by_id.get(id(leaf)) for leaf in leaves]
@@ -237,12 +255,38 @@ class _Recorder:
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(partial(note_output, fqn)))
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._cache_switch.off(), quiet_fakes():
                 self._model(*batch.args, **batch.kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _needs_values(seen, f"the result of {error.func} depends on values") from None
+        except RuntimeError as error:
+            raise _needs_values(seen, str(error).rstrip(".")) from error
         finally:
             for handle in handles:
                 handle.remove()
         return seen
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not log what fails on fake tensors: the exception says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _needs_values(seen: Sequence[_Seen], reason: str) -> ValueError:
+    running = [call.module_fqn for call in seen if call.output is None]
+    where = f"unit {running[-1]!r}" if running else "the model, outside of its units"
+    return ValueError(
+        f"{where}: it cannot be run on tensors without values, and so neither be counted nor "
+        f"timed: {reason}. Train it by a plan that needs no measurement (plan=even, "
+        "plan=proportional, Plan.by_hand); tokens routed to experts are one such case."
+    )
 
 
 def _merged(one: _Seen, two: _Seen) -> UnitCall:

@@ -1,0 +1,196 @@
+"""Schema of ``model=hf``: a model of Hugging Face's, by the folder that holds it."""
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING
+
+from shardhet.config.checks import ConfigError, check_above, check_at_least, check_below_one
+from shardhet.config.models import (
+    NUM_BYTES,
+    DataConf,
+    ModelConf,
+    ModelKind,
+    SampleShape,
+    TextConf,
+    TokenizerKind,
+)
+from shardhet.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardhet.models.pretrained import Lora, PretrainedFolder
+
+
+@dataclass(kw_only=True)
+class LoraConf:
+    """Low-rank adapters; nothing else is trained then."""
+
+    rank: int = 0  # 0: none, all of the model is trained
+    alpha: float = 16.0
+    targets: list[str] = field(default_factory=list)  # names of linear layers: [q_proj,v_proj]
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_at_least("model.lora.rank", self.rank, 0)
+        check_above("model.lora.alpha", self.alpha, 0)
+        check_below_one("model.lora.dropout", self.dropout)
+        if bool(self.rank) != bool(self.targets):
+            raise ConfigError(
+                f"model.lora: rank {self.rank} and targets {list(self.targets)}, but one is "
+                "nothing without the other. Say model.lora.rank=8 "
+                "model.lora.targets=[q_proj,v_proj], or neither."
+            )
+
+
+@dataclass(kw_only=True)
+class HfConf(ModelConf):
+    """A language model of Hugging Face's."""
+
+    kind: ModelKind = ModelKind.HF
+    path: str = MISSING  # of a folder with config.json, or a name in the local cache
+    weights: bool = True  # of the folder; false: random ones, by the model's own rules
+    lora: LoraConf = field(default_factory=LoraConf)
+    mask_fraction: float = 0.15  # of the tokens, for models that guess masked ones
+    usual_seq_len: int = 512
+
+    def __post_init__(self) -> None:
+        check_above("model.mask_fraction", self.mask_fraction, 0)
+        check_below_one("model.mask_fraction", self.mask_fraction)
+        self._check_usual()
+        needed = {"transformers": True, "peft": self.lora.rank > 0}
+        for package in (each for each, is_needed in needed.items() if is_needed):
+            if find_spec(package) is None:
+                raise ConfigError(
+                    f"model: hf but the package {package} is not installed. Say "
+                    "pip install 'shardhet[hf]', or choose another model."
+                )
+
+    def folder(self) -> "PretrainedFolder":
+        """What the path leads to; ConfigError where that is no language model."""
+        from shardhet.models.pretrained import PretrainedFolder
+
+        try:
+            return PretrainedFolder.open(self.path)
+        except ValueError as error:
+            raise ConfigError(f"model.path: {error}") from None
+
+    def adapters(self) -> "Lora | None":
+        """What LoRA adds, if it is wanted."""
+        from shardhet.models.pretrained import Lora
+
+        lora = self.lora
+        if not lora.rank:
+            return None
+        return Lora(
+            rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dropout=lora.dropout
+        )
+
+    def title(self, choice: str) -> str:
+        """The folder's own name."""
+        return Path(self.path).resolve().name or choice
+
+    def name_of(self, module: "nn.Module") -> str:
+        """What is trained, in a few words."""
+        if not self.lora.rank:
+            return type(module).__name__
+        adapted: Any = module
+        trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+        return f"{type(adapted.get_base_model()).__name__} (LoRA: {trained:,} trained)"
+
+    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """What the model costs, counted on tensors that hold no memory."""
+        import torch
+
+        from shardhet.models.pretrained import LanguageModel
+        from shardhet.profiler.describe import describe
+
+        folder = self.folder()
+        seq_len = samples.seq_len or min(self.usual_seq_len, folder.max_seq_len or 2**62)
+        self._check_seq_len(folder, seq_len, key="seq_len")
+        if samples.vocab_size not in (None, folder.vocab_size):
+            raise ConfigError(
+                f"vocab_size: {samples.vocab_size} but {folder.path}/config.json says "
+                f"{folder.vocab_size}. Leave vocab_size out."
+            )
+        try:
+            module = folder.on_meta(dtype=torch.float32, lora=self.adapters())
+            trained = LanguageModel.of(module, folder.objective).trained(
+                module, vocab_size=folder.vocab_size, seq_len=seq_len
+            )
+            return describe(
+                module,
+                trained.batch,
+                loss_fn=trained.loss_fn,
+                loss_is_outside=trained.loss_is_outside,
+                param_dtype=getattr(torch, param_dtype),
+                reduce_dtype=torch.float32,
+            )
+        except ValueError as error:
+            raise ConfigError(f"model: {error}") from None
+
+    def check_fits(self, data: DataConf) -> None:
+        """Raise ConfigError unless the model can read such samples."""
+        assert isinstance(data, TextConf)
+        folder = self.folder()
+        self._check_seq_len(folder, data.seq_len, key="data.seq_len")
+        if not self.reads_with_own_tokenizer(data):
+            self._check_plain_tokens(folder, data)
+        if self.lora.rank:
+            import torch
+
+            try:
+                folder.on_meta(dtype=torch.float32, lora=self.adapters())
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+    def check_weights(self) -> None:
+        """Raise ConfigError unless there is something to begin training with."""
+        if self.lora.rank and not self.weights:
+            raise ConfigError(
+                "model.lora: adapters of random weights have nothing to adapt. Say "
+                "model.weights=true, or leave model.lora out."
+            )
+        folder = self.folder()
+        if self.weights and not folder.has_weights:
+            raise ConfigError(
+                f"model.weights: true but {folder.path} has no safetensors. Say "
+                "model.weights=false to begin with random ones."
+            )
+
+    def reads_with_own_tokenizer(self, data: TextConf) -> bool:
+        """Whether text is cut as the model was taught."""
+        is_auto = data.tokenizer is TokenizerKind.AUTO
+        return is_auto and self.folder().tokenizer_path is not None
+
+    def _check_plain_tokens(self, folder: "PretrainedFolder", data: TextConf) -> None:
+        from shardhet.models.pretrained import Objective
+
+        is_masked = folder.objective is Objective.MASKED
+        if is_masked and data.tokenizer is TokenizerKind.BPE:
+            raise ConfigError(
+                "data.tokenizer: BPE has no token for what is masked. Set "
+                "data.tokenizer=BYTES, or put a tokenizer.json into the folder."
+            )
+        needed = (NUM_BYTES if is_masked else data.num_token_kinds) + is_masked
+        if folder.vocab_size < needed:
+            raise ConfigError(
+                f"data.tokenizer: {needed} kinds of tokens but the vocab_size in "
+                f"{folder.path}/config.json is {folder.vocab_size}. Lower data.vocab_size, or "
+                "choose a model with a larger vocabulary."
+            )
+
+    @staticmethod
+    def _check_seq_len(folder: "PretrainedFolder", seq_len: int, *, key: str) -> None:
+        from shardhet.models.pretrained import Objective
+
+        least = 2 if folder.objective is Objective.SECOND_HALF else 1
+        most = folder.max_seq_len
+        if seq_len < least or (most is not None and seq_len > most):
+            raise ConfigError(
+                f"{key}: {seq_len} tokens but the model in {folder.path} takes {least} to "
+                f"{most or 'any number'}. Change {key}."
+            )

@@ -1,0 +1,334 @@
+"""A language model of Hugging Face's, by its folder: what it learns, and where its loss is.
+
+The folder is what ``save_pretrained`` writes: config.json, and weights and tokenizer.json where
+there are any.  transformers is imported when a model is asked for, and not before.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardhet.fsdp.caches import CacheSwitch
+from shardhet.fsdp.wrapping import find_units
+from shardhet.models.decoder import next_token_loss
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.sketch import LossFn, copy_with, last_module_fqn, quiet_fakes
+from shardhet.profiler.unit_runner import TrainedModel
+
+logger = logging.getLogger(__name__)
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+PROBED_TOKENS = 4
+NUM_EXAMPLES = 32
+NOISE_STD = 0.02  # the usual initializer_range
+
+
+class Objective(Enum):
+    """What a model learns from a window of text."""
+
+    NEXT_TOKEN = "next token"
+    MASKED = "masked tokens"
+    SECOND_HALF = "second half"  # token by token, the encoder having read the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (Hu et al., 2021), of which alone something is learned."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # names of linear layers
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainedFolder:
+    """A folder with a model, of which only config.json has been read."""
+
+    path: Path
+    config: Any  # transformers.PreTrainedConfig
+    objective: Objective
+
+    @classmethod
+    def open(cls, name: str) -> "PretrainedFolder":
+        """Of a folder, or of a hub's name that is in the local cache; no network is asked.
+
+        Raises ``ValueError`` where there is no model, or none that learns from text.
+        """
+        from transformers import AutoConfig
+
+        path = _find(name)
+        try:
+            config = AutoConfig.from_pretrained(path)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{path / CONFIG}: {reason} Give another folder.") from None
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"{path}: the model is quantized, so its rows are no rows of its parameters. "
+                "Give the folder of the model that it was made from."
+            )
+        return cls(path=path, config=config, objective=_objective_of(config, path))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its embedding."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest text that it takes; None where that is not said."""
+        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Its own tokenizer, if it is there."""
+        path = self.path / TOKENIZER
+        return path if path.is_file() else None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is more than a configuration."""
+        return any(self.path.glob("*.safetensors"))
+
+    def on_meta(self, *, dtype: torch.dtype, lora: Lora | None = None) -> nn.Module:
+        """The model without memory or values."""
+        with torch.device("meta"):
+            return _adapted(self._from_config(dtype), lora)
+
+    def in_memory(
+        self, *, dtype: torch.dtype, weights: bool, seed: int, lora: Lora | None = None
+    ) -> nn.Module:
+        """The model with the folder's weights, or with random ones that follow from ``seed``.
+
+        The whole of it, on every rank; equal on all.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self._from_folder(dtype) if weights else self._from_config(dtype)
+            return _adapted(model, lora).train()
+
+    def _from_config(self, dtype: torch.dtype) -> Any:
+        return self._auto_class().from_config(self.config, dtype=dtype)
+
+    def _from_folder(self, dtype: torch.dtype) -> Any:
+        from transformers.utils import logging as hf_logging
+
+        hf_logging.disable_progress_bar()  # every rank would draw one
+        model, loading = self._auto_class().from_pretrained(
+            self.path, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        if loading["missing_keys"]:
+            raise ValueError(
+                f"{self.path}: its safetensors lack {sorted(loading['missing_keys'])} of "
+                f"{type(model).__name__}. Give the folder of a whole model, or say "
+                "model.weights=false."
+            )
+        return model
+
+    def _auto_class(self) -> Any:
+        import transformers
+
+        return {
+            Objective.NEXT_TOKEN: transformers.AutoModelForCausalLM,
+            Objective.MASKED: transformers.AutoModelForMaskedLM,
+            Objective.SECOND_HALF: transformers.AutoModelForSeq2SeqLM,
+        }[self.objective]
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):
+            raise ValueError(
+                f"{name!r} is no folder, and no model of that name is in the local cache. Give "
+                "a folder with config.json, or download it with hf download."
+            ) from None
+    if not (path / CONFIG).is_file():
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path}: it holds an adapter and no model. Give the folder of the model that "
+                "it adapts."
+            )
+        raise ValueError(f"{path}: it has no {CONFIG}. Give a folder of save_pretrained.")
+    return path
+
+
+def _objective_of(config: Any, path: Path) -> Objective:
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = type(config)
+    is_named_masked = any("ForMaskedLM" in name for name in config.architectures or ())
+    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and config.is_encoder_decoder:
+        return Objective.SECOND_HALF
+    is_decoder = getattr(config, "is_decoder", False) and not is_named_masked
+    if kind in auto.MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
+        return Objective.MASKED
+    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return Objective.NEXT_TOKEN
+    raise ValueError(
+        f"{path / CONFIG}: model_type {config.model_type!r} is no language model that learns "
+        "from text alone. Give a causal or masked one, or an encoder with a decoder."
+    )
+
+
+def _adapted(model: Any, lora: Lora | None) -> nn.Module:
+    if lora is None:
+        plain: nn.Module = model
+        return plain
+    from peft import LoraConfig, get_peft_model
+
+    linear = {
+        fqn.rpartition(".")[2]
+        for fqn, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    }
+    missing = sorted(set(lora.targets) - linear)
+    if missing:
+        raise ValueError(
+            f"model.lora.targets: {missing} are no linear layers of {type(model).__name__}. "
+            f"Choose among {', '.join(sorted(linear))}."
+        )
+    adapters = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+    )
+    with warnings.catch_warnings():  # peft asks transformers by names that are going away
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted: nn.Module = get_peft_model(model, adapters)
+    return adapted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """How a model of Hugging Face's is called with tokens, and where its loss is computed.
+
+    Where what the last unit returns is what the model returns, the loss is put behind that
+    unit, microbatch by microbatch; else (a cap on logits, a cast) it follows the whole model.
+    """
+
+    objective: Objective
+    loss_is_in_head: bool
+    units: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, objective: Objective) -> "LanguageModel":
+        """Found by a forward without values; ``module`` is not touched."""
+        units = find_units(module, None, keeps_last=True)
+        head = last_module_fqn(module, units)
+        tokens = torch.zeros(2, PROBED_TOKENS, dtype=torch.int64)
+        return cls(
+            objective=objective,
+            loss_is_in_head=_hands_on(module, head, _inputs(objective, tokens)),
+            units=tuple(fqn for unit in units for fqn in unit.fqns),
+        )
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """For HetFSDP."""
+        return next_token_loss if self.loss_is_in_head else None
+
+    def __call__(self, model: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """(loss_sum, num_tokens) of ``model``, a HetFSDP, for tokens and targets."""
+        tokens, targets = tensors
+        targets = _predicted(self.objective, targets)
+        inputs = _inputs(self.objective, tokens)
+        if self.loss_is_in_head:
+            output = model(**inputs, loss_inputs=(targets,))
+            return getattr(output, "logits", output)
+        output = model(**inputs)
+        if isinstance(output, tuple):  # of a rank that never had a sample
+            return output
+        return next_token_loss(output.logits, targets)
+
+    def trained(
+        self,
+        module: nn.Module,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> TrainedModel:
+        """What can be measured: the model with random tokens."""
+        random = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(vocab_size, (NUM_EXAMPLES, seq_len), generator=random)
+        return TrainedModel(
+            module=module,
+            batch=ExampleBatch(
+                kwargs=_inputs(self.objective, tokens),
+                loss_inputs=(_predicted(self.objective, tokens),),
+            ),
+            loss_fn=next_token_loss,
+            loss_is_outside=not self.loss_is_in_head,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            init_fn=fill_with_noise,
+            seed=seed,
+        )
+
+
+def _inputs(objective: Objective, tokens: Tensor) -> dict[str, Tensor]:
+    if objective is not Objective.SECOND_HALF:
+        return {"input_ids": tokens}
+    half = tokens.shape[1] // 2
+    return {"input_ids": tokens[:, :half], "decoder_input_ids": tokens[:, half:]}
+
+
+def _predicted(objective: Objective, targets: Tensor) -> Tensor:
+    """The targets of the places that the model says something about."""
+    if objective is not Objective.SECOND_HALF:
+        return targets
+    return targets[:, targets.shape[1] // 2 :].contiguous()
+
+
+def _hands_on(module: nn.Module, head_fqn: str, inputs: dict[str, Tensor]) -> bool:
+    """Whether the model returns what its head returns, also where that is a loss."""
+    # Kernels of experts exist in some dtypes only.
+    return any(
+        _hands_on_in(dtype, module, head_fqn, inputs) for dtype in (None, torch.bfloat16)
+    )
+
+
+def _hands_on_in(
+    dtype: torch.dtype | None, module: nn.Module, head_fqn: str, inputs: dict[str, Tensor]
+) -> bool:
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    with quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        copied = copy_with(module, fake, param_dtype=dtype)
+        loss = (torch.empty(()), torch.empty(()))
+        head = copied.get_submodule(head_fqn)
+        head.register_forward_hook(lambda _module, _args, _output: loss)
+        try:
+            with CacheSwitch(copied).off():
+                output = copied(**{name: fake(each) for name, each in inputs.items()})
+        except Exception as error:  # whatever code after the head makes of a loss
+            logger.info("%s: a loss in place of its logits: %s", type(module).__name__, error)
+            return False
+        return getattr(output, "logits", None) is loss
+
+
+@torch.no_grad()
+def fill_with_noise(module: nn.Module) -> None:
+    """Values for a measurement, which depends on them as little as on tokens."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.is_floating_point():
+            nn.init.normal_(tensor, std=NOISE_STD)
