@@ -116,7 +116,8 @@ def _count_call(
     del outputs
     graph_bytes = live.live_bytes
     if edges:
-        hooks = [p.register_post_accumulate_grad_hook(_drop_grad) for p in params]
+        trained = [p for p in params if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(_drop_grad) for p in trained]
         with live, backward:
             torch.autograd.backward(edges, grads)
         for hook in hooks:
