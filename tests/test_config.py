@@ -184,7 +184,10 @@ CHOICES = [
     for group, choices in choices_by_group(conf_dir()).items()
     for choice in choices
 ]
+LLAMA = {"model_type": "llama", "vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2,
+         "intermediate_size": 24, "num_attention_heads": 2}  # fmt: skip
 NEEDED = {
+    "model=hf": ["model.path={tmp}", "model.weights=false"],
     "model=vit": ["data=digits"],
     "model=vit_g": ["data=digits", "model.patch_side=2"],
     "data=digits": ["model=vit"],
@@ -197,7 +200,10 @@ NEEDED = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path) -> None:
+    if choice == "model=hf":
+        pytest.importorskip("transformers")
     Plan.even(2, microbatch_size=1).save(tmp_path / "plan.json")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     more = [each.format(tmp=tmp_path) for each in NEEDED.get(choice, [])]
     cfg = compose_with([choice, *more])
     conf = to_conf(cfg)

@@ -54,7 +54,14 @@ SHAPE: dict[str, Any] = {
 GROUPED = {**SHAPE, "head_dim": 8}
 PLAIN = {key: SHAPE[key] for key in SHAPE if key != "num_key_value_heads"}
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
-T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_heads": 2}
+T5 = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 3,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {**GPT2, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True},
     "llama": SHAPE,

@@ -86,7 +86,7 @@ class RuleFinder:
         joins = (Join.MEAN, Join.SHARED) if whole.dim() == 0 else (Join.SHARED, Join.MEAN)
         rules = axes or (*joins, Join.SUM)
         fitting = [rule for rule in rules if self._fits(whole, parts, rule)]
-        if fitting == list(rules) and not axes:
+        if Join.SUM in fitting and len(fitting) > 1:
             self.undecided.append(index)  # it is zero
             return Join.SUM
         if len(fitting) > 1 and axes:

@@ -193,6 +193,7 @@ class Runtime:
         self._check_is_inside(unit.fqn)
         needs_backward = self._needs_backward(module, args, kwargs)
         if self._prober.is_running:
+            self._lifeline.doing = f"forward of unit {unit.fqn!r}"
             self._prober.enter(unit_index, needs_backward)
             with self._visiting_unit(unit.fqn):
                 return self._prober.call(module.fqn, module.forward, args, kwargs)
