@@ -122,7 +122,7 @@ class Runtime:
         self.root.unshard()
         self._take_in(self.root)
         if index == UNKNOWN:
-            self._lifeline.doing = "the probe of the model's first call of this kind"
+            self._lifeline.doing = "model(...), the probe of its first call of this kind"
         findings = self._known.begin(
             index, call, run_module, is_training=is_training, splits=splits
         )
