@@ -238,7 +238,7 @@ def _loss_inputs_seen(rank: int) -> None:
     model = HetFSDP(module, plan, param_dtype=torch.bfloat16, loss_fn=loss_fn)
     targets = torch.full((4, 1), 1000.5)
     loss = model.backward(*model(torch.zeros(4, 4), loss_inputs=targets))
-    assert seen == [torch.float32] * 2
+    assert set(seen) == {torch.float32}  # in the probe too
     assert loss is not None
 
 

@@ -84,7 +84,7 @@ class _VisitFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         versions = [t._version for t in tensors]
-        call.autocast_dtype = _autocast_dtype(visit.device_type)
+        call.autocast_dtype = autocast_dtype_now(visit.device_type)
         with visit.random_state():
             for i in range(len(call.spans)):
                 with visit.watch_forward(i):
@@ -116,7 +116,7 @@ class _VisitFunction(torch.autograd.Function):
             for i in range(len(call.spans)):
                 with visit.watch_backward(i):
                     if visit.recomputes:
-                        with _autocast(visit.device_type, call.autocast_dtype):
+                        with autocast_as(visit.device_type, call.autocast_dtype):
                             graph, output = call.run_with_graph(i, tensors, is_repeated=True)
                         graph.end_at(tensors_in(output))
                         del output
@@ -178,7 +178,7 @@ class _Call:
         args, kwargs = unflatten(leaves, visit.rules.arguments.spec)
         start = self.spans[microbatch].start
         visit.seed_microbatch(start)
-        autocast = _autocast(visit.device_type, _autocast_dtype(visit.device_type))
+        autocast = autocast_as(visit.device_type, autocast_dtype_now(visit.device_type))
         with autocast, visit.around_forward(start, is_repeated):
             return visit.function(*args, **kwargs)
 
@@ -224,14 +224,14 @@ def writes_on_input(unit_fqn: str) -> str:
     )
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+def autocast_dtype_now(device_type: str) -> torch.dtype | None:
     """The dtype that autocast casts to now; None where it is off."""
     if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
-def _autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast_as(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Autocast as it was in forward, without its cache: that would outlive the parameters."""
     if dtype is None and not torch.is_autocast_enabled(device_type):
         return nullcontext()

@@ -271,7 +271,7 @@ class HetFSDP(ModuleOfRows):
         mine = torch.zeros(2, dtype=torch.float64, device=self._comm.device)
         if self._runtime.batch is not None and self._runtime.batch.num_samples:
             mine[0] = loss_sum.detach()  # of no samples it may be 0 / 0
-            mine[1] = num_tokens
+        mine[1] = num_tokens
         return self._comm.reduce_channel.gather_rows(mine)
 
     def _check_finite(self, losses: Sequence[float]) -> None:

@@ -38,7 +38,13 @@ from shardhet.fsdp.batching import (
     unflatten,
 )
 from shardhet.fsdp.comparing import fingerprint
-from shardhet.fsdp.layered import cut, tensors_in, writes_on_input
+from shardhet.fsdp.layered import (
+    autocast_as,
+    autocast_dtype_now,
+    cut,
+    tensors_in,
+    writes_on_input,
+)
 from shardhet.fsdp.module_state import BufferWrites, counters, restored_modules
 from shardhet.fsdp.rules import (
     LARGE,
@@ -354,7 +360,10 @@ class Probe:
         args, kwargs = unflatten(self._with(leaves, given), arguments.spec)
         grad_mode = torch.enable_grad() if with_graph else torch.no_grad()
         try:
-            with self._watcher.call(fqn, given), grad_mode:
+            # Without autocast's cache, which would carry casts of parameters from call to call.
+            kind = self._anchor.device.type
+            autocast = autocast_as(kind, autocast_dtype_now(kind))
+            with self._watcher.call(fqn, given), grad_mode, autocast:
                 output = function(*args, **kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
