@@ -7,6 +7,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from shardhet import Plan
 from tests.edge_plans import PLANS, UNEVEN, every_plan
-from tests.ordinary import Pair
+from tests.ordinary import WIDTH, Net, Pair
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 WITHIN_S = 10.0
@@ -334,6 +335,26 @@ def accumulate_over_all_tokens(rank: int, plan: Plan) -> None:
 @every_plan
 def test_the_mean_over_several_forwards_takes_the_tokens_of_all(plan: Plan) -> None:
     run_ranks(accumulate_over_all_tokens, len(plan.ranks), plan)
+
+
+def count_some(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    x = torch.arange(sum(pair.sizes), dtype=torch.float64)[:, None].repeat(1, WIDTH)
+    batch = pair.batch() | {"x": x}
+
+    def forward(self: Net, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        # On a probe's samples too, both times the same number of them.
+        return Net.forward(self, x, y)[0], int((x[:, 0] % 4 < 2).sum())
+
+    for module in (pair.plain, pair.model.module):
+        module.forward = partial(forward, module)
+    pair.backward(batch)
+    pair.same_grads()
+
+
+@every_plan
+def test_a_count_of_a_rank_without_samples_is_zero(plan: Plan) -> None:
+    run_ranks(count_some, len(plan.ranks), plan)
 
 
 def one_backward_for_two(rank: int) -> None:

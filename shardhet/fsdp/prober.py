@@ -302,6 +302,16 @@ def _explained(
     return error
 
 
+def _for_no_samples(plain: Any) -> Any:
+    """What a plain output of a model is for no samples; a number counts something, so zero.
+
+    Even one that two runs agree on: their samples may happen to have equally many tokens.
+    """
+    if type(plain) in (int, float):
+        return type(plain)(0)
+    return plain if is_plain(plain) else None
+
+
 class _Attempt:
     """All runs of one probe, with one reading of the model's arguments."""
 
@@ -443,7 +453,7 @@ class _Attempt:
         leaves: list[Any] = []
         for one, other in zip(small, large, strict=False):
             if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-                leaves.append(one if is_plain(one) else None)
+                leaves.append(_for_no_samples(one))
                 continue
             try:
                 axes = find_axis(one, other, SIZES)
