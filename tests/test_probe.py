@@ -553,10 +553,11 @@ class Counting(nn.Module):
 
 
 class RandomOutside(Net):
-    """Functional dropout outside of units."""
+    """Noise that is added outside of units."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.5, self.training)
+        x = super().forward(x)
+        return x + torch.randn_like(x)
 
 
 @both_ways

@@ -61,6 +61,7 @@ _WAVES = {
     "num_labels": NUM_CLASSES,
     "classifier_proj_size": 16,
     "ctc_zero_infinity": True,
+    "ctc_loss_reduction": "mean",  # over samples; as it comes it is a sum, not to be multiplied
     "pad_token_id": 0,
     "mask_time_length": 2,
 }

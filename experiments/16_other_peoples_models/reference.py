@@ -1,10 +1,11 @@
 """What one process gives: the plan's microbatches one after the other, seeded as planned."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from calls import MAX_NORM, SEED, call, loss_of, make_batches, make_model, part_of, units_of
@@ -20,7 +21,10 @@ from comparison import (
 )
 from records import Batch, Family, Named, Way
 from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
 
+from shardhet.fsdp.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.seeds import microbatch_seed
 from shardhet.fsdp.wrapping import UnitModules
 
@@ -192,6 +196,33 @@ class Seeds:
         torch.manual_seed(microbatch_seed(SEED, self._step, fqn, number, self._first_sample))
 
 
+class _SeedingFunctions(TorchFunctionMode):
+    """Seeds before dropout that is called as a function outside of ``modules``."""
+
+    def __init__(self, seeds: Seeds, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._seeds = seeds
+        self._depth = 0
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self._move(1))
+            module.register_forward_hook(lambda *_: self._move(-1), always_call=True)
+
+    def _move(self, by: int) -> None:
+        self._depth += by
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is dropout and not self._depth and kwargs["training"] and kwargs["p"]:
+            self._seeds.enter(DROPOUT_CALLS)
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[Seeds]:
     """Units, and what draws numbers outside of them, seed as HetFSDP's do."""
@@ -202,7 +233,8 @@ def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[Seeds]:
         module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
         for fqn, module in modules
     ]
-    yield seeds
+    with _SeedingFunctions(seeds, [module for _, module in modules]):
+        yield seeds
     for hook in hooks:
         hook.remove()
 

@@ -46,6 +46,7 @@ from shardhet.fsdp.layered import (
     writes_on_input,
 )
 from shardhet.fsdp.module_state import BufferWrites, counters, restored_modules
+from shardhet.fsdp.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.rules import (
     LARGE,
     PARTS,
@@ -148,6 +149,7 @@ class Probe:
     ) -> Any:
         """What a call of one of a unit's modules gives in the present run."""
         leaves, spec = flatten((args, kwargs))
+        self._watcher.check_arguments(fqn, tensors_in(leaves))
         key = CallKey(fqn, self._num_calls[fqn])
         self._num_calls[fqn] += 1
         with self._watcher.paused():
@@ -200,7 +202,8 @@ class Probe:
     ) -> tuple[Seen, Any]:
         """What the call gives for two samples."""
         graph = self._has_gradients and torch.is_grad_enabled()
-        module = self._module.get_submodule(fqn)
+        # A function is none of the model's modules, and counts nothing.
+        module = nn.Module() if fqn == DROPOUT_CALLS else self._module.get_submodule(fqn)
         before = counters(module)
         output = self._apply(fqn, function, leaves, arguments, with_graph=graph)
         once = counters(module)
@@ -469,7 +472,8 @@ def _refuse_random(operation: str) -> None:
         ValueError(
             f"the model draws random numbers outside of units ({operation}), once for the "
             "rank's whole batch, so that the result depends on the plan. Draw them inside of "
-            "a unit, or by a module such as nn.Dropout."
+            "a unit, by nn.Dropout or torch.nn.functional.dropout, or leave that out "
+            "(layerdrop=0.0)."
         )
     )
 

@@ -28,6 +28,7 @@ from shardhet.fsdp.batching import (
 from shardhet.fsdp.layered import tensors_in
 from shardhet.fsdp.order import OrderFinder, PeerFailed
 from shardhet.fsdp.probe import CallKey, Probe
+from shardhet.fsdp.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.rules import LARGE, SIZES, SMALL
 from shardhet.fsdp.seeds import restored_random_state
 from shardhet.fsdp.signature import ModelCall, is_plain
@@ -58,6 +59,7 @@ class Findings:
     schedule: Schedule
     splits: bool  # whether any rank has several microbatches
     is_certain: bool  # else they serve for one step
+    has_root_dropout: bool  # called as a function, outside of units
     empty_output: Any  # the model's output for no samples, with ``Zeros``; None: not known
 
     def make_empty_output(self, device: torch.device) -> Any:
@@ -182,6 +184,7 @@ class Prober:
             schedule=schedule,
             splits=attempt.splits,
             is_certain=all(row[0] for row in rows),
+            has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
             empty_output=None if form is None else pickle.loads(form),
         )
 

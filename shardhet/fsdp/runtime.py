@@ -26,6 +26,7 @@ from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
 from shardhet.fsdp.prober import Prober, RunModule
+from shardhet.fsdp.root_dropout import RootDropout
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
@@ -92,6 +93,7 @@ class Runtime:
             reshard_after_forward=plan.reshard_after_forward,
         )
         self._known = KnownCalls(self._prober, control)
+        self._dropout = RootDropout(module, self.visit_piece)
 
         self.unit_by_unit: UnitByUnit | None = None  # inside that context
         # Of the step in progress
@@ -123,9 +125,10 @@ class Runtime:
         self._take_in(self.root)
         if index == UNKNOWN:
             self._lifeline.doing = "model(...), the probe of its first call of this kind"
-        findings = self._known.begin(
-            index, call, run_module, is_training=is_training, splits=splits
-        )
+        with self._dropout.taken_over(is_needed=index == UNKNOWN):
+            findings = self._known.begin(
+                index, call, run_module, is_training=is_training, splits=splits
+            )
         self._order.begin(findings.schedule)
         self._cursor = 0
         self._num_visits.clear()
@@ -134,7 +137,8 @@ class Runtime:
         if is_training:
             self._norms.begin()
         if self.batch.num_samples:
-            with self._random.around(is_training):
+            taken_over = self._dropout.taken_over(is_needed=findings.has_root_dropout)
+            with self._random.around(is_training), taken_over:
                 self._random.seed("", 0, self.step, self.batch.first_sample, is_training)
                 output = run_module(*call.with_all())
             self._order.end_visits(self._cursor)
@@ -202,7 +206,8 @@ class Runtime:
         self._begin_turn()
         call = self._num_visits[unit.fqn]
         self._num_visits[unit.fqn] += 1
-        leaves, rules = self._known.prepare(module, (args, kwargs))
+        with self._dropout.left_alone():
+            leaves, rules = self._known.prepare(module, (args, kwargs))
         visit = self._make_visit(
             module,
             rules,
@@ -224,18 +229,20 @@ class Runtime:
         if self.batch is None or not self.batch.num_samples or not module.module.training:
             return module.forward(*args, **kwargs)
         needs_backward = self._needs_backward(module, args, kwargs)
-        if self._prober.is_running:
-            return self._prober.call(module.fqn, module.forward, args, kwargs)
-        call = self._known.count(module)
-        leaves, rules = self._known.prepare(module, (args, kwargs))
-        visit = self._make_visit(module, rules, call=call)
-        return run_visit(visit, self._anchor if needs_backward else None, leaves)
+        with self._dropout.left_alone():
+            if self._prober.is_running:
+                return self._prober.call(module.fqn, module.forward, args, kwargs)
+            call = self._known.count(module)
+            leaves, rules = self._known.prepare(module, (args, kwargs))
+            visit = self._make_visit(module, rules, call=call)
+            return run_visit(visit, self._anchor if needs_backward else None, leaves)
 
     @contextmanager
     def _visiting_unit(self, unit_fqn: str) -> Iterator[None]:
         self._visiting = unit_fqn
         try:
-            yield
+            with self._dropout.left_alone():
+                yield
         finally:
             self._visiting = ""
 
@@ -294,7 +301,10 @@ class Runtime:
             param_addresses=frozenset(flat.unsharded_address for flat in flats),
             device_type=self._comm.device.type,
             random_state=partial(self._random.around, is_training),
-            seed_microbatch=self._seeder(unit_fqn, call, is_training),
+            # What is computed once for all samples draws the same on every rank.
+            seed_microbatch=self._seeder(
+                unit_fqn, call, first_sample if rules.is_batched else 0, is_training
+            ),
             around_forward=around_forward,
             watch_forward=partial(self.observers.watch, unit_fqn, Activity.FORWARD),
             watch_backward=partial(self.observers.watch, unit_fqn, Activity.BACKWARD),
@@ -430,9 +440,10 @@ class Runtime:
         self.batch = None
         self.awaits_backward = False
 
-    def _seeder(self, unit_fqn: str, call: int, is_training: bool) -> Callable[[int], None]:
-        assert self.batch is not None
-        first_sample, step = self.batch.first_sample, self.step
+    def _seeder(
+        self, unit_fqn: str, call: int, first_sample: int, is_training: bool
+    ) -> Callable[[int], None]:
+        step = self.step
 
         def seed_microbatch(start: int) -> None:
             self._random.seed(unit_fqn, call, step, first_sample + start, is_training)

@@ -3,7 +3,8 @@
 Before each microbatch of a unit the generators are seeded from (seed, step, unit, which call
 of it, the global index of the microbatch's first sample); recomputation in backward gets the
 same seed.  One process that runs the plan's microbatches with these seeds draws the same
-dropout masks.
+dropout masks.  A call that no sample goes into (dropout of a table of positions) is made once
+for all of them, and seeded as if for the first.
 """
 
 from collections.abc import Iterator

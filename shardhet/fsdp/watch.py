@@ -89,6 +89,11 @@ class Watcher(TorchDispatchMode):
         for tensor in tensors:
             self._made_at[tensor] = self._place
 
+    def check_arguments(self, unit_fqn: str, tensors: Sequence[Tensor]) -> None:
+        """Raise if a unit is passed a parameter of a unit that is not being called."""
+        for tensor in tensors:
+            self._check_rows(tensor, f"the arguments of unit {unit_fqn!r}")
+
     def check_returned(self, tensors: Sequence[Tensor]) -> None:
         """Raise if the model returns a tensor that a unit has made but not returned."""
         for tensor in tensors:
@@ -130,23 +135,25 @@ class Watcher(TorchDispatchMode):
         """Layers that are dropped with probability 0 draw a number for nothing."""
         is_never = name == "lt" and not isinstance(args[1], Tensor) and args[1] <= 0
         if not is_never and name not in ("_local_scalar_dense", "is_nonzero"):
-            self.on_random_outside(name)
+            self.on_random_outside("layers left out by a random number, perhaps")
+
+    def _check_rows(self, tensor: Tensor, used_by: str) -> None:
+        if id(tensor) not in self.rows:
+            return
+        where = (
+            "code outside of units" if self._place == OUTSIDE else f"unit {self._unit_fqn!r}"
+        )
+        raise Refusal(
+            ValueError(
+                f"{self.rows[id(tensor)]} is used by {where} (in {used_by}), but it belongs "
+                "to a unit that is not being called, so this rank sees only its own rows. Use "
+                "it inside of that unit, or make the module that uses it a unit: "
+                "HetFSDP(units=[...])."
+            )
+        )
 
     def _check(self, tensor: Tensor, used_by: str) -> None:
-        if id(tensor) in self.rows:
-            where = (
-                f"unit {self._unit_fqn!r}"
-                if self._place != OUTSIDE
-                else "code outside of units"
-            )
-            raise Refusal(
-                ValueError(
-                    f"{self.rows[id(tensor)]} is used by {where} (in {used_by}), but it "
-                    "belongs to a unit that is not being called, so this rank sees only its "
-                    "own rows. Use it inside of that unit, or make the module that uses it a "
-                    "unit: HetFSDP(units=[...])."
-                )
-            )
+        self._check_rows(tensor, used_by)
         place = self._made_at.get(tensor)
         if place is None or place == self._place or _address(tensor) in self._allowed:
             return

@@ -5,14 +5,17 @@ Root code runs per microbatch here and per rank there, so a root that mixes samp
 something else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from shardhet.fsdp.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.seeds import microbatch_seed
 from shardhet.fsdp.wrapping import find_units
 from tests.fuzzing.model import Batch, FuzzModel, call_model, loss_of, part_of
@@ -45,11 +48,40 @@ class SeededCalls:
         """Draw on as before it."""
         torch.set_rng_state(self._states.pop())
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether root code is running."""
+        return not self._states
+
     def _seed_call(self, fqn: str) -> None:
         call = self._calls_by_fqn.get(fqn, 0)
         self._calls_by_fqn[fqn] = call + 1
         seed = microbatch_seed(self._seed, self._step, fqn, call, self._first_sample)
         torch.manual_seed(seed)
+
+
+class SeededFunctions(TorchFunctionMode):
+    """Dropout that root code calls as a function draws as a call of its own."""
+
+    def __init__(self, seeds: SeededCalls) -> None:
+        super().__init__()
+        self._seeds = seeds
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not dropout or not self._seeds.is_outside or not kwargs["training"]:
+            return func(*args, **kwargs)
+        self._seeds.enter(DROPOUT_CALLS)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._seeds.leave()
 
 
 class Reference:
@@ -151,7 +183,8 @@ class Reference:
         ]
         state = torch.get_rng_state()
         try:
-            yield seeds
+            with SeededFunctions(seeds):
+                yield seeds
         finally:
             torch.set_rng_state(state)
             for hook in hooks:

@@ -1,0 +1,74 @@
+"""Dropout that the model calls as a function, outside of units and of ``nn.Dropout``.
+
+A call of ``torch.nn.functional.dropout`` would draw once for all of the rank's samples.  While
+code outside of units runs, such a call is taken over and run microbatch by microbatch, seeded
+by microbatch, as a call of ``nn.Dropout`` is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+)
+
+from shardhet.fsdp.unit import UnitModule
+
+DROPOUT_CALLS = "torch.nn.functional.dropout"  # the fqn of all such calls; no module has it
+
+_FUNCTIONS = frozenset(
+    (
+        functional.dropout,
+        functional.dropout1d,
+        functional.dropout2d,
+        functional.dropout3d,
+        functional.alpha_dropout,
+        functional.feature_alpha_dropout,
+    )
+)
+
+Visit = Callable[[UnitModule, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class RootDropout:
+    """Hands each such call of ``root`` to ``visit``, where it is asked to."""
+
+    def __init__(self, root: nn.Module, visit: Visit) -> None:
+        self._mode = _Taking(root, visit)
+
+    def taken_over(self, *, is_needed: bool = True) -> AbstractContextManager[Any]:
+        """Inside, code outside of units runs; a model without such calls pays nothing."""
+        return self._mode if is_needed else nullcontext()
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Inside, a unit or an ``nn.Dropout`` is computed, which sees microbatches itself."""
+        if _get_current_function_mode() is not self._mode:
+            yield
+            return
+        with _pop_mode_temporarily():
+            yield
+
+
+class _Taking(TorchFunctionMode):
+    def __init__(self, root: nn.Module, visit: Visit) -> None:
+        super().__init__()
+        self._root = root
+        self._visit = visit
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FUNCTIONS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
+            return self._visit(UnitModule(DROPOUT_CALLS, self._root, func, False), args, kwargs)
+        return func(*args, **kwargs)
