@@ -142,20 +142,31 @@ class PretrainedRows:
         model._weight_conversions = used  # type: ignore[assignment]  # no submodule of it
         self._last: tuple[Recipe, dict[str, Tensor]] | None = None
         self._alias: dict[str, str] = {}
+        # By parameter and before anything wraps the model: an adapter renames what it adapts.
+        self._names: dict[nn.Parameter, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(param, []).append(name)
         self.missing = sorted(self._whole.keys() - self._recipe_by_name.keys())
 
     def answer_to(self, module: nn.Module) -> None:
         """Go by the fqns of ``module``, which wraps the model, from now on.
 
-        A tied parameter has several; the folder may have any one of them.
+        A tied parameter has several; the folder may have any one of them.  Raises
+        ``ValueError`` where one of the model's own parameters is gone.
         """
-        names_by_id: dict[int, list[str]] = {}
-        for name, param in self._model.named_parameters(remove_duplicate=False):
-            names_by_id.setdefault(id(param), []).append(name)
+        answered = set()
         for fqn, param in module.named_parameters(remove_duplicate=False):
-            names = names_by_id.get(id(param), [])
+            names = self._names.get(param, [])
             there = [name for name in names if name in self._recipe_by_name]
             self._alias[fqn] = (there or names or [""])[0]
+            answered.add(param)
+        lost = [names[0] for param, names in self._names.items() if param not in answered]
+        if lost:
+            raise ValueError(
+                f"adapt: {', '.join(lost[:4])} of the model are parameters of its no more, so "
+                "the folder's values would be lost. Keep the model's own parameters, as "
+                "get_peft_model does."
+            )
 
     def has(self, fqn: str) -> bool:
         """Whether the folder has it."""
