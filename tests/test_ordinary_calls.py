@@ -81,6 +81,57 @@ def test_norms_of_gradients_are_those_of_one_process(plan: Plan) -> None:
     run_ranks(take_norms, len(plan.ranks), plan)
 
 
+REDUCTIONS: list[Callable[[Tensor], Tensor]] = [
+    Tensor.sum,
+    Tensor.mean,
+    torch.max,
+    Tensor.amin,
+    lambda grad: grad.abs().max(),
+    lambda grad: (grad**2).mean(),
+    lambda grad: (grad == 0).sum(),
+    lambda grad: (grad > 0).double().mean(),
+    lambda grad: grad.isnan().any(),
+    lambda grad: torch.isfinite(grad).all(),
+    lambda grad: (~grad.isfinite()).any(),
+    lambda grad: torch.count_nonzero(grad),
+]
+
+
+def take_reductions(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    pair.backward()
+    for own, other in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        for reduction in REDUCTIONS:
+            found, expected = reduction(own.grad), reduction(other.grad)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        if own.grad.dim() > 1:  # of each row for itself
+            assert own.grad.sum(1).shape == own.grad.mean(-1).shape == own.grad.shape[:1]
+        assert torch.max(own.grad, torch.zeros_like(own.grad)).shape == own.grad.shape
+    first = next(iter(pair.model.parameters()))
+    if first.grad.numel() and rank == 0:
+        first.grad[0] = math.nan
+    is_bad = any(p.grad.isnan().any() for p in pair.model.parameters())
+    assert is_bad == (pair.plan.ranks[0].state_share > 0)
+
+
+@every_plan
+def test_reductions_of_gradients_are_those_of_one_process(plan: Plan) -> None:
+    run_ranks(take_reductions, len(plan.ranks), plan)
+
+
+def refuse_reductions(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    grads = [param.grad for param in pair.model.parameters() if param.dim() > 1]
+    for reduction in (Tensor.std, torch.median, lambda g: g.sum(0), lambda g: g.mean((0, 1))):
+        with pytest.raises(RuntimeError, match="this rank has some rows only"):
+            reduction(grads[0])
+
+
+def test_what_cannot_be_put_together_is_refused() -> None:
+    run_ranks(refuse_reductions, 2, fresh_world=True)
+
+
 def clip_what_is_not_finite(rank: int, plan: Plan) -> list[str]:
     pair = Pair(plan)
     pair.backward()

@@ -1,19 +1,23 @@
-"""Gradients that know they are rows: a norm of one is the whole parameter's, over all ranks.
+"""Gradients that know they are rows: what reduces one to a number means the whole parameter.
 
-``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` reduce what they find in
-``.grad`` to one number, on every rank for itself.  So ``.grad`` of a HetFSDP's parameters is a
-``RowGradient``, a tensor like any other but for these calls:
+``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and a loop that looks for NaN
+reduce what they find in ``.grad`` to one number, on every rank for itself.  So ``.grad`` of a
+HetFSDP's parameters is a ``RowGradient``, a tensor like any other but for these calls:
 
     linalg.vector_norm, norm, _foreach_norm   a ``RowNorm``: this rank's part of a norm
     stack of RowNorms, and the norm of that   one number, agreed on by all ranks (clip_grad)
     any other use of a RowNorm                the norm of the whole parameter, likewise
     _amp_foreach_non_finite_check_and_unscale_  found_inf is that of all ranks
+    abs, isnan, comparisons, ...              rows again
+    sum, mean, max, min, any, all             of the whole parameter, at once; along another
+                                              dimension than the first, of each row as usual
+    var, std, median, argmax, ...             refused, except along another dimension
 
 The optimizers' kernels (fused, foreach) take it as it is, parameters stay plain Parameters.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +86,24 @@ class RowGroup:
             self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
             rows = self.comm.reduce_channel.gather_rows(found_inf.reshape(1).double())
         found_inf.copy_(rows.amax().reshape(found_inf.shape))
+
+    def reduce(self, local: float, numel: int, kind: str) -> float:
+        """The "sum", "mean", "max" or "min" over all ranks' ``numel`` elements.  Collective.
+
+        ``local`` is that of this rank's elements, whatever it is where it has none.
+        """
+        call = f"p.grad.{kind}"
+        with self.lifeline.guard(call):
+            given = self.control.enter(call, [local, numel], within_s=SECONDS_FOR_ALL_TO_COME)
+        parts = [(value, int(count)) for value, count in given if count]
+        if not parts:
+            return 0.0 if kind == "sum" else math.nan
+        if kind == "mean":
+            return sum(value * n for value, n in parts) / sum(n for _, n in parts)
+        if kind == "sum":
+            return sum(value for value, _ in parts)
+        largest = torch.tensor([value for value, _ in parts], dtype=torch.float64)
+        return float(largest.amax() if kind == "max" else largest.amin())  # NaN stays NaN
 
     def refuse(self, what: str) -> None:
         """Raise ``RuntimeError`` here and, as soon as they meet, on the other ranks."""
@@ -284,6 +306,33 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
     return [RowNorm.of([part], order, is_vector=False) for part in parts]
 
 
+def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """``sum`` and others of all elements; what works on each row for itself as it is."""
+    grad = args[0] if args else kwargs.get("input")
+    if not isinstance(grad, RowGradient) or _is_along_rows(grad, args, kwargs):
+        with _plainly():
+            return func(*args, **kwargs)
+    name = func.__name__
+    others = {key: value for key, value in kwargs.items() if key not in ("input", "dtype")}
+    if name not in _COMBINED_AS or len(args) > 1 or others:
+        grad._rows.refuse(f"{name}{'' if len(args) == 1 and not others else ' along dim 0'}")
+    with _plainly():
+        dtype = {key: kwargs[key] for key in ("dtype",) if key in kwargs}
+        some = grad if grad.numel() else grad.new_zeros(1)
+        local = func(some, **dtype)
+        whole = grad._rows.reduce(float(local), grad.numel(), _COMBINED_AS[name])
+        return torch.full_like(local, whole)
+
+
+def _is_along_rows(grad: Tensor, args: tuple[Any, ...], kwargs: Kwargs) -> bool:
+    """Or element by element, as the maximum of two tensors."""
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if isinstance(dims, Tensor):
+        return True
+    dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    return bool(isinstance(dims, tuple | list) and dims and all(d % grad.dim() for d in dims))
+
+
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> None:
     """``torch._amp_foreach_non_finite_check_and_unscale_``, called by GradScaler."""
     grads, found_inf, *_ = args
@@ -302,12 +351,39 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         return grad._rows.mark(same) if isinstance(grad, RowGradient) else same
 
 
+_COMBINED_AS = {
+    "sum": "sum",
+    "count_nonzero": "sum",
+    "mean": "mean",
+    "max": "max",
+    "amax": "max",
+    "any": "max",
+    "min": "min",
+    "amin": "min",
+    "all": "min",
+}
+_REFUSED = ("argmax", "argmin", "aminmax", "logsumexp", "median", "nanmean", "nansum", "prod",
+            "quantile", "std", "std_mean", "var", "var_mean")  # fmt: skip
+# Not clone: optimizers keep what it gives.
+_ELEMENT_WISE = ("abs", "bitwise_not", "eq", "ge", "gt", "isfinite", "isinf", "isnan", "le",
+                 "logical_not", "lt", "ne", "neg", "pow", "square")  # fmt: skip
+_OPERATORS = ("__abs__", "__eq__", "__ge__", "__gt__", "__invert__", "__le__", "__lt__",
+              "__ne__", "__neg__", "__pow__")  # fmt: skip
+
+
+def _calls(names: Iterable[str]) -> list[Callable[..., Any]]:
+    """The functions and methods of these names."""
+    return [getattr(where, name) for where in (torch, Tensor) for name in names
+            if hasattr(where, name)]  # fmt: skip
+
+
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(
         (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _take_norm
     ),
     torch._foreach_norm: _take_norms,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    **dict.fromkeys(_calls((*_COMBINED_AS, *_REFUSED)), _reduce),
     **dict.fromkeys(
         (
             Tensor.detach,
@@ -315,6 +391,7 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
             Tensor.to,
             Tensor.float,
             Tensor.double,
+            *_calls((*_ELEMENT_WISE, *_OPERATORS)),
         ),
         _keep_rows,
     ),
