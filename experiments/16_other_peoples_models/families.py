@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from other_families import OTHERS
-from plans import ALONE, APART, KEPT, RECOMPUTED
+from plans import APART, PLANS
 from records import Case, Family, Loss, Way
 from text_families import TEXT
 
@@ -14,7 +14,6 @@ WAYS: dict[str, Way] = {
     way.name: way
     for way in (
         DOCUMENTED,
-        Way(name="careful", without=("attention_mask",), call_options={"use_cache": False}),
         Way(name="labels", loss=Loss.INNER),
         Way(name="num_items", loss=Loss.ITEMS),
         Way(name="loss_fn", loss=Loss.FUNCTION),
@@ -37,10 +36,7 @@ WAYS: dict[str, Way] = {
         Way(name="units", has_coarse_units=True),
     )
 }
-PLANS_BY_WAY = {
-    DOCUMENTED.name: (ALONE.name, KEPT.name, RECOMPUTED.name, APART.name),
-    "careful": (ALONE.name, KEPT.name, RECOMPUTED.name),
-}
+WITH_ALL_PLANS = (DOCUMENTED.name, "labels", "lora", "units")
 
 
 def ways_of(family: Family) -> Iterator[str]:
@@ -51,7 +47,7 @@ def ways_of(family: Family) -> Iterator[str]:
         yield "labels"
     if family.task.takes_num_items:
         yield "num_items"
-    if not family.takes_no_default:
+    if family.takes_loss_fn and not family.takes_no_default:
         yield "loss_fn"
     if family.task.has_mask:
         yield "no mask"
@@ -72,7 +68,7 @@ def ways_of(family: Family) -> Iterator[str]:
 
 
 def cases_of(family: Family, way: str, *, is_quick: bool = False) -> Iterator[Case]:
-    """All plans for the documented call, the one with most in it for the others."""
-    plans = PLANS_BY_WAY.get(way, (APART.name,))
-    for plan in plans[-1:] if is_quick else plans:
+    """All plans for what is documented most, the one with most in it for the others."""
+    has_all = way in WITH_ALL_PLANS and not is_quick
+    for plan in PLANS if has_all else (APART.name,):
         yield Case(family=family.name, way=way, plan=plan)

@@ -170,7 +170,7 @@ PICTURES = (
         source="transformers",
         task=PAIR,
         make=_clip,
-        logits=lambda output: output.text_embeds @ output.image_embeds.T,
+        logits=lambda output: torch.stack((output.text_embeds, output.image_embeds), 1),
         takes_no_default=True,
         is_random=False,
     ),
@@ -396,6 +396,7 @@ TORCH = (
         batch_dim=1,
         logits=lambda output: output[0],
         is_random=False,
+        takes_loss_fn=False,
     ),
 )
 

@@ -42,6 +42,7 @@ class Family:
     has_batch_norm: bool = False
     is_random: bool = True  # whether a training forward draws random numbers
     takes_no_default: bool = False  # its documented loss is no sum over samples
+    takes_loss_fn: bool = True  # its last module returns one tensor
     coarse_units: tuple[str, ...] = ()  # for families that HetFSDP's own choice does not suit
 
 

@@ -99,7 +99,7 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
 
 def _turn(case: Case) -> tuple[int, int]:
     """First the documented call of all families, then other ways in turns, then other plans."""
-    if case.way == DOCUMENTED.name:
+    if case.plan != APART.name or case.way == DOCUMENTED.name:
         return {APART.name: 0, ALONE.name: 1}.get(case.plan, 3), 0
     family, way = list(FAMILIES).index(case.family), list(WAYS).index(case.way)
     return 2, (family + way) % len(WAYS)

@@ -147,7 +147,8 @@ def _alignment(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 def _of_pairs(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """A sum over samples: each image with its own text."""
-    return -logits.double().diagonal().sum(), len(logits)
+    texts, images = logits.double().unbind(1)
+    return -(texts * images).sum(), len(logits)
 
 
 NEXT_WORD = Task(
