@@ -21,9 +21,10 @@ WAYS: dict[str, Way] = {
         Way(name="positional", is_positional=True),
         Way(name="collision", collides=True),
         Way(name="evaluation", evaluates=True),
+        Way(name="hidden states", call_options={"output_hidden_states": True}),
         Way(
             name="attentions",
-            call_options={"output_attentions": True, "output_hidden_states": True},
+            call_options={"output_attentions": True},
             config={"attn_implementation": "eager"},
         ),
         Way(
@@ -56,6 +57,7 @@ def ways_of(family: Family) -> Iterator[str]:
         yield "collision"
     yield "evaluation"
     if family.has_attentions:
+        yield "hidden states"
         yield "attentions"
     if family.is_moe:
         yield "router loss"

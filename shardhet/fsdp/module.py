@@ -22,6 +22,7 @@ from shardhet.fsdp.build import Precision, build_units, find_pieces, planned_uni
 from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.loss import HeadLoss
 from shardhet.fsdp.materialize import RowSource
 from shardhet.fsdp.observer import Activity, Observer
 from shardhet.fsdp.optimizer_gate import know, know_given_up
@@ -140,8 +141,7 @@ class HetFSDP(ModuleOfRows):
         self._num_forwards = 0
         self._is_in_backward = False
         self.module = module
-        self._loss_fn = loss_fn
-        self._loss_inputs: tuple[Any, ...] = ()
+        self._loss = HeadLoss(loss_fn)
         self._batch_dim = batch_dim
         self._cache_switch = CacheSwitch(module)
         self._forward = module.forward
@@ -186,12 +186,8 @@ class HetFSDP(ModuleOfRows):
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
-        self._loss_inputs = loss_inputs
-        try:
-            with self._cache_switch.off():
-                return self.module(*args, **kwargs)
-        finally:
-            self._loss_inputs = ()
+        with self._loss.of(loss_inputs), self._cache_switch.off():
+            return self.module(*args, **kwargs)
 
     def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
         """Gradients of the mean loss over all tokens of all ranks; returns it.  Collective.
@@ -443,12 +439,10 @@ class HetFSDP(ModuleOfRows):
         calls = [
             (i, each) for i, unit in enumerate(self._runtime.units) for each in unit.modules
         ]
-        position_by_fqn = {fqn: i for i, (fqn, _) in enumerate(self.module.named_modules())}
-        head = max(calls, key=lambda call: position_by_fqn[call[1].fqn], default=None)
-        for call in calls:
-            is_head = self._loss_fn is not None and call is head
-            forward = self._visit_with_loss(*call) if is_head else self._visit(*call)
-            call[1].module.forward = forward
+        head = self._loss.find_head(self.module, self._runtime.units)
+        for unit, module in calls:
+            visit = self._visit_with_loss if module is head else self._visit
+            module.module.forward = visit(unit, module)
         for piece in pieces:
             piece.module.forward = self._visit_piece(piece)
 
@@ -465,18 +459,13 @@ class HetFSDP(ModuleOfRows):
         return visit
 
     def _visit_with_loss(self, unit: int, module: UnitModule) -> Callable[..., Any]:
-        loss_fn = self._loss_fn
-        assert loss_fn is not None
-
-        def forward(loss_inputs: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-            return loss_fn(module.forward(*args, **kwargs), *loss_inputs)
-
-        with_loss = replace(module, forward=forward)
+        with_loss = self._loss.with_loss(module)
 
         def visit(*args: Any, **kwargs: Any) -> Any:
             if self._runtime.unit_by_unit is not None:  # the caller wants the head's output
                 return self._runtime.visit(unit, module, args, kwargs)
-            return self._runtime.visit(unit, with_loss, (self._loss_inputs, *args), kwargs)
+            inputs = self._loss.take_inputs()
+            return self._runtime.visit(unit, with_loss, (inputs, *args), kwargs)
 
         return visit
 

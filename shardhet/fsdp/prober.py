@@ -26,6 +26,7 @@ from shardhet.fsdp.batching import (
     unflatten,
 )
 from shardhet.fsdp.layered import tensors_in
+from shardhet.fsdp.loss import LossUsedError
 from shardhet.fsdp.order import OrderFinder, PeerFailed
 from shardhet.fsdp.probe import CallKey, Probe
 from shardhet.fsdp.root_dropout import DROPOUT_CALLS
@@ -362,6 +363,7 @@ class _Attempt:
         except LostPeerError:
             raise
         except Exception as error:
+            self.is_refused = isinstance(error, LossUsedError)
             return error
         return None
 

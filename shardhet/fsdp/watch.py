@@ -173,7 +173,8 @@ class Watcher(TorchDispatchMode):
                 f"unit {maker!r}: a tensor of shape {tuple(tensor.shape)} that it made but "
                 f"did not return is used outside of it (in {used_by}), where only one "
                 "microbatch's is seen and no gradient flows back. Return it from the unit's "
-                "forward instead of keeping it in an attribute or a hook."
+                "forward instead of keeping it in an attribute or a hook, or leave it out "
+                "(output_attentions=False)."
             )
         )
 
