@@ -56,9 +56,9 @@ class HeadLoss:
                 raise
             raise LossUsedError(
                 f"loss_fn: after unit {self._head!r}, whose output it is applied to, the model "
-                f"goes on computing ({type(error).__name__}: {error}). Leave loss_fn out and "
-                "compute the loss from what model(...) returns: model.backward(*loss_fn(output, "
-                "labels))."
+                f"goes on computing ({type(error).__name__}: {error}). Leave loss_fn out, and "
+                "compute the loss from what model(...) returns: "
+                "model.backward(*loss_fn(output, labels))."
             ) from error
         finally:
             self._inputs = ()
