@@ -1,5 +1,6 @@
 """``shardhet plan``: the best plan for a cluster and a model, and what limits it."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from shardhet.cost import CostModel
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo
+from shardhet.planner.certificate import MAX_VARIABLES
 from shardhet.planner.explain import Explanation, Objective, Situation, explain
+from shardhet.planner.find import certify_search
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search import Effort
 from shardhet.simulator import simulate
@@ -31,7 +34,8 @@ shardhet plan key=value ...
   shardhet plan measured=FOLDER        the three files that shardhet measure has written
   shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'
   shardhet plan objective=largest_batch        or least_memory, or throughput
-  shardhet plan objective=least_memory spared=[0]    on the device with the screen""",
+  shardhet plan objective=least_memory spared=[0]    on the device with the screen
+  shardhet plan certify=true           small problems a second time, by HiGHS alone""",
 )
 # Enough to compare with: the plan itself is searched until it is proven.
 COMPARED = Effort(relative_gap=1e-4)
@@ -91,6 +95,9 @@ def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanRepo
         explanation=explanation,
         gain_unit="samples" if conf.objective == "largest_batch" else "samples/s",
         note=answer.note,
+        certificate=_certificate(conf, inputs, demands, plan.global_batch_size)
+        if conf.certify
+        else "",
         comparison_note=_comparison_note(demands),
         fewer=_fewer(conf, inputs, answer) if conf.baselines else None,
     )
@@ -108,6 +115,43 @@ def _fewer(conf: PlannerConf, inputs: Inputs, answer: _Answer) -> FewerHosts | N
         global_batch_size=conf.global_batch_size,
         effort=COMPARED,
     )
+
+
+def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int) -> str:
+    """What HiGHS alone says of the same problem.
+
+    Raises ``RuntimeError`` where it contradicts the search: one of them is wrong.
+    """
+    if conf.objective == "least_memory":
+        raise ConfigError(
+            "certify: of objective=least_memory many problems are solved. Leave certify out, or "
+            "certify objective=throughput."
+        )
+    started_at_s = time.perf_counter()
+    certificate, objective_s = certify_search(
+        inputs.cluster,
+        inputs.workload,
+        inputs.profile,
+        global_batch_size=batch,
+        demands=demands,
+    )
+    took = f"{certificate.num_variables:,} choices, {time.perf_counter() - started_at_s:.2g} s"
+    if certificate.bound_s is None:
+        return (
+            f"Not certified: HiGHS alone solves up to {MAX_VARIABLES:,} choices of devices, and "
+            f"here are {certificate.num_variables:,}."
+        )
+    if not certificate.is_solved:
+        return (
+            f"Not certified: HiGHS alone was stopped with a bound of {certificate.bound_s:.6g} "
+            f"s, the search has {objective_s:.6g} s ({took})."
+        )
+    if not certificate.agrees_with(objective_s):
+        raise RuntimeError(
+            f"plan: HiGHS alone finds {certificate.objective_s} s and the search {objective_s} "
+            "s for the same problem. This is a fault of ours: please report it with the input."
+        )
+    return f"Certified: HiGHS alone finds {objective_s:.9g} s as well ({took})."
 
 
 def _comparison_note(demands: Demands) -> str:

@@ -43,6 +43,7 @@ class PlanReport:
     gain_unit: str  # of the explanation's values
     note: str  # on the objective
     comparison_note: str  # on the alternatives
+    certificate: str = ""  # what HiGHS alone says
     fewer: FewerHosts | None = None  # a part of the cluster that is faster than all of it
 
 
@@ -205,6 +206,13 @@ def _result(report: PlanReport) -> Iterator[str]:
     )
     if not report.note:
         yield f"No plan is predicted to be more than {solution.relative_gap:.2%} faster."
+    if not solution.assignment.is_by_highs:
+        yield (
+            "The search's own assignment stands: within its limits HiGHS did not end on "
+            f"{solution.assignment.num_variables:,} candidates."
+        )
+    if report.certificate:
+        yield report.certificate
     unused = [
         str(i)
         for i, rank in enumerate(solution.plan.ranks)

@@ -204,6 +204,7 @@ class PlannerConf(InputsConf):
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
+    certify: bool = False  # solve it a second time, by HiGHS alone
     explain: bool = True  # what limits the plan, and what more of each resource would give
     baselines: bool = True
     out: str | None = None  # the plan, as JSON

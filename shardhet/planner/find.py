@@ -9,7 +9,9 @@ import numpy as np
 from shardhet.cluster import Cluster
 from shardhet.cost import CostModel, Turns
 from shardhet.plan import Plan, PlannedUnit, RankPlan
+from shardhet.planner.assignment import assign
 from shardhet.planner.candidates import Candidate, CandidateTable, TableBuilder
+from shardhet.planner.certificate import Certificate, certify
 from shardhet.planner.demands import Demands
 from shardhet.planner.oracle import Oracle
 from shardhet.planner.problem import Choice, Limits, Problem, fill_level
@@ -17,7 +19,6 @@ from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsEr
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.profiles import Profile
 from shardhet.simulator import simulate
-from shardhet.step_cost import StepCost
 from shardhet.workload import Workload
 
 CUT_GROWTH = 4.0  # of the longest compute considered, while it may still cut something off
@@ -75,28 +76,45 @@ def solve(
     table, found = _search(builder, effort)
     bound_s = found.lower_bound_s - _share_dependent_s(model, builder.turns)
     met = (found.choices, *found.runners_up)[:num_rescored]
-    plans = _fitting_plans(model, demands, table, met) or _fitting_plans(
+    fitting = _fitting_plans(model, demands, table, met) or _fitting_plans(
         model, demands, table, found.runners_up
     )
-    if not plans:
+    if not fitting:
         raise NoRoomForRowsError(
             "plan: no share fits once it is rounded to rows. Raise a budget."
         )
-    if num_rescored == 1 or len(plans) == 1:
-        plan, predicted = plans[0]
-        return PlanSolution(plan=plan, predicted=predicted, lower_bound_s=bound_s)
+    if num_rescored == 1 or len(fitting) == 1:
+        return replace(fitting[0], lower_bound_s=bound_s)
     simulated = [
-        (simulate(plan, cluster, workload, profile).step_time_s, i)
-        for i, (plan, _) in enumerate(plans[:num_rescored])
+        (simulate(each.plan, cluster, workload, profile).step_time_s, i)
+        for i, each in enumerate(fitting[:num_rescored])
     ]
     simulated_s, best = min(simulated)
-    plan, predicted = plans[best]
-    return PlanSolution(
-        plan=plan,
-        predicted=predicted,
-        lower_bound_s=bound_s,
-        simulated_step_time_s=simulated_s,
+    return replace(fitting[best], lower_bound_s=bound_s, simulated_step_time_s=simulated_s)
+
+
+def certify_search(
+    cluster: Cluster,
+    workload: Workload,
+    profile: Profile,
+    *,
+    global_batch_size: int,
+    demands: Demands = NO_DEMANDS,
+    effort: Effort = DEFAULT_EFFORT,
+) -> tuple[Certificate, float]:
+    """What HiGHS alone says of the problem behind a plan, and the search's objective.
+
+    The problem is that of ``solve``: shares of any size, phases without the messages of one
+    rank.  Raises ``PlanError`` where nothing fits.
+    """
+    builder = TableBuilder(
+        CostModel(cluster, workload, profile),
+        global_batch_size=global_batch_size,
+        demands=demands,
+        effort=effort,
     )
+    table, _ = _search(builder, effort)
+    return certify(table.problem), search(table.problem, effort).value.objective_s
 
 
 def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Found]:
@@ -128,27 +146,34 @@ def _fitting_plans(
     demands: Demands,
     table: CandidateTable,
     met: Sequence[tuple[Choice, ...]],
-) -> list[tuple[Plan, StepCost]]:
-    """Plans of these choices that fit as rounded to rows, fastest first.
+) -> list[PlanSolution]:
+    """Plans of these choices that fit as rounded to rows, fastest first; no bound is known.
 
-    Each choice spreads the state in two ways: fastest optimizer, or most even shares.
+    HiGHS assigns the candidates once more, within what each choice takes.  Each spreads the
+    state in two ways: fastest optimizer, or most even shares.
     """
     budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
-    plans: dict[Plan, StepCost] = {}
-    for choices in map(table.rounded.least_busy, met):
+    solutions: dict[Plan, PlanSolution] = {}
+    for choices in met:
         value = table.rounded.evaluate(choices)
         if value is None:
             continue
+        assignment = assign(table.rounded, choices, value)
         for optimizer_s in (value.optimizer_s, inf):
-            plan = _plan(model, demands, table, choices, optimizer_s)
-            if plan not in plans:
-                plans[plan] = model.predict(plan).within(budgets)
-    fitting = [(p, cost) for p, cost in plans.items() if all(r.fits for r in cost.ranks)]
-    if not fitting:
-        return []
-    fitting.sort(key=lambda each: each[1].step_time_s)  # equal ones as they came
-    slowest_s = fitting[0][1].step_time_s * (1 + RESCORED_MARGIN)
-    return [(plan, cost) for plan, cost in fitting if cost.step_time_s <= slowest_s]
+            plan = _plan(model, demands, table, assignment.choices, optimizer_s)
+            if plan not in solutions:
+                solutions[plan] = PlanSolution(
+                    plan=plan,
+                    predicted=model.predict(plan).within(budgets),
+                    lower_bound_s=0.0,
+                    assignment=assignment,
+                )
+    fitting = [each for each in solutions.values() if each.fits]
+    fitting.sort(key=lambda each: each.predicted.step_time_s)  # equal ones as they came
+    slowest_s = (1 + RESCORED_MARGIN) * min(
+        (each.predicted.step_time_s for each in fitting), default=0.0
+    )
+    return [each for each in fitting if each.predicted.step_time_s <= slowest_s]
 
 
 def _plan(

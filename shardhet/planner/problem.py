@@ -222,29 +222,6 @@ class Problem:
         phases = tuple(float(cost[group, candidate].max()) for cost in self.costs)
         return Value(sum(phases) + optimizer_s + self.fixed_s, phases, optimizer_s)
 
-    def least_busy(self, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-        """The same batches, computed by each device as fast as room allows.
-
-        A device that nobody waits for may have been given small microbatches, which save
-        memory that nobody needs; a real step has less to spare than a predicted one.
-        """
-        taken, value = list(choices), self.evaluate(choices)
-        if value is None:
-            return tuple(choices)
-        for i, choice in enumerate(choices):
-            batch = self.batch[choice.group]
-            same = np.flatnonzero(batch == batch[choice.candidate])
-            total_s = np.sum([cost[choice.group, same] for cost in self.costs], axis=0)
-            for candidate in same[np.argsort(total_s, kind="stable")]:
-                if candidate == choice.candidate:
-                    break
-                taken[i] = replace(choice, candidate=int(candidate))
-                instead = self.evaluate(taken)
-                if instead is not None and instead.objective_s <= value.objective_s:
-                    break
-                taken[i] = choice
-        return tuple(taken)
-
 
 def fill_level(room: Floats, rate: Floats, number: Floats, demand: float) -> float | None:
     """The least u with  sum_j number_j min(room_j, u rate_j) >= demand;  None if there is none.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shardhet.plan import Plan
+from shardhet.planner.assignment import Assignment
 from shardhet.step_cost import StepCost
 
 
@@ -21,12 +22,18 @@ class PlanSolution:
     plan: Plan
     predicted: StepCost  # of the plan as it will run: shares rounded to rows
     lower_bound_s: float  # of the step time of any plan among the candidates
+    assignment: Assignment  # of candidates to devices, and who has chosen it
     simulated_step_time_s: float | None = None  # where several plans were told apart by it
 
     @property
     def relative_gap(self) -> float:
         """(predicted step time - bound) / bound; 0 where the plan is proven optimal."""
         return max(0.0, self.predicted.step_time_s / self.lower_bound_s - 1)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device stays within its budget."""
+        return all(rank.fits for rank in self.predicted.ranks)
 
     @property
     def samples_per_s(self) -> float:
