@@ -44,7 +44,7 @@ CASES = {
             Plan.by_hand(
                 microbatch_sizes=[1, 1], rank_batch_sizes=[16, 8], state_shares=[0.5, 0.5]
             ),
-            4,
+            12,
         ),
         Case(
             "32 blocks, 2 ranks, 2 x 2",

@@ -1,6 +1,6 @@
 """Does this version start and step as fast as an older one?
 
-PYTHONPATH=. python experiments/19_versions/run.py --old FOLDER      12 minutes
+PYTHONPATH=. python experiments/19_versions/run.py --old FOLDER      15 minutes
 PYTHONPATH=. python experiments/19_versions/run.py --old FOLDER --quick
 
 FOLDER is a tree of the older version: git worktree add FOLDER COMMIT.
@@ -31,7 +31,7 @@ from experiments.common import (
 )
 
 HERE = Path(__file__).parent
-NUM_ROUNDS = 12
+NUM_ROUNDS = 20
 SLOWER_AT_MOST = 1.03
 START_AT_MOST_S = 2.0
 DEEP = "32 blocks, 2 ranks, 2 x 2"

@@ -24,6 +24,7 @@ from torch.utils._pytree import (
 from shardhet.layout import Span
 
 _BUILT_IN_CONTAINERS = (tuple, list, dict)
+_LEAF = tree_flatten(None, is_leaf=lambda _: True)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,14 @@ class Layout:
     spec: TreeSpec
     kinds: tuple[Any, ...]  # per leaf: the number of dimensions of a tensor, else its type
 
+    @property
+    def is_positional(self) -> bool:
+        """Whether it is that of (args, {}) with nothing nested in ``args``."""
+        if self.spec.num_nodes != self.spec.num_leaves + 3:  # both, args, kwargs
+            return False
+        args, kwargs = self.spec.children()
+        return kwargs.num_leaves == 0 and all(each.is_leaf() for each in args.children())
+
     @classmethod
     def of(cls, leaves: Sequence[Any], spec: TreeSpec) -> "Layout":
         """What a flattened tree looks like."""
@@ -142,6 +151,8 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Leaves of nested tuples, lists, dicts and dataclasses; a container that keeps state of
     its own, such as a KV cache, is a leaf, for its copy would be another one.
     """
+    if isinstance(tree, Tensor):  # what most units return, once for each microbatch
+        return [tree], _LEAF
     return tree_flatten(tree, is_leaf=_is_opaque)
 
 

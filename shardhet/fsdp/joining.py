@@ -33,11 +33,16 @@ class Joined:
         self._layout: Layout | None = None  # of the first microbatch's
         self._results = rules.results
         self._leaves: list[Any] = []  # tensors replaced by None
+        self._has_one = False  # a tensor, and nothing else
         self._where: list[int] = []  # the tensors are among the leaves
 
     @torch.no_grad()
     def add(self, microbatch: int, output: Any) -> list[Tensor]:
         """Take the output of one microbatch; returns its tensors."""
+        is_one = microbatch and self._has_one and isinstance(output, Tensor)
+        if is_one and output.dim() == self.tensors[0].dim():
+            self._put(microbatch, [output])
+            return [output]
         leaves, spec = flatten(output)
         layout = Layout.of(leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -51,6 +56,10 @@ class Joined:
                 f"{self._leaves} and {constants} besides tensors, or other shapes. Return the "
                 "same for each."
             )
+        self._put(microbatch, tensors)
+        return tensors
+
+    def _put(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         span = self._spans[microbatch]
         for i, (tensor, rule) in enumerate(zip(tensors, self._rules, strict=True)):
             self._check_fits(tensor, rule, span.numel)
@@ -58,7 +67,6 @@ class Joined:
                 rule.put(self.tensors[i], tensor, span, self._num_samples)
             elif rule is not Join.SHARED:
                 self.tensors[i] += self._weighted(tensor, rule, span)
-        return tensors
 
     def _begin(
         self, leaves: list[Any], layout: Layout, constants: list[Any], tensors: list[Tensor]
@@ -71,6 +79,7 @@ class Joined:
             )
         self._layout, self._leaves = layout, constants
         self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._has_one = layout.spec.is_leaf() and len(tensors) == 1
         self.tensors = [
             self._first(t, rule) for t, rule in zip(tensors, self._rules, strict=True)
         ]

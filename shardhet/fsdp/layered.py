@@ -164,6 +164,7 @@ class _Call:
         self.autocast_dtype: torch.dtype | None = None
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._num_samples = self.spans[-1].stop
+        self._is_positional = visit.rules.arguments.is_positional
 
     def pieces(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What of ``tensors`` the microbatch gets."""
@@ -175,7 +176,10 @@ class _Call:
         leaves = list(self._constants)
         for i, piece in zip(self.tensor_indices, pieces, strict=True):
             leaves[i] = piece
-        args, kwargs = unflatten(leaves, visit.rules.arguments.spec)
+        args: Any = leaves
+        kwargs: dict[str, Any] = {}
+        if not self._is_positional:
+            args, kwargs = unflatten(leaves, visit.rules.arguments.spec)
         start = self.spans[microbatch].start
         visit.seed_microbatch(start)
         autocast = autocast_as(visit.device_type, autocast_dtype_now(visit.device_type))
