@@ -1,6 +1,6 @@
 """Plans of 240 problems as they were recorded, so that a redesign shows what it changes.
 
-    PYTHONPATH=. python -m tests.recorded_plans        records them anew
+``PYTHONPATH=. python -m tests.recorded_plans`` records them anew.
 """
 
 import csv

@@ -207,4 +207,5 @@ def _without_randomness(case: FuzzCase) -> FuzzCase:
         )
         for unit in case.model.units
     )
-    return replace(case, model=replace(case.model, units=units, root_dropout=0.0))
+    root = "" if case.model.root == "functional dropout" else case.model.root
+    return replace(case, model=replace(case.model, units=units, root_dropout=0.0, root=root))

@@ -5,7 +5,7 @@ import pytest
 
 from shardhet.planner.exact import best_choice
 from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Choice, Group, Limits, Problem, fill_level
+from shardhet.planner.problem import Group, Limits, Problem, fill_level
 from shardhet.planner.search import Effort, NothingFitsError, search
 from tests.planning_problems import BruteForce, random_problem, recomputed_objective
 
@@ -167,17 +167,3 @@ def test_devices_that_can_do_nothing_else_are_left_out() -> None:
     found = search(problem)
     assert found.value.objective_s == 4.0
     assert [(each.group, each.count) for each in found.choices] == [(0, 2), (1, 1)]
-
-
-@pytest.mark.parametrize("state_numel, candidate", [(10.0, 1), (15.0, 0)])
-def test_a_device_that_nobody_waits_for_takes_no_longer_than_room_demands(
-    state_numel: float, candidate: int
-) -> None:
-    awaited = Group(1, np.array([4]), np.array([[10.0]]), np.array([9.0]), 0.0)
-    roomy_or_fast = Group(
-        1, np.array([2, 2]), np.array([[5.0, 3.0]]), np.array([10.0, 2.0]), 0.0
-    )
-    problem = Problem((awaited, roomy_or_fast), 6, state_numel)
-    for start in (0, 1) if candidate else (0,):
-        choices = problem.least_busy([Choice(0, 0, 1), Choice(1, start, 1)])
-        assert choices == (Choice(0, 0, 1), Choice(1, candidate, 1))

@@ -124,8 +124,8 @@ def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
     """
     if conf.objective == "least_memory":
         raise ConfigError(
-            "certify: of objective=least_memory many problems are solved. Leave certify out, or "
-            "certify objective=throughput."
+            "certify: objective=least_memory solves many problems. Leave certify out, or take "
+            "objective=throughput."
         )
     started_at_s = time.perf_counter()
     certificate, objective_s = certify_search(
@@ -138,8 +138,8 @@ def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
     took = f"{certificate.num_variables:,} choices, {time.perf_counter() - started_at_s:.2g} s"
     if certificate.bound_s is None:
         return (
-            f"Not certified: HiGHS alone solves up to {MAX_VARIABLES:,} choices of devices, and "
-            f"here are {certificate.num_variables:,}."
+            f"Not certified: HiGHS alone is given up to {MAX_VARIABLES:,} choices, and here are "
+            f"{certificate.num_variables:,}."
         )
     if not certificate.is_solved:
         return (

@@ -2,12 +2,14 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardhet.distributed import Channel
 
 _CONTAINERS = (list, dict, set, deque)
 
@@ -84,3 +86,38 @@ def counters(module: nn.Module) -> dict[tuple[str, str], Any]:
             if is_number or (isinstance(value, Tensor) and value.numel() == 1):
                 found[fqn, name] = value if is_number else value._version
     return found
+
+
+Number = tuple[str, str]  # fqn of a module, name of an attribute
+
+
+def numbers(module: nn.Module) -> dict[Number, float]:
+    """The plain numbers among the attributes of a module and of those inside it."""
+    return {
+        (fqn, name): value
+        for fqn, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, int | float)
+    }
+
+
+class CountedNumbers:
+    """Numbers that code outside of units changes in forward, as one that counts forwards.
+
+    A rank without samples runs no such code, so after a forward it takes them over from the
+    first rank that has.
+    """
+
+    def __init__(self, module: nn.Module, which: Sequence[Number]) -> None:
+        self._modules = [(module.get_submodule(fqn), name) for fqn, name in which]
+
+    def take_over(self, control: Channel, *, source: int, is_here: bool) -> None:
+        """``source`` is a position with samples; ``is_here`` whether this rank has.
+
+        Collective.
+        """
+        mine = [getattr(module, name, 0) if is_here else 0 for module, name in self._modules]
+        theirs = control.exchange_objects(mine)[source]
+        if not is_here:
+            for (module, name), value in zip(self._modules, theirs, strict=True):
+                setattr(module, name, value)

@@ -45,7 +45,13 @@ from shardhet.fsdp.layered import (
     tensors_in,
     writes_on_input,
 )
-from shardhet.fsdp.module_state import BufferWrites, counters, restored_modules
+from shardhet.fsdp.module_state import (
+    BufferWrites,
+    Number,
+    counters,
+    numbers,
+    restored_modules,
+)
 from shardhet.fsdp.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.rules import (
     LARGE,
@@ -101,6 +107,7 @@ class Probe:
     ) -> None:
         self.rules: dict[CallKey, VisitRules] = {}
         self.is_certain = True  # else something was zero, and may be a sum or a mean
+        self.counted: set[Number] = set()  # attributes that a forward has changed
         self._seen: dict[CallKey, Seen] = {}
         self._module = module
         self._norms = norms
@@ -120,10 +127,12 @@ class Probe:
         self._run = getattr(self, f"_run_{name}")
         self._num_calls.clear()
         with self._isolated():
-            writes = BufferWrites(self._module)
+            writes, before = BufferWrites(self._module), numbers(self._module)
             self._watcher.give(inputs)
             with self._watcher:
                 yield
+            changed = dict(numbers(self._module).items() - before.items())
+            self.counted |= changed.keys()
             self._check_buffers(writes)
 
     @contextmanager

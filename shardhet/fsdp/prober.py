@@ -27,6 +27,7 @@ from shardhet.fsdp.batching import (
 )
 from shardhet.fsdp.layered import tensors_in
 from shardhet.fsdp.loss import LossUsedError
+from shardhet.fsdp.module_state import Number
 from shardhet.fsdp.order import OrderFinder, PeerFailed
 from shardhet.fsdp.probe import CallKey, Probe
 from shardhet.fsdp.root_dropout import DROPOUT_CALLS
@@ -61,6 +62,7 @@ class Findings:
     splits: bool  # whether any rank has several microbatches
     is_certain: bool  # else they serve for one step
     has_root_dropout: bool  # called as a function, outside of units
+    counted: tuple[Number, ...]  # attributes that code outside of units changes
     empty_output: Any  # the model's output for no samples, with ``Zeros``; None: not known
 
     def make_empty_output(self, device: torch.device) -> Any:
@@ -178,13 +180,17 @@ class Prober:
         self._check_agreement(rules)
         is_certain = probe is None or probe.is_certain
         rows = self._control.exchange([float(is_certain)])
-        forms = self._control.exchange_objects(attempt.empty_output())
+        told = self._control.exchange_objects(
+            (attempt.empty_output(), () if probe is None else probe.counted)
+        )
+        forms = [form for form, _ in told]
         form = next((each for each in forms if each is not None), None)
         return Findings(
             rules={key: [found] for key, found in rules.items()},
             schedule=schedule,
             splits=attempt.splits,
             is_certain=all(row[0] for row in rows),
+            counted=tuple(sorted({number for _, counted in told for number in counted})),
             has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
             empty_output=None if form is None else pickle.loads(form),
         )

@@ -23,9 +23,10 @@ from shardhet.fsdp.batching import VisitRules
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.known_calls import UNKNOWN, KnownCalls
 from shardhet.fsdp.layered import Visit, run_visit
+from shardhet.fsdp.module_state import CountedNumbers
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
-from shardhet.fsdp.prober import Prober, RunModule
+from shardhet.fsdp.prober import Findings, Prober, RunModule
 from shardhet.fsdp.root_dropout import RootDropout
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
@@ -81,6 +82,7 @@ class Runtime:
         self._control = control
         self._lifeline = lifeline
         self._random = RandomStates(seed, comm.device)
+        self._module = module
         self._norms = norms
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
         self._order = VisitOrder([unit.fqn for unit in units])
@@ -145,8 +147,19 @@ class Runtime:
         else:
             self._follow_forward()
             output = findings.make_empty_output(self._comm.device)
+        self._count_everywhere(findings)
         self._end_forward(is_training)
         return output
+
+    def _count_everywhere(self, findings: Findings) -> None:
+        """A rank without samples has the same numbers among its attributes as the others."""
+        assert self.batch is not None
+        if findings.counted and len(self.batch.computing) < len(self._plan.ranks):
+            CountedNumbers(self._module, findings.counted).take_over(
+                self._control,
+                source=self.batch.computing[0],
+                is_here=bool(self.batch.num_samples),
+            )
 
     def _agree_on_batch(self, call: ModelCall, index: int) -> int:
         """Who computes what in this forward; which findings hold, UNKNOWN if none do."""

@@ -127,7 +127,7 @@ class _Programme:
         self.high += [most] * number
 
     def minimise(self, columns: _Columns, *, least_optimizer: float) -> Any:
-        """scipy's result."""
+        """The result of ``scipy.optimize.milp``."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # here: slow to import
         from scipy.sparse import csr_array
 
@@ -166,9 +166,7 @@ def _programme(problem: Problem, columns: _Columns, scale: float) -> _Programme:
     optimizer_s = per_numel[columns.group_of_device] * state * scale
     time = (devices, np.full(num_devices, columns.optimizer), -ones)
     programme.add((devices, stored, optimizer_s), time)
-    programme.add(
-        (devices, stored, ones), (columns.device, x, -problem.room[of_x] / state)
-    )
+    programme.add((devices, stored, ones), (columns.device, x, -problem.room[of_x] / state))
     size = float(problem.global_batch_size)
     programme.add((in_one_row, x, problem.batch[of_x]), least=size, most=size)
     whole = problem.state_numel / state

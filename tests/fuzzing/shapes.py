@@ -52,7 +52,6 @@ REFUSABLE = frozenset(
         "root mixes samples",
         "root flips samples",
         "root batchnorm",
-        "root functional dropout",
         "root reads parameter of unit",
         "root counter buffer",
         "root adds a mean",
