@@ -138,7 +138,7 @@ def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
     took = f"{certificate.num_variables:,} choices, {time.perf_counter() - started_at_s:.2g} s"
     if certificate.bound_s is None:
         return (
-            f"Not certified: HiGHS alone is given up to {MAX_VARIABLES:,} choices, and here are "
+            f"Not certified: HiGHS alone is given up to {MAX_VARIABLES:,} choices, here are "
             f"{certificate.num_variables:,}."
         )
     if not certificate.is_solved:

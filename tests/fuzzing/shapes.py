@@ -55,7 +55,6 @@ REFUSABLE = frozenset(
         "root reads parameter of unit",
         "root counter buffer",
         "root adds a mean",
-        "root counts forwards",  # a rank without samples runs no root code
         "root skips a unit by length",  # units are visited in one order
         "root skips a unit by values",
         "weights unnamed, as long as the batch",
