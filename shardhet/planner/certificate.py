@@ -11,15 +11,20 @@ problem of ``problem`` is linear:
 No bound, limit or choice of the search goes in.
 """
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardhet.planner.problem import Choice, Floats, Ints, Problem
 
-MAX_VARIABLES = 6_000
-MAX_NODES = 200_000
+MAX_VARIABLES = 2_500
+MAX_NODES = 50_000
 SCALE = 1e4  # of the objective: HiGHS's gap of 1e-6 is absolute, and scipy cannot set it
 AGREE = 1e-9  # relative
 
@@ -141,13 +146,28 @@ class _Programme:
         least, most = np.zeros(num_columns), np.full(num_columns, np.inf)
         most[: columns.num_choices] = 1.0
         least[columns.optimizer] = least_optimizer
-        return milp(
-            objective,
-            integrality=integrality,
-            bounds=Bounds(least, most),
-            constraints=LinearConstraint(matrix, self.low, self.high),
-            options={"mip_rel_gap": 0.0, "node_limit": MAX_NODES},
-        )
+        with _silenced():
+            return milp(
+                objective,
+                integrality=integrality,
+                bounds=Bounds(least, most),
+                constraints=LinearConstraint(matrix, self.low, self.high),
+                options={"mip_rel_gap": 0.0, "node_limit": MAX_NODES},
+            )
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """HiGHS prints a line for some solutions, whatever ``disp`` says (scipy 1.17)."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _programme(problem: Problem, columns: _Columns, scale: float) -> _Programme:
