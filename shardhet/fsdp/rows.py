@@ -261,7 +261,7 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
     if not isinstance(grad, RowGradient):  # rows came in as `out` or the like
         with _plainly():
             return func(*args, **kwargs)
-    if dims and all(dim % grad.dim() for dim in dims):  # of each row for itself
+    if dims and all(dim % max(1, grad.dim()) for dim in dims):  # of each row for itself
         with _plainly():
             return func(*args, **kwargs)
     if dims or order is None or others[1].get("out") is not None:
@@ -313,11 +313,15 @@ def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> 
         with _plainly():
             return func(*args, **kwargs)
     name = func.__name__
-    others = {key: value for key, value in kwargs.items() if key not in ("input", "dtype")}
+    others = {
+        key: value
+        for key, value in kwargs.items()
+        if key not in ("input", "dtype") and value is not None
+    }
     if name not in _COMBINED_AS or len(args) > 1 or others:
         grad._rows.refuse(f"{name}{'' if len(args) == 1 and not others else ' along dim 0'}")
     with _plainly():
-        dtype = {key: kwargs[key] for key in ("dtype",) if key in kwargs}
+        dtype = {"dtype": kwargs["dtype"]} if kwargs.get("dtype") is not None else {}
         some = grad if grad.numel() else grad.new_zeros(1)
         local = func(some, **dtype)
         whole = grad._rows.reduce(float(local), grad.numel(), _COMBINED_AS[name])
@@ -330,7 +334,9 @@ def _is_along_rows(grad: Tensor, args: tuple[Any, ...], kwargs: Kwargs) -> bool:
     if isinstance(dims, Tensor):
         return True
     dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    return bool(isinstance(dims, tuple | list) and dims and all(d % grad.dim() for d in dims))
+    return bool(
+        isinstance(dims, tuple | list) and dims and all(d % max(1, grad.dim()) for d in dims)
+    )
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> None:
