@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from shardhet.distributed import Channel
+from shardhet.fsdp.attempt import RunModule
 from shardhet.fsdp.batching import BatchAxis, Layout, VisitRules, flatten
 from shardhet.fsdp.probe import CallKey
-from shardhet.fsdp.prober import Findings, Prober, RunModule
+from shardhet.fsdp.prober import Findings, Prober
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import UnitModule
 

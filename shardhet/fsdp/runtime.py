@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardhet.distributed import Channel, Lifeline
+from shardhet.fsdp.attempt import RunModule
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.batching import VisitRules
 from shardhet.fsdp.comm import CommContext
@@ -26,7 +27,7 @@ from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.module_state import CountedNumbers
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
-from shardhet.fsdp.prober import Findings, Prober, RunModule
+from shardhet.fsdp.prober import Findings, Prober
 from shardhet.fsdp.root_dropout import RootDropout
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
