@@ -63,7 +63,11 @@ class HeadLoss:
         finally:
             self._inputs = ()
 
-    def take_inputs(self) -> tuple[Any, ...]:
-        """The head is called, with these."""
-        self._is_there = True
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What ``loss_fn`` gets besides the head's output."""
         return self._inputs
+
+    def note(self) -> None:
+        """The head has returned the loss; an error after that comes from its use."""
+        self._is_there = True

@@ -464,8 +464,9 @@ class HetFSDP(ModuleOfRows):
         def visit(*args: Any, **kwargs: Any) -> Any:
             if self._runtime.unit_by_unit is not None:  # the caller wants the head's output
                 return self._runtime.visit(unit, module, args, kwargs)
-            inputs = self._loss.take_inputs()
-            return self._runtime.visit(unit, with_loss, (inputs, *args), kwargs)
+            loss = self._runtime.visit(unit, with_loss, (self._loss.inputs, *args), kwargs)
+            self._loss.note()
+            return loss
 
         return visit
 

@@ -48,16 +48,20 @@ class RootDropout:
     @contextmanager
     def left_alone(self) -> Iterator[None]:
         """Inside, a unit or an ``nn.Dropout`` is computed, which sees microbatches itself."""
-        if _get_current_function_mode() is not self._mode:
-            yield
-            return
-        with _pop_mode_temporarily():
-            yield
+        self._mode.num_left_alone += 1
+        try:
+            # Where another mode is above it, counting has to do.
+            is_on_top = _get_current_function_mode() is self._mode
+            with _pop_mode_temporarily() if is_on_top else nullcontext():
+                yield
+        finally:
+            self._mode.num_left_alone -= 1
 
 
 class _Taking(TorchFunctionMode):
     def __init__(self, root: nn.Module, visit: Visit) -> None:
         super().__init__()
+        self.num_left_alone = 0
         self._root = root
         self._visit = visit
 
@@ -69,6 +73,7 @@ class _Taking(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FUNCTIONS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
+        is_outside = func in _FUNCTIONS and not self.num_left_alone
+        if is_outside and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
             return self._visit(UnitModule(DROPOUT_CALLS, self._root, func, False), args, kwargs)
         return func(*args, **kwargs)

@@ -309,7 +309,7 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
 def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """``sum`` and others of all elements; what works on each row for itself as it is."""
     grad = args[0] if args else kwargs.get("input")
-    if not isinstance(grad, RowGradient) or _is_along_rows(grad, args, kwargs):
+    if not isinstance(grad, RowGradient) or _is_along_rows(func.__name__, grad, args, kwargs):
         with _plainly():
             return func(*args, **kwargs)
     name = func.__name__
@@ -328,9 +328,11 @@ def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> 
         return torch.full_like(local, whole)
 
 
-def _is_along_rows(grad: Tensor, args: tuple[Any, ...], kwargs: Kwargs) -> bool:
+def _is_along_rows(name: str, grad: Tensor, args: tuple[Any, ...], kwargs: Kwargs) -> bool:
     """Or element by element, as the maximum of two tensors."""
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if name == "quantile":  # its second argument says which
+        return False
     if isinstance(dims, Tensor):
         return True
     dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
@@ -353,7 +355,7 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
     """Another view or copy of the same values is rows as well."""
     with _plainly():
         same = func(*args, **kwargs)
-        grad = args[0]
+        grad = args[0] if args else kwargs.get("input")
         return grad._rows.mark(same) if isinstance(grad, RowGradient) else same
 
 

@@ -28,7 +28,7 @@ from shardhet.fsdp.module_state import CountedNumbers
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
 from shardhet.fsdp.prober import Findings, Prober
-from shardhet.fsdp.root_dropout import RootDropout
+from shardhet.fsdp.root_dropout import DROPOUT_CALLS, RootDropout
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
@@ -102,6 +102,7 @@ class Runtime:
         # Of the step in progress
         self.batch: RankBatch | None = None
         self.awaits_backward = False
+        self._has_gradients = False  # of the call, whatever code inside of it switches off
         self._cursor = 0  # the turn in progress, or the next one
         self._num_visits: Counter[str] = Counter()  # of this forward, by unit
         self._visiting = ""  # the unit that is being computed
@@ -116,6 +117,7 @@ class Runtime:
         Returns None where nobody has samples.
         """
         self.abandon()
+        self._has_gradients = torch.is_grad_enabled()
         splits = call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         index = self._agree_on_batch(call, index)
@@ -242,6 +244,14 @@ class Runtime:
         """A call of a module of the root's that has to run microbatch by microbatch."""
         if self.batch is None or not self.batch.num_samples or not module.module.training:
             return module.forward(*args, **kwargs)
+        is_cut_off = self._has_gradients and not torch.is_grad_enabled()
+        if is_cut_off and module.fqn == DROPOUT_CALLS:
+            raise RuntimeError(
+                f"{module.fqn} is called outside of units with gradients switched off, by "
+                "gradient checkpointing perhaps, which would draw other numbers when it "
+                "computes again. Switch that off: which units are recomputed is the plan's "
+                "choice (Plan.by_hand(recompute=True))."
+            )
         needs_backward = self._needs_backward(module, args, kwargs)
         with self._dropout.left_alone():
             if self._prober.is_running:

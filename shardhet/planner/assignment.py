@@ -48,7 +48,7 @@ def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignm
     if num_variables > MAX_VARIABLES:
         return stays
     number = _solve(problem, group, candidate, value)
-    if number is None:
+    if number is None or not _is_whole(problem, group, candidate, number):
         return stays
     found = tuple(
         Choice(int(g), int(c), int(n))
@@ -59,6 +59,13 @@ def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignm
     if worth is None or worth.objective_s > value.objective_s * (1 + WORSE_AT_MOST):
         return stays
     return Assignment(found, is_by_highs=True, num_variables=num_variables)
+
+
+def _is_whole(problem: Problem, group: Ints, candidate: Ints, number: Ints) -> bool:
+    """Whether rounded numbers still make up the batch and all devices."""
+    taken = np.bincount(group, weights=number, minlength=len(problem.groups))
+    batch = float(problem.batch[group, candidate] @ number)
+    return batch == problem.global_batch_size and bool((taken == problem.counts).all())
 
 
 def _candidates(problem: Problem, value: Value) -> tuple[Ints, Ints]:

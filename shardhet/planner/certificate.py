@@ -79,7 +79,7 @@ def certify(problem: Problem) -> Certificate:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Where the variables stand: x, then s in parts of S, then T_d, then T_optimizer."""
+    """Where the variables stand: x, then s in SCALE-ths of S, then T_d, then T_optimizer."""
 
     device: Ints  # [x]
     group: Ints  # [x]
@@ -171,9 +171,10 @@ def _silenced() -> Iterator[None]:
 
 
 def _programme(problem: Problem, columns: _Columns, scale: float) -> _Programme:
-    """The rows of the page's programme; seconds times ``scale``, the state in parts of S."""
+    """The rows of the page's programme; seconds times ``scale``."""
     programme = _Programme()
-    num_devices, state = len(columns.group_of_device), problem.state_numel or 1.0
+    # In SCALE-ths of S: HiGHS lets a row be off by 1e-6.
+    num_devices, state = len(columns.group_of_device), (problem.state_numel or 1.0) / SCALE
     x, devices = np.arange(columns.num_choices), np.arange(num_devices)
     of_x = (columns.group, columns.candidate)
     stored, ones = devices + columns.num_choices, np.ones(num_devices)
