@@ -23,7 +23,7 @@ from functools import cached_property
 from statistics import fmean
 
 from shardhet.cluster import Cluster
-from shardhet.layout import cut_by_shares
+from shardhet.layout import stored_numels
 from shardhet.plan import Plan, RankPlan
 from shardhet.profiles import Profile
 from shardhet.schedule import Phase, Segment, make_schedule
@@ -384,8 +384,7 @@ class CostModel:
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores once every border lies between rows."""
-        cuts = cut_by_shares(self.workload.layouts(), state_shares)
-        return [sum(numels) for numels in zip(*(cut.shard_numels for cut in cuts), strict=True)]
+        return stored_numels(self.workload.layouts(), state_shares)
 
     def _class_seconds(self, each: TurnClass, rank: RankPlan) -> tuple[float, float]:
         forward_s, backward_s = self.unit_seconds(

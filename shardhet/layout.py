@@ -15,12 +15,17 @@ parameter is a box of whole rows.
     device 3                              |--------------------|
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
-from typing import NamedTuple, Self
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 ALIGNMENT_NUMEL = 8  # 16 bytes of the narrowest dtype that travels (bf16)
 
@@ -99,49 +104,48 @@ class FlatLayout:
         Every border is the row border nearest to where the wanted numels put it; a device
         that wants nothing gets nothing.
         """
-        total = sum(wanted_numels)
-        scale = self.numel / total if total else 0.0
-        targets = accumulate(numel * scale for numel in wanted_numels)
-        slots = self._slots()
-        stops = [slot.stop for slot in slots]
-        borders = [0]
-        for target in targets:
-            i = bisect_right(stops, target)
-            is_inside = i < len(slots)
-            borders.append(slots[i].nearest_row_border(target) if is_inside else self.numel)
-        borders[-1] = self.numel
-        for i in range(len(wanted_numels) - 1, -1, -1):  # the end goes to who wants something
-            if wanted_numels[i] > 0:
-                break
-            borders[i] = self.numel
-        spans = tuple(Span(a, b) for a, b in pairwise(borders))
+        return self._cut_at(self._borders(np.asarray(wanted_numels, dtype=np.float64)))
+
+    def _cut_at(self, borders: Ints) -> "FlatLayout":
+        spans = tuple(Span(a, b) for a, b in pairwise(borders.tolist()))
         return FlatLayout(self.param_shapes, self.param_spans, spans, self.numel)
 
-    def _slots(self) -> list["_Slot"]:
-        """The parameters that hold elements, in the order in which they lie."""
+    def _borders(self, wanted_numels: Floats) -> Ints:
+        """Where the shards of devices that want this begin, and where the last one ends."""
+        borders = np.full(len(wanted_numels) + 1, self.numel, dtype=np.int64)
+        wanting = np.flatnonzero(wanted_numels > 0)
+        if not len(wanting):
+            return borders
+        borders[0] = 0
+        inner = slice(0, int(wanting[-1]))  # the end goes to who wants something
+        scale = self.numel / np.cumsum(wanted_numels)[-1]
+        targets = np.cumsum(wanted_numels * scale)[inner]
+        starts, ends, stops, row_numels = self._slots()
+        slot = np.searchsorted(stops, targets, side="right")
+        is_inside = slot < len(stops)
+        targets, slot = targets[is_inside], slot[is_inside]
+        rows = np.rint((targets - starts[slot]) / row_numels[slot]).astype(np.int64)
+        nearest = starts[slot] + rows * row_numels[slot]
+        borders[1:][inner][is_inside] = np.where(nearest < ends[slot], nearest, stops[slot])
+        return borders
+
+    def _slots(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Of the parameters that hold elements, in the order in which they lie: where each
+        starts and ends, where the gap behind it ends, and the elements of one row.
+        """
         order = sorted(
             (i for i, span in enumerate(self.param_spans) if span.numel),
             key=lambda i: self.param_spans[i].start,
         )
-        stops = [*(self.param_spans[i].start for i in order[1:]), self.numel][: len(order)]
-        return [
-            _Slot(self.param_spans[i], stop, self.row_numel(i))
-            for i, stop in zip(order, stops, strict=True)
-        ]
+        starts = [self.param_spans[i].start for i in order]
+        ends = [self.param_spans[i].stop for i in order]
+        stops = [*starts[1:], self.numel][: len(order)]
+        row_numels = [self.row_numel(i) for i in order]
+        return _ints(starts), _ints(ends), _ints(stops), _ints(row_numels)
 
 
-class _Slot(NamedTuple):
-    """One parameter in the flat tensor, with the gap behind it."""
-
-    span: Span
-    stop: int
-    row_numel: int
-
-    def nearest_row_border(self, target: float) -> int:
-        """The border between rows that is nearest to ``target``."""
-        row = round((target - self.span.start) / self.row_numel)
-        border = self.span.start + row * self.row_numel
-        return border if border < self.span.stop else self.stop
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
 
 
 def cut_by_shares(
@@ -152,13 +156,30 @@ def cut_by_shares(
     What rounding to rows gives a device too much in one layout it is given less of in the
     next, so shares are met over the whole model to within a row of its largest parameter.
     """
-    stored = [0] * len(state_shares)
+    all_borders = _borders_by_shares(layouts, state_shares)
+    return tuple(
+        layout._cut_at(borders) for layout, borders in zip(layouts, all_borders, strict=True)
+    )
+
+
+def stored_numels(layouts: Sequence[FlatLayout], state_shares: Sequence[float]) -> list[int]:
+    """How many elements each device stores once the layouts are cut by these shares."""
+    stored = np.zeros(len(state_shares), dtype=np.int64)
+    for borders in _borders_by_shares(layouts, state_shares):
+        stored += np.diff(borders)
+    numels: list[int] = stored.tolist()
+    return numels
+
+
+def _borders_by_shares(
+    layouts: Sequence[FlatLayout], state_shares: Sequence[float]
+) -> Iterator[Ints]:
+    shares = np.asarray(state_shares, dtype=np.float64)
+    stored = np.zeros(len(shares), dtype=np.int64)
     seen = 0
-    result = []
     for layout in layouts:
         seen += layout.numel
-        wanted = [max(0.0, s * seen - n) for s, n in zip(state_shares, stored, strict=True)]
-        cut = layout.cut(wanted if any(wanted) else state_shares)
-        result.append(cut)
-        stored = [n + m for n, m in zip(stored, cut.shard_numels, strict=True)]
-    return tuple(result)
+        wanted = np.maximum(0.0, shares * seen - stored)
+        borders = layout._borders(wanted if wanted.any() else shares)
+        yield borders
+        stored = stored + np.diff(borders)

@@ -271,7 +271,7 @@ def compare_grads(
         part = rows_of(grad, boxes[fqn].rows)
         assert own.shape == part.shape == found[fqn].shape, f"{where}: {fqn}"
         if part.numel():
-            error = float((own - part).abs().max())
+            error = float((own.as_subclass(Tensor) - part).abs().max())
             bar = GRAD_BAR * largest[unit_by_fqn[fqn]]
             assert error <= bar, f"{where}: {fqn}.grad differs by {error}, bar {bar}"
 

@@ -94,6 +94,15 @@ REDUCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda grad: torch.isfinite(grad).all(),
     lambda grad: (~grad.isfinite()).any(),
     lambda grad: torch.count_nonzero(grad),
+    lambda grad: grad.sum(None),
+    lambda grad: grad.cpu().clone().contiguous().sum(),
+    lambda grad: grad.half().float().double().mean(),
+    lambda grad: grad.data.view(-1).sum(dim=-1),
+    lambda grad: torch.flatten(grad).amax(0),
+    lambda grad: (1 - 2 * grad / 3).sum(),
+    lambda grad: (grad.clamp(max=0.0) + grad.nan_to_num()).sum(),
+    lambda grad: torch.where(grad > 0, grad, 0.0).sum(),
+    lambda grad: torch.max(grad, other=torch.zeros_like(grad)).sum(),
 ]
 
 
@@ -123,7 +132,17 @@ def refuse_reductions(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.backward()
     grads = [param.grad for param in pair.model.parameters() if param.dim() > 1]
-    for reduction in (Tensor.std, torch.median, lambda g: g.sum(0), lambda g: g.mean((0, 1))):
+    for reduction in (
+        Tensor.std,
+        torch.median,
+        lambda g: g.sum(0),
+        lambda g: g.mean((0, 1), keepdim=True),
+        lambda g: g.sum(0, True),
+        lambda g: g.max(0),
+        lambda g: torch.quantile(g, 0.5),
+        lambda g: g.flatten().topk(3),
+        lambda g: g @ torch.ones_like(g).T,
+    ):
         with pytest.raises(RuntimeError, match="this rank has some rows only"):
             reduction(grads[0])
 
@@ -161,7 +180,8 @@ def copy_gradients(rank: int) -> None:
     file = io.BytesIO()
     torch.save(grad, file)
     file.seek(0)
-    for copied in (copy.deepcopy(grad), torch.load(file), grad.clone()):
+    for copied in (copy.deepcopy(grad), torch.load(file), grad.clone().tolist()):
+        copied = torch.as_tensor(copied, dtype=grad.dtype)
         assert type(copied) is Tensor
         assert torch.equal(copied, grad)
 
@@ -181,6 +201,18 @@ def take_a_norm_alone(rank: int) -> None:
 def test_a_norm_that_one_rank_takes_alone_ends_all() -> None:
     outcomes = run_ranks_expecting_failure(take_a_norm_alone, 2)
     says(outcomes, "ranks are in different calls", "p.grad.norm", "model(...)")
+
+
+def reduce_others(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    params = list(pair.model.parameters())
+    float(params[rank].grad.sum())
+
+
+def test_reductions_of_different_gradients_end_all() -> None:
+    outcomes = run_ranks_expecting_failure(reduce_others, 2)
+    says(outcomes, "p.grad.sum: here it is of", "on another rank of another parameter")
 
 
 def norm_along_rows(rank: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.root_dropout import DROPOUT_CALLS
@@ -36,6 +37,7 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.3)
         self.head = nn.Linear(WIDTH, 3)
         self.table = nn.Parameter(torch.randn(WIDTH))
+        self.last = 0.0  # may be switched on later
         self.on_draw: Callable[[str], None] = lambda fqn: None
         self.double()
 
@@ -51,7 +53,8 @@ class Net(nn.Module):
         x = self.drop(x)
         self.on_draw(DROPOUT_CALLS)
         x = functional.alpha_dropout(x, 0.4, self.training)
-        return self.head(functional.dropout(x, 0.0, self.training))
+        self.on_draw(DROPOUT_CALLS)
+        return self.head(functional.dropout(x, self.last, self.training))
 
 
 def reference(net: Net, plan: Plan, step: int, x: Tensor) -> float:
@@ -84,6 +87,7 @@ def train(rank: int, plan: Plan) -> None:
     sizes = [each.rank_batch_size for each in plan.ranks]
     units = dict.fromkeys((fqn for fqn, _ in plain.named_parameters()), "all")
     for step in range(STEPS):
+        plain.last = module.last = 0.5 * step
         x = torch.randn(sum(sizes), WIDTH, dtype=torch.float64)
         mine = part_of({"x": x}, sizes, model.position)["x"]
         output = model(mine)
@@ -101,3 +105,86 @@ def train(rank: int, plan: Plan) -> None:
 @every_plan
 def test_functions_draw_as_modules_do(plan: Plan) -> None:
     run_ranks(train, len(plan.ranks), plan)
+
+
+class Checkpointed(nn.Module):
+    """Computes part of its root code again in backward."""
+
+    def __init__(self, drop: nn.Module | None, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block = Dropping(WIDTH)
+        self.last = Block(WIDTH)
+        self.drop = drop
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self._dropped, self.block(x), use_reentrant=self.use_reentrant)
+        return self.last(x).sum(-1)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        y = functional.dropout(x, 0.5, self.training) if self.drop is None else self.drop(x)
+        return y.sin()
+
+
+class Within(Dropping):
+    """A unit that computes part of itself again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpointed_outside(rank: int, by_module: bool, use_reentrant: bool) -> None:
+    module = Checkpointed(nn.Dropout(0.5) if by_module else None, use_reentrant)
+    model = HetFSDP(
+        module,
+        Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[3], state_shares=[1.0]),
+        units=["block", "last"],
+    )
+    with pytest.raises(RuntimeError, match="outside of units and once more during backward"):
+        model.backward(model(torch.randn(3, WIDTH)).sum(), 3)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("by_module", [True, False])
+def test_what_computes_root_dropout_again_is_refused(
+    by_module: bool, use_reentrant: bool
+) -> None:
+    run_ranks(checkpointed_outside, 1, by_module, use_reentrant)
+
+
+class Both(nn.Module):
+    """Dropout of the root, and units that compute themselves again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Within(WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = functional.dropout(block(x), 0.0, self.training)
+        return x
+
+
+def recomputed(rank: int) -> None:
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = HetFSDP(
+            Both(),
+            Plan.by_hand(
+                microbatch_sizes=[2],
+                rank_batch_sizes=[3],
+                state_shares=[1.0],
+                recompute=recompute,
+            ),
+            units=[Within],
+        )
+        for _ in range(2):  # the second without the probe
+            output = model(torch.ones(3, WIDTH))
+            model.backward(output.square().sum(), 3)
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_units_that_compute_again_beside_root_dropout_draw_their_own() -> None:
+    run_ranks(recomputed, 1)

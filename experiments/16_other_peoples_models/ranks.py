@@ -165,7 +165,10 @@ class _Rank:
             "loss", MISMATCH if mean is None else mean, expected.loss, f"step {number}: loss"
         )
         rows = {fqn: box.rows for fqn, box in model.sharded_state_dict().items()}
-        found = {fqn: param.grad for fqn, param in model.named_parameters()}
+        found = {
+            fqn: None if param.grad is None else param.grad.as_subclass(Tensor)
+            for fqn, param in model.named_parameters()
+        }
         self.errors.see_rows("grad", found, expected.grads, rows, where)
 
     def _compare_state(self, model: HetFSDP, expected: Step, number: int) -> None:

@@ -217,10 +217,9 @@ class _SeedingFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is dropout and not self._depth and kwargs["training"] and kwargs["p"]:
+        if func is dropout and not self._depth:
             self._seeds.enter(DROPOUT_CALLS)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from shardhet.cost import CostModel
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo
-from shardhet.planner.certificate import MAX_VARIABLES
+from shardhet.planner.certificate import MAX_VARIABLES, Certificate
 from shardhet.planner.explain import Explanation, Objective, Situation, explain
 from shardhet.planner.find import certify_search
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
-from shardhet.planner.search import Effort
+from shardhet.planner.search import Effort, Found
 from shardhet.simulator import simulate
 
 DOOR = Door(
@@ -128,7 +128,7 @@ def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
             "objective=throughput."
         )
     started_at_s = time.perf_counter()
-    certificate, objective_s = certify_search(
+    certificate, found = certify_search(
         inputs.cluster,
         inputs.workload,
         inputs.profile,
@@ -136,22 +136,36 @@ def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
         demands=demands,
     )
     took = f"{certificate.num_variables:,} choices, {time.perf_counter() - started_at_s:.2g} s"
-    if certificate.bound_s is None:
+    return _what_is_certified(certificate, found, took)
+
+
+def _what_is_certified(certificate: Certificate, found: Found, took: str) -> str:
+    objective_s = found.value.objective_s
+    if certificate.num_variables > MAX_VARIABLES:
         return (
             f"Not certified: HiGHS alone is given up to {MAX_VARIABLES:,} choices, here are "
             f"{certificate.num_variables:,}."
         )
-    if not certificate.is_solved:
+    if not certificate.is_solved or certificate.objective_s is None:
+        bound = "without a bound"
+        if certificate.bound_s is not None:
+            bound = f"with a bound of {certificate.bound_s:.6g} s"
         return (
-            f"Not certified: HiGHS alone was stopped with a bound of {certificate.bound_s:.6g} "
-            f"s, the search has {objective_s:.6g} s ({took})."
+            f"Not certified: HiGHS alone was stopped {bound}, the search has "
+            f"{objective_s:.6g} s ({took})."
         )
-    if not certificate.agrees_with(objective_s):
-        raise RuntimeError(
-            f"plan: HiGHS alone finds {certificate.objective_s} s and the search {objective_s} "
-            "s for the same problem. This is a fault of ours: please report it with the input."
+    if certificate.agrees_with(objective_s):
+        return f"Certified: HiGHS alone finds {objective_s:.9g} s as well ({took})."
+    if found.lower_bound_s < certificate.objective_s < objective_s:
+        return (
+            f"Not certified: HiGHS alone finds {certificate.objective_s:.6g} s. The search has "
+            f"{objective_s:.6g} s and was stopped before it had proven that to be the least "
+            f"({took})."
         )
-    return f"Certified: HiGHS alone finds {objective_s:.9g} s as well ({took})."
+    raise RuntimeError(
+        f"plan: HiGHS alone finds {certificate.objective_s} s and the search {objective_s} "
+        "s for the same problem. This is a fault of ours: please report it with the input."
+    )
 
 
 def _comparison_note(demands: Demands) -> str:

@@ -116,8 +116,10 @@ class CountedNumbers:
 
         Collective.
         """
-        mine = [getattr(module, name, 0) if is_here else 0 for module, name in self._modules]
+        found = [getattr(module, name, None) for module, name in self._modules]
+        mine = [each if is_here and isinstance(each, int | float) else None for each in found]
         theirs = control.exchange_objects(mine)[source]
         if not is_here:
             for (module, name), value in zip(self._modules, theirs, strict=True):
-                setattr(module, name, value)
+                if value is not None:  # not a number any more
+                    setattr(module, name, value)

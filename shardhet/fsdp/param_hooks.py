@@ -94,7 +94,7 @@ def set_grads_with_hooks(
     for (slot, param), has in zip(params, has_grad, strict=True):
         if has and param.grad is not None:
             if not rows.is_alone:
-                param.grad = rows.mark(param.grad)
+                param.grad = rows.mark(param.grad, slot.fqn)
             for hook in hooks.when_done(slot.fqn, param):
                 hook(param)
 

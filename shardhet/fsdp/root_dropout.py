@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import (
@@ -41,7 +42,7 @@ class RootDropout:
     def __init__(self, root: nn.Module, visit: Visit) -> None:
         self._mode = _Taking(root, visit)
 
-    def taken_over(self, *, is_needed: bool = True) -> AbstractContextManager[Any]:
+    def taken_over(self, *, is_needed: bool) -> AbstractContextManager[Any]:
         """Inside, code outside of units runs; a model without such calls pays nothing."""
         return self._mode if is_needed else nullcontext()
 
@@ -56,6 +57,17 @@ class RootDropout:
                 yield
         finally:
             self._mode.num_left_alone -= 1
+
+
+def is_checkpointed(*, grad_enabled: bool) -> bool:
+    """Whether what runs now will run again in backward, of a call that began with gradients.
+
+    Reentrant checkpointing switches them off; the other kind keeps what is saved away.
+    """
+    if grad_enabled and not torch.is_grad_enabled():
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 class _Taking(TorchFunctionMode):
@@ -73,7 +85,7 @@ class _Taking(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        is_outside = func in _FUNCTIONS and not self.num_left_alone
-        if is_outside and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
+        # Whatever p and training are now: they may be others at the next step.
+        if func in _FUNCTIONS and not self.num_left_alone:
             return self._visit(UnitModule(DROPOUT_CALLS, self._root, func, False), args, kwargs)
         return func(*args, **kwargs)

@@ -8,22 +8,26 @@ HetFSDP's parameters is a ``RowGradient``, a tensor like any other but for these
     stack of RowNorms, and the norm of that   one number, agreed on by all ranks (clip_grad)
     any other use of a RowNorm                the norm of the whole parameter, likewise
     _amp_foreach_non_finite_check_and_unscale_  found_inf is that of all ranks
-    abs, isnan, comparisons, ...              rows again
     sum, mean, max, min, any, all             of the whole parameter, at once; along another
                                               dimension than the first, of each row as usual
-    var, std, median, argmax, ...             refused, except along another dimension
+    var, std, median, argmax, sort, ...       refused, except along another dimension
+    matmul, dot, svd, ...                     refused
+    whatever else keeps the shape, flatten    a RowGradient again
 
-The optimizers' kernels (fused, foreach) take it as it is, parameters stay plain Parameters.
+What has another shape (``grad[:, 0]``, ``grad.T``) is a plain tensor of this rank's rows, and
+``grad.as_subclass(torch.Tensor)`` is all of them.  The optimizers' kernels (fused, foreach)
+take a RowGradient as it is, and parameters stay plain Parameters.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardhet.distributed import SECONDS_FOR_ALL_TO_COME, Channel, Lifeline
 from shardhet.fsdp.comm import CommContext
@@ -45,12 +49,12 @@ class RowGroup:
         """Whether one rank has all rows."""
         return self.control.group is None
 
-    def mark(self, grad: Tensor) -> "RowGradient":
-        """``grad`` as this rank's rows of a gradient, in the same memory."""
+    def mark(self, grad: Tensor, fqn: str) -> "RowGradient":
+        """``grad`` as this rank's rows of the parameter's gradient, in the same memory."""
         if isinstance(grad, RowGradient):
             return grad
         rows = grad.as_subclass(RowGradient)
-        rows._rows = self
+        rows._rows, rows._fqn = self, fqn
         return rows
 
     def norm(
@@ -87,15 +91,21 @@ class RowGroup:
             rows = self.comm.reduce_channel.gather_rows(found_inf.reshape(1).double())
         found_inf.copy_(rows.amax().reshape(found_inf.shape))
 
-    def reduce(self, local: float, numel: int, kind: str) -> float:
+    def reduce(self, local: float, numel: int, kind: str, fqn: str) -> float:
         """The "sum", "mean", "max" or "min" over all ranks' ``numel`` elements.  Collective.
 
         ``local`` is that of this rank's elements, whatever it is where it has none.
         """
         call = f"p.grad.{kind}"
         with self.lifeline.guard(call):
-            given = self.control.enter(call, [local, numel], within_s=SECONDS_FOR_ALL_TO_COME)
-        parts = [(value, int(count)) for value, count in given if count]
+            mine = [local, numel, zlib.crc32(fqn.encode())]
+            given = self.control.enter(call, mine, within_s=SECONDS_FOR_ALL_TO_COME)
+            if any(row[2] != mine[2] for row in given):
+                raise ValueError(
+                    f"{call}: here it is of {fqn}, on another rank of another parameter. Ask "
+                    "for the same gradients in the same order on every rank."
+                )
+        parts = [(value, int(count)) for value, count, _ in given if count]
         if not parts:
             return 0.0 if kind == "sum" else math.nan
         if kind == "mean":
@@ -119,6 +129,7 @@ class RowGradient(Tensor):
     """This rank's rows of a gradient.  See the top of the file for what it does."""
 
     _rows: RowGroup
+    _fqn: str  # of the parameter
 
     @classmethod
     def __torch_function__(
@@ -128,12 +139,9 @@ class RowGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        """Everything as on a plain tensor, but for norms and unscaling."""
-        handle = _HANDLERS.get(func)
-        if handle is not None:
-            return handle(func, args, kwargs or {})
-        with _plainly():
-            return func(*args, **(kwargs or {}))
+        """Everything as on a plain tensor, but for what reduces it."""
+        handle = _HANDLERS.get(func, _keep_rows)
+        return handle(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -309,36 +317,48 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
 def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """``sum`` and others of all elements; what works on each row for itself as it is."""
     grad = args[0] if args else kwargs.get("input")
-    if not isinstance(grad, RowGradient) or _is_along_rows(func.__name__, grad, args, kwargs):
-        with _plainly():
-            return func(*args, **kwargs)
     name = func.__name__
-    others = {
-        key: value
-        for key, value in kwargs.items()
-        if key not in ("input", "dtype") and value is not None
-    }
-    if name not in _COMBINED_AS or len(args) > 1 or others:
-        grad._rows.refuse(f"{name}{'' if len(args) == 1 and not others else ' along dim 0'}")
+    is_whole, rest = _what_is_reduced(name, grad, args[1:], kwargs)
+    if not isinstance(grad, RowGradient) or not is_whole:
+        return _keep_rows(func, args, kwargs)
+    if name not in _COMBINED_AS or rest:
+        grad._rows.refuse(f"{name}{' along dim 0' if rest else ''}")
     with _plainly():
         dtype = {"dtype": kwargs["dtype"]} if kwargs.get("dtype") is not None else {}
         some = grad if grad.numel() else grad.new_zeros(1)
         local = func(some, **dtype)
-        whole = grad._rows.reduce(float(local), grad.numel(), _COMBINED_AS[name])
+        kind = _COMBINED_AS[name]
+        whole = grad._rows.reduce(float(local), grad.numel(), kind, grad._fqn)
         return torch.full_like(local, whole)
 
 
-def _is_along_rows(name: str, grad: Tensor, args: tuple[Any, ...], kwargs: Kwargs) -> bool:
-    """Or element by element, as the maximum of two tensors."""
-    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+def _what_is_reduced(
+    name: str, grad: Any, args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[bool, bool]:
+    """Whether rows are put together, and if so whether more is asked for than one number."""
+    others = {k for k in kwargs if k not in ("input", "dtype", "dim") and kwargs[k] is not None}
     if name == "quantile":  # its second argument says which
-        return False
-    if isinstance(dims, Tensor):
-        return True
+        return True, True
+    if (args and isinstance(args[0], Tensor)) or isinstance(kwargs.get("other"), Tensor):
+        return False, False  # the larger of two tensors, element by element
+    dims = kwargs.get("dim", args[0] if args else None)
     dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    return bool(
-        isinstance(dims, tuple | list) and dims and all(d % max(1, grad.dim()) for d in dims)
-    )
+    if dims is None or not isinstance(dims, tuple | list):
+        return True, bool(others or args[1:])
+    num_dims = max(1, grad.dim())
+    if dims and all(dim % num_dims for dim in dims):
+        return False, False
+    is_all = len({dim % num_dims for dim in dims} or range(num_dims)) == num_dims
+    return True, bool(others or args[1:]) or not is_all or name in ("max", "min")
+
+
+def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """Products and decompositions of whole matrices."""
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, RowGradient):
+            each._rows.refuse(func.__name__)
+    with _plainly():
+        return func(*args, **kwargs)
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> None:
@@ -352,11 +372,22 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
 
 
 def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Another view or copy of the same values is rows as well."""
+    """What is computed of rows and has their shape, or all of them in a line, is rows too.
+
+    A comparison with a plain tensor is not: who has rows to compare with means rows.
+    """
     with _plainly():
-        same = func(*args, **kwargs)
-        grad = args[0] if args else kwargs.get("input")
-        return grad._rows.mark(same) if isinstance(grad, RowGradient) else same
+        result = func(*args, **kwargs)
+        if type(result) is not Tensor or (args and result is args[0]):
+            return result
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        rows = [each for each in tensors if isinstance(each, RowGradient)]
+        others = [each for each in tensors if type(each) is Tensor and each.dim()]
+        if not rows or func is Tensor.as_subclass or (others and func in _COMPARISONS):
+            return result
+        if result.shape == rows[0].shape or (func in _IN_A_LINE and result.dim() == 1):
+            return rows[0]._rows.mark(result, rows[0]._fqn)
+        return result
 
 
 _COMBINED_AS = {
@@ -370,13 +401,13 @@ _COMBINED_AS = {
     "amin": "min",
     "all": "min",
 }
-_REFUSED = ("argmax", "argmin", "aminmax", "logsumexp", "median", "nanmean", "nansum", "prod",
-            "quantile", "std", "std_mean", "var", "var_mean")  # fmt: skip
-# Not clone: optimizers keep what it gives.
-_ELEMENT_WISE = ("abs", "bitwise_not", "eq", "ge", "gt", "isfinite", "isinf", "isnan", "le",
-                 "logical_not", "lt", "ne", "neg", "pow", "square")  # fmt: skip
-_OPERATORS = ("__abs__", "__eq__", "__ge__", "__gt__", "__invert__", "__le__", "__lt__",
-              "__ne__", "__neg__", "__pow__")  # fmt: skip
+_REFUSED = (
+    *("argmax", "argmin", "argsort", "aminmax", "cumprod", "cumsum", "kthvalue", "logsumexp"),
+    *("log_softmax", "median", "mode", "nanmean", "nanmedian", "nansum", "prod", "quantile"),
+    *("softmax", "sort", "std", "std_mean", "topk", "unique", "var", "var_mean"),
+)
+_PRODUCTS = ("__matmul__", "__rmatmul__", "dot", "einsum", "inner", "matmul", "mm", "mv", "svd",
+             "vdot")  # fmt: skip
 
 
 def _calls(names: Iterable[str]) -> list[Callable[..., Any]]:
@@ -385,6 +416,11 @@ def _calls(names: Iterable[str]) -> list[Callable[..., Any]]:
             if hasattr(where, name)]  # fmt: skip
 
 
+_IN_A_LINE = frozenset(_calls(("flatten", "ravel", "reshape", "view")))
+_COMPARISONS = frozenset(
+    _calls(("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "eq", "ge", "gt",
+            "isclose", "le", "lt", "ne"))
+)  # fmt: skip
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(
         (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _take_norm
@@ -392,15 +428,5 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
     torch._foreach_norm: _take_norms,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     **dict.fromkeys(_calls((*_COMBINED_AS, *_REFUSED)), _reduce),
-    **dict.fromkeys(
-        (
-            Tensor.detach,
-            Tensor.data.__get__,  # type: ignore[attr-defined]  # a descriptor
-            Tensor.to,
-            Tensor.float,
-            Tensor.double,
-            *_calls((*_ELEMENT_WISE, *_OPERATORS)),
-        ),
-        _keep_rows,
-    ),
+    **dict.fromkeys((*_calls(_PRODUCTS), torch.linalg.svd, torch.linalg.qr), _refuse),
 }

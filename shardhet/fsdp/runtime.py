@@ -28,7 +28,7 @@ from shardhet.fsdp.module_state import CountedNumbers
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.order import VisitOrder
 from shardhet.fsdp.prober import Findings, Prober
-from shardhet.fsdp.root_dropout import DROPOUT_CALLS, RootDropout
+from shardhet.fsdp.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
@@ -244,13 +244,15 @@ class Runtime:
         """A call of a module of the root's that has to run microbatch by microbatch."""
         if self.batch is None or not self.batch.num_samples or not module.module.training:
             return module.forward(*args, **kwargs)
-        is_cut_off = self._has_gradients and not torch.is_grad_enabled()
-        if is_cut_off and module.fqn == DROPOUT_CALLS:
+        is_function = module.fqn == DROPOUT_CALLS  # its checkpoint does not come here again
+        if self._is_in_autograd or (
+            is_function and is_checkpointed(grad_enabled=self._has_gradients)
+        ):
             raise RuntimeError(
-                f"{module.fqn} is called outside of units with gradients switched off, by "
-                "gradient checkpointing perhaps, which would draw other numbers when it "
-                "computes again. Switch that off: which units are recomputed is the plan's "
-                "choice (Plan.by_hand(recompute=True))."
+                f"{module.fqn} is called outside of units and once more during backward, by "
+                "gradient checkpointing perhaps, where it would draw other numbers. Switch "
+                "that off: which units are recomputed is the plan's choice "
+                "(Plan.by_hand(recompute=True))."
             )
         needs_backward = self._needs_backward(module, args, kwargs)
         with self._dropout.left_alone():

@@ -13,7 +13,7 @@ would take longer for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,10 @@ class Assignment:
     choices: tuple[Choice, ...]
     is_by_highs: bool
     num_variables: int
+
+    def replaced_by(self, choices: Sequence[Choice]) -> "Assignment":
+        """The search's own choices instead."""
+        return replace(self, choices=tuple(choices), is_by_highs=False)
 
 
 def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignment:

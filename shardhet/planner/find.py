@@ -101,8 +101,8 @@ def certify_search(
     global_batch_size: int,
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
-) -> tuple[Certificate, float]:
-    """What HiGHS alone says of the problem behind a plan, and the search's objective.
+) -> tuple[Certificate, Found]:
+    """What HiGHS alone says of the problem behind a plan, and what the search found.
 
     The problem is that of ``solve``: shares of any size, phases without the messages of one
     rank.  Raises ``PlanError`` where nothing fits.
@@ -114,7 +114,7 @@ def certify_search(
         effort=effort,
     )
     table, _ = _search(builder, effort)
-    return certify(table.problem), search(table.problem, effort).value.objective_s
+    return certify(table.problem), search(table.problem, effort)
 
 
 def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Found]:
@@ -158,16 +158,24 @@ def _fitting_plans(
         value = table.rounded.evaluate(choices)
         if value is None:
             continue
-        assignment = assign(table.rounded, choices, value)
-        for optimizer_s in (value.optimizer_s, inf):
-            plan = _plan(model, demands, table, assignment.choices, optimizer_s)
-            if plan not in solutions:
-                solutions[plan] = PlanSolution(
+        by_highs = assign(table.rounded, choices, value)
+        # The search's own choice where HiGHS's does not fit once it is rounded to rows.
+        for assignment in dict.fromkeys((by_highs, by_highs.replaced_by(choices))):
+            of_both = [
+                PlanSolution(
                     plan=plan,
                     predicted=model.predict(plan).within(budgets),
                     lower_bound_s=0.0,
                     assignment=assignment,
                 )
+                for plan in dict.fromkeys(
+                    _plan(model, demands, table, assignment.choices, optimizer_s)
+                    for optimizer_s in (value.optimizer_s, inf)
+                )
+            ]
+            solutions |= {each.plan: each for each in of_both if each.plan not in solutions}
+            if any(each.fits for each in of_both):
+                break
     fitting = [each for each in solutions.values() if each.fits]
     fitting.sort(key=lambda each: each.predicted.step_time_s)  # equal ones as they came
     slowest_s = (1 + RESCORED_MARGIN) * min(

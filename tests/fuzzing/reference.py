@@ -75,7 +75,7 @@ class SeededFunctions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not dropout or not self._seeds.is_outside or not kwargs["training"]:
+        if func is not dropout or not self._seeds.is_outside:
             return func(*args, **kwargs)
         self._seeds.enter(DROPOUT_CALLS)
         try:
