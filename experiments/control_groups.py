@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardhet.emulation import packed
+from shardhet.training.emulation import packed
 
 MOUNTS = Path("/proc/mounts")
 PERIOD_US = 10_000  # short beside a step, so that a rank is slow all the time and not in turns

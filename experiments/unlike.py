@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.control_groups import Group, NoControlGroupsError, quotas
 from shardhet import DeviceSpec
-from shardhet.emulation import EmulatedDevice, cores_for, memory_of_process, stay_on
+from shardhet.training.emulation import EmulatedDevice, cores_for, memory_of_process, stay_on
 
 MIB = 2**20
 # What a plan may use of a process's memory: the C library's allocator leaves gaps.  A rank

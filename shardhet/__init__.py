@@ -8,29 +8,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardhet.cluster import Cluster, DeviceSpec
     from shardhet.fsdp import HetFSDP
-    from shardhet.plan import Plan, RankPlan
     from shardhet.planner import PlanError, find_plan
     from shardhet.profiler.batch import ExampleBatch
     from shardhet.profiler.describe import describe
-    from shardhet.profiles import Profile
-    from shardhet.simulator import simulate
-    from shardhet.workload import Workload
+    from shardhet.records.cluster import Cluster, DeviceSpec
+    from shardhet.records.plan import Plan, RankPlan
+    from shardhet.records.profiles import Profile
+    from shardhet.records.workload import Workload
+    from shardhet.simulator.simulation import simulate
 
 _MODULE_BY_NAME = {
-    "Cluster": "shardhet.cluster",
-    "DeviceSpec": "shardhet.cluster",
+    "Cluster": "shardhet.records.cluster",
+    "DeviceSpec": "shardhet.records.cluster",
     "ExampleBatch": "shardhet.profiler.batch",
     "HetFSDP": "shardhet.fsdp",
-    "Plan": "shardhet.plan",
+    "Plan": "shardhet.records.plan",
     "PlanError": "shardhet.planner",
-    "Profile": "shardhet.profiles",
-    "RankPlan": "shardhet.plan",
-    "Workload": "shardhet.workload",
+    "Profile": "shardhet.records.profiles",
+    "RankPlan": "shardhet.records.plan",
+    "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
-    "simulate": "shardhet.simulator",
+    "simulate": "shardhet.simulator.simulation",
 }
 
 __all__ = [

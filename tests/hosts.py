@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from shardhet.distributed import Communicators
+from shardhet.comm.distributed import Communicators
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.fsdp.seeds import microbatch_seed
 from shardhet.fsdp.wrapping import find_units
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 GRAD_BAR = 1e-12  # of the unit's largest gradient
 LOSS_BAR = 1e-12  # relative

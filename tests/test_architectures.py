@@ -8,12 +8,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import nn
 
-from shardhet.architectures import vit
 from shardhet.config.compose import VERSION_BASE, conf_dir, register_schemas
 from shardhet.config.models import DecoderConf, MaskedLmConf, ModelConf, SampleShape, VitConf
 from shardhet.models.decoder import Decoder
 from shardhet.models.encoder import MaskedLm, Vit
-from shardhet.workload import Workload
+from shardhet.pricing.architectures import vit
+from shardhet.records.workload import Workload
 
 # A Hugging Face model is known by its folder alone: tests/test_model_hf.py.
 NAMES = sorted({path.stem for path in Path(conf_dir(), "model").glob("*.yaml")} - {"hf"})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 from tests.edge_plans import PLANS, every_plan, full_batches
 from tests.parity import (
     Course,

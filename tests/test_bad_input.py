@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.plan import PlannedUnit
+from shardhet.records.plan import PlannedUnit
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
 
 WIDTH = 4

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardhet.cluster import MEMORY_TOLERANCE, DeviceSpec
+from shardhet.records.cluster import MEMORY_TOLERANCE, DeviceSpec
 
 GIB = 2**30
 FOUND = DeviceSpec(host="node3", kind="NVIDIA T4", memory_capacity_bytes=15 * GIB, uuid="GPU-1")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.cluster import Cluster
-from shardhet.derive import derive_profile
 from shardhet.planner import solve
-from shardhet.workload import Workload
+from shardhet.pricing.derive import derive_profile
+from shardhet.records.cluster import Cluster
+from shardhet.records.workload import Workload
 
 pytest.importorskip("yaml", reason="descriptions by hand are YAML")
 

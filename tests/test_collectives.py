@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet import collectives
-from shardhet.buffers import BufferPool
-from shardhet.collectives import Pending, all_gather_uneven, reduce_scatter_uneven
-from shardhet.distributed import Channel
+from shardhet.comm import collectives
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.collectives import Pending, all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.distributed import Channel
 from tests.worlds import run_ranks
 
 CASES_PER_WORLD = 60

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shardhet.distributed import Channel
+from shardhet.comm.distributed import Channel
+from shardhet.comm.messages import Pending
 from shardhet.fsdp.comm import MAX_UNSENT_GATHERS, CommContext
-from shardhet.messages import Pending
 
 
 class Sending:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.compiling import CompiledForward, compile_units, why_not
 from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.training.compiling import CompiledForward, compile_units, why_not
 from tests.worlds import run_ranks
 
 CPU = torch.device("cpu")

@@ -28,8 +28,8 @@ from shardhet.config.compose import (
 )
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
-from shardhet.optim import AdamW, Sgd, WarmupStableDecay
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
+from shardhet.training.optim import AdamW, Sgd, WarmupStableDecay
 
 BY_HAND = "plan=by_hand plan.microbatch_sizes=[2,1] plan.num_microbatches=[1,2] "
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardhet.cluster import Cluster, DeviceSpec, Node
-from shardhet.cost import CostModel
-from shardhet.plan import Plan
-from shardhet.profiles import (
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.plan import Plan
+from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     ComputePoint,
@@ -17,9 +17,9 @@ from shardhet.profiles import (
     Timing,
     UnitProfile,
 )
-from shardhet.simulator import simulate
-from shardhet.timeline import Work
-from shardhet.workload import Unit, UnitKind, Workload
+from shardhet.records.workload import Unit, UnitKind, Workload
+from shardhet.simulator.simulation import simulate
+from shardhet.simulator.timeline import Work
 
 BLOCK = UnitKind(
     name="block",

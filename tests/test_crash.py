@@ -7,7 +7,7 @@ from rich.console import Console
 
 from shardhet.apps.crash import Failure, crash_panel, read_failures, root_cause
 from shardhet.apps.run_folder import RunFolder
-from shardhet.neighbours import LostPeerError
+from shardhet.comm.shared_host.neighbours import LostPeerError
 
 
 def failure(rank: int, *, at_s: float, is_consequence: bool = False) -> Failure:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.data import (
+from shardhet.records.plan import Plan
+from shardhet.training.data import (
     VOCAB_SIZE,
     Corpus,
     GlobalBatches,
@@ -19,7 +20,6 @@ from shardhet.data import (
     is_held_out,
     table_scores,
 )
-from shardhet.plan import Plan
 
 GLOBAL_BATCH_SIZE = 12
 PLANS = {

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
 from shardhet.apps.demo import parts
 from shardhet.apps.prediction import Outcome, Prediction
-from shardhet.derive import derive_profile
-from shardhet.trainer import DeviceUse
+from shardhet.pricing.derive import derive_profile
+from shardhet.training.trainer import DeviceUse
 
 
 @pytest.mark.timeout(400)

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet import distributed
-from shardhet.cluster import DeviceSpec
-from shardhet.distributed import (
+from shardhet.comm import distributed
+from shardhet.comm.distributed import (
     Channel,
     Communicators,
     Lifeline,
@@ -21,6 +20,7 @@ from shardhet.distributed import (
     local_device_spec,
     match_devices,
 )
+from shardhet.records.cluster import DeviceSpec
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
 
 GIB = 2**30

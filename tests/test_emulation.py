@@ -19,7 +19,8 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.training import ClusterConf, DeviceType
-from shardhet.emulation import (
+from shardhet.fsdp.observer import Activity, Event
+from shardhet.training.emulation import (
     MAX_CREDIT_S,
     EmulatedDevice,
     cores_for,
@@ -27,7 +28,6 @@ from shardhet.emulation import (
     packed,
     stay_on,
 )
-from shardhet.fsdp.observer import Activity, Event
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 MIB = 2**20

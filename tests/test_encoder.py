@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.data import Batch, TokenBatch, deal
 from shardhet.models.encoder import EncoderConfig, MaskedLm, Vit
-from shardhet.samples import ImageBatch, masked
+from shardhet.training.data import Batch, TokenBatch, deal
+from shardhet.training.samples import ImageBatch, masked
 from tests.worlds import run_ranks
 
 SHAPE = EncoderConfig(width=8, num_layers=2, num_heads=2, hidden_width=16)

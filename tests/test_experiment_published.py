@@ -24,7 +24,7 @@ from inputs import (  # noqa: E402
 from summary import bars, by_case, gap, in_rounds  # noqa: E402
 
 from experiments.common import read_csv, write_csv  # noqa: E402
-from shardhet.profiles import Source  # noqa: E402
+from shardhet.records.profiles import Source  # noqa: E402
 
 sys.path.remove(str(HERE))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardhet import simulate
-from shardhet.profiles import Collectives, Profile, Source
+from shardhet.records.profiles import Collectives, Profile, Source
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "11_scale"
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from shardhet.cluster import Cluster, DeviceSpec, Node
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
 from shardhet.planner.explain import (
     Explanation,
@@ -12,7 +11,8 @@ from shardhet.planner.explain import (
     larger_situations,
     with_another,
 )
-from shardhet.profiles import (
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     ComputePoint,
@@ -22,7 +22,7 @@ from shardhet.profiles import (
     Timing,
     UnitProfile,
 )
-from shardhet.workload import Workload
+from shardhet.records.workload import Workload
 
 WORKLOAD = Workload.transformer(
     num_layers=4, width=64, num_heads=2, seq_len=32, vocab_size=128, hidden_width=128

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.fsdp import module as fsdp_module
 from shardhet.fsdp.observer import Activity
-from shardhet.host_copy import HostCopy, to_device
 
 
 def test_on_a_cpu_the_values_are_there_at_once_and_nothing_is_copied() -> None:

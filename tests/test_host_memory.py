@@ -16,10 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet import HetFSDP, Plan, collectives, host_memory
-from shardhet.buffers import BufferPool
-from shardhet.distributed import Channel
-from shardhet.neighbours import (
+from shardhet import HetFSDP, Plan
+from shardhet.comm import collectives
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.distributed import Channel
+from shardhet.comm.shared_host import transport as host_memory
+from shardhet.comm.shared_host.arena import Arena, PeerArena, own_arena
+from shardhet.comm.shared_host.neighbours import (
     BOARD_WORDS,
     NUM_PLACES,
     READ,
@@ -28,7 +31,6 @@ from shardhet.neighbours import (
     LostPeerError,
     Neighbours,
 )
-from shardhet.shared_memory import Arena, PeerArena, own_arena
 from tests import test_collectives, test_deaths, test_parity
 from tests.hosts import on_different_hosts
 from tests.test_bad_input import PLAN
@@ -173,8 +175,8 @@ def ask_where_one_may_not(rank: int) -> bool:
     if rank != 1:
         return Neighbours.meet(dist.group.WORLD) is None
     with (
-        mock.patch("shardhet.neighbours._peers", {}),
-        mock.patch("shardhet.neighbours.PeerArena", refuse),
+        mock.patch("shardhet.comm.shared_host.neighbours._peers", {}),
+        mock.patch("shardhet.comm.shared_host.neighbours.PeerArena", refuse),
     ):
         return Neighbours.meet(dist.group.WORLD) is None
 
@@ -251,7 +253,7 @@ def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
         words[READ] = 5
         return False
 
-    with mock.patch("shardhet.neighbours._futex", say_it):
+    with mock.patch("shardhet.comm.shared_host.neighbours._futex", say_it):
         board.wait_for(READ, 5)
         words[READ] = 0
         with pytest.raises(LostPeerError, match="is gone"):

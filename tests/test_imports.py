@@ -19,8 +19,8 @@ sys.meta_path.insert(0, Absent())
 """
 
 PLAN_BY_HAND = """
-import shardhet, shardhet.layout, shardhet.plan, shardhet.cluster
-from shardhet.plan import Plan
+import shardhet, shardhet.records.layout, shardhet.records.plan, shardhet.records.cluster
+from shardhet.records.plan import Plan
 
 plan = Plan.by_hand(microbatch_sizes=[4, 2], num_microbatches=[3, 1], state_shares=[0.75, 0.25])
 assert Plan.from_json(plan.to_json()) == plan
@@ -29,7 +29,7 @@ print(plan.global_batch_size)
 
 PLAN_BY_SEARCH = """
 from shardhet import Cluster, Workload, find_plan, simulate
-from shardhet.derive import derive_profile
+from shardhet.pricing.derive import derive_profile
 
 cluster = Cluster.load("conf/cluster/described/rtx4090_2x3090.yaml")
 workload = Workload.transformer(
@@ -75,8 +75,8 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_the_records_import_nothing_heavy() -> None:
     assert (
         run_python(
-            "import shardhet.layout, shardhet.plan, shardhet.cluster, shardhet.workload, "
-            "shardhet.profiles, shardhet.cost, shardhet.simulator" + LOADED
+            "from shardhet.records import cluster, layout, plan, profiles, schedule, workload\n"
+            "import shardhet.pricing.cost, shardhet.simulator.simulation" + LOADED
         )
         == "[]"
     )

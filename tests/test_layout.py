@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.layout import ALIGNMENT_NUMEL, FlatLayout, Span, cut_by_shares
+from shardhet.records.layout import ALIGNMENT_NUMEL, FlatLayout, Span, cut_by_shares
 
 Shape = tuple[int, ...]
 

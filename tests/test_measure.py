@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
-from shardhet.emulation import EmulatedDevice
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.profiler.assemble import (
     RankReport,
@@ -32,8 +31,9 @@ from shardhet.profiler.traffic import (
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import Started, TrainedModel
-from shardhet.profiles import PROFILE_VERSION
-from shardhet.workload import Unit, UnitKind
+from shardhet.records.profiles import PROFILE_VERSION
+from shardhet.records.workload import Unit, UnitKind
+from shardhet.training.emulation import EmulatedDevice
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from torch import nn, optim
 import shardhet.fsdp.module
 import shardhet.fsdp.state
 from shardhet import HetFSDP, Plan
-from shardhet.distributed import Channel
+from shardhet.comm.distributed import Channel
 from tests.edge_plans import UNEVEN, every_plan
 from tests.ordinary import WIDTH, Net, Pair
 from tests.worlds import run_ranks, run_ranks_expecting_failure

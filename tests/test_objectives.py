@@ -9,9 +9,6 @@ from math import inf
 import numpy as np
 import pytest
 
-from shardhet.cluster import Cluster, DeviceSpec, Node
-from shardhet.cost import CostModel
-from shardhet.plan import Plan, RankPlan
 from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, solve
 from shardhet.planner.objectives import (
     LeastMemory,
@@ -21,7 +18,10 @@ from shardhet.planner.objectives import (
 )
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.workload import Workload
 from tests.planning_problems import optimizer_seconds
 from tests.test_planner import random_case
 

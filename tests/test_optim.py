@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardhet.optim import (
+from shardhet.training.optim import (
     AdamW,
     Constant,
     Cosine,

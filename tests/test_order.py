@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardhet import DeviceSpec, HetFSDP, Plan, collectives
+from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet.comm import collectives
+from shardhet.comm.shared_host.arena import PeerArena
 from shardhet.fsdp import flat as flat_module
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.prober import Prober
-from shardhet.schedule import Segment, make_schedule
-from shardhet.shared_memory import PeerArena
+from shardhet.records.schedule import Segment, make_schedule
 from tests.hosts import on_different_hosts
 from tests.worlds import run_ranks
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.cluster import DeviceSpec
-from shardhet.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
+from shardhet.records.cluster import DeviceSpec
+from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
 
 Json = Any
 

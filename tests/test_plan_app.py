@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.simulate import main as simulate_main
-from shardhet.cluster import Cluster
 from shardhet.config.compose import conf_dir
 from shardhet.config.planning import PlannerConf, SimulateConf
-from shardhet.derive import derive_profile
-from shardhet.plan import Plan
-from shardhet.workload import Workload
+from shardhet.pricing.derive import derive_profile
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan
+from shardhet.records.workload import Workload
 from tests.test_imports import ROOT
 
 DESCRIBED = conf_dir() / "cluster" / "described"

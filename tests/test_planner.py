@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from shardhet.cluster import Cluster, DeviceSpec, Node
-from shardhet.cost import CostModel
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo, cephalo_choice
 from shardhet.planner.problem import Group, Problem
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, search
-from shardhet.profiles import (
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     ComputePoint,
@@ -23,8 +23,8 @@ from shardhet.profiles import (
     Timing,
     UnitProfile,
 )
-from shardhet.simulator import simulate
-from shardhet.workload import Workload
+from shardhet.records.workload import Workload
+from shardhet.simulator.simulation import simulate
 from tests.test_profiles import NEEDS_SHARED_DATA, SHARED_DATA
 
 WORKLOAD = Workload.transformer(

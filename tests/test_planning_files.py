@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardhet.cluster import Cluster
-from shardhet.derive import derive_profile
 from shardhet.planner import solve
-from shardhet.profiles import Profile
-from shardhet.workload import Workload
+from shardhet.pricing.derive import derive_profile
+from shardhet.records.cluster import Cluster
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
 
 CLUSTER = Cluster.load(
     Path(__file__).parent.parent / "conf" / "cluster" / "described" / "rtx4090_2x3090.yaml"

@@ -13,7 +13,7 @@ from shardhet.models.encoder import EncoderConfig, MaskedLm, Vit
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.counting import LiveBytes
 from shardhet.profiler.describe import describe
-from shardhet.workload import Unit, Workload
+from shardhet.records.workload import Unit, Workload
 
 TINY = {
     "vocab_size": 256,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.profiles import Curve, Profile, Source, Timing
+from shardhet.records.profiles import Curve, Profile, Source, Timing
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = Path(os.environ.get("SHARDHET_SHARED_DATA", ROOT.parent / "shared" / "data"))

@@ -4,10 +4,10 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from shardhet.cost import CostModel
-from shardhet.plan import EVERY_UNIT, RankPlan
 from shardhet.planner.recompute import recompute_choices
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import EVERY_UNIT, RankPlan
+from shardhet.records.workload import Workload
 from tests.test_planner import random_case
 
 

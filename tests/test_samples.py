@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from shardhet.data import Corpus, GlobalBatches, TokenBatch, deal
-from shardhet.plan import Plan
-from shardhet.samples import MASK_TOKEN, DigitBatches, Digits, MaskedBatches, masked
+from shardhet.records.plan import Plan
+from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, deal
+from shardhet.training.samples import MASK_TOKEN, DigitBatches, Digits, MaskedBatches, masked
 
 PLAN = Plan.by_hand(
     microbatch_sizes=[2, 0, 1], rank_batch_sizes=[5, 0, 1], state_shares=[0, 1, 0]

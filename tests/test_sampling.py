@@ -5,7 +5,7 @@ import torch
 
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.sampling import sample_tokens
+from shardhet.training.sampling import sample_tokens
 from tests.worlds import run_ranks
 
 MODEL = DecoderConfig(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.schedule import Phase, Schedule, Segment, make_schedule
+from shardhet.records.schedule import Phase, Schedule, Segment, make_schedule
 
 
 def schedule(

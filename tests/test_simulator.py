@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from shardhet.cluster import Cluster, DeviceSpec, Node
-from shardhet.cost import CostModel
-from shardhet.plan import Plan
-from shardhet.simulator import simulate
-from shardhet.timeline import Timeline, Work
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.plan import Plan
+from shardhet.simulator.simulation import simulate
+from shardhet.simulator.timeline import Timeline, Work
 from tests.test_cost import CLUSTER, WORKLOAD, plan, profile
 from tests.test_planner import WORKLOAD as DECODER
 from tests.test_planner import random_case

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardhet.data import Corpus, TokenBatch, held_out_windows
-from shardhet.tokenizing import BpeTokenizer, ByteTokenizer, TokenFile, as_bytes
+from shardhet.training.data import Corpus, TokenBatch, held_out_windows
+from shardhet.training.tokenizing import BpeTokenizer, ByteTokenizer, TokenFile, as_bytes
 
 pytest.importorskip("tokenizers", reason="needs the package tokenizers, of the extra bpe")
 

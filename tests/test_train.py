@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 QUICK = ("debug=quick", "cluster.device=CPU", "data.num_judged_samples=2")
@@ -34,16 +34,16 @@ FAILING_RANK = """
 import os
 
 if os.environ.get("RANK") == "1":
-    import shardhet.trainer
+    import shardhet.training.trainer
 
-    take_step = shardhet.trainer.Trainer.train_step
+    take_step = shardhet.training.trainer.Trainer.train_step
 
     def fail(trainer):
         if trainer.model.step == 1:
             {failure}
         return take_step(trainer)
 
-    shardhet.trainer.Trainer.train_step = fail
+    shardhet.training.trainer.Trainer.train_step = fail
 """
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardhet import HetFSDP, Plan
-from shardhet.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.optim import AdamW, Cosine
-from shardhet.trainer import Evaluation, StepMetrics, Trainer, peak_memory_bytes
+from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
+from shardhet.training.optim import AdamW, Cosine
+from shardhet.training.trainer import Evaluation, StepMetrics, Trainer, peak_memory_bytes
 from tests.worlds import run_ranks
 
 SEQ_LEN = 8

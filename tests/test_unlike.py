@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.unlike import MIB, MixedCluster, slowness_of
-from shardhet.emulation import EmulatedDevice, memory_of_process
+from shardhet.training.emulation import EmulatedDevice, memory_of_process
 from tests.worlds import run_ranks
 
 CLUSTER = MixedCluster(name="two", cores=(1.0, 0.5), memory_mib=(256, 128))

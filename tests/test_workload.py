@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardhet.workload import Unit, UnitKind, Workload
+from shardhet.records.workload import Unit, UnitKind, Workload
 
 SMALL = Workload.transformer(
     num_layers=3,

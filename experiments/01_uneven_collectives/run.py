@@ -30,10 +30,10 @@ from experiments.common import (
     write_csv,
     write_results_block,
 )
-from shardhet.buffers import BufferPool
-from shardhet.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.distributed import Channel
-from shardhet.neighbours import Neighbours
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.distributed import Channel
+from shardhet.comm.shared_host.neighbours import Neighbours
 
 HERE = Path(__file__).parent
 UNEVEN_SHARES = (0.5, 0.25, 0.15, 0.1)

@@ -13,12 +13,12 @@ from torch import Tensor
 from experiments.decoders import make_decoder
 from experiments.unlike import Slowness
 from shardhet import HetFSDP, Plan, simulate
-from shardhet.emulation import EmulatedDevice
 from shardhet.fsdp.observer import Activity, Event
-from shardhet.optim import AdamW
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, Measurement, measure
 from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.training.emulation import EmulatedDevice
+from shardhet.training.optim import AdamW
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
 WAITS = (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE)

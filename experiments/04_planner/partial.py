@@ -14,11 +14,11 @@ from statistics import mean, median
 
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning_input import Request, load
-from shardhet.cluster import Cluster
 from shardhet.config.compose import conf_dir
 from shardhet.config.planning import Inputs, PlannerConf, register_planning_schemas
 from shardhet.planner import Effort, PlanError, solve
-from shardhet.simulator import simulate
+from shardhet.records.cluster import Cluster
+from shardhet.simulator.simulation import simulate
 
 HERE = Path(__file__).parent
 MODELS = ("bert_large", "vit_g", "llama_1b", "gpt_2_7b", "llama_7b")

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from shardhet.cluster import Cluster
 from shardhet.config.compose import conf_dir
+from shardhet.records.cluster import Cluster
 
 HERE = Path(__file__).parent
 NUM_RUNS = 5

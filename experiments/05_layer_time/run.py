@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.profiles import Curve
+from shardhet.records.profiles import Curve
 
 HERE = Path(__file__).parent
 DATA = Path(os.environ.get("SHARDHET_SHARED_DATA", HERE.parents[2] / "shared" / "data"))

@@ -29,7 +29,7 @@ from shardhet.config.compose import (
     save_resolved,
 )
 from shardhet.config.train import TrainConf
-from shardhet.data import deal
+from shardhet.training.data import deal
 
 TRAIN, BARE = "shardhet train", "bare loop"
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from systems import Make, System, Work
 from experiments.contestants import check_same_losses
 from experiments.decoders import CPU, Batch, random_batches
 from experiments.unlike import MIB, PeakOfData, Slowness, forget_building
-from shardhet.distributed import Communicators
-from shardhet.emulation import THREAD_STACK_BYTES, memory_of_process
+from shardhet.comm.distributed import Communicators
+from shardhet.training.emulation import THREAD_STACK_BYTES, memory_of_process
 
 NUM_BATCHES = 4
 NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these

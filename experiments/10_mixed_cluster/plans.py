@@ -14,12 +14,12 @@ from clusters import Case
 
 from experiments.unlike import USABLE_FRACTION
 from shardhet import Plan
-from shardhet.emulation import EmulatedDevice
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
 from shardhet.planner.objectives import least_memory
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, Measurement, measure
 from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.training.emulation import EmulatedDevice
 
 PLANNED, EVEN = "HetFSDP, planned", "HetFSDP, even"
 COMPUTE_ONLY, MEMORY_ONLY = "HetFSDP, compute only", "HetFSDP, memory only"

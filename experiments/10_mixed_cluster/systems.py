@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from experiments.contestants import fully_sharded, fused_adamw, het_fsdp_step
 from experiments.decoders import CPU, make_decoder, units_of
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.emulation import EmulatedDevice
 from shardhet.models.decoder import Block, Decoder, DecoderConfig, Embedding, Head
+from shardhet.training.emulation import EmulatedDevice
 
 LEARNING_RATE = 1e-3
 FSDP2_RECOMPUTED = "FSDP2, recomputed"

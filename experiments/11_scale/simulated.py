@@ -11,9 +11,9 @@ from records import Effort, Part, Report, Sample, cases_in, median, samples_of
 
 from experiments.common import Bar, Table
 from shardhet import Cluster, Plan, Workload, simulate
-from shardhet.cluster import DeviceKind, DeviceSpec, Link, Node
-from shardhet.cost import CostModel
-from shardhet.derive import derive_profile
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.derive import derive_profile
+from shardhet.records.cluster import DeviceKind, DeviceSpec, Link, Node
 
 NAME = "simulated"
 SIZES = (64, 256, 1024, 4096, 16384)

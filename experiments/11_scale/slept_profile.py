@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from paced import BACKWARD_OVER_FORWARD, ROW_NUMEL
 
-from shardhet.cluster import Cluster, DeviceSpec, Node
-from shardhet.distributed import Members
-from shardhet.plan import Plan
+from shardhet.comm.distributed import Members
 from shardhet.profiler.assemble import unevenness_weights
 from shardhet.profiler.stopwatch import timing_of
 from shardhet.profiler.traffic import (
@@ -22,7 +20,9 @@ from shardhet.profiler.traffic import (
     even_shares,
 )
 from shardhet.profiler.turns import turn_overhead_seconds
-from shardhet.profiles import (
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.plan import Plan
+from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     ComputePoint,
@@ -32,7 +32,7 @@ from shardhet.profiles import (
     Timing,
     UnitProfile,
 )
-from shardhet.workload import Unit, UnitKind, Workload
+from shardhet.records.workload import Unit, UnitKind, Workload
 
 SPEEDS = (1.0, 0.5, 0.25, 0.25)  # of the ranks, over and over
 UNIT_KIND = "block"

@@ -7,7 +7,7 @@ were derived from specifications, and the profile's notes say so.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardhet.profiles import ComputePoint, Profile, Source, Timing, UnitProfile
+from shardhet.records.profiles import ComputePoint, Profile, Source, Timing, UnitProfile
 
 BLOCK = "block"
 KIND_BY_GPU = {  # the tables' names, as the driver spells them

@@ -17,8 +17,8 @@ from inputs import (
 )
 
 from shardhet.config.planning import Inputs
-from shardhet.cost import CostModel
-from shardhet.plan import EVERY_UNIT, Plan
+from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import EVERY_UNIT, Plan
 
 GIB = 2**30
 CHECK_HEADER = [

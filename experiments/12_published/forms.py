@@ -8,13 +8,13 @@ from inputs import DERIVED, FEWER_BATCH, Case, derived_beside, on_fewer_nodes
 
 from shardhet.apps.plan import COMPARED
 from shardhet.config.planning import Inputs
-from shardhet.cost import CostModel
-from shardhet.plan import Plan
 from shardhet.planner import PlanError, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo
-from shardhet.simulator import simulate
-from shardhet.step_cost import StepCost
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.step_cost import StepCost
+from shardhet.records.plan import Plan
+from shardhet.simulator.simulation import simulate
 
 EVEN, COMPUTE_ONLY, MEMORY_ONLY = "even", "compute only", "memory only"
 CEPHALO, FULL = "Cephalo's", "full"

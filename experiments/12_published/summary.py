@@ -8,7 +8,7 @@ from forms import BY_SPECIFICATION, CEPHALO, EVEN, FEWER_NODES, FORMS, FULL, ONE
 from inputs import DERIVED
 
 from experiments.common import Bar
-from shardhet.derive import COMPUTE_FRACTION
+from shardhet.pricing.derive import COMPUTE_FRACTION
 
 NO_PLAN, TOO_SLOW = "no", "too slow"
 LEAST_RATIO = 0.999  # among plans that are this close the simulator chooses

@@ -9,7 +9,7 @@ from math import isnan
 from torch import Tensor, nn
 
 from shardhet.fsdp.wrapping import UnitModules
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 MISMATCH = float("inf")  # None for a gradient, another shape, another name
 

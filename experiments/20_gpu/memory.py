@@ -17,9 +17,9 @@ from scale import Job
 
 from experiments.common import Bar, Table
 from shardhet import simulate
-from shardhet.cost import CostModel
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.step_cost import MemoryParts
 from shardhet.profiler.measure import Measurement
-from shardhet.step_cost import MemoryParts
 
 NAME = "memory"
 NUM_STEPS = 3  # optimizer state is there after the first

@@ -33,9 +33,9 @@ from streams import (
 )
 
 from experiments.common import Bar, Table, run_ranks
-from shardhet.buffers import BufferPool
-from shardhet.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.distributed import Channel
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.distributed import Channel
 
 NAME = "NCCL"
 NBYTES = 256 * MIB

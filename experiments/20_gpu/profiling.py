@@ -14,10 +14,10 @@ from experiments.contestants import het_fsdp_step
 from experiments.decoders import CPU, make_decoder
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
-from shardhet.optim import AdamW
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, Measurement, measure
 from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.training.optim import AdamW
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
 OUT_OF_MEMORY = "out of memory"

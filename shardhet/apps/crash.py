@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shardhet.apps.run_folder import RunFolder
-from shardhet.neighbours import LostPeerError
+from shardhet.comm.shared_host.neighbours import LostPeerError
 
 logger = logging.getLogger(__name__)
 

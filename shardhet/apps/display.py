@@ -12,9 +12,9 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from shardhet.cluster import DeviceSpec
-from shardhet.plan import Plan, RankPlan
-from shardhet.trainer import DeviceUse, StepMetrics
+from shardhet.records.cluster import DeviceSpec
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.training.trainer import DeviceUse, StepMetrics
 
 REFRESHES_PER_S = 2
 NUM_STEPS_IN_MEAN = 20  # of step time, for throughput and the time that is left

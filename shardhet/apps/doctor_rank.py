@@ -14,16 +14,16 @@ from shardhet.apps.crash import RankConsole
 from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder, versions
 from shardhet.apps.worker import joined
-from shardhet.config.training import ClusterConf
-from shardhet.distributed import (
+from shardhet.comm.distributed import (
     Channel,
     Members,
     check_same_on_all_ranks,
     local_device_spec,
 )
-from shardhet.optim import AdamW
+from shardhet.config.training import ClusterConf
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic
-from shardhet.workload import Workload
+from shardhet.records.workload import Workload
+from shardhet.training.optim import AdamW
 
 NUM_REPEATS = 5
 WIDTH, NUM_BLOCKS, SAMPLES_PER_RANK = 64, 3, 2

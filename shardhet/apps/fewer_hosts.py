@@ -8,10 +8,10 @@ left out one after the other, the most useful first, as long as that makes the s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shardhet.cluster import Cluster, Node
 from shardhet.config.planning import Inputs
 from shardhet.planner import PlanError, solve
 from shardhet.planner.search import Effort
+from shardhet.records.cluster import Cluster, Node
 
 LEAST_GAIN = 1.02  # derived times are not so exact that less were worth a word
 

@@ -28,7 +28,7 @@ from shardhet.models.pretrained import LanguageModel
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Effort, measure
 from shardhet.profiler.unit_runner import TrainedModel
-from shardhet.samples import DIGIT_SIDE, NUM_DIGIT_CLASSES
+from shardhet.training.samples import DIGIT_SIDE, NUM_DIGIT_CLASSES
 
 NUM_EXAMPLES = 32
 

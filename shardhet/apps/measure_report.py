@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from shardhet.profiler.measure import Measurement
-from shardhet.profiles import Collectives, DeviceProfile, UnitProfile
+from shardhet.records.profiles import Collectives, DeviceProfile, UnitProfile
 
 MAX_ROWS = 8  # sizes in a table; all of them are in the file
 

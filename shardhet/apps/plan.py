@@ -12,7 +12,6 @@ from shardhet.apps.plan_report import Alternative, PlanReport, show_report, wide
 from shardhet.apps.planning_input import Door, load, read_request
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
-from shardhet.cost import CostModel
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo
@@ -21,7 +20,8 @@ from shardhet.planner.explain import Explanation, Objective, Situation, explain
 from shardhet.planner.find import certify_search
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search import Effort, Found
-from shardhet.simulator import simulate
+from shardhet.pricing.cost import CostModel
+from shardhet.simulator.simulation import simulate
 
 DOOR = Door(
     command="shardhet plan",

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardhet.apps.plan_report import PlanReport, Row, rows
-from shardhet.plots import DeviceBar, Lane, draw_plan
-from shardhet.step_cost import MemoryParts
-from shardhet.timeline import Timeline
+from shardhet.apps.plots import DeviceBar, Lane, draw_plan
+from shardhet.pricing.step_cost import MemoryParts
+from shardhet.simulator.timeline import Timeline
 
 GIB = 2**30
 

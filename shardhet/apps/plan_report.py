@@ -11,12 +11,12 @@ from rich.table import Table
 
 from shardhet.apps.fewer_hosts import FewerHosts
 from shardhet.config.planning import Inputs
-from shardhet.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.planner import PlanSolution
 from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Resource
-from shardhet.profiles import Source
-from shardhet.step_cost import RankCost, StepCost
-from shardhet.timeline import Timeline
+from shardhet.pricing.step_cost import RankCost, StepCost
+from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
+from shardhet.records.profiles import Source
+from shardhet.simulator.timeline import Timeline
 
 FILE_COLUMNS = 110
 GIB = 2**30

@@ -20,7 +20,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardhet.apps.train_help import choices_by_group
-from shardhet.cluster import Cluster
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     VERSION_BASE,
@@ -30,6 +29,7 @@ from shardhet.config.compose import (
     to_checked,
 )
 from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
+from shardhet.records.cluster import Cluster
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
 LIMITS = "limits."

@@ -9,13 +9,13 @@ from typing import Self
 from rich import box
 from rich.table import Table
 
-from shardhet.cluster import Cluster
-from shardhet.cost import CostModel
-from shardhet.plan import Plan
-from shardhet.profiles import Profile
-from shardhet.simulator import simulate
-from shardhet.trainer import DeviceUse
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
+from shardhet.simulator.simulation import simulate
+from shardhet.training.trainer import DeviceUse
 
 MEASURED_FILES = ("cluster.json", "workload.json", "profile.json")  # of `shardhet measure`
 NUM_WARM_UP_STEPS = 3  # that no prediction is made for

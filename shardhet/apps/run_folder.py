@@ -15,10 +15,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import shardhet
-from shardhet.cluster import DeviceSpec
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import load_resolved, save_resolved
 from shardhet.config.train import TrainConf
+from shardhet.records.cluster import DeviceSpec
 
 PACKAGES = (
     "shardhet",

@@ -12,10 +12,10 @@ from shardhet.apps.plan_report import Row, duration, rows_of, source_line, wide_
 from shardhet.apps.planning_input import Door, load, read_request
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
-from shardhet.cost import CostModel
-from shardhet.plan import Plan
-from shardhet.simulator import simulate
-from shardhet.timeline import Timeline
+from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import Plan
+from shardhet.simulator.simulation import simulate
+from shardhet.simulator.timeline import Timeline
 
 DOOR = Door(
     command="shardhet simulate",
@@ -114,7 +114,7 @@ def _write(
         console.print(f"written to {conf.trace}", markup=False, soft_wrap=True)
     if conf.picture is not None:
         from shardhet.apps.plan_pictures import lanes
-        from shardhet.plots import draw_timeline
+        from shardhet.apps.plots import draw_timeline
 
         title = f"one step of {inputs.name}, simulated"
         draw_timeline(title, lanes(timeline, found), Path(conf.picture))

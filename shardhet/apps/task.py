@@ -21,7 +21,12 @@ from shardhet.config.models import (
 )
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
-from shardhet.data import (
+from shardhet.models.decoder import Decoder
+from shardhet.models.encoder import MaskedLm, Vit
+from shardhet.models.pretrained import LanguageModel, Objective
+from shardhet.profiler.sketch import LossFn
+from shardhet.records.layout import Span
+from shardhet.training.data import (
     Batch,
     Batches,
     Corpus,
@@ -32,12 +37,7 @@ from shardhet.data import (
     held_out_windows,
     table_scores,
 )
-from shardhet.layout import Span
-from shardhet.models.decoder import Decoder
-from shardhet.models.encoder import MaskedLm, Vit
-from shardhet.models.pretrained import LanguageModel, Objective
-from shardhet.profiler.sketch import LossFn
-from shardhet.samples import (
+from shardhet.training.samples import (
     DIGIT_SIDE,
     MASK_TOKEN,
     NOT_A_STEP,
@@ -49,8 +49,14 @@ from shardhet.samples import (
     masked,
     second_half,
 )
-from shardhet.tokenizing import ByteTokenizer, ModelTokenizer, TokenFile, Tokenizer, as_bytes
-from shardhet.trainer import Evaluation, Run, run_plainly
+from shardhet.training.tokenizing import (
+    ByteTokenizer,
+    ModelTokenizer,
+    TokenFile,
+    Tokenizer,
+    as_bytes,
+)
+from shardhet.training.trainer import Evaluation, Run, run_plainly
 
 DIGEST_LENGTH_IN_NAMES = 12  # hexadecimal digits
 DTYPE_BY_PRECISION = {

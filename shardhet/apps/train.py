@@ -35,7 +35,7 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.train import TrainConf
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
 
 
 @hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base=VERSION_BASE)

@@ -30,20 +30,20 @@ from shardhet.apps.rank_env import RankEnv
 from shardhet.apps.run_folder import RunFolder
 from shardhet.apps.task import Task, make_files, make_task
 from shardhet.apps.tracing import Tracer
-from shardhet.compiling import compile_units
-from shardhet.config.compose import portable_values
-from shardhet.config.models import TextConf
-from shardhet.config.train import Precision, TrainConf
-from shardhet.config.training import ClusterConf, DeviceType, FilePlanConf
-from shardhet.distributed import (
+from shardhet.comm.distributed import (
     Channel,
     Communicators,
     check_same_on_all_ranks,
     local_device_spec,
 )
-from shardhet.emulation import cores_for, stay_on
-from shardhet.sampling import sample_tokens
-from shardhet.trainer import Trainer
+from shardhet.config.compose import portable_values
+from shardhet.config.models import TextConf
+from shardhet.config.train import Precision, TrainConf
+from shardhet.config.training import ClusterConf, DeviceType, FilePlanConf
+from shardhet.training.compiling import compile_units
+from shardhet.training.emulation import cores_for, stay_on
+from shardhet.training.sampling import sample_tokens
+from shardhet.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from shardhet import architectures
 from shardhet.config.checks import ConfigError, check_above, check_at_least, check_below_one
-from shardhet.workload import Workload
+from shardhet.pricing import architectures
+from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
     from shardhet.models.decoder import DecoderConfig

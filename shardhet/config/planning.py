@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from shardhet import derive
-from shardhet.cluster import Cluster, DeviceSpec
 from shardhet.config.checks import (
     ConfigError,
     check_above,
@@ -26,8 +24,10 @@ from shardhet.config.checks import (
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
 from shardhet.planner.demands import Demands, DeviceLimits
-from shardhet.profiles import Profile
-from shardhet.workload import Workload
+from shardhet.pricing import derive
+from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
 
 OBJECTIVES = ("throughput", "largest_batch", "least_memory")
 LEAST_THROUGHPUT = 0.95  # of the best plan's, where least_memory is told no other

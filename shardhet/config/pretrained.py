@@ -17,7 +17,7 @@ from shardhet.config.models import (
     TextConf,
     TokenizerKind,
 )
-from shardhet.workload import Workload
+from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -28,7 +28,7 @@ from shardhet.config.training import (
     OptimConf,
     PlanConf,
 )
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
 
 
 class Precision(Enum):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from shardhet.cluster import DeviceSpec
 from shardhet.config.checks import (
     ConfigError,
     check_above,
@@ -16,11 +15,12 @@ from shardhet.config.checks import (
     check_below_one,
     check_fraction,
 )
-from shardhet.plan import Plan
+from shardhet.records.cluster import DeviceSpec
+from shardhet.records.plan import Plan
 
 if TYPE_CHECKING:
-    from shardhet.emulation import EmulatedDevice
-    from shardhet.optim import OptimizerSpec, Schedule
+    from shardhet.training.emulation import EmulatedDevice
+    from shardhet.training.optim import OptimizerSpec, Schedule
 
 
 class OptimKind(Enum):
@@ -100,7 +100,7 @@ class AdamWConf(OptimConf):
 
     def to_record(self) -> "OptimizerSpec":
         """What builds the optimizer."""
-        from shardhet.optim import AdamW
+        from shardhet.training.optim import AdamW
 
         return AdamW(
             learning_rate=self.lr,
@@ -126,7 +126,7 @@ class SgdConf(OptimConf):
 
     def to_record(self) -> "OptimizerSpec":
         """What builds the optimizer."""
-        from shardhet.optim import Sgd
+        from shardhet.training.optim import Sgd
 
         return Sgd(
             learning_rate=self.lr,
@@ -158,7 +158,7 @@ class LrSchedulerConf:
 
     def to_record(self, num_steps: int) -> "Schedule":
         """The schedule of a run of ``num_steps``."""
-        from shardhet.optim import Constant, Cosine, Linear, WarmupStableDecay
+        from shardhet.training.optim import Constant, Cosine, Linear, WarmupStableDecay
 
         num_warmup_steps = round(self.warmup_fraction * num_steps)
         if self.kind is LrSchedulerKind.CONSTANT:
@@ -229,7 +229,7 @@ class ClusterConf:
         """What the rank's process is to be like; None where it is left as it is."""
         if not self.is_emulated:
             return None
-        from shardhet.emulation import EmulatedDevice
+        from shardhet.training.emulation import EmulatedDevice
 
         return EmulatedDevice(
             speed=self.speeds[rank] if self.speeds else 1.0,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardhet.comm.shared_host.neighbours import LostPeerError
 from shardhet.fsdp.batching import BatchAxis, find_axis, flatten, unflatten
 from shardhet.fsdp.layered import tensors_in
 from shardhet.fsdp.loss import LossUsedError
@@ -18,7 +19,6 @@ from shardhet.fsdp.rules import LARGE, SIZES, SMALL
 from shardhet.fsdp.seeds import restored_random_state
 from shardhet.fsdp.signature import ModelCall, is_plain
 from shardhet.fsdp.watch import Refusal
-from shardhet.neighbours import LostPeerError
 
 if TYPE_CHECKING:
     from shardhet.fsdp.prober import Prober

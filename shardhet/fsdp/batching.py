@@ -21,7 +21,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 _BUILT_IN_CONTAINERS = (tuple, list, dict)
 _LEAF = tree_flatten(None, is_leaf=lambda _: True)[1]

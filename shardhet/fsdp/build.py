@@ -12,14 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
-from shardhet.distributed import Channel, check_same_on_all_ranks
+from shardhet.comm.distributed import Channel, check_same_on_all_ranks
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
 from shardhet.fsdp.materialize import RowSource, is_on_meta, materialize
 from shardhet.fsdp.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.wrapping import UnitModules
-from shardhet.layout import FlatLayout, cut_by_shares
-from shardhet.plan import Plan, PlannedUnit
+from shardhet.records.layout import FlatLayout, cut_by_shares
+from shardhet.records.plan import Plan, PlannedUnit
 
 ROOT_FQN = ""
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.buffers import BufferPool, host_empty
-from shardhet.distributed import Channel
-from shardhet.messages import Pending
+from shardhet.comm.buffers import BufferPool, host_empty
+from shardhet.comm.distributed import Channel
+from shardhet.comm.messages import Pending
 
 MAX_UNSENT_GATHERS = 4
 

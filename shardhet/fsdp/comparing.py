@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.batching import BatchAxis, Join, Rule
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 MAX_NODES = 2000  # of an object that is looked into
 HUGE = 1e4  # times the median: a mask's value and no result

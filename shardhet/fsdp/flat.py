@@ -18,10 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardhet.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.messages import Pending
 from shardhet.fsdp.comm import CommContext
-from shardhet.layout import FlatLayout, Span
-from shardhet.messages import Pending
+from shardhet.records.layout import FlatLayout, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardhet.fsdp.batching import BatchAxis, Join, Layout, Rule, VisitRules, flatten, unflatten
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 
 def spans_of(microbatch_sizes: Sequence[int]) -> list[Span]:

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardhet.fsdp.batching import BatchAxis, VisitRules, flatten, unflatten
 from shardhet.fsdp.joining import InputGrads, Joined, spans_of
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

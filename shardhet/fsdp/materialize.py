@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardhet.fsdp.flat import ParamSlot
 from shardhet.fsdp.seeds import microbatch_seed, restored_random_state, seed_generators
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 
 class RowSource(Protocol):

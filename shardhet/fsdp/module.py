@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves
 
-from shardhet.cluster import DeviceSpec
-from shardhet.distributed import SECONDS_FOR_ALL_TO_COME, Members, default_group
+from shardhet.comm.distributed import SECONDS_FOR_ALL_TO_COME, Members, default_group
+from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.build import Precision, build_units, find_pieces, planned_units
 from shardhet.fsdp.caches import CacheSwitch
@@ -42,8 +42,8 @@ from shardhet.fsdp.surface import ModuleOfRows, guard_root, keep_out_arguments
 from shardhet.fsdp.unit import UnitModule
 from shardhet.fsdp.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.wrapping import find_units
-from shardhet.host_copy import HostCopy
-from shardhet.plan import Plan
+from shardhet.records.cluster import DeviceSpec
+from shardhet.records.plan import Plan
 
 logger = logging.getLogger(__name__)
 

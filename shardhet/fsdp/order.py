@@ -9,8 +9,8 @@ without samples walk it alone, and a visit out of order is an error.
 
 from collections.abc import Sequence
 
-from shardhet.distributed import Channel
-from shardhet.schedule import Schedule, Segment, make_schedule
+from shardhet.comm.distributed import Channel
+from shardhet.records.schedule import Schedule, Segment, make_schedule
 
 NOT_VISITING = -1
 END_OF_FORWARD = -2

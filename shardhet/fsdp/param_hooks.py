@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardhet.collectives import all_gather_uneven
+from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.rows import RowGroup

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardhet.distributed import Channel
+from shardhet.comm.distributed import Channel
+from shardhet.comm.shared_host.neighbours import LostPeerError
 from shardhet.fsdp.attempt import Attempt, Axes, RunModule, Zeros
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.batching import (
@@ -32,8 +33,7 @@ from shardhet.fsdp.seeds import restored_random_state
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.fsdp.watch import Refusal
-from shardhet.neighbours import LostPeerError
-from shardhet.schedule import Schedule, make_schedule
+from shardhet.records.schedule import Schedule, make_schedule
 
 MAX_ATTEMPTS = 8
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardhet.distributed import SECONDS_FOR_ALL_TO_COME, Channel, Lifeline
+from shardhet.comm.distributed import SECONDS_FOR_ALL_TO_COME, Channel, Lifeline
 from shardhet.fsdp.comm import CommContext
 
 Kwargs = dict[str, Any]

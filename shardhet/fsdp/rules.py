@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardhet.fsdp.batching import BatchAxis, Join, Rule, find_axis
 from shardhet.fsdp.comparing import are_close, joined_like
 from shardhet.fsdp.watch import Refusal
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 SMALL, LARGE = 2, 3
 SIZES = (SMALL, LARGE)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardhet.distributed import Channel, Lifeline
+from shardhet.comm.distributed import Channel, Lifeline
 from shardhet.fsdp.attempt import RunModule
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.batching import VisitRules
@@ -33,8 +33,8 @@ from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.fsdp.unit_by_unit import UnitByUnit
-from shardhet.plan import Plan
-from shardhet.schedule import Phase, Turn
+from shardhet.records.plan import Plan
+from shardhet.records.schedule import Phase, Turn
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
 
@@ -200,7 +200,7 @@ class Runtime:
                 raise ValueError(
                     f"model(...): position {i} of the plan got {size} samples but the plan "
                     f"gives it {rank.rank_batch_size}, and memory was planned for that. Deal "
-                    "the global batch as the plan does (see shardhet.data.deal)."
+                    "the global batch as the plan does (see shardhet.training.data.deal)."
                 )
 
     def visit(

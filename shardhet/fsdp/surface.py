@@ -10,11 +10,11 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
-from shardhet.distributed import Lifeline
+from shardhet.comm.distributed import Lifeline
 from shardhet.fsdp.door import through, with_stand_ins
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.unit import FSDPUnit, UnitState
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
 
 EMA_BY_HAND = (
     "For an average of the parameters: ema = [p.detach().clone() for p in model.parameters()], "

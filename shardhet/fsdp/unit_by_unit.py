@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from shardhet.distributed import Channel, Lifeline
+from shardhet.comm.distributed import Channel, Lifeline
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.unit import FSDPUnit, UnitModule
 

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
 
 DEFAULT_BATCH_SIZE = TrainingArguments.__dataclass_fields__[
     "per_device_train_batch_size"
@@ -44,7 +44,7 @@ REFUSED = {
     "Plan.by_hand(..., recompute=True)",
     "auto_find_batch_size": "the plan fixes the batch. Leave it out",
     "torch_compile": "it would compile around the units. Call "
-    "shardhet.compiling.compile_units(model, device) before",
+    "shardhet.training.compiling.compile_units(model, device) before",
     "use_liger_kernel": "it replaces forwards after the model was wrapped. Apply it before",
     "neftune_noise_alpha": "its noise would depend on the plan. Leave it out",
     "batch_eval_metrics": "metrics are computed once, of all predictions. Leave it out",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
 
 # Everything that differs from one of these is another kind of parallelism.
 ONES = ("tp_size", "dp_replicate_size", "pp_size", "ep_size")

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from shardhet.layout import Span
-from shardhet.plan import Plan
+from shardhet.records.layout import Span
+from shardhet.records.plan import Plan
 
 
 def dealt(plan: Plan, position: int, num_samples: int) -> Span:

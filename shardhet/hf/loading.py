@@ -15,13 +15,13 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from shardhet.distributed import Channel, check_same_on_all_ranks, default_group
+from shardhet.comm.distributed import Channel, check_same_on_all_ranks, default_group
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.adapters import check_adapters, initialise_adapter
 from shardhet.hf.conventions import options_of
 from shardhet.hf.reading import PretrainedRows, SafetensorsFolder
-from shardhet.layout import Span
-from shardhet.plan import Plan
+from shardhet.records.layout import Span
+from shardhet.records.plan import Plan
 
 logger = logging.getLogger(__name__)
 

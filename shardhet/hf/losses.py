@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.dealing import num_rows, rows_of
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 IGNORED = -100  # transformers' label of what has none
 

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

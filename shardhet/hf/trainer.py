@@ -39,7 +39,7 @@ from shardhet.hf.dealing import PlanLoader, num_rows
 from shardhet.hf.losses import LossKind, find_kind, num_labels
 from shardhet.hf.predictions import joined, predictions_in
 from shardhet.hf.saving import save_pretrained
-from shardhet.plan import Plan
+from shardhet.records.plan import Plan
 
 
 class HetTrainer(Trainer):

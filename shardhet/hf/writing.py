@@ -15,7 +15,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 # The format's own names, https://huggingface.co/docs/safetensors (version 0.8).
 DTYPE_NAMES = {

@@ -10,13 +10,13 @@ Cephalo's own programme is in ``shardhet.planner.cephalo``.
 from dataclasses import replace
 from functools import partial
 
-from shardhet.cluster import Cluster
 from shardhet.planner.demands import NO_LIMITS, Demands
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanSolution
-from shardhet.profiles import Profile
-from shardhet.workload import Workload
+from shardhet.records.cluster import Cluster
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
 
 
 def _solve_as(

@@ -12,14 +12,14 @@ from functools import cached_property, reduce
 
 import numpy as np
 
-from shardhet.cost import CostModel
-from shardhet.plan import RankPlan
 from shardhet.planner.demands import Demands, Role
 from shardhet.planner.problem import Bools, Floats, Group, Ints, Problem
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanError
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import RankPlan
+from shardhet.records.workload import Workload
 
 MICROBATCHES_BEYOND_MEASURED = 2  # how many times the largest measured size is considered
 LEAST_MAX_MICROBATCH_SIZE = 16

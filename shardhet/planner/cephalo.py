@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardhet.cluster import Cluster
-from shardhet.cost import CostModel
-from shardhet.plan import EVERY_UNIT, Plan
 from shardhet.planner.candidates import row_numel
 from shardhet.planner.problem import Floats, Ints, fill_level
 from shardhet.planner.solution import PlanError
-from shardhet.profiles import Profile
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import EVERY_UNIT, Plan
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
 
 MAX_MICROBATCH_SIZE = 16
 MAX_ADDITIONS = 5e8  # about a second

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardhet.cluster import Cluster
+from shardhet.records.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

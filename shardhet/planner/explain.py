@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shardhet.cluster import Cluster, DeviceSpec
 from shardhet.planner.demands import Demands
 from shardhet.planner.solution import PlanError, PlanSolution
-from shardhet.profiles import (
+from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     ComputePoint,

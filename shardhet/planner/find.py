@@ -6,9 +6,6 @@ from math import inf
 
 import numpy as np
 
-from shardhet.cluster import Cluster
-from shardhet.cost import CostModel, Turns
-from shardhet.plan import Plan, PlannedUnit, RankPlan
 from shardhet.planner.assignment import assign
 from shardhet.planner.candidates import Candidate, CandidateTable, TableBuilder
 from shardhet.planner.certificate import Certificate, certify
@@ -17,9 +14,12 @@ from shardhet.planner.oracle import Oracle
 from shardhet.planner.problem import Choice, Limits, Problem, fill_level
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
-from shardhet.profiles import Profile
-from shardhet.simulator import simulate
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel, Turns
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan, PlannedUnit, RankPlan
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
+from shardhet.simulator.simulation import simulate
 
 CUT_GROWTH = 4.0  # of the longest compute considered, while it may still cut something off
 NUM_RESCORED = 4

@@ -23,17 +23,17 @@ from math import inf
 
 import numpy as np
 
-from shardhet.cluster import Cluster
-from shardhet.cost import CostModel
-from shardhet.plan import RankPlan
 from shardhet.planner.candidates import TableBuilder
 from shardhet.planner.demands import Demands, Role, check_position
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem import Floats
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
-from shardhet.profiles import Profile
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import RankPlan
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
 
 MEMORY_PRECISION = 1e-3  # of the part of the budget
 LARGEST_SEARCHED_BATCH = 2**17  # candidates are listed by batch

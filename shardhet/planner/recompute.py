@@ -7,8 +7,8 @@ different parts then differ in few classes of turns.
 
 from fnmatch import fnmatchcase
 
-from shardhet.cost import CostModel
-from shardhet.plan import EVERY_UNIT
+from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import EVERY_UNIT
 
 
 def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...], ...]:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from shardhet.plan import Plan
 from shardhet.planner.assignment import Assignment
-from shardhet.step_cost import StepCost
+from shardhet.pricing.step_cost import StepCost
+from shardhet.records.plan import Plan
 
 
 class PlanError(ValueError):

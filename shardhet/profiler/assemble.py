@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from math import log
 from statistics import fmean
 
-from shardhet.cluster import Cluster, DeviceSpec, Link, Node
-from shardhet.cost import CostModel
+from shardhet.pricing.cost import CostModel
 from shardhet.profiler.compute import Samples
 from shardhet.profiler.stopwatch import timing_of, typical_mean
 from shardhet.profiler.traffic import CollectiveSamples, PairSamples, uneven_shares
-from shardhet.profiles import (
+from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
+from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     Curve,
@@ -22,7 +22,7 @@ from shardhet.profiles import (
     Profile,
     Source,
 )
-from shardhet.workload import Workload
+from shardhet.records.workload import Workload
 
 WEIGHT_STEPS = 100  # of the unevenness weights, which lie between 0 and 1
 

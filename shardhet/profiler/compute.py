@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardhet.emulation import EmulatedDevice
-from shardhet.optim import OptimizerSpec
 from shardhet.profiler.describe import orig_dtype
 from shardhet.profiler.sketch import ModelSketch
 from shardhet.profiler.stopwatch import Stopwatch, timing_of
 from shardhet.profiler.unit_runner import Started, TrainedModel, UnitRunner
-from shardhet.profiles import ComputePoint, UnitProfile
-from shardhet.workload import UnitKind, Workload
+from shardhet.records.profiles import ComputePoint, UnitProfile
+from shardhet.records.workload import UnitKind, Workload
+from shardhet.training.emulation import EmulatedDevice
+from shardhet.training.optim import OptimizerSpec
 
 NUM_WARM_UP_RUNS = 3  # the first take several times as long as later ones
 MIN_ROUNDS = 3  # fewer have no deciles

@@ -11,7 +11,7 @@ from torch import nn
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit
 from shardhet.profiler.sketch import LossFn, ModelSketch, UnitSketch, sketch_model
-from shardhet.workload import Unit, UnitKind, Workload
+from shardhet.records.workload import Unit, UnitKind, Workload
 
 CPU = torch.device("cpu")
 ADAM_MOMENTS = 2

@@ -15,11 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardhet.cluster import Cluster, DeviceSpec
-from shardhet.distributed import Members, default_group, local_device_spec
-from shardhet.emulation import EmulatedDevice
-from shardhet.optim import AdamW, OptimizerSpec, Sgd
-from shardhet.plan import Plan
+from shardhet.comm.distributed import Members, default_group, local_device_spec
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
@@ -28,8 +24,12 @@ from shardhet.profiler.sketch import ModelSketch, sketch_model
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic, sizes_to_measure
 from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.profiler.unit_runner import TrainedModel
-from shardhet.profiles import Profile
-from shardhet.workload import Workload
+from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.plan import Plan
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import Workload
+from shardhet.training.emulation import EmulatedDevice
+from shardhet.training.optim import AdamW, OptimizerSpec, Sgd
 
 MAX_PAIRS = 28  # all pairs of eight ranks; of more, each rank with the next
 OnProgress = Callable[[str, float], None]  # what is done next, and the fraction done

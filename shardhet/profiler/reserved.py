@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shardhet.distributed import Channel
+from shardhet.comm.distributed import Channel
 
 LIST_PROCESSES = (
     "nvidia-smi",

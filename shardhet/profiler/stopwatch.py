@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from shardhet.emulation import EmulatedDevice
 from shardhet.fsdp.observer import Activity, Event
-from shardhet.profiles import Timing
+from shardhet.records.profiles import Timing
+from shardhet.training.emulation import EmulatedDevice
 
 
 class Stopwatch:

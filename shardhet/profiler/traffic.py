@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardhet.collectives import all_gather_uneven
-from shardhet.distributed import Channel
+from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.distributed import Channel
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
-from shardhet.layout import FlatLayout
 from shardhet.profiler.stopwatch import typical_mean
 from shardhet.profiler.unit_runner import UnitRunner
-from shardhet.workload import Workload
+from shardhet.records.layout import FlatLayout
+from shardhet.records.workload import Workload
 
 SMALLEST_NBYTES = 2**14
 LARGEST_NBYTES = 2**28

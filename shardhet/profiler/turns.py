@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Event
-from shardhet.plan import Plan
-from shardhet.schedule import Phase
+from shardhet.records.plan import Plan
+from shardhet.records.schedule import Phase
 
 NUM_UNITS = 24
 NUM_MICROBATCHES = 5

@@ -23,10 +23,10 @@ from shardhet.fsdp.layered import Visit, run_visit
 from shardhet.fsdp.materialize import materialize
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.wrapping import find_units
-from shardhet.layout import Span
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.sketch import LossFn, TensorInput, UnitCall, UnitSketch, copy_with
 from shardhet.profiler.stopwatch import Stopwatch
+from shardhet.records.layout import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

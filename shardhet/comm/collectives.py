@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet import host_memory
-from shardhet.buffers import BufferPool
-from shardhet.distributed import Channel
-from shardhet.messages import Messages, Pending, pieces_of
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.distributed import Channel
+from shardhet.comm.messages import Messages, Pending, pieces_of
+from shardhet.comm.shared_host import transport as host_memory
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardhet.shared_memory import Arena, PeerArena, Whereabouts, own_arena
+from shardhet.comm.shared_host.arena import Arena, PeerArena, Whereabouts, own_arena
 
 SYS_FUTEX = 202  # on x86-64
 FUTEX_WAIT, FUTEX_WAKE = 0, 1

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.distributed import Channel
-from shardhet.neighbours import LostPeerError
+from shardhet.comm.distributed import Channel
+from shardhet.comm.shared_host.neighbours import LostPeerError
 
 
 class Work(Protocol):

@@ -1,6 +1,6 @@
 """One step of a plan, event by event: who computes, who waits, what is sent and held when.
 
-Ranks walk the turns of ``shardhet.schedule``, which the runtime walks too:
+Ranks walk the turns of ``shardhet.records.schedule``, which the runtime walks too:
 
     begin turn   launch its gather and the next turn's; wait for its own
     compute      all microbatches; slower by kappa while something is sent
@@ -19,13 +19,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from shardhet.cluster import Cluster
-from shardhet.cost import CostModel
-from shardhet.plan import Plan, RankPlan
-from shardhet.profiles import Profile
-from shardhet.schedule import Phase, Schedule, Segment, Turn, make_schedule
-from shardhet.timeline import Event, MemoryPoint, RankTimeline, Timeline, Work, merged
-from shardhet.workload import Workload
+from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.profiles import Profile
+from shardhet.records.schedule import Phase, Schedule, Segment, Turn, make_schedule
+from shardhet.records.workload import Workload
+from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Timeline, Work, merged
 
 MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate, as the runtime's
 

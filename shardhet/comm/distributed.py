@@ -15,9 +15,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from shardhet.cluster import DeviceSpec
-from shardhet.neighbours import LostPeerError, Neighbours, is_running, timeout_of
-from shardhet.plan import Plan
+from shardhet.comm.shared_host.neighbours import (
+    LostPeerError,
+    Neighbours,
+    is_running,
+    timeout_of,
+)
+from shardhet.records.cluster import DeviceSpec
+from shardhet.records.plan import Plan
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardhet.data import Batch, Batches, deal
+from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Event
-from shardhet.host_copy import HostCopy, to_device
-from shardhet.layout import Span
-from shardhet.optim import Schedule
+from shardhet.records.layout import Span
+from shardhet.training.data import Batch, Batches, deal
+from shardhet.training.optim import Schedule
 
 COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) on either

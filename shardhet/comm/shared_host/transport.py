@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.buffers import BufferPool
-from shardhet.distributed import Channel
-from shardhet.messages import Pending, pieces_of
-from shardhet.neighbours import LostPeerError
-from shardhet.shared_memory import PeerArena, own_arena
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.distributed import Channel
+from shardhet.comm.messages import Pending, pieces_of
+from shardhet.comm.shared_host.arena import PeerArena, own_arena
+from shardhet.comm.shared_host.neighbours import LostPeerError
 
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 

@@ -9,8 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
-from shardhet.cluster import DeviceSpec
-from shardhet.fields import Fields
+from shardhet.records.cluster import DeviceSpec
+from shardhet.records.fields import Fields
 
 PLAN_VERSION = 1
 SHARES_TOLERANCE = 1e-6  # hand-written thirds need not sum to one in the last digit

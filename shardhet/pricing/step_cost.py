@@ -1,12 +1,12 @@
 """What a step costs, as predicted: seconds and bytes of turns, ranks and the whole.
 
-``shardhet.cost`` makes these records.
+``shardhet.pricing.cost`` makes these records.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardhet.schedule import Phase
+from shardhet.records.schedule import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

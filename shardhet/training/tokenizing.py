@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardhet.data import SEPARATOR, VOCAB_SIZE, Corpus, TokenBatch
+from shardhet.training.data import SEPARATOR, VOCAB_SIZE, Corpus, TokenBatch
 
 FILE_VERSION = 1
 ENCODING = "latin-1"  # one character per byte

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from shardhet.fields import Fields, parse_json, read_document
+from shardhet.records.fields import Fields, parse_json, read_document
 
 CLUSTER_VERSION = 1
 MAX_COUNT = 100_000  # of nodes or devices in one line of a description

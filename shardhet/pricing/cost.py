@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from shardhet.cluster import Cluster
-from shardhet.layout import stored_numels
-from shardhet.plan import Plan, RankPlan
-from shardhet.profiles import Profile
-from shardhet.schedule import Phase, Segment, make_schedule
-from shardhet.step_cost import MemoryParts, RankCost, StepCost, TurnCost
-from shardhet.workload import Unit, UnitKind, Workload
+from shardhet.pricing.step_cost import MemoryParts, RankCost, StepCost, TurnCost
+from shardhet.records.cluster import Cluster
+from shardhet.records.layout import stored_numels
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.profiles import Profile
+from shardhet.records.schedule import Phase, Segment, make_schedule
+from shardhet.records.workload import Unit, UnitKind, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

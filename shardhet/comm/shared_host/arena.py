@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardhet.layout import Span
+from shardhet.records.layout import Span
 
 MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
 

@@ -23,8 +23,8 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardhet.layout import Span
-from shardhet.plan import Plan
+from shardhet.records.layout import Span
+from shardhet.records.plan import Plan
 
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte between two documents; no source file contains it

@@ -6,7 +6,7 @@ GELU, but for the biases, of which only the norms have any.
 
 from dataclasses import replace
 
-from shardhet.workload import ITEMSIZE_BY_DTYPE, UnitKind, Workload
+from shardhet.records.workload import ITEMSIZE_BY_DTYPE, UnitKind, Workload
 
 FLOAT32_BYTES = 4
 

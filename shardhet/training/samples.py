@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardhet.data import Batches, TokenBatch
-from shardhet.layout import Span
+from shardhet.records.layout import Span
+from shardhet.training.data import Batches, TokenBatch
 
 MASK_TOKEN = 256  # no byte
 NUM_DIGIT_CLASSES = 10

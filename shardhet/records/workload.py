@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-from shardhet.fields import Fields, named, parse_json, read_document
-from shardhet.layout import FlatLayout
+from shardhet.records.fields import Fields, named, parse_json, read_document
+from shardhet.records.layout import FlatLayout
 
 WORKLOAD_VERSION = 1
 _FIGURES = (

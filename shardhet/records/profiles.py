@@ -15,7 +15,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Self
 
-from shardhet.fields import Fields, named, parse_json, read_document
+from shardhet.records.fields import Fields, named, parse_json, read_document
 
 PROFILE_VERSION = 3
 

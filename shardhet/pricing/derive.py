@@ -7,8 +7,8 @@ fraction of the peak, and something to get it started.
 
 from math import ceil, log2
 
-from shardhet.cluster import Cluster, DeviceKind
-from shardhet.profiles import (
+from shardhet.records.cluster import Cluster, DeviceKind
+from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     ComputePoint,
@@ -18,7 +18,7 @@ from shardhet.profiles import (
     Timing,
     UnitProfile,
 )
-from shardhet.workload import UnitKind, Workload
+from shardhet.records.workload import UnitKind, Workload
 
 COMPUTE_FRACTION = 0.5  # of the peak that matrix products of training reach (PaLM: 0.46-0.58)
 MEMORY_FRACTION = 0.8  # of the memory's bandwidth that streaming kernels reach

@@ -1,0 +1,1 @@
+"""The only place that knows what a step costs, in seconds and bytes."""

@@ -1,0 +1,1 @@
+"""What a training run needs besides the model: data, optimizer, loop, compiler."""
