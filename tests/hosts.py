@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from shardhet.comm.distributed import Communicators
+from shardhet.comm.groups import Communicators
 
 
 @contextmanager
@@ -15,7 +15,7 @@ def on_different_hosts() -> Iterator[None]:
     over = Communicators.over
 
     def apart(*given: Any) -> Communicators:
-        return replace(over(*given), neighbours=None)
+        return replace(over(*given), transports=None)
 
     with mock.patch.object(Communicators, "over", apart):
         yield

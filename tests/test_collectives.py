@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardhet.comm import collectives
 from shardhet.comm.buffers import BufferPool
+from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import Pending, all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.distributed import Channel
 from tests.worlds import run_ranks
 
 CASES_PER_WORLD = 60

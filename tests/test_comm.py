@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from shardhet.comm.messages import Pending
 from shardhet.fsdp.comm import MAX_UNSENT_GATHERS, CommContext
 

@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from shardhet.apps.common.help import choices_by_group
 from shardhet.apps.train import checked_plan
-from shardhet.apps.train_help import choices_by_group
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardhet.apps.crash import Failure, crash_panel, read_failures, root_cause
-from shardhet.apps.run_folder import RunFolder
-from shardhet.comm.shared_host.neighbours import LostPeerError
+from shardhet.apps.common.crash import Failure, crash_panel, read_failures, root_cause
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.comm.peers import LostPeerError
 
 
 def failure(rank: int, *, at_s: float, is_consequence: bool = False) -> Failure:

@@ -10,16 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import distributed
-from shardhet.comm.distributed import (
-    Channel,
-    Communicators,
-    Lifeline,
-    LostPeerError,
-    check_same_on_all_ranks,
-    local_device_spec,
-    match_devices,
-)
+from shardhet.comm import failure
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.failure import Lifeline
+from shardhet.comm.groups import Communicators
+from shardhet.comm.members import local_device_spec, match_devices
+from shardhet.comm.peers import LostPeerError
 from shardhet.records.cluster import DeviceSpec
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
 
@@ -278,7 +274,7 @@ def test_a_rank_that_finds_a_fault_itself_reports_its_own() -> None:
 
 
 def die_while_one_computes(rank: int) -> None:
-    distributed.SECONDS_TO_HEAR_THE_CAUSE = 0.3
+    failure.SECONDS_TO_HEAR_THE_CAUSE = 0.3
     with lifeline(rank).guard():
         dist.barrier()
         if rank == 2:

@@ -19,7 +19,7 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.training import ClusterConf, DeviceType
-from shardhet.fsdp.observer import Activity, Event
+from shardhet.fsdp.observer import Activity, Observed
 from shardhet.training.emulation import (
     MAX_CREDIT_S,
     EmulatedDevice,
@@ -78,7 +78,7 @@ def test_waiting_for_a_core_is_not_stretched() -> None:
     observe = EmulatedDevice(speed=0.1).observer()
     start_s = time.perf_counter()
     # 0.01 s of the processor last 0.1 s on such a device; 0.08 s of them are over.
-    observe(Event("blocks.0", Activity.FORWARD, 0, 0.0, 0.08, 0.01))
+    observe(Observed("blocks.0", Activity.FORWARD, 0, 0.0, 0.08, 0.01))
     assert 0.02 <= time.perf_counter() - start_s < 0.06
 
 
@@ -100,7 +100,7 @@ def test_later_observers_see_stretched_computations(recompute: bool) -> None:
     model = HetFSDP(Summed(seconds), plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     EmulatedDevice(speed=0.5).slow_down(model, optimizer)
-    events: list[Event] = []
+    events: list[Observed] = []
     model.add_observer(events.append)
     model.backward(*model(torch.ones(2, 4)))
     forwards = [e.end_s - e.start_s for e in events if e.activity is Activity.FORWARD]
@@ -116,7 +116,7 @@ def test_waits_are_not_stretched() -> None:
     observe = EmulatedDevice(speed=0.01).observer()
     start_s = time.perf_counter()
     for activity in (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE):
-        observe(Event("blocks.0", activity, None, 0.0, 10.0))
+        observe(Observed("blocks.0", activity, None, 0.0, 10.0))
     assert time.perf_counter() - start_s < 1
 
 
@@ -125,8 +125,8 @@ def test_only_a_little_of_a_long_delay_is_made_good(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(time, "sleep", slept_s.append)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     observe = EmulatedDevice(speed=0.5).observer()
-    observe(Event("blocks.0", Activity.FORWARD, 0, 0.0, 9.0, 1.0))
-    observe(Event("blocks.0", Activity.FORWARD, 1, 0.0, 1.0, 1.0))
+    observe(Observed("blocks.0", Activity.FORWARD, 0, 0.0, 9.0, 1.0))
+    observe(Observed("blocks.0", Activity.FORWARD, 1, 0.0, 1.0, 1.0))
     assert slept_s == [pytest.approx(1.0 - MAX_CREDIT_S)]
 
 
@@ -143,7 +143,7 @@ def test_a_sleep_that_was_too_long_counts_for_the_next(
     monkeypatch.setattr(time, "sleep", oversleep)
     observe = EmulatedDevice(speed=0.5).observer()
     for _ in range(3):
-        observe(Event("blocks.0", Activity.FORWARD, 0, 0.0, 1.0))
+        observe(Observed("blocks.0", Activity.FORWARD, 0, 0.0, 1.0))
     assert slept_s == pytest.approx([1.0, 0.99, 0.99])
 
 
@@ -174,7 +174,7 @@ def _shares_of_a_step(rank: int) -> tuple[float, float]:
     model.backward(*model(torch.ones(1, 4)))  # finds the order
     seconds = dict.fromkeys(Activity, 0.0)
 
-    def add(event: Event) -> None:
+    def add(event: Observed) -> None:
         seconds[event.activity] += event.end_s - event.start_s
 
     model.add_observer(add)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from experiments.common import Spread, read_csv, show, start_ranks, write_csv
-from shardhet.comm.shared_host.neighbours import is_running
+from shardhet.comm.peers import is_running
 
 FORKS = multiprocessing.get_context("forkserver")
 

@@ -22,7 +22,7 @@ from shardhet.profiler.assemble import (
 )
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate_sizes
-from shardhet.profiler.measure import Effort, measure
+from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
 from shardhet.profiler.traffic import (
     CollectiveSamples,
@@ -46,7 +46,7 @@ SHAPE = DecoderConfig(
     hidden_width=64,
     seq_len=16,
 )
-QUICK = Effort(max_microbatch_size=3, num_repeats=3, time_limit_s=300.0)
+QUICK = MeasuringEffort(max_microbatch_size=3, num_repeats=3, time_limit_s=300.0)
 WORKLOAD = Workload.transformer(
     num_layers=2,
     width=32,

@@ -13,7 +13,7 @@ from torch import nn, optim
 import shardhet.fsdp.module
 import shardhet.fsdp.state
 from shardhet import HetFSDP, Plan
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from tests.edge_plans import UNEVEN, every_plan
 from tests.ordinary import WIDTH, Net, Pair
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -153,7 +153,7 @@ def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
     pair = Pair(UNEVEN)
     if over_gloo:
         control = pair.model._control
-        object.__setattr__(pair.model, "_control", _without_neighbours(control))
+        object.__setattr__(pair.model, "_control", _without_transport(control))
     if rank == 0:
         if call == "state_dict":
             pair.model.state_dict()
@@ -162,7 +162,7 @@ def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
     dist.barrier()
 
 
-def _without_neighbours(channel: Channel) -> Channel:
+def _without_transport(channel: Channel) -> Channel:
     return Channel(channel.group, channel.rank_by_position, channel.position)
 
 

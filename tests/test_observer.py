@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.observer import Activity, Event, Observers
+from shardhet.fsdp.observer import Activity, Observed, Observers
 
 
 class Device:
@@ -20,7 +20,7 @@ class Device:
 
 
 class Mark:
-    """What torch.cuda.Event is to the observers."""
+    """What torch.cuda.Observed is to the observers."""
 
     def __init__(self) -> None:
         self.reached_ms: float | None = None
@@ -34,7 +34,7 @@ class Mark:
 def test_a_device_that_is_behind_its_host_is_read_by_its_own_clock() -> None:
     device = Device()
     observers = Observers(device.mark)
-    events: list[Event] = []
+    events: list[Observed] = []
     observers.add(events.append, times_device=True)
     with observers.watch("blocks.0", Activity.FORWARD, 1):
         pass
@@ -52,7 +52,7 @@ def test_a_device_that_is_behind_its_host_is_read_by_its_own_clock() -> None:
 def test_a_device_is_marked_only_for_those_who_ask() -> None:
     device = Device()
     observers = Observers(device.mark)
-    events: list[Event] = []
+    events: list[Observed] = []
     observers.add(events.append)
     with observers.watch("", Activity.AGREE):
         pass
@@ -63,7 +63,7 @@ def test_a_device_is_marked_only_for_those_who_ask() -> None:
 def test_on_a_cpu_seconds_are_the_hosts() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = HetFSDP(module, Plan.even(1, microbatch_size=1), units=[nn.Linear])
-    events: list[Event] = []
+    events: list[Observed] = []
     model.add_observer(events.append, times_device=True)
     output = model(torch.ones(1, 2))
     model.backward(output.sum(), 1)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from shardhet.apps.rank_env import (
+from shardhet.apps.common.rank_env import (
     FIRST_SRUN_PORT,
     NUM_SRUN_PORTS,
     RankEnv,

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from shardhet.profiler.reserved import (
     CardUse,
     Reserved,

@@ -10,10 +10,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from shardhet.apps.crash import read_failures
-from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.worker import Run, joined
+from shardhet.apps.common.crash import read_failures
+from shardhet.apps.common.joining import joined
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.worker import Run
 from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,

@@ -31,9 +31,9 @@ from experiments.common import (
     write_results_block,
 )
 from shardhet.comm.buffers import BufferPool
+from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.distributed import Channel
-from shardhet.comm.shared_host.neighbours import Neighbours
+from shardhet.comm.transport import Transport, meet
 
 HERE = Path(__file__).parent
 UNEVEN_SHARES = (0.5, 0.25, 0.15, 0.1)
@@ -217,14 +217,14 @@ def everybody(*, reads_memory: bool) -> Channel:
     channel = Channel(dist.group.WORLD, tuple(range(WORLD_SIZE)), dist.get_rank())
     if not reads_memory:
         return channel
-    return replace(channel, neighbours=neighbours())
+    return replace(channel, transport=shared_host())
 
 
 @cache
-def neighbours() -> Neighbours | None:
+def shared_host() -> Transport | None:
     """The same, through memory."""
     assert dist.group.WORLD is not None
-    met = Neighbours.meet(dist.group.WORLD)
+    met = meet(dist.group.WORLD, 1)
     return None if met is None else met[0]
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from experiments.decoders import make_decoder
 from experiments.unlike import Slowness
 from shardhet import HetFSDP, Plan, simulate
-from shardhet.fsdp.observer import Activity, Event
+from shardhet.fsdp.observer import Activity, Observed
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.measure import Effort, Measurement, measure
+from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.emulation import EmulatedDevice
 from shardhet.training.optim import AdamW
@@ -65,7 +65,7 @@ class Sitting:
 class Extent:
     """How much to measure of a case."""
 
-    effort: Effort  # of each profile
+    effort: MeasuringEffort  # of each profile
     num_sittings: int  # launches
     num_steps: int  # of each plan, in each launch
 
@@ -114,7 +114,7 @@ def _steps(
     return [run.step(sitting) for _ in range(num_steps)]
 
 
-def _measure(case: Case, slowness: Slowness, effort: Effort) -> Measurement:
+def _measure(case: Case, slowness: Slowness, effort: MeasuringEffort) -> Measurement:
     return measure(
         TrainedModel(
             module=make_decoder(case.config), batch=ExampleBatch(args=_batch(case, 0, 2))
@@ -173,7 +173,7 @@ class _Run:
             waits=tuple(1 - busy_s / step_time_s for *_, busy_s in rows),
         )
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: Observed) -> None:
         if event.activity in WAITS:
             self._waited_s += event.end_s - event.start_s
 

@@ -27,7 +27,7 @@ from experiments.common import (
     write_results_block,
 )
 from experiments.unlike import slowness_of, why_no_groups
-from shardhet.profiler.measure import Effort
+from shardhet.profiler.measure import MeasuringEffort
 
 HERE = Path(__file__).parent
 HEADER = [
@@ -42,12 +42,16 @@ HEADER = [
 ]
 PREDICTED, MEASURED = "predicted", "measured"
 FULL = Extent(
-    effort=Effort(max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=30.0, num_repeats=12),
+    effort=MeasuringEffort(
+        max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=30.0, num_repeats=12
+    ),
     num_sittings=2,
     num_steps=3,
 )
 QUICK = Extent(
-    effort=Effort(max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=15.0, num_repeats=5),
+    effort=MeasuringEffort(
+        max_microbatch_size=MAX_MICROBATCH_SIZE, time_limit_s=15.0, num_repeats=5
+    ),
     num_sittings=1,
     num_steps=4,
 )

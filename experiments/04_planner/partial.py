@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
 
+from shardhet.apps.common.planning_input import Request, load
 from shardhet.apps.plan import DOOR
-from shardhet.apps.planning_input import Request, load
 from shardhet.config.compose import conf_dir
 from shardhet.config.planning import Inputs, PlannerConf, register_planning_schemas
 from shardhet.planner import Effort, PlanError, solve

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from experiments.contestants import slowest_rank_seconds
 from shardhet import HetFSDP
-from shardhet.apps.display import Display
-from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.task import make_task
-from shardhet.apps.worker import Run, announced_device
+from shardhet.apps.common.display import Display
+from shardhet.apps.common.joining import announced_device
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.common.task import make_task
+from shardhet.apps.worker import Run
 from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,

@@ -16,7 +16,7 @@ from systems import Make, System, Work
 from experiments.contestants import check_same_losses
 from experiments.decoders import CPU, Batch, random_batches
 from experiments.unlike import MIB, PeakOfData, Slowness, forget_building
-from shardhet.comm.distributed import Communicators
+from shardhet.comm.groups import Communicators
 from shardhet.training.emulation import THREAD_STACK_BYTES, memory_of_process
 
 NUM_BATCHES = 4

@@ -17,7 +17,7 @@ from shardhet import Plan
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
 from shardhet.planner.objectives import least_memory
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.measure import Effort, Measurement, measure
+from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.emulation import EmulatedDevice
 
@@ -37,7 +37,7 @@ class Planned:
     why_not: str = ""
 
 
-def measured(case: Case, device: EmulatedDevice, effort: Effort) -> Measurement:
+def measured(case: Case, device: EmulatedDevice, effort: MeasuringEffort) -> Measurement:
     """Cluster, workload and profile of the ranks as they are now.  Collective."""
     config = case.work.config
     tokens = torch.randint(config.vocab_size, (case.max_microbatch_size, config.seq_len))

@@ -25,7 +25,7 @@ from experiments.common import (
     write_results_block,
 )
 from experiments.unlike import Slowness, slowness_of, why_no_groups
-from shardhet.profiler.measure import Effort
+from shardhet.profiler.measure import MeasuringEffort
 
 HERE = Path(__file__).parent
 RAN_OUT = ("can't allocate memory", "MemoryError", "bad_alloc", "ended without a message")
@@ -35,14 +35,16 @@ RAN_OUT = ("can't allocate memory", "MemoryError", "bad_alloc", "ended without a
 class Extent:
     """How much to measure."""
 
-    profile: Effort
+    profile: MeasuringEffort
     num_rounds: int  # of all systems in turn, or launches of each where memory is capped
     turn_s: float  # about how long a turn takes, in whole steps
 
 
-FULL = Extent(profile=Effort(time_limit_s=60.0), num_rounds=5, turn_s=3.0)
-BRIEF = Extent(profile=Effort(time_limit_s=30.0), num_rounds=3, turn_s=2.0)
-QUICK = Extent(profile=Effort(time_limit_s=20.0, num_repeats=4), num_rounds=2, turn_s=1.0)
+FULL = Extent(profile=MeasuringEffort(time_limit_s=60.0), num_rounds=5, turn_s=3.0)
+BRIEF = Extent(profile=MeasuringEffort(time_limit_s=30.0), num_rounds=3, turn_s=2.0)
+QUICK = Extent(
+    profile=MeasuringEffort(time_limit_s=20.0, num_repeats=4), num_rounds=2, turn_s=1.0
+)
 
 
 def main() -> None:

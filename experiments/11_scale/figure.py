@@ -12,7 +12,7 @@ from records import Sample, cases_in, median
 from systems import FSDP2, HET
 
 from experiments.common import read_csv
-from shardhet.apps.plots import draw_lines
+from shardhet.apps.common.plots import draw_lines
 
 HERE = Path(__file__).parent
 MARKDOWN = """![ms of a step beyond compute, by number of microbatches](accumulation.png)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from paced import BACKWARD_OVER_FORWARD, ROW_NUMEL
 
-from shardhet.comm.distributed import Members
+from shardhet.comm.members import Members
 from shardhet.profiler.assemble import unevenness_weights
 from shardhet.profiler.stopwatch import timing_of
 from shardhet.profiler.traffic import (

@@ -30,7 +30,7 @@ from scale import Job
 from systems import FSDP2, HET
 
 from experiments.common import Bar, Table
-from shardhet.apps.plots import draw_lines
+from shardhet.apps.common.plots import draw_lines
 
 NAME = "accumulation"
 COUNTS = (1, 4, 16)

@@ -34,8 +34,8 @@ from streams import (
 
 from experiments.common import Bar, Table, run_ranks
 from shardhet.comm.buffers import BufferPool
+from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.distributed import Channel
 
 NAME = "NCCL"
 NBYTES = 256 * MIB

@@ -15,7 +15,7 @@ from experiments.decoders import CPU, make_decoder
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.measure import Effort, Measurement, measure
+from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.optim import AdamW
 
@@ -52,7 +52,7 @@ def measure_here(job: Job, *, seconds: float) -> Measurement:
         ),
         device=job.device,
         optimizer=OPTIMIZER,
-        effort=Effort(
+        effort=MeasuringEffort(
             max_microbatch_size=job.scale.microbatch_size,
             num_repeats=job.pick(full=10, short=3),
             time_limit_s=seconds,

@@ -34,7 +34,7 @@ from experiments.common import Bar, Table, run_ranks
 from experiments.contestants import plain_step
 from experiments.decoders import CPU, decoder_config, make_decoder
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.observer import Activity, Event
+from shardhet.fsdp.observer import Activity, Observed
 from shardhet.models.decoder import DecoderConfig
 
 NAME = "streams"
@@ -187,7 +187,7 @@ def train(
 
 def make_late(
     model: HetFSDP, device: torch.device, *, is_compute: bool
-) -> Callable[[Event], None]:
+) -> Callable[[Observed], None]:
     """An observer that keeps streams busy after each microbatch of each unit."""
     width = LATE_WIDTH if device.type == "cuda" else 8
     filler, filled = [torch.zeros(width, width, device=device) for _ in range(2)]
@@ -196,7 +196,7 @@ def make_late(
     def multiply() -> None:
         torch.mm(filler, filler, out=filled)  # nobody reads it, so streams may overwrite it
 
-    def observe(event: Event) -> None:
+    def observe(event: Observed) -> None:
         if event.activity not in (Activity.FORWARD, Activity.BACKWARD):
             return
         with torch.no_grad():

@@ -27,10 +27,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from shardhet.apps.crash import RankConsole
-from shardhet.apps.launch import FILE_WIDTH, RunFailedExit, start_ranks
-from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder, versions
+from shardhet.apps.common.crash import RankConsole
+from shardhet.apps.common.launch import FILE_WIDTH, RunFailedExit, start_ranks
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder, versions
 
 GIB = 2**30
 LEAST_FREE_BYTES = GIB  # two ranks on a CPU have imported torch and met in that

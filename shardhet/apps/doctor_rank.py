@@ -10,16 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.apps.crash import RankConsole
-from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder, versions
-from shardhet.apps.worker import joined
-from shardhet.comm.distributed import (
-    Channel,
-    Members,
-    check_same_on_all_ranks,
-    local_device_spec,
-)
+from shardhet.apps.common.crash import RankConsole
+from shardhet.apps.common.joining import joined
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder, versions
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.members import Members, local_device_spec
 from shardhet.config.training import ClusterConf
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic
 from shardhet.records.workload import Workload
@@ -86,7 +82,7 @@ def _check_links(console: RankConsole, device: torch.device) -> None:
         group=group, gather=members.gather, reduce=members.reduce, control=members.control
     )
     if device.type == "cpu":
-        is_shared = channels.gather.neighbours is not None
+        is_shared = channels.gather.transport is not None
         console.print(
             "they read each other's memory"
             if is_shared

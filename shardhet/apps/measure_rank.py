@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardhet.apps.crash import RankConsole
+from shardhet.apps.common.crash import RankConsole
+from shardhet.apps.common.joining import announced_device, joined
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.common.task import DTYPE_BY_PRECISION, make_module
 from shardhet.apps.measure_report import Progress, show_measurement
-from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.task import DTYPE_BY_PRECISION, make_module
-from shardhet.apps.worker import announced_device, joined
 from shardhet.config.measure import MeasureConf
 from shardhet.config.models import DataConf, TextConf
 from shardhet.config.pretrained import HfConf
@@ -26,7 +26,7 @@ from shardhet.models.decoder import Decoder
 from shardhet.models.encoder import MaskedLm
 from shardhet.models.pretrained import LanguageModel
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.measure import Effort, measure
+from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.samples import DIGIT_SIDE, NUM_DIGIT_CLASSES
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
     """This process's part, from process group to the files that the first rank writes."""
-    with joined(conf.cluster, folder, env) as device:
+    with joined(conf.cluster, folder, env, transport=conf.transport) as device:
         console = RankConsole(quiet=env.rank != 0, highlight=False)
         with Progress(console) as progress:
             measured = measure(
@@ -58,7 +58,7 @@ def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
                 device_spec=announced_device(conf.cluster, env, device),
                 emulated=conf.cluster.emulated_device(env.rank),
                 optimizer=conf.optim.to_record(),
-                effort=Effort(
+                effort=MeasuringEffort(
                     max_microbatch_size=conf.max_microbatch_size,
                     num_repeats=conf.num_repeats,
                     time_limit_s=conf.time_limit_s,

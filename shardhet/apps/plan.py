@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardhet.apps.common.planning_input import Door, load, read_request
 from shardhet.apps.fewer_hosts import FewerHosts, faster_on_fewer
 from shardhet.apps.plan_report import Alternative, PlanReport, show_report, wide_console
-from shardhet.apps.planning_input import Door, load, read_request
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve

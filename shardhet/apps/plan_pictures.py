@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardhet.apps.common.plots import DeviceBar, Lane, draw_plan
 from shardhet.apps.plan_report import PlanReport, Row, rows
-from shardhet.apps.plots import DeviceBar, Lane, draw_plan
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.simulator.timeline import Timeline
 

@@ -7,9 +7,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardhet.apps.common.planning_input import Door, load, read_request
 from shardhet.apps.plan import check_picture
 from shardhet.apps.plan_report import Row, duration, rows_of, source_line, wide_console
-from shardhet.apps.planning_input import Door, load, read_request
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.pricing.cost import CostModel
@@ -113,8 +113,8 @@ def _write(
         timeline.save_chrome_trace(conf.trace)
         console.print(f"written to {conf.trace}", markup=False, soft_wrap=True)
     if conf.picture is not None:
+        from shardhet.apps.common.plots import draw_timeline
         from shardhet.apps.plan_pictures import lanes
-        from shardhet.apps.plots import draw_timeline
 
         title = f"one step of {inputs.name}, simulated"
         draw_timeline(title, lanes(timeline, found), Path(conf.picture))

@@ -19,12 +19,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardhet.apps.hydra_door import enter, refuse
-from shardhet.apps.launch import start_ranks
-from shardhet.apps.loggers import check_logger
-from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.train_help import show_help
+from shardhet.apps.common.help import show_help
+from shardhet.apps.common.hydra_door import enter, refuse
+from shardhet.apps.common.launch import start_ranks
+from shardhet.apps.common.loggers import check_logger
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,

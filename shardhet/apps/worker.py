@@ -6,42 +6,34 @@ is what ``shardhet train`` starts once per device; it loads the configuration th
 there and nothing else.
 """
 
-import faulthandler
 import logging
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
 
-from shardhet import DeviceSpec, HetFSDP
-from shardhet.apps.crash import Failure, RankConsole
-from shardhet.apps.display import Display, device_table
-from shardhet.apps.loggers import MetricsLogger, log_all, open_loggers
+from shardhet import HetFSDP
+from shardhet.apps.common.crash import RankConsole
+from shardhet.apps.common.display import Display, device_table
+from shardhet.apps.common.joining import announced_device, joined
+from shardhet.apps.common.loggers import MetricsLogger, log_all, open_loggers
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.common.task import Task, make_files, make_task
+from shardhet.apps.common.tracing import Tracer
 from shardhet.apps.prediction import Outcome, Prediction
-from shardhet.apps.rank_env import RankEnv
-from shardhet.apps.run_folder import RunFolder
-from shardhet.apps.task import Task, make_files, make_task
-from shardhet.apps.tracing import Tracer
-from shardhet.comm.distributed import (
-    Channel,
-    Communicators,
-    check_same_on_all_ranks,
-    local_device_spec,
-)
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.groups import Communicators
 from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
-from shardhet.config.training import ClusterConf, DeviceType, FilePlanConf
+from shardhet.config.training import FilePlanConf
 from shardhet.training.compiling import compile_units
-from shardhet.training.emulation import cores_for, stay_on
 from shardhet.training.sampling import sample_tokens
 from shardhet.training.trainer import Trainer
 
@@ -66,46 +58,10 @@ def main() -> None:
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
     """This process's part of the run, from process group to last metric.  Collective."""
-    with joined(conf.cluster, folder, env) as device:
+    with joined(conf.cluster, folder, env, transport=conf.transport) as device:
         run = Run(conf, folder, env, device)
         run.train()
         logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
-
-
-@contextmanager
-def joined(cluster: ClusterConf, folder: RunFolder, env: RankEnv) -> Iterator[torch.device]:
-    """Be one of the ranks: log into the folder, have a device and a process group; a failure
-    is left where the launcher looks.
-    """
-    with _log_to(folder, env.rank):
-        with _report_failure(folder, env, "no device"):
-            device = choose_device(cluster, env)
-            name = f"{device}, {announced_device(cluster, env, device)}"
-        with _report_failure(folder, env, name):
-            torch.set_num_threads(cluster.num_threads)
-            if cluster.speeds:
-                stay_on(cores_for(cluster.speeds)[env.rank])
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                device_id=device if device.type == "cuda" else None,
-            )
-            yield device
-            dist.destroy_process_group()
-
-
-def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
-    """The GPU of this process's local rank where GPUs are wanted, else the CPU."""
-    num_gpus = torch.cuda.device_count()
-    wanted = cluster.device
-    if wanted is DeviceType.CPU or (wanted is DeviceType.AUTO and not num_gpus):
-        return torch.device("cpu")
-    if env.local_rank >= num_gpus:
-        raise ValueError(
-            f"rank {env.rank}: local rank {env.local_rank} but this host has {num_gpus} GPUs. "
-            "Start fewer ranks per host, or set cluster.device=CPU."
-        )
-    torch.cuda.set_device(env.local_rank)
-    return torch.device("cuda", env.local_rank)
 
 
 class Run:
@@ -326,63 +282,12 @@ def save_whole(model: HetFSDP, path: Path) -> None:
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
 
 
-def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:
-    """What this rank says it is: what the driver says, but for what is named or emulated."""
-    found = local_device_spec(device)
-    emulated = cluster.emulated_device(env.rank)
-    kind, memory_bytes = found.kind, found.memory_capacity_bytes
-    if emulated is not None:
-        kind = f"emulated {kind} {emulated.speed:g}x"
-        memory_bytes = emulated.memory_bytes or memory_bytes
-    if cluster.kinds:
-        kind = cluster.kinds[env.rank]
-    return replace(found, kind=kind, memory_capacity_bytes=memory_bytes)
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _snake(name: str) -> str:
     return name.replace(" ", "_")
-
-
-@contextmanager
-def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Log into the run folder; above rank zero all that is printed goes there too."""
-    folder.logs_dir.mkdir(parents=True, exist_ok=True)
-    with folder.log_path(rank).open("a", encoding="utf-8", buffering=1) as file:
-        if rank > 0:
-            _redirect(sys.stdout, file)
-            _redirect(sys.stderr, file)
-        faulthandler.enable()  # a native crash leaves its Python stack in the log
-        handler = logging.StreamHandler(file)
-        handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        )
-        root = logging.getLogger()
-        handlers_before, root.handlers = root.handlers, [handler]  # hydra's prints
-        root.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            root.handlers = handlers_before
-
-
-def _redirect(stream: TextIO, file: TextIO) -> None:
-    """At the level of the system, so that what C++ prints is kept too."""
-    stream.flush()
-    os.dup2(file.fileno(), stream.fileno())
-
-
-@contextmanager
-def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        logger.exception("rank %d failed", env.rank)
-        Failure.of(error, rank=env.rank, device=device).save(folder)
-        raise
 
 
 if __name__ == "__main__":

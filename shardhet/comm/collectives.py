@@ -6,8 +6,8 @@ give a gradient; a rank that only stores never holds more than its shard.  Nothi
 and nothing is copied but a rank's own part.
 
 Which algorithm runs is decided in one place, ``_algorithms``.  For gloo on CPU it was
-measured (``experiments/01_uneven_collectives``): processes of one host read each other's
-memory (``host_memory``); between hosts, point-to-point messages between all pairs beat
+measured (``experiments/01_uneven_collectives``): where the channel has a ``Transport`` it
+carries them; between hosts, point-to-point messages between all pairs beat
 gloo's own collectives, run on its transport thread while the caller computes, and let ranks
 stay out.  The others have not been compared.
 """
@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from shardhet.comm.messages import Messages, Pending, pieces_of
-from shardhet.comm.shared_host import transport as host_memory
 
 T = TypeVar("T")
 
@@ -40,6 +39,8 @@ def all_gather_uneven(
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
     _check_splits(shard, output, split_numels, channel)
+    if channel.transport is not None and shard.device.type == "cpu":
+        return channel.transport.gather(output, shard, split_numels, channel, receivers)
     algorithm = _algorithms(channel, shard.device).gather
     return algorithm(output, shard, split_numels, channel, receivers)
 
@@ -59,6 +60,8 @@ def reduce_scatter_uneven(
     themselves: as far as they promise it).  ``full`` is read until ``wait_sent`` returns.
     """
     _check_splits(output, full, split_numels, channel)
+    if channel.transport is not None and output.device.type == "cpu":
+        return channel.transport.reduce(output, full, split_numels, channel, contributors)
     algorithm = _algorithms(channel, output.device).reduce
     return algorithm(output, full, split_numels, channel, contributors, scratch)
 
@@ -263,18 +266,6 @@ class _Algorithms(NamedTuple):
     ]
 
 
-def _reduce_by_host_memory(
-    output: Tensor,
-    full: Tensor | None,
-    split_numels: Sequence[int],
-    channel: Channel,
-    contributors: Sequence[int],
-    _scratch: BufferPool,
-) -> Pending:
-    return host_memory.reduce(output, full, split_numels, channel, contributors)
-
-
-_HOST_MEMORY = _Algorithms(host_memory.gather, _reduce_by_host_memory)
 _SEND_RECV = _Algorithms(_gather_by_send_recv, _reduce_by_send_recv)
 _ALGORITHMS = {
     ("gloo", "cpu"): _SEND_RECV,
@@ -286,8 +277,6 @@ _ALGORITHMS = {
 def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
     if channel.group is None:
         return _SEND_RECV  # with nobody to send to
-    if channel.neighbours is not None and device.type == "cpu":
-        return _HOST_MEMORY
     backend = channel.group._get_backend(device).name()
     key = (backend, device.type)
     if key not in _ALGORITHMS:

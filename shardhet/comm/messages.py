@@ -7,11 +7,11 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.comm.distributed import Channel
-from shardhet.comm.shared_host.neighbours import LostPeerError
+from shardhet.comm.channel import Channel
+from shardhet.comm.peers import LostPeerError
 
 
-class Work(Protocol):
+class InFlight(Protocol):
     """Something that another thread, process or stream is doing."""
 
     def wait(self) -> object:
@@ -32,8 +32,8 @@ class Pending:
     def __init__(
         self,
         *,
-        receiving: Sequence[Work] = (),
-        sending: Sequence[Work] = (),
+        receiving: Sequence[InFlight] = (),
+        sending: Sequence[InFlight] = (),
         finish: Callable[[], None] | None = None,
         tensors: Sequence[Tensor] = (),
     ) -> None:
@@ -111,7 +111,7 @@ def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
     return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
 
 
-def wait_all(works: list[Work]) -> None:
+def wait_all(works: list[InFlight]) -> None:
     """Wait for all and forget them; a failure means that a peer is lost."""
     try:
         while works:

@@ -11,6 +11,7 @@ from shardhet.config.compose import load_checked, register_schemas
 from shardhet.config.models import DataConf, ModelConf
 from shardhet.config.train import (
     Precision,
+    TransportChoice,
     agreed_world_size,
     check_device,
     check_model_fits_data,
@@ -31,6 +32,7 @@ class MeasureConf:
     max_microbatch_size: int = 32  # larger ones are extrapolated
     num_repeats: int = 10  # of every figure, as far as the time allows
     time_limit_s: float = 60.0  # of computing, about; collectives and links come on top
+    transport: TransportChoice = TransportChoice.AUTO
     model: ModelConf = MISSING
     data: DataConf = MISSING  # only its shapes count
     optim: OptimConf = MISSING

@@ -39,6 +39,13 @@ class Precision(Enum):
     BF16 = "bfloat16"  # of parameters in flight and activations; stored in float32
 
 
+class TransportChoice(Enum):
+    """What carries collectives among ranks of one host that compute on its CPU."""
+
+    AUTO = "auto"  # its memory, where they can read each other's
+    GLOO = "gloo"
+
+
 @dataclass(kw_only=True)
 class TraceConf:
     """Which steps torch.profiler records, on every rank."""
@@ -65,6 +72,7 @@ class TrainConf:
     eval_every: int = 0  # steps between two evaluations; 0 is only at the end
     num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # whole, at the end, as model.safetensors in the run folder
+    transport: TransportChoice = TransportChoice.AUTO
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
     model: ModelConf = MISSING

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.shared_host.neighbours import LostPeerError
+from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.batching import BatchAxis, find_axis, flatten, unflatten
 from shardhet.fsdp.layered import tensors_in
 from shardhet.fsdp.loss import LossUsedError

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
-from shardhet.comm.distributed import Channel, check_same_on_all_ranks
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
 from shardhet.fsdp.materialize import RowSource, is_on_meta, materialize
@@ -25,7 +25,7 @@ ROOT_FQN = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class MixedPrecision:
     """Dtypes of floating-point parameters in flight and of gradients while they are summed."""
 
     param_dtype: torch.dtype | None = None  # None: as stored
@@ -57,7 +57,7 @@ def build_units(
     *,
     comm: CommContext,
     control: Channel,
-    precision: Precision,
+    precision: MixedPrecision,
     seed: int,
     init_fn: Callable[[nn.Module], None] | None,
     row_source: RowSource | None = None,

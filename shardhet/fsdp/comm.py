@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool, host_empty
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from shardhet.comm.messages import Pending
 
 MAX_UNSENT_GATHERS = 4
@@ -44,9 +44,9 @@ class CommContext:
         self.compute_event = self._handle.Event()
         # Who computes in this step: they receive parameters and contribute gradients.
         self.receivers: tuple[int, ...] = ()
-        neighbours = gather_channel.neighbours
+        transport = gather_channel.transport
         # What peers are to read lies where they can, or it would have to be copied there.
-        self._allocate = host_empty if neighbours is None else neighbours.arena.empty
+        self._allocate = host_empty if transport is None else transport.empty
         self.buffers = BufferPool(self._allocate)
         self._unsent: deque[Pending] = deque()
 

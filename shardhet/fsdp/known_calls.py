@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from shardhet.fsdp.attempt import RunModule
 from shardhet.fsdp.batching import BatchAxis, Layout, VisitRules, flatten
 from shardhet.fsdp.probe import CallKey

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves
 
-from shardhet.comm.distributed import SECONDS_FOR_ALL_TO_COME, Members, default_group
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
+from shardhet.comm.groups import default_group
 from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.members import Members
 from shardhet.fsdp.batch_norm import BatchNorms
-from shardhet.fsdp.build import Precision, build_units, find_pieces, planned_units
+from shardhet.fsdp.build import MixedPrecision, build_units, find_pieces, planned_units
 from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
@@ -123,7 +125,7 @@ class HetFSDP(ModuleOfRows):
                 plan,
                 comm=self._comm,
                 control=members.control,
-                precision=Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+                precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
                 seed=seed,
                 init_fn=init_fn,
                 row_source=row_source,

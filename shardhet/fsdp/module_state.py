@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 
 _CONTAINERS = (list, dict, set, deque)
 

@@ -43,7 +43,7 @@ class DeviceSpan(NamedTuple):
         return float(self.begin.elapsed_time(self.end)) / 1000  # of milliseconds
 
 
-class Event(NamedTuple):
+class Observed(NamedTuple):
     """One activity.  Times are of the host's ``time.perf_counter``."""
 
     unit: str  # fqn; "" is the root
@@ -61,7 +61,7 @@ class Event(NamedTuple):
         return self.end_s - self.start_s if span is None else span.seconds
 
 
-Observer = Callable[[Event], None]
+Observer = Callable[[Observed], None]
 
 
 class Observers:
@@ -118,7 +118,7 @@ class Observers:
             span = None if mark is None else DeviceSpan(begin, mark())
             for observer in self._observers:
                 end_s = time.perf_counter()
-                observer(Event(unit, activity, microbatch, start_s, end_s, cpu_s, span))
+                observer(Observed(unit, activity, microbatch, start_s, end_s, cpu_s, span))
 
 
 def _label(unit: str, activity: Activity, microbatch: int | None) -> str:

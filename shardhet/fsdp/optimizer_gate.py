@@ -24,7 +24,7 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.comm.distributed import Lifeline
+from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.seeds import restored_random_state
 
 ELEMENT_WISE = frozenset(

@@ -9,7 +9,7 @@ without samples walk it alone, and a visit out of order is an error.
 
 from collections.abc import Sequence
 
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from shardhet.records.schedule import Schedule, Segment, make_schedule
 
 NOT_VISITING = -1

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardhet.comm.distributed import Channel
-from shardhet.comm.shared_host.neighbours import LostPeerError
+from shardhet.comm.channel import Channel
+from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.attempt import Attempt, Axes, RunModule, Zeros
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.batching import (

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardhet.comm.distributed import SECONDS_FOR_ALL_TO_COME, Channel, Lifeline
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
+from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.comm import CommContext
 
 Kwargs = dict[str, Any]

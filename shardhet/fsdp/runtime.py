@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardhet.comm.distributed import Channel, Lifeline
+from shardhet.comm.channel import Channel
+from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.attempt import RunModule
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.batching import VisitRules

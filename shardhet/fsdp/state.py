@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.distributed import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
 from shardhet.records.layout import Span

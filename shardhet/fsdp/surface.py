@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
-from shardhet.comm.distributed import Lifeline
+from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.door import through, with_stand_ins
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.unit import FSDPUnit, UnitState

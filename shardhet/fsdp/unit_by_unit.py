@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from shardhet.comm.distributed import Channel, Lifeline
+from shardhet.comm.channel import Channel
+from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.unit import FSDPUnit, UnitModule
 

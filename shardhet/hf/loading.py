@@ -15,7 +15,8 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from shardhet.comm.distributed import Channel, check_same_on_all_ranks, default_group
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.groups import default_group
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.adapters import check_adapters, initialise_adapter
 from shardhet.hf.conventions import options_of

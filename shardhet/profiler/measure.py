@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardhet.comm.distributed import Members, default_group, local_device_spec
+from shardhet.comm.groups import default_group
+from shardhet.comm.members import Members, local_device_spec
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
@@ -36,7 +37,7 @@ OnProgress = Callable[[str, float], None]  # what is done next, and the fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class MeasuringEffort:
     """How much to measure."""
 
     max_microbatch_size: int = 32
@@ -75,7 +76,7 @@ def measure(
     device_spec: DeviceSpec | None = None,
     emulated: EmulatedDevice | None = None,
     optimizer: OptimizerSpec | None = None,
-    effort: Effort | None = None,
+    effort: MeasuringEffort | None = None,
     on_progress: OnProgress = lambda _text, _fraction: None,
 ) -> Measurement:
     """The cluster of the ranks of ``group``, the workload, and how fast they are.  Collective.
@@ -105,7 +106,7 @@ def measure(
             found=found,
             emulated=emulated,
             optimizer=optimizer or AdamW(learning_rate=1e-4),
-            effort=effort or Effort(),
+            effort=effort or MeasuringEffort(),
             on_progress=on_progress,
         )
         return session.run()
@@ -123,7 +124,7 @@ class _Session:
         found: DeviceSpec,
         emulated: EmulatedDevice | None,
         optimizer: OptimizerSpec,
-        effort: Effort,
+        effort: MeasuringEffort,
         on_progress: OnProgress,
     ) -> None:
         self._model = model

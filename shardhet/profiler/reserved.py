@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 
 LIST_PROCESSES = (
     "nvidia-smi",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from shardhet.fsdp.observer import Activity, Event
+from shardhet.fsdp.observer import Activity, Observed
 from shardhet.records.profiles import Timing
 from shardhet.training.emulation import EmulatedDevice
 
@@ -46,7 +46,7 @@ class Stopwatch:
         stop_s = time.perf_counter()
         if self._stretch is not None:
             cpu_s = time.thread_time() - start_cpu_s
-            self._stretch(Event("", Activity.FORWARD, None, stop_s - seconds, stop_s, cpu_s))
+            self._stretch(Observed("", Activity.FORWARD, None, stop_s - seconds, stop_s, cpu_s))
         self.seconds = seconds + time.perf_counter() - stop_s
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.comm.distributed import Channel
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
 from shardhet.profiler.stopwatch import typical_mean

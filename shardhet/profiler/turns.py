@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.observer import Event
+from shardhet.fsdp.observer import Observed
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import Phase
 
@@ -37,7 +37,7 @@ def turn_overhead_seconds(
     )
     inside_s = 0.0
 
-    def add(event: Event) -> None:
+    def add(event: Observed) -> None:
         nonlocal inside_s
         inside_s += event.end_s - event.start_s
 

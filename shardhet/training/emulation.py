@@ -29,7 +29,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.observer import Activity, Event, Observer
+from shardhet.fsdp.observer import Activity, Observed, Observer
 
 THREAD_STACK_BYTES = 2**20  # instead of the system's 8 MiB
 MAX_CREDIT_S = 0.02  # a few turns of the system's scheduler
@@ -173,7 +173,7 @@ class _Stretch:
         yield
         self.after(time.perf_counter() - start_s, time.thread_time() - start_cpu_s)
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: Observed) -> None:
         # These never contain each other: a unit's recomputation is part of its backward.
         if event.activity in STRETCHED:
             seconds = event.end_s - event.start_s

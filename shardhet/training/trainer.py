@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.observer import Activity, Event
+from shardhet.fsdp.observer import Activity, Observed
 from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches, deal
 from shardhet.training.optim import Schedule
@@ -129,7 +129,7 @@ class Trainer:
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0  # time of the steps since the last look at the devices
         self._is_in_step = False
-        self._events: list[Event] = []  # of this step, until the device is past them
+        self._events: list[Observed] = []  # of this step, until the device is past them
         model.add_observer(self._observe, times_device=True)
         self.forget_peak_memory()
 
@@ -216,7 +216,7 @@ class Trainer:
             with suppress(OSError):  # only Linux can; elsewhere the record stays
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
 
-    def _observe(self, event: Event) -> None:
+    def _observe(self, event: Observed) -> None:
         if self._is_in_step:
             self._events.append(event)
 

@@ -20,8 +20,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -30,7 +28,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from shardhet.comm.peers import LostPeerError, birth
 from shardhet.comm.shared_host.arena import Arena, PeerArena, Whereabouts, own_arena
+from shardhet.comm.transport import timeout_of
 
 SYS_FUTEX = 202  # on x86-64
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
@@ -43,10 +43,6 @@ NUM_PLACES = 64  # collectives under way at once; the next one waits for the old
 ROW_WORDS = 256  # longer rows are exchanged piece by piece
 ROWS = PLACES + NUM_PLACES
 BOARD_WORDS = ROWS + 2 * ROW_WORDS
-
-
-class LostPeerError(RuntimeError):
-    """A collective ended because another rank is gone; the cause is known elsewhere."""
 
 
 class Board:
@@ -155,13 +151,16 @@ class Neighbours:
         self._lent: deque[tuple[int, Sequence[int], torch.Tensor]] = deque()
 
     @classmethod
-    def meet(cls, group: dist.ProcessGroup, number: int = 1) -> tuple[Self, ...] | None:
+    def meet(
+        cls, group: dist.ProcessGroup, number: int = 1, is_wanted: bool = True
+    ) -> tuple[Self, ...] | None:
         """``number`` times the same processes, each with boards of its own.
 
-        None if some cannot read the memory of others.  Collective over the group; all ranks
-        get neighbours, or all get None.
+        None if some cannot read the memory of others, or do not want to.  Collective over the
+        group; all ranks get neighbours, or all get None.
         """
-        arena = own_arena() if platform.machine() == "x86_64" else None
+        is_possible = is_wanted and platform.machine() == "x86_64"
+        arena = own_arena() if is_possible else None
         own: list[torch.Tensor] = []
         told: tuple[Whereabouts, list[int]] | None = None
         if arena is not None:
@@ -262,30 +261,6 @@ class Neighbours:
     @property
     def _own(self) -> Board:
         return self._boards[self.rank]
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """What it was made with."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process of this host runs, and is no corpse that its parent has not buried."""
-    return birth(pid) is not None
-
-
-def birth(pid: int) -> int | None:
-    """When a process started, in ticks since the system did; None if it does not run.
-
-    Tells apart processes that have had the same number.
-    """
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = status.rpartition(")")[2].split()  # proc(5), from the third on
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _peer(its: Any, own: Any) -> PeerArena | None:

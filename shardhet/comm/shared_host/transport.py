@@ -23,70 +23,103 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.distributed import Channel
+from shardhet.comm.channel import Channel
 from shardhet.comm.messages import Pending, pieces_of
+from shardhet.comm.peers import LostPeerError
 from shardhet.comm.shared_host.arena import PeerArena, own_arena
-from shardhet.comm.shared_host.neighbours import LostPeerError
+from shardhet.comm.shared_host.neighbours import Neighbours
 
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 
 
-def gather(
-    output: Tensor | None,
-    shard: Tensor,
-    split_numels: Sequence[int],
-    channel: Channel,
-    receivers: Sequence[int],
-) -> Pending:
-    """``all_gather_uneven``: every receiver reads every owner's shard."""
-    call = _Call(channel)
-    if shard.numel():
-        call.offer(shard, receivers)
-    if output is None:
-        return call.pending(None, shard)
-    pieces = pieces_of(output, split_numels)
-    owners = call.owners([i for i, piece in enumerate(pieces) if piece.numel()])
+class SharedHost:
+    """A ``Transport`` among ranks that read each other's memory."""
 
-    def read_all() -> None:
-        own = pieces[channel.position]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        for position in owners:
-            call.copy_from(position, pieces[position])
+    def __init__(self, neighbours: Neighbours) -> None:
+        self.neighbours = neighbours
 
-    return call.pending(read_all, shard)
+    def exchange(
+        self, row: Sequence[float], within_s: float | None = None
+    ) -> list[list[float]]:
+        """See ``Transport``."""
+        return self.neighbours.exchange(row, within_s)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See ``Transport``; peers need no copy of what lies here."""
+        return self.neighbours.arena.empty(numel, dtype)
+
+    def give_up(self) -> None:
+        """See ``Transport``."""
+        self.neighbours.give_up()
+
+    def gather(
+        self,
+        output: Tensor | None,
+        shard: Tensor,
+        split_numels: Sequence[int],
+        channel: Channel,
+        receivers: Sequence[int],
+    ) -> Pending:
+        """See ``Transport``: every receiver reads every owner's shard."""
+        call = _Call(channel, self.neighbours)
+        if shard.numel():
+            call.offer(shard, receivers)
+        if output is None:
+            return call.pending(None, shard)
+        pieces = pieces_of(output, split_numels)
+        owners = call.owners([i for i, piece in enumerate(pieces) if piece.numel()])
+
+        def read_all() -> None:
+            own = pieces[channel.position]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+            for position in owners:
+                call.copy_from(position, pieces[position])
+
+        return call.pending(read_all, shard)
+
+    def reduce(
+        self,
+        output: Tensor,
+        full: Tensor | None,
+        split_numels: Sequence[int],
+        channel: Channel,
+        contributors: Sequence[int],
+    ) -> Pending:
+        """See ``Transport``: every owner adds up its part of every contribution."""
+        call = _Call(channel, self.neighbours)
+        if full is not None:
+            call.offer(full, [i for i, numel in enumerate(split_numels) if numel])
+        if not contributors:
+            output.zero_()
+        if not contributors or not output.numel():
+            return call.pending(None, full)
+        owners = call.owners(contributors)
+        own = None if full is None else pieces_of(full, split_numels)[channel.position]
+        first = sum(split_numels[: channel.position]) * output.element_size()
+
+        def add_all() -> None:
+            with ExitStack() as stack:
+                parts = {
+                    position: stack.enter_context(call.part(position, output, first))
+                    for position in owners
+                }
+                if own is not None:
+                    parts[channel.position] = own
+                _sum_into(output, [parts[position] for position in contributors])
+
+        return call.pending(add_all, full)
 
 
-def reduce(
-    output: Tensor,
-    full: Tensor | None,
-    split_numels: Sequence[int],
-    channel: Channel,
-    contributors: Sequence[int],
-) -> Pending:
-    """``reduce_scatter_uneven``: every owner adds up its part of every contribution."""
-    call = _Call(channel)
-    if full is not None:
-        call.offer(full, [i for i, numel in enumerate(split_numels) if numel])
-    if not contributors:
-        output.zero_()
-    if not contributors or not output.numel():
-        return call.pending(None, full)
-    owners = call.owners(contributors)
-    own = None if full is None else pieces_of(full, split_numels)[channel.position]
-    first = sum(split_numels[: channel.position]) * output.element_size()
+def meet(
+    group: dist.ProcessGroup, number: int, is_wanted: bool
+) -> tuple[SharedHost, ...] | None:
+    """``number`` transports, each with a queue of its own; None where one rank cannot.
 
-    def add_all() -> None:
-        with ExitStack() as stack:
-            parts = {
-                position: stack.enter_context(call.part(position, output, first))
-                for position in owners
-            }
-            if own is not None:
-                parts[channel.position] = own
-            _sum_into(output, [parts[position] for position in contributors])
-
-    return call.pending(add_all, full)
+    Collective over ``group``.
+    """
+    met = Neighbours.meet(group, number, is_wanted)
+    return None if met is None else tuple(SharedHost(each) for each in met)
 
 
 def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
@@ -104,12 +137,11 @@ def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
 class _Call:
     """One collective on one rank."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, neighbours: Neighbours) -> None:
         assert channel.group is not None
-        assert channel.neighbours is not None
         self._channel = channel
         self._group = channel.group
-        self._neighbours = channel.neighbours
+        self._neighbours = neighbours
         self._number = self._neighbours.next_collective()
         self._readers: list[int] = []  # ranks that read this rank's tensor
         self._staged: Tensor | None = None

@@ -10,14 +10,14 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from shardhet.apps.crash import (
+from shardhet.apps.common.crash import (
     OUTPUT_CLOSED,
     Failure,
     crash_panel,
     read_failures,
     root_cause,
 )
-from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.common.run_folder import RunFolder
 
 FILE_WIDTH = 200  # columns, so that no path breaks where the output is a file
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from shardhet.apps.run_folder import RunFolder
+from shardhet.apps.common.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.training import LoggerConf, LoggerKind
 

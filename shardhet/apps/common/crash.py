@@ -17,8 +17,8 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from shardhet.apps.run_folder import RunFolder
-from shardhet.comm.shared_host.neighbours import LostPeerError
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.comm.peers import LostPeerError
 
 logger = logging.getLogger(__name__)
 

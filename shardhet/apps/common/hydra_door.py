@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from shardhet.apps.launch import RunFailedExit
-from shardhet.apps.rank_env import RankEnv, agree_on_stamp
+from shardhet.apps.common.launch import RunFailedExit
+from shardhet.apps.common.rank_env import RankEnv, agree_on_stamp
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import check_choices, hints, searching_first
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardhet.apps.train_help import choices_by_group
+from shardhet.apps.common.help import choices_by_group
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     VERSION_BASE,

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm import collectives
+from shardhet.comm import transport
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.distributed import Channel
-from shardhet.comm.shared_host import transport as host_memory
+from shardhet.comm.channel import Channel
+from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.peers import LostPeerError
 from shardhet.comm.shared_host.arena import Arena, PeerArena, own_arena
 from shardhet.comm.shared_host.neighbours import (
     BOARD_WORDS,
@@ -28,9 +29,10 @@ from shardhet.comm.shared_host.neighbours import (
     READ,
     ROW_WORDS,
     Board,
-    LostPeerError,
     Neighbours,
 )
+from shardhet.comm.shared_host.transport import CHUNK_BYTES, SharedHost, meet
+from shardhet.comm.transport import SWITCH
 from tests import test_collectives, test_deaths, test_parity
 from tests.hosts import on_different_hosts
 from tests.test_bad_input import PLAN
@@ -41,13 +43,18 @@ WORLD_SIZES = [2, 3, 4]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def neighbours() -> Neighbours:
+def shared_host() -> SharedHost:
     """Met once per world."""
-    if "neighbours" not in rank_cache():
+    if "shared_host" not in rank_cache():
         assert dist.group.WORLD is not None
-        rank_cache()["neighbours"] = Neighbours.meet(dist.group.WORLD)
-    met: tuple[Neighbours] = rank_cache()["neighbours"]
+        rank_cache()["shared_host"] = meet(dist.group.WORLD, 1, is_wanted=True)
+    met: tuple[SharedHost] = rank_cache()["shared_host"]
     return met[0]
+
+
+def neighbours() -> Neighbours:
+    """What it speaks through."""
+    return shared_host().neighbours
 
 
 def read_all(rank: int, cases: list[test_collectives.Case], kind: str) -> int:
@@ -57,7 +64,7 @@ def read_all(rank: int, cases: list[test_collectives.Case], kind: str) -> int:
     reads = getattr(PeerArena, name)
 
     def among_neighbours(case: test_collectives.Case, rank: int) -> Channel:
-        return replace(channel_of(case, rank), neighbours=neighbours())
+        return replace(channel_of(case, rank), transport=shared_host())
 
     with (
         mock.patch.object(test_collectives.Case, "channel", among_neighbours),
@@ -86,12 +93,12 @@ def test_collectives_give_the_same_bits(world_size: int, kind: str) -> None:
 
 
 def sum_many_chunks(rank: int) -> None:
-    numel = 3 * host_memory.CHUNK_BYTES // 8 + 5
+    numel = 3 * CHUNK_BYTES // 8 + 5
     seats = (1, 2, 0)
-    channel = Channel(dist.group.WORLD, seats, seats.index(rank), neighbours())
+    channel = Channel(dist.group.WORLD, seats, seats.index(rank), shared_host())
     full = torch.arange(3 * numel, dtype=torch.float64) * (rank + 1)
     output = torch.empty(numel, dtype=torch.float64)
-    pending = host_memory.reduce(output, full, [numel] * 3, channel, (0, 1, 2))
+    pending = shared_host().reduce(output, full, [numel] * 3, channel, (0, 1, 2))
     test_collectives.finish(pending)
     expected = torch.arange(3 * numel, dtype=torch.float64).split(numel)[channel.position] * 6
     assert torch.equal(output, expected)
@@ -113,7 +120,7 @@ def test_what_lies_behind_a_peers_memory_is_no_data() -> None:
 
 def overtake(rank: int) -> None:
     """Rank 0 begins more collectives than there are places before rank 1 reads the first."""
-    channel = Channel(dist.group.WORLD, (0, 1), rank, neighbours())
+    channel = Channel(dist.group.WORLD, (0, 1), rank, shared_host())
     shards = [torch.full((8,), float(i)) for i in range(2 * NUM_PLACES)]
     started = []
     if rank == 1:
@@ -121,7 +128,7 @@ def overtake(rank: int) -> None:
     for shard in shards:
         output = torch.empty(8) if rank == 1 else None
         own = shard if rank == 0 else torch.empty(0)
-        pending = host_memory.gather(output, own, (8, 0), channel, (1,))
+        pending = shared_host().gather(output, own, (8, 0), channel, (1,))
         started.append((pending, output, shard))
     for pending, output, shard in started:
         test_collectives.finish(pending)
@@ -186,13 +193,36 @@ def test_all_send_messages_where_one_may_not_read() -> None:
 
 
 def test_alone_or_on_an_accelerator_nothing_is_read() -> None:
+    shard, output = torch.ones(2), torch.empty(2)
     alone = Channel(None, (0,), 0)
-    assert collectives._algorithms(alone, CPU) is collectives._SEND_RECV
-    several = Channel(mock.MagicMock(), (0, 1), 0, mock.create_autospec(Neighbours))
-    several.group._get_backend().name.return_value = "gloo"
-    assert collectives._algorithms(several, CPU) is collectives._HOST_MEMORY
-    on_gpu = collectives._ALGORITHMS[("gloo", "cuda")]
-    assert collectives._algorithms(several, torch.device("cuda")) is on_gpu
+    all_gather_uneven(output, shard, (2,), channel=alone, receivers=(0,)).wait()
+    assert output.eq(1).all()
+    faster = mock.create_autospec(SharedHost)
+    several = Channel(mock.MagicMock(), (0, 1), 0, faster)
+    all_gather_uneven(None, shard, (2, 0), channel=several, receivers=(1,))
+    assert faster.gather.call_count == 1
+    with pytest.raises(ValueError, match="No uneven collectives"):
+        all_gather_uneven(None, shard.to("meta"), (2, 0), channel=several, receivers=(1,))
+
+
+def meet_with(rank: int, switches: tuple[str, ...]) -> bool:
+    assert dist.group.WORLD is not None
+    with mock.patch.dict(os.environ, {SWITCH: switches[rank]}):
+        return transport.meet(dist.group.WORLD, 1) is None
+
+
+def test_it_can_be_switched_off_and_one_rank_is_enough() -> None:
+    assert run_ranks(meet_with, 2, ("auto", "auto")) == [False, False]
+    assert run_ranks(meet_with, 2, ("gloo", "gloo")) == [True, True]
+    assert run_ranks(meet_with, 2, ("auto", "gloo")) == [True, True]
+
+
+def test_a_transport_that_there_is_not_is_named() -> None:
+    with (
+        mock.patch.dict(os.environ, {SWITCH: "smoke"}),
+        pytest.raises(ValueError, match="SHARDHET_TRANSPORT='smoke': it is one of auto, gloo"),
+    ):
+        transport.meet(mock.MagicMock(), 1)
 
 
 def test_what_nobody_looks_at_any_more_takes_no_memory() -> None:
@@ -270,18 +300,18 @@ def test_a_peer_that_lives_and_never_comes_is_waited_for_as_long_as_the_group_al
 
 
 def drop_the_model_while_it_is_read(rank: int) -> None:
-    channel = Channel(dist.group.WORLD, (0, 1), rank, neighbours())
-    shard = channel.neighbours.arena.empty(1000, torch.float32).fill_(3) if rank == 0 else None
+    channel = Channel(dist.group.WORLD, (0, 1), rank, shared_host())
+    shard = shared_host().empty(1000, torch.float32).fill_(3) if rank == 0 else None
     output = torch.empty(1000) if rank == 1 else None
     if rank == 1:
         time.sleep(0.3)
-    pending = host_memory.gather(
+    pending = shared_host().gather(
         output, torch.empty(0) if shard is None else shard, (1000, 0), channel, (1,)
     )
     del shard
     if rank == 0:
         del pending
-        channel.neighbours.arena.empty(1000, torch.float32).fill_(9)
+        shared_host().empty(1000, torch.float32).fill_(9)
     else:
         test_collectives.finish(pending)
         assert output.eq(3).all()
@@ -329,7 +359,7 @@ def main() -> None:
 def test_a_program_that_has_read_memory_ends_quietly() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = subprocess.run(
-        [*command, "--nproc-per-node=2", "-m", "tests.test_host_memory"],
+        [*command, "--nproc-per-node=2", "-m", "tests.test_shared_host"],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,

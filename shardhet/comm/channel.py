@@ -1,0 +1,161 @@
+"""A process group in plan order, and what its processes agree on."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from shardhet.comm.peers import LostPeerError
+from shardhet.comm.transport import Transport
+
+# To a call that ranks make right after another one they made together, and that is often
+# made by rank zero alone by mistake.
+SECONDS_FOR_ALL_TO_COME = 30.0
+COLLECTIVE_CALLS = (
+    "model(...)",
+    "model.backward",
+    "clip_grad_norm_",
+    "state_dict",
+    "load_state_dict",
+    "exchange",
+    "torch.nn.utils.get_total_norm",
+    "p.grad.norm",
+    "p.grad.sum",
+    "p.grad.mean",
+    "p.grad.max",
+    "p.grad.min",
+    "GradScaler",
+    "gather_units",
+    "unit_by_unit",
+)
+
+# All records that keep process groups alive, see groups.py.
+holders: list["ref[Any]"] = []
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Channel:
+    """A process group in plan order: position ``i`` is played by ``rank_by_position[i]``.
+
+    ``group`` is None where there is only one process.
+    """
+
+    group: dist.ProcessGroup | None
+    rank_by_position: tuple[int, ...]  # ranks within ``group``
+    position: int  # this process's own
+    transport: Transport | None = None  # carries it in the place of ``group``
+
+    def __post_init__(self) -> None:
+        holders.append(ref(self, holders.remove))
+
+    @classmethod
+    def of_world(cls) -> Self:
+        """All ranks in their own order, over the default group: no plan is needed for it."""
+        assert dist.group.WORLD is not None, "init_process_group comes first"
+        ranks = tuple(range(dist.get_world_size()))
+        return cls(dist.group.WORLD, ranks, dist.get_rank())
+
+    @property
+    def world_size(self) -> int:
+        """How many processes speak through it."""
+        return len(self.rank_by_position)
+
+    def exchange(
+        self, values: Sequence[float], within_s: float | None = None
+    ) -> list[list[float]]:
+        """Every process's ``values``, by position.  Blocks until all have called it.
+
+        Travels over the host (gloo), so no accelerator waits for it.  Raises
+        ``TimeoutError`` where they do not come ``within_s`` (None: the group's timeout).
+        """
+        rows: list[list[float]] = self.gather_rows(
+            torch.tensor(values, dtype=torch.float64), within_s
+        ).tolist()
+        return rows
+
+    def enter(
+        self, call: str, values: Sequence[float] = (), *, within_s: float | None = None
+    ) -> list[list[float]]:
+        """Every process's ``values`` (at most three), once all have entered the same call.
+
+        Raises ``RuntimeError`` on all of them where they have not, and ``TimeoutError`` where
+        some do not come ``within_s``.
+        """
+        row = [float(COLLECTIVE_CALLS.index(call)), *values, 0.0, 0.0, 0.0]
+        try:
+            rows = self.exchange(row[:4], within_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{call}: not all ranks have called it, and this one has waited "
+                f"({error}). It is a call that all ranks make together: make it on every "
+                "rank, outside of `if rank == 0`."
+            ) from error
+        names = [COLLECTIVE_CALLS[int(row[0])] for row in rows]
+        if len(set(names)) > 1:
+            raise RuntimeError(
+                f"ranks are in different calls: {names} in plan order. Each of these is a call "
+                f"that all ranks make together; make them in the same order on every rank."
+            )
+        return [row[1 : 1 + len(values)] for row in rows]
+
+    def gather_rows(self, row: torch.Tensor, within_s: float | None = None) -> torch.Tensor:
+        """Every process's ``row``, [n], stacked by position to [world_size, n]."""
+        if self.group is None:
+            return row[None]
+        if self.transport is not None and row.device.type == "cpu":
+            rows = self.transport.exchange(row.tolist(), within_s)
+            ordered = [rows[rank] for rank in self.rank_by_position]
+            return torch.tensor(ordered, dtype=row.dtype)
+        gathered = [torch.empty_like(row) for _ in self.rank_by_position]
+        started_at_s = time.monotonic()
+        try:
+            if within_s is None:
+                dist.all_gather(gathered, row, group=self.group)
+            else:
+                gather = dist.all_gather(gathered, row, group=self.group, async_op=True)
+                gather.wait(timedelta(seconds=within_s))
+        except RuntimeError as error:
+            if within_s is not None and time.monotonic() - started_at_s >= within_s:
+                raise TimeoutError(f"for {within_s:g} s") from error
+            raise LostPeerError(str(error)) from error
+        return torch.stack([gathered[rank] for rank in self.rank_by_position])
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every process's ``value`` (anything picklable), by position."""
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(gathered, value, group=self.group)
+        except RuntimeError as error:
+            raise LostPeerError(str(error)) from error
+        return [gathered[rank] for rank in self.rank_by_position]
+
+
+def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
+    """Raise ``ValueError`` on every rank unless ``value`` (JSON) is equal on all of them.
+
+    The message names the ranks that differ from the majority and the first difference.
+    """
+    values = [json.dumps(each, sort_keys=True) for each in channel.exchange_objects(value)]
+    usual = max(values, key=values.count)  # the first where several are as frequent
+    odd = [i for i, each in enumerate(values) if each != usual]
+    if odd:
+        ranks = [channel.rank_by_position[i] for i in odd]
+        shown = _first_difference(usual, values[odd[0]])
+        raise ValueError(
+            f"{what}: not the same on all ranks. Ranks {ranks} have {shown[1]} where the "
+            f"others have {shown[0]}. Give every rank the same {what}."
+        )
+
+
+def _first_difference(a: str, b: str, context: int = 60) -> tuple[str, str]:
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+    start = max(0, start - context // 2)
+    return a[start : start + context], b[start : start + context]

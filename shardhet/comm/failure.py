@@ -1,0 +1,107 @@
+"""How a failure on one rank becomes the same message on every rank, within seconds."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from shardhet.comm.channel import Channel
+from shardhet.comm.groups import Communicators
+from shardhet.comm.peers import LostPeerError, is_running
+
+SECONDS_TO_HEAR_THE_CAUSE = 3.0
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+class Lifeline:
+    """How a failure on one rank becomes the same message on every rank, within seconds.
+
+    The rank that fails writes what happened into the rendezvous store and then breaks its
+    connections.  Peers find their collectives ended, break their own connections so that
+    ranks further away learn of it, and look the cause up in the store.  Where nobody wrote
+    one, the ranks that do not sign off are those that died.
+    """
+
+    def __init__(
+        self, communicators: Communicators, channel: Channel, names: Sequence[str]
+    ) -> None:
+        self.doing = "starting"  # what this rank is at; part of its message
+        self._communicators = communicators
+        self._channel = channel
+        self._names = tuple(names)  # by position
+        self._is_broken = False
+        if channel.group is not None:
+            process = json.dumps([socket.gethostname(), os.getpid()])
+            self._store.set(f"shardhet_process_{channel.position}", process)
+
+    @contextmanager
+    def guard(self, doing: str | None = None) -> Iterator[None]:
+        """Around everything that other ranks may wait for."""
+        self.doing = doing or self.doing
+        try:
+            yield
+            self.doing = "the program around HetFSDP"
+        except LostPeerError as error:
+            raise RuntimeError(self._hear_the_cause(error)) from error
+        except Exception as error:
+            self._announce(error)
+            raise
+
+    def _announce(self, error: Exception) -> None:
+        name = self._names[self._channel.position]
+        error.add_note(f"{name} failed in {self.doing}.")
+        if self._channel.group is None or self._is_broken:
+            return
+        self._is_broken = True
+        message = f"{name} failed in {self.doing}: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):
+            self._store.compare_set("shardhet_failure", "", message)
+        self._communicators.break_connections()
+
+    def _hear_the_cause(self, error: LostPeerError) -> str:
+        if not self._is_broken:
+            self._is_broken = True
+            self._communicators.break_connections()
+        try:
+            return self._look_up_the_cause(error)
+        except RuntimeError:  # the store is gone, and with it the process that kept it
+            return (
+                "The process that keeps the rendezvous store is gone while this rank was in "
+                f"{self.doing} ({error}). Look at the log and exit code of the rank or "
+                "launcher that was started first."
+            )
+
+    def _look_up_the_cause(self, error: LostPeerError) -> str:
+        store = self._store
+        store.set(f"shardhet_signed_off_{self._channel.position}", "1")
+        deadline = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE
+        while time.monotonic() < deadline:
+            if store.check(["shardhet_failure"]):
+                cause = store.get("shardhet_failure").decode()
+                return f"{cause}\nAll ranks stop. Mend the cause on that rank and start again."
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        silent = [
+            name
+            for position, name in enumerate(self._names)
+            if not store.check([f"shardhet_signed_off_{position}"])
+            and not self._is_known_to_run(position)
+        ]
+        if not silent:
+            return f"The ranks lost each other in {self.doing}: {error}. Check the network."
+        return (
+            f"{', '.join(silent)} ended without a message while this rank was in "
+            f"{self.doing}. Look at its exit code and log: killed, out of memory, or cut off."
+        )
+
+    def _is_known_to_run(self, position: int) -> bool:
+        """Whether the rank is a living process of this host, busy with something else."""
+        host, pid = json.loads(self._store.get(f"shardhet_process_{position}"))
+        return host == socket.gethostname() and is_running(pid)
+
+    @property
+    def _store(self) -> Any:  # a rendezvous store; torch does not export its type
+        assert self._channel.group is not None
+        return self._channel.group.get_group_store()

@@ -1,0 +1,130 @@
+"""The process groups and transports that a model speaks through, made once per group."""
+
+import atexit
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from shardhet.comm.channel import Channel, holders
+from shardhet.comm.transport import Transport, meet, timeout_of
+
+
+@atexit.register
+def _let_go_of_groups() -> None:
+    """End the threads of destroyed groups before the interpreter ends.
+
+    A gloo group that outlives ``destroy_process_group``, because a model still refers to it,
+    has threads that may want the interpreter while it is torn down, which aborts the process
+    (seen in 4 of 16 runs with torch 2.13).
+    """
+    for holder in (each() for each in holders):
+        for name in ("group", "gather", "reduce", "control"):
+            if hasattr(holder, name):
+                object.__setattr__(holder, name, None)
+    _made_by_group.clear()
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Communicators:
+    """The process groups that one HetFSDP speaks through, each with its own queue.
+
+    Gathers and reductions have a group each, so that one does not wait in line behind the
+    other; agreements between hosts travel over gloo whatever the device is.
+    """
+
+    gather: dist.ProcessGroup | None
+    reduce: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+    # For each of the three, where something else carries it.
+    transports: tuple[Transport, ...] | None = None
+
+    def __post_init__(self) -> None:
+        holders.append(ref(self, holders.remove))
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup | None, device: torch.device) -> Self:
+        """Groups over the ranks of ``group``, made on first use and kept as long as it lives.
+
+        Collective over ``group``.  Models that share a group share them; the program that
+        destroys the process group destroys them with it.
+        """
+        if group is None or group.size() == 1:
+            return cls(gather=None, reduce=None, control=None)
+        made = _made_by_group.setdefault(group, {})
+        if device.type not in made:
+            made[device.type] = _make_groups(group, device)
+        gather, reduce, control, transports = made[device.type]
+        return cls(
+            gather=gather, reduce=reduce, control=control or group, transports=transports
+        )
+
+    def channels(self, seats: tuple[int, ...], rank: int) -> list[Channel]:
+        """For gathers, for reductions and for agreements, in the order of ``seats``."""
+        groups = (self.gather, self.reduce, self.control)
+        position = seats.index(rank)
+        return [
+            Channel(group, seats, position, transport)
+            for group, transport in zip(groups, self.transports or (None,) * 3, strict=True)
+        ]
+
+    def break_connections(self) -> None:
+        """End every collective that any peer waits in, now or later, with an error."""
+        for each in self.transports or ():
+            each.give_up()
+        for group in (self.gather, self.reduce, self.control):
+            if group is not None:
+                _break(group)
+
+
+# None for the control group where the given group can serve: the value must not keep its key.
+_Groups = tuple[
+    dist.ProcessGroup,
+    dist.ProcessGroup,
+    dist.ProcessGroup | None,
+    tuple[Transport, ...] | None,
+]
+_made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
+
+
+def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
+    backend = group._get_backend(device).name()
+    ranks = dist.get_process_group_ranks(group)
+    timeout = timeout_of(group, device)
+
+    def new_group(backend: str) -> dist.ProcessGroup:
+        return dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+        )
+
+    gather, reduce = new_group(backend), new_group(backend)
+    if backend == "gloo":
+        is_on_host = device.type == "cpu"
+        return gather, reduce, None, meet(group, 3) if is_on_host else None
+    for each in (gather, reduce):
+        # NCCL wants all ranks in a communicator's first call; later ones may be of pairs.
+        dist.all_reduce(torch.zeros(1, device=device), group=each)
+    return gather, reduce, new_group("gloo"), None
+
+
+def _break(group: dist.ProcessGroup) -> None:
+    if dist.get_backend(group) != "gloo":
+        with suppress(RuntimeError):
+            group.abort()
+        return
+    # gloo's abort() leaves point-to-point waits alone; a receive that times out closes the
+    # connections to all peers, and their waits end at once (measured with torch 2.13).  One
+    # from a peer that is gone already fails at once and closes nothing, so all are tried.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``group``, else that of all processes; None where this is the only one."""
+    return dist.group.WORLD if group is None and dist.is_initialized() else group

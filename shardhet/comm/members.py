@@ -1,0 +1,112 @@
+"""Which process plays which device of a plan."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.failure import Lifeline
+from shardhet.comm.groups import Communicators
+from shardhet.records.cluster import DeviceSpec
+from shardhet.records.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The processes of a plan, each in the seat that its device fits."""
+
+    gather: Channel
+    reduce: Channel
+    control: Channel
+    lifeline: Lifeline
+
+    @classmethod
+    def meet(
+        cls,
+        group: dist.ProcessGroup | None,
+        plan: Plan,
+        *,
+        device: torch.device,
+        device_spec: DeviceSpec | None,
+    ) -> Self:
+        """Find out who plays which device of ``plan``.  Collective over ``group``.
+
+        Raises ``ValueError`` on every rank where plans differ or devices do not fit.
+        """
+        communicators = Communicators.over(group, device)
+        ranks = tuple(range(1 if group is None else group.size()))
+        rank = 0 if group is None else group.rank()
+        *_, hello = communicators.channels(ranks, rank)
+        with Lifeline(communicators, hello, [f"rank {r}" for r in ranks]).guard():
+            announced = hello.exchange_objects(device_spec or local_device_spec(device))
+            check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
+            seats = match_devices([each.device for each in plan.ranks], announced)
+        gather, reduce, control = communicators.channels(seats, rank)
+        names = [f"rank {r} ({announced[r]})" for r in seats]
+        return cls(
+            gather=gather,
+            reduce=reduce,
+            control=control,
+            lifeline=Lifeline(communicators, control, names),
+        )
+
+
+def local_device_spec(device: torch.device) -> DeviceSpec:
+    """What this process's device is, asked of the driver (or of the system for a CPU)."""
+    host = socket.gethostname()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceSpec(
+            host=host,
+            kind=properties.name,
+            memory_capacity_bytes=properties.total_memory,
+            uuid=str(properties.uuid),
+        )
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceSpec(host=host, kind=device.type, memory_capacity_bytes=num_bytes)
+
+
+def match_devices(
+    planned: Sequence[DeviceSpec], announced: Sequence[DeviceSpec]
+) -> tuple[int, ...]:
+    """For each planned device the rank that plays it, whatever order the ranks came in.
+
+    A rank keeps the position of its own number where nothing speaks against it.  Raises
+    ``ValueError`` with a table where the devices found do not fit the plan.
+    """
+    if len(planned) != len(announced):
+        raise ValueError(
+            f"The plan is for {len(planned)} devices but {len(announced)} ranks were started.\n"
+            f"{_device_table(planned, announced)}\n"
+            f"Start {len(planned)} ranks or make a plan for {len(announced)} devices."
+        )
+    position_by_rank: dict[int, int] = {}
+
+    def place(position: int, tried: set[int]) -> bool:  # one augmenting path (Kuhn 1955)
+        others = [rank for rank in range(len(announced)) if rank != position]
+        for rank in (position, *others):
+            if rank in tried or not planned[position].accepts(announced[rank]):
+                continue
+            tried.add(rank)
+            if rank not in position_by_rank or place(position_by_rank[rank], tried):
+                position_by_rank[rank] = position
+                return True
+        return False
+
+    if not all(place(position, set()) for position in range(len(planned))):
+        raise ValueError(
+            f"The devices found do not fit the plan.\n{_device_table(planned, announced)}\n"
+            f"Run the planner on this cluster, or start the ranks on the planned devices."
+        )
+    return tuple(sorted(position_by_rank, key=lambda rank: position_by_rank[rank]))
+
+
+def _device_table(planned: Sequence[DeviceSpec], announced: Sequence[DeviceSpec]) -> str:
+    rows = [f"  planned {i}: {spec}" for i, spec in enumerate(planned)]
+    rows += [f"  rank {i}: {spec}" for i, spec in enumerate(announced)]
+    return "\n".join(rows)

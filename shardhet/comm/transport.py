@@ -1,0 +1,88 @@
+"""What may carry the traffic of a process group in its place.
+
+Everything works over torch's process groups alone.  Where the ranks of a group share a host,
+a ``Transport`` carries their agreements and their uneven collectives without sockets; it is
+looked for in ``shared_host`` and nowhere else, and ``SHARDHET_TRANSPORT=gloo`` does without.
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardhet.comm.channel import Channel
+    from shardhet.comm.messages import Pending
+
+SWITCH = "SHARDHET_TRANSPORT"
+CHOICES = ("auto", "gloo")
+SHARED_HOST = "shardhet.comm.shared_host.transport"
+
+
+class Transport(Protocol):
+    """One queue of agreements and collectives among the ranks of a group, all on the host.
+
+    Every rank makes the same calls in the same order.
+    """
+
+    def exchange(
+        self, row: Sequence[float], within_s: float | None = None
+    ) -> list[list[float]]:
+        """Every process's row, by rank in the group.  Rows are equally long.  Collective.
+
+        Raises ``TimeoutError`` where they do not come ``within_s``, ``LostPeerError`` where
+        one is gone.
+        """
+
+    def gather(
+        self,
+        output: Tensor | None,
+        shard: Tensor,
+        split_numels: Sequence[int],
+        channel: "Channel",
+        receivers: Sequence[int],
+    ) -> "Pending":
+        """``collectives.all_gather_uneven``.  Collective."""
+
+    def reduce(
+        self,
+        output: Tensor,
+        full: Tensor | None,
+        split_numels: Sequence[int],
+        channel: "Channel",
+        contributors: Sequence[int],
+    ) -> "Pending":
+        """``collectives.reduce_scatter_uneven``.  Collective."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], arbitrary content, where it travels fastest."""
+
+    def give_up(self) -> None:
+        """Let all who wait for this process, now or later, end with an error."""
+
+
+def meet(group: dist.ProcessGroup, number: int) -> "tuple[Transport, ...] | None":
+    """``number`` transports among the ranks of ``group``; None on all where there is none.
+
+    Collective over ``group``.
+    """
+    wanted = os.environ.get(SWITCH, "auto")
+    if wanted not in CHOICES:
+        raise ValueError(f"{SWITCH}={wanted!r}: it is one of {', '.join(CHOICES)}.")
+    try:
+        shared_host: Any = import_module(SHARED_HOST)
+    except ModuleNotFoundError:
+        return None
+    met: tuple[Transport, ...] | None = shared_host.meet(group, number, wanted == "auto")
+    return met
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """What it was made with."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
