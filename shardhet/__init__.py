@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardhet.fsdp import HetFSDP
     from shardhet.planner import PlanError, find_plan
+    from shardhet.pricing.setting import Setting
     from shardhet.profiler.batch import ExampleBatch
     from shardhet.profiler.describe import describe
     from shardhet.records.cluster import Cluster, DeviceSpec
@@ -27,6 +28,7 @@ _MODULE_BY_NAME = {
     "PlanError": "shardhet.planner",
     "Profile": "shardhet.records.profiles",
     "RankPlan": "shardhet.records.plan",
+    "Setting": "shardhet.pricing.setting",
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
@@ -42,6 +44,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "RankPlan",
+    "Setting",
     "Workload",
     "describe",
     "find_plan",

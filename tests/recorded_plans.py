@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from shardhet.planner import PlanError, PlanSolution, solve
+from shardhet.pricing.setting import Setting
 from tests.test_planner import WORKLOAD, random_case
 
 FILE = Path(__file__).parent / "recorded" / "plans.csv"
@@ -31,7 +32,9 @@ def record_of(seed: int) -> RecordedPlan:
     cluster, profile, batch = random_case(seed)
     try:
         # The prediction alone counts: a simulation tells plans apart that are equal by it.
-        solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch, num_rescored=1)
+        solution = solve(
+            Setting(cluster, WORKLOAD, profile), global_batch_size=batch, num_rescored=1
+        )
     except PlanError as error:
         return RecordedPlan(seed, 0.0, 0.0, _digest(str(error)))
     seconds = solution.predicted.step_time_s

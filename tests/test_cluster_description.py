@@ -6,6 +6,7 @@ import pytest
 
 from shardhet.planner import solve
 from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.workload import Workload
 
@@ -97,7 +98,9 @@ def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
     )
     profile = derive_profile(cluster, workload)
     assert not profile.is_measured
-    solution = solve(cluster, workload, profile, global_batch_size=4 * cluster.world_size)
+    solution = solve(
+        Setting(cluster, workload, profile), global_batch_size=4 * cluster.world_size
+    )
     assert solution.relative_gap < 0.01
     assert all(rank.fits for rank in solution.predicted.ranks)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import (
@@ -101,7 +102,7 @@ def plan(*, recompute: bool = False, state_shares: tuple[float, float] = (0.25, 
 
 
 def test_without_communication_the_slowest_rank_sets_each_phase() -> None:
-    step = CostModel(CLUSTER, WORKLOAD, profile()).predict(plan())
+    step = CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(plan())
     assert step.forward_s == 4 * max(2 * 3, 10)
     assert step.backward_s == 8 * max(2 * 3, 10)
     assert step.optimizer_s == pytest.approx(0.01 * 300)
@@ -110,12 +111,12 @@ def test_without_communication_the_slowest_rank_sets_each_phase() -> None:
 
 
 def test_recomputation_adds_a_forward_to_backward() -> None:
-    model = CostModel(CLUSTER, WORKLOAD, profile())
+    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
     assert model.predict(plan(recompute=True)).backward_s == 8 * 10 + 4 * 10
 
 
 def test_ranks_that_recompute_different_units_meet_at_every_unit() -> None:
-    model = CostModel(CLUSTER, WORKLOAD, profile())
+    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
     fast_s, slow_s = 2 * 3, 10  # forward of a unit; backward takes twice as long
     for fast, slow, number in (([], ["*"], 4), (["*"], ["blocks.[0-1]"], 2)):
         step = model.predict(
@@ -134,7 +135,7 @@ def test_ranks_that_recompute_different_units_meet_at_every_unit() -> None:
 
 def test_a_step_takes_as_long_however_units_that_are_alike_are_put_into_classes() -> None:
     for gather_s in (0.0, 2.0, 7.0, 30.0):
-        model = CostModel(CLUSTER, WORKLOAD, profile(gather_s=gather_s, excess=0.23))
+        model = CostModel(Setting(CLUSTER, WORKLOAD, profile(gather_s=gather_s, excess=0.23)))
         steps = [
             model.predict(
                 Plan.by_hand(
@@ -149,35 +150,39 @@ def test_a_step_takes_as_long_however_units_that_are_alike_are_put_into_classes(
 
 
 def test_communication_hides_behind_compute_or_sets_the_pace() -> None:
-    hidden = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0)).predict(plan())
+    hidden = CostModel(Setting(CLUSTER, WORKLOAD, profile(gather_s=1.0))).predict(plan())
     assert hidden.forward_s == 40  # three gathers of 1 s beside 40 s of compute
     assert hidden.exposed_comm_s == pytest.approx(1 + 2)
     # Forward: three gathers; backward: three gathers and three reductions of 2 s each.
-    paced = CostModel(CLUSTER, WORKLOAD, profile(gather_s=100.0)).predict(plan())
+    paced = CostModel(Setting(CLUSTER, WORKLOAD, profile(gather_s=100.0))).predict(plan())
     assert paced.forward_s == pytest.approx(300)
     assert paced.backward_s == pytest.approx(300 + 600)
 
 
 def test_compute_slows_beside_communication() -> None:
-    step = CostModel(CLUSTER, WORKLOAD, profile(gather_s=1.0, excess=0.2)).predict(plan())
+    step = CostModel(Setting(CLUSTER, WORKLOAD, profile(gather_s=1.0, excess=0.2))).predict(
+        plan()
+    )
     assert step.forward_s == pytest.approx(40 + 0.2 * 3)
 
 
 def test_each_kind_of_device_slows_as_much_as_it_does() -> None:
     unlike = profile(gather_s=20.0, excess=0.9, slow_excess=0.0)
-    step = CostModel(CLUSTER, WORKLOAD, unlike).predict(plan())
+    step = CostModel(Setting(CLUSTER, WORKLOAD, unlike)).predict(plan())
     forward = step.turns[0]
     # The fast device computes for 24 s and loses 0.9 of the 60 s of gathers; the slow one 40 s.
     assert (forward.compute_s, forward.seconds) == (24, pytest.approx(24 + 0.9 * 60))
 
 
 def test_the_runtime_takes_its_own_time_in_every_turn() -> None:
-    free = CostModel(CLUSTER, WORKLOAD, profile())
-    model = replace(free, profile=replace(profile(), turn_overhead_s=0.25))
+    free = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
+    model = replace(
+        free, setting=replace(free.setting, profile=replace(profile(), turn_overhead_s=0.25))
+    )
     step = model.predict(plan())
     assert step.overhead_s == 2 * 4 * 0.25  # four units, forward and backward
     assert step.step_time_s == pytest.approx(free.predict(plan()).step_time_s + 2.0)
-    timeline = simulate(plan(), CLUSTER, WORKLOAD, model.profile)
+    timeline = simulate(plan(), Setting(CLUSTER, WORKLOAD, model.profile))
     assert timeline.step_time_s == pytest.approx(step.step_time_s)
     own_s = [rank.seconds(frozenset({Work.OVERHEAD})) for rank in timeline.ranks]
     assert own_s == pytest.approx([2.0, 2.0])
@@ -185,23 +190,23 @@ def test_the_runtime_takes_its_own_time_in_every_turn() -> None:
 
 def test_direct_messages_make_uneven_shares_slow_and_rings_do_not() -> None:
     even, uneven = plan(state_shares=(0.5, 0.5)), plan(state_shares=(0.1, 0.9))
-    ring = CostModel(CLUSTER, WORKLOAD, profile(gather_s=100.0))
+    ring = CostModel(Setting(CLUSTER, WORKLOAD, profile(gather_s=100.0)))
     assert ring.predict(even).forward_s == pytest.approx(ring.predict(uneven).forward_s)
-    direct = CostModel(CLUSTER, WORKLOAD, profile(gather_s=100.0, weight=1.0))
+    direct = CostModel(Setting(CLUSTER, WORKLOAD, profile(gather_s=100.0, weight=1.0)))
     assert direct.predict(even).forward_s == pytest.approx(300)
     # The owner of 0.9 sends 0.9 of each unit where even shares send half of it.
     assert direct.predict(uneven).forward_s == pytest.approx(300 * 1.8, rel=0.05)
 
 
 def test_nobody_sends_to_a_rank_that_computes_nothing() -> None:
-    model = CostModel(CLUSTER, WORKLOAD, profile())
+    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
     assert model.unevenness([0.5, 0.5], [True, True]) == pytest.approx(1.0)
     assert model.unevenness([1.0, 0.0], [True, False]) == 0.0
     assert model.unevenness([0.0, 1.0], [True, False]) == pytest.approx(2.0)
 
 
 def test_memory_is_the_sum_of_its_parts() -> None:
-    fast, slow = CostModel(CLUSTER, WORKLOAD, profile()).predict(plan()).ranks
+    fast, slow = CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(plan()).ranks
     memory = fast.memory
     assert memory.state_bytes == 100 * 16
     assert memory.shard_buffer_bytes == 0
@@ -217,7 +222,9 @@ def test_memory_is_the_sum_of_its_parts() -> None:
 
 
 def test_recomputing_ranks_hold_one_microbatch_of_one_unit() -> None:
-    fast, _ = CostModel(CLUSTER, WORKLOAD, profile()).predict(plan(recompute=True)).ranks
+    fast, _ = (
+        CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(plan(recompute=True)).ranks
+    )
     assert fast.memory.activation_bytes == 3 * (100 + 3)
 
 
@@ -225,7 +232,7 @@ def test_ranks_that_only_store_hold_state_and_nothing_else() -> None:
     stores = Plan.by_hand(
         microbatch_sizes=[1, 0], num_microbatches=[1, 0], state_shares=[0.0, 1.0]
     )
-    memory = CostModel(CLUSTER, WORKLOAD, profile()).predict(stores).ranks[1].memory
+    memory = CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(stores).ranks[1].memory
     assert memory.total_bytes == 400 * 16 + 50
 
 
@@ -235,7 +242,7 @@ def test_a_plan_for_other_devices_is_refused() -> None:
         state_shares=[0.5, 0.5],
         devices=[DeviceSpec(kind="slow"), DeviceSpec(kind="fast")],
     )
-    model = CostModel(CLUSTER, WORKLOAD, profile())
+    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
     with pytest.raises(ValueError, match=r"ranks\[0\] is for slow"):
         model.predict(other)
     with pytest.raises(ValueError, match="it has 1 devices"):

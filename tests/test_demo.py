@@ -12,6 +12,7 @@ from shardhet import Cluster, Plan, Workload, find_plan, simulate
 from shardhet.apps.demo import parts
 from shardhet.apps.prediction import Outcome, Prediction
 from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
 from shardhet.training.trainer import DeviceUse
 
 
@@ -60,7 +61,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = derive_profile(cluster, workload)
     for name, record in (("cluster", cluster), ("workload", workload), ("profile", profile)):
         record.save(folder / f"{name}.json")
-    find_plan(cluster, workload, profile, global_batch_size=24).save(folder / "plan.json")
+    find_plan(Setting(cluster, workload, profile), global_batch_size=24).save(
+        folder / "plan.json"
+    )
     return folder
 
 
@@ -69,7 +72,7 @@ def test_a_prediction_is_the_simulated_step(measured: Path) -> None:
     prediction = Prediction.of(plan, measured)
     cluster = Cluster.load(measured / "cluster.json")
     workload = Workload.load(measured / "workload.json")
-    timeline = simulate(plan, cluster, workload, derive_profile(cluster, workload))
+    timeline = simulate(plan, Setting(cluster, workload, derive_profile(cluster, workload)))
     assert prediction.step_time_s == timeline.step_time_s
     assert prediction.busy_shares == tuple(1 - timeline.idle_fraction(i) for i in range(3))
 

@@ -33,7 +33,7 @@ CASE = Case(part=DERIVED, cluster="rtx4090_2x3090", model="llama_1b", global_bat
 
 
 def test_published_times_replace_those_of_the_block_alone() -> None:
-    derived = described(PUBLISHED_CLUSTER, "model=llama_1b").profile
+    derived = described(PUBLISHED_CLUSTER, "model=llama_1b").setting.profile
     blocks = dict.fromkeys(KIND_BY_GPU, ENTRY)
     profile = with_published_blocks(derived, blocks)
     for device, before in zip(profile.devices, derived.devices, strict=True):
@@ -48,7 +48,7 @@ def test_published_times_replace_those_of_the_block_alone() -> None:
 
 
 def test_an_entry_without_times_is_refused() -> None:
-    derived = described(PUBLISHED_CLUSTER, "model=llama_1b").profile
+    derived = described(PUBLISHED_CLUSTER, "model=llama_1b").setting.profile
     with pytest.raises(ValueError, match="Leave this model out"):
         with_published_blocks(derived, dict.fromkeys(KIND_BY_GPU, ENTRY[:2]))
 
@@ -91,6 +91,6 @@ def test_nodes_are_left_out_by_type_and_the_dtype_follows() -> None:
     case = replace(CASE, cluster="a10g_v100_t4_64")
     found = dict(on_fewer_nodes(case))
     assert list(found) == ["g5", "p3", "g4dn", "g5 + p3", "g5 + g4dn", "p3 + g4dn"]
-    assert found["g5"].cluster.world_size == 16
-    assert found["g5"].workload.param_dtype == "bfloat16"
-    assert found["p3"].workload.param_dtype == "float32"
+    assert found["g5"].setting.cluster.world_size == 16
+    assert found["g5"].setting.workload.param_dtype == "bfloat16"
+    assert found["p3"].setting.workload.param_dtype == "float32"

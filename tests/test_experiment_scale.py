@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardhet import simulate
+from shardhet.pricing.setting import Setting
 from shardhet.records.profiles import Collectives, Profile, Source
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "11_scale"
@@ -85,7 +86,7 @@ def test_without_communication_a_slept_step_lasts_as_long_as_its_sleeps(load: An
     )
     cluster, workload = slept.cluster_of(8), slept.workload_of(3, worlds.UNIT_NUMEL)
     seconds = {
-        name: simulate(plan, cluster, workload, profile).step_time_s
+        name: simulate(plan, Setting(cluster, workload, profile)).step_time_s
         for name, plan in worlds.plans_of(8).items()
     }
     assert seconds["by speed"] == pytest.approx(paced.step_seconds(3, 8, 0.01))

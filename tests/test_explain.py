@@ -11,6 +11,7 @@ from shardhet.planner.explain import (
     larger_situations,
     with_another,
 )
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import (
     CollectivePoint,
@@ -62,18 +63,19 @@ def situation(
         )
         for n in (10**4, 10**6)
     )
-    return Situation(
-        cluster=Cluster(nodes=(Node(host="a", devices=devices),)),
-        profile=Profile(
+    setting = Setting(
+        Cluster(nodes=(Node(host="a", devices=devices),)),
+        WORKLOAD,
+        Profile(
             devices=(device_profile("fast", 1e-3), device_profile("slow", 2e-3)),
             collectives=Collectives(source=Source.MEASURED, points=points),
         ),
-        demands=demands or Demands(),
     )
+    return Situation(setting=setting, demands=demands or Demands())
 
 
 def solved(of: Situation) -> PlanSolution:
-    return solve(of.cluster, WORKLOAD, of.profile, global_batch_size=BATCH, demands=of.demands)
+    return solve(of.setting, global_batch_size=BATCH, demands=of.demands)
 
 
 def explained(of: Situation) -> Explanation:
@@ -137,10 +139,8 @@ def test_demands_move_with_their_devices_when_one_is_added() -> None:
 
 def test_one_device_has_no_links_to_be_faster() -> None:
     of = situation()
-    alone = Situation(
-        cluster=Cluster(nodes=(Node(host="a", devices=of.cluster.devices[:1]),)),
-        profile=of.profile,
-        demands=Demands(),
+    alone = of.with_cluster(
+        Cluster(nodes=(Node(host="a", devices=of.cluster.devices[:1]),)), Demands()
     )
     resources = [resource for resource, _, _, _ in larger_situations(alone)]
     assert Resource.LINKS not in resources

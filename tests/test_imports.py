@@ -28,7 +28,7 @@ print(plan.global_batch_size)
 """
 
 PLAN_BY_SEARCH = """
-from shardhet import Cluster, Workload, find_plan, simulate
+from shardhet import Cluster, Setting, Workload, find_plan, simulate
 from shardhet.pricing.derive import derive_profile
 
 cluster = Cluster.load("conf/cluster/described/rtx4090_2x3090.yaml")
@@ -36,8 +36,9 @@ workload = Workload.transformer(
     num_layers=4, width=256, num_heads=4, seq_len=128, vocab_size=1000, param_dtype="bfloat16"
 )
 profile = derive_profile(cluster, workload)
-plan = find_plan(cluster, workload, profile, global_batch_size=30)
-print(plan.global_batch_size, simulate(plan, cluster, workload, profile).step_time_s > 0)
+setting = Setting(cluster, workload, profile)
+plan = find_plan(setting, global_batch_size=30)
+print(plan.global_batch_size, simulate(plan, setting).step_time_s > 0)
 """
 
 LOADED = """
@@ -72,11 +73,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert run_python("import shardhet" + LOADED) == "[]"
 
 
-def test_the_records_import_nothing_heavy() -> None:
+def test_records_and_prices_import_numpy_and_nothing_heavier() -> None:
     assert (
         run_python(
             "from shardhet.records import cluster, layout, plan, profiles, schedule, workload\n"
             "import shardhet.pricing.cost, shardhet.simulator.simulation" + LOADED
         )
-        == "[]"
+        == "['numpy']"
     )

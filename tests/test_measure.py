@@ -13,6 +13,7 @@ from torch import nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
 from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import (
     RankReport,
     TrafficReport,
@@ -261,17 +262,17 @@ def test_one_process_is_measured_without_a_process_group() -> None:
     measured = measure(
         trained(), effort=QUICK, on_progress=lambda _, fraction: shown.append(fraction)
     )
-    assert measured.workload == WORKLOAD
-    assert measured.cluster.world_size == 1
-    assert not measured.profile.collectives.points
-    for unit in measured.profile.devices[0].units:
+    assert measured.setting.workload == WORKLOAD
+    assert measured.setting.cluster.world_size == 1
+    assert not measured.setting.profile.collectives.points
+    for unit in measured.setting.profile.devices[0].units:
         assert [point.microbatch_size for point in unit.points] == [1, 2, 3]
         for point in unit.points:
             assert point.forward.num_samples >= 3
             assert 0 < point.forward.p10_s <= point.forward.p90_s
             assert point.peak_bytes is None  # nobody counts on a CPU
-    assert measured.profile.device("cpu").optimizer_seconds_per_element > 0
-    assert 1e-5 < measured.profile.turn_overhead_s < 1e-2
+    assert measured.setting.profile.device("cpu").optimizer_seconds_per_element > 0
+    assert 1e-5 < measured.setting.profile.turn_overhead_s < 1e-2
     assert shown == sorted(shown)
     assert shown[-1] == 1.0
 
@@ -287,7 +288,7 @@ def measure_plan_and_train(rank: int, folder: str) -> tuple[str, str, float]:
     )
     if rank == 0:
         measured.save(Path(folder))
-    plan = find_plan(measured.cluster, measured.workload, measured.profile, global_batch_size=6)
+    plan = find_plan(measured.setting, global_batch_size=6)
     with torch.device("meta"):
         module = Decoder(SHAPE)
     spec = DeviceSpec(host="here", kind=("fast", "slow")[rank], memory_capacity_bytes=2**33)
@@ -295,8 +296,8 @@ def measure_plan_and_train(rank: int, folder: str) -> tuple[str, str, float]:
     tokens_BT = torch.randint(64, (plan.ranks[model.position].rank_batch_size, 16))
     loss = model.backward(*model(tokens_BT, tokens_BT))
     assert loss is not None
-    timeline = simulate(plan, measured.cluster, measured.workload, measured.profile)
-    return measured.profile.to_json(), plan.to_json(), timeline.step_time_s
+    timeline = simulate(plan, measured.setting)
+    return measured.setting.profile.to_json(), plan.to_json(), timeline.step_time_s
 
 
 def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) -> None:
@@ -388,7 +389,7 @@ def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path:
         Workload.load(folder / "workload.json"),
     )
     profile = Profile.load(folder / "profile.json")
-    plan = find_plan(cluster, workload, profile, global_batch_size=4)
+    plan = find_plan(Setting(cluster, workload, profile), global_batch_size=4)
     assert [rank.device.kind for rank in plan.ranks] == ["big", "small"]
     assert json.loads((folder / "profile.json").read_text())["version"] == PROFILE_VERSION
     assert "all ranks computing at once" in done.stdout

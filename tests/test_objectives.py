@@ -19,6 +19,7 @@ from shardhet.planner.objectives import (
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
@@ -60,8 +61,8 @@ class Case:
             for device in cluster.devices[:3]
         )
         self.cluster = Cluster(nodes=(Node(host="a", devices=devices),))
-        self.parts = (self.cluster, WORKLOAD, profile)
-        self.model = CostModel(*self.parts)
+        self.setting = Setting(self.cluster, WORKLOAD, profile)
+        self.model = CostModel(self.setting)
         self.batch = int(rng.integers(2, 4))
         self.choices = recompute_choices(self.model, DEFAULT_EFFORT.recompute_steps)
         self.turns = self.model.turns(unevenness=1.0, recomputed=self.choices)
@@ -196,7 +197,7 @@ def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
     case, demands = Case(seed, roomy=1.5 + seed % 3), demands_of(seed)
     plans = list(all_plans(case, case.batch, demands))
     try:
-        solution = solve(*case.parts, global_batch_size=case.batch, demands=demands)
+        solution = solve(case.setting, global_batch_size=case.batch, demands=demands)
     except PlanError:
         # What fits only before it is rounded to rows may be refused.
         assert not list(all_plans(case, case.batch, demands, part=0.95))
@@ -240,9 +241,9 @@ def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
         )
     if not largest:
         with pytest.raises(PlanError):
-            largest_batch(*case.parts, demands=demands)
+            largest_batch(case.setting, demands=demands)
         return
-    solution = largest_batch(*case.parts, demands=demands)
+    solution = largest_batch(case.setting, demands=demands)
     assert solution.plan.global_batch_size == largest
     assert all(rank.fits for rank in solution.predicted.ranks)
     check_demands(solution.plan, demands)
@@ -251,10 +252,10 @@ def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
     case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)
-    best = solve(*case.parts, global_batch_size=case.batch, demands=demands)
+    best = solve(case.setting, global_batch_size=case.batch, demands=demands)
     wanted = 0.7 * best.samples_per_s
     least = least_memory(
-        *case.parts, global_batch_size=case.batch, min_samples_per_s=wanted, demands=demands
+        case.setting, global_batch_size=case.batch, min_samples_per_s=wanted, demands=demands
     )
     assert least.solution.samples_per_s >= wanted
     assert least.lower_bound <= least.budget_fraction <= 1
@@ -277,22 +278,22 @@ def test_exact_shares_are_kept(shares: Sequence[float | None]) -> None:
     demands = Demands(
         limits={i: DeviceLimits(state_share=s) for i, s in enumerate(shares) if s is not None}
     )
-    solution = solve(*case.parts, global_batch_size=case.batch, demands=demands)
+    solution = solve(case.setting, global_batch_size=case.batch, demands=demands)
     for rank, share in zip(solution.plan.ranks, shares, strict=True):
         assert share is None or rank.state_share == pytest.approx(share, abs=2e-7)
-    even = baselines.even(*case.parts, global_batch_size=case.batch, demands=demands)
+    even = baselines.even(case.setting, global_batch_size=case.batch, demands=demands)
     assert [r.state_share for r in even.plan.ranks] == pytest.approx([1 / len(shares)] * 3)
 
 
 def test_only_spared_devices_do_with_little() -> None:
     case = Case(1, roomy=3.0)
-    last = case.parts[0].world_size - 1
-    best = solve(*case.parts, global_batch_size=case.batch)
+    last = case.setting.cluster.world_size - 1
+    best = solve(case.setting, global_batch_size=case.batch)
     wanted = 0.7 * best.samples_per_s
 
     def least(*devices: int) -> LeastMemory:
         return least_memory(
-            *case.parts,
+            case.setting,
             global_batch_size=case.batch,
             min_samples_per_s=wanted,
             devices=devices,
@@ -310,7 +311,7 @@ def test_only_spared_devices_do_with_little() -> None:
 def test_a_throughput_beyond_the_fastest_plan_is_refused_with_what_it_reaches() -> None:
     case = Case(0, roomy=3.0)
     with pytest.raises(PlanError, match=r"1e\+09 samples/s are demanded but the fastest"):
-        least_memory(*case.parts, global_batch_size=3, min_samples_per_s=1e9)
+        least_memory(case.setting, global_batch_size=3, min_samples_per_s=1e9)
 
 
 @pytest.mark.parametrize(
@@ -369,4 +370,4 @@ def test_a_throughput_beyond_the_fastest_plan_is_refused_with_what_it_reaches() 
 def test_demands_that_cannot_be_met_are_named(demands: Demands, words: str) -> None:
     case = Case(0, roomy=3.0)
     with pytest.raises(ValueError, match=words):
-        solve(*case.parts, global_batch_size=3, demands=demands)
+        solve(case.setting, global_batch_size=3, demands=demands)

@@ -12,6 +12,7 @@ from shardhet.planner.problem import Group, Problem
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, search
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import (
     CollectivePoint,
@@ -85,22 +86,22 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
 def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
     cluster, profile, batch = random_case(seed)
     try:
-        solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
+        solution = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
     except PlanError:
         for baseline in (even, compute_only, memory_only):
             with pytest.raises(PlanError):
-                baseline(cluster, WORKLOAD, profile, global_batch_size=batch)
+                baseline(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
         return
     plan, predicted = solution.plan, solution.predicted
     assert plan.global_batch_size == batch
-    assert CostModel(cluster, WORKLOAD, profile).predict(plan) == predicted
+    assert CostModel(Setting(cluster, WORKLOAD, profile)).predict(plan) == predicted
     assert all(rank.fits for rank in predicted.ranks)
     assert sum(rank.stored_numel for rank in predicted.ranks) >= WORKLOAD.numel
     assert solution.lower_bound_s <= predicted.step_time_s * (1 + 1e-9)
     assert solution.relative_gap <= 1e-3
     for baseline in (even, compute_only, memory_only):
         try:
-            simpler = baseline(cluster, WORKLOAD, profile, global_batch_size=batch)
+            simpler = baseline(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
         except PlanError:
             continue
         assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
@@ -113,9 +114,7 @@ def test_recomputing_a_part_is_never_slower_and_sometimes_faster() -> None:
         try:
             whole, part = (
                 solve(
-                    cluster,
-                    WORKLOAD,
-                    profile,
+                    Setting(cluster, WORKLOAD, profile),
                     global_batch_size=batch,
                     effort=Effort(recompute_steps=number),
                     num_rescored=1,
@@ -134,12 +133,12 @@ def test_cephalos_plan_fits_and_does_not_beat_the_bound() -> None:
     for seed in range(12):
         cluster, profile, batch = random_case(seed)
         try:
-            plan = cephalo(cluster, WORKLOAD, profile, global_batch_size=batch)
+            plan = cephalo(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
         except PlanError:
             continue
         num_found += 1
-        predicted = CostModel(cluster, WORKLOAD, profile).predict(plan)
-        solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
+        predicted = CostModel(Setting(cluster, WORKLOAD, profile)).predict(plan)
+        solution = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
         assert plan.global_batch_size == batch
         assert all(rank.fits for rank in predicted.ranks)
         assert all(rank.rank_batch_size > 0 for rank in plan.ranks)
@@ -147,25 +146,25 @@ def test_cephalos_plan_fits_and_does_not_beat_the_bound() -> None:
     assert num_found >= 3
     cluster, profile, _ = random_case(4)
     with pytest.raises(PlanError, match="too slow for"):
-        cephalo(cluster, WORKLOAD, profile, global_batch_size=10_000)
+        cephalo(Setting(cluster, WORKLOAD, profile), global_batch_size=10_000)
 
 
 def test_of_plans_predicted_alike_the_one_that_simulates_fastest_is_taken() -> None:
     for seed in (1, 2, 3):
         cluster, profile, batch = random_case(seed)
-        parts = (cluster, WORKLOAD, profile)
-        first = solve(*parts, global_batch_size=batch, num_rescored=1)
-        best = solve(*parts, global_batch_size=batch)
+        setting = Setting(cluster, WORKLOAD, profile)
+        first = solve(setting, global_batch_size=batch, num_rescored=1)
+        best = solve(setting, global_batch_size=batch)
         assert best.predicted.step_time_s <= first.predicted.step_time_s * (1 + 1e-3)
-        simulated_s = simulate(best.plan, *parts).step_time_s
-        assert simulated_s <= simulate(first.plan, *parts).step_time_s
+        simulated_s = simulate(best.plan, setting).step_time_s
+        assert simulated_s <= simulate(first.plan, setting).step_time_s
         assert best.simulated_step_time_s in (None, simulated_s)
 
 
 def test_no_plan_by_hand_beats_the_bound() -> None:
     cluster, profile, batch = random_case(4)
-    solution = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
-    model = CostModel(cluster, WORKLOAD, profile)
+    solution = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
+    model = CostModel(Setting(cluster, WORKLOAD, profile))
     rng = np.random.default_rng(0)
     choices = recompute_choices(model, DEFAULT_EFFORT.recompute_steps)
     size, num_fitting = cluster.world_size, 0
@@ -186,20 +185,25 @@ def test_no_plan_by_hand_beats_the_bound() -> None:
 
 def test_the_same_input_gives_the_same_plan() -> None:
     cluster, profile, batch = random_case(1)
-    plans = [find_plan(cluster, WORKLOAD, profile, global_batch_size=batch) for _ in range(2)]
+    plans = [
+        find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
+        for _ in range(2)
+    ]
     assert plans[0].to_json() == plans[1].to_json()
 
 
 def test_demands_on_single_devices_are_met() -> None:
     cluster, profile, batch = random_case(4)
-    whole = solve(cluster, WORKLOAD, profile, global_batch_size=batch)
+    whole = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
     budget = whole.predicted.ranks[1].memory.total_bytes * 3 // 4
     limits = {
         0: DeviceLimits(rank_batch_size=2, recomputes=True),
         1: DeviceLimits(memory_budget_bytes=budget, max_microbatch_size=1),
     }
     solution = solve(
-        cluster, WORKLOAD, profile, global_batch_size=batch, demands=Demands(limits=limits)
+        Setting(cluster, WORKLOAD, profile),
+        global_batch_size=batch,
+        demands=Demands(limits=limits),
     )
     first, second = solution.plan.ranks[:2]
     assert first.rank_batch_size == 2
@@ -212,9 +216,12 @@ def test_demands_on_single_devices_are_met() -> None:
 def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     cluster, profile, _ = random_case(4)
     with pytest.raises(PlanError, match="Lower global_batch_size to ") as raised:
-        find_plan(cluster, WORKLOAD, profile, global_batch_size=5_000)
+        find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=5_000)
     largest = int(str(raised.value).split("global_batch_size to ")[1].split(",")[0])
-    assert solve(cluster, WORKLOAD, profile, global_batch_size=largest).relative_gap < 0.01
+    assert (
+        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=largest).relative_gap
+        < 0.01
+    )
 
 
 def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
@@ -222,7 +229,7 @@ def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
     cluster = Cluster(nodes=(Node(host="a", devices=(device,)),))
     _, profile, _ = random_case(0)
     with pytest.raises(PlanError, match=r"the state of 0\.02 GiB does not fit"):
-        find_plan(cluster, WORKLOAD, profile, global_batch_size=1)
+        find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=1)
 
 
 # Published figures

@@ -6,6 +6,7 @@ import pytest
 
 from shardhet.planner.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 from shardhet.records.workload import Workload
 from tests.test_planner import random_case
@@ -16,7 +17,7 @@ def model_of(num_layers: int) -> CostModel:
     workload = Workload.transformer(
         num_layers=num_layers, width=32, num_heads=2, seq_len=16, vocab_size=64, hidden_width=64
     )
-    return CostModel(cluster, workload, profile)
+    return CostModel(Setting(cluster, workload, profile))
 
 
 def recomputed(model: CostModel, patterns: tuple[str, ...]) -> list[str]:

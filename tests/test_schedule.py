@@ -25,7 +25,7 @@ def schedule(
 
 
 def launches(order: Schedule) -> list[str]:
-    return [f"{kind[0].upper()}({chr(ord('a') + unit)})" for kind, unit in order.launches()]
+    return [f"{kind[0].upper()}({chr(ord('a') + unit)})" for kind, unit, _ in order.launches()]
 
 
 # The launches as they follow each other; a line break parts forward from backward.
@@ -160,8 +160,8 @@ def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
 ) -> None:
     order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
     launched = order.launches()
-    gathers = [unit for kind, unit in launched if kind == "gather"]
-    reductions = [unit for kind, unit in launched if kind == "reduce"]
+    gathers = [unit for kind, unit, _ in launched if kind == "gather"]
+    reductions = [unit for kind, unit, _ in launched if kind == "reduce"]
     assert gathers == [turn.unit for turn in order.turns if turn.gathers]
     assert reductions == [turn.unit for turn in order.turns if turn.reduces]
     assert len(launched) == len(gathers) + len(reductions)
@@ -172,7 +172,7 @@ def test_units_kept_after_forward_are_gathered_once(
     segments: list[Segment], trainable: frozenset[int]
 ) -> None:
     order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=False)
-    gathers = [unit for kind, unit in order.launches() if kind == "gather"]
+    gathers = [unit for kind, unit, _ in order.launches() if kind == "gather"]
     assert sorted(gathers) == sorted({segment.unit for segment in segments})
 
 
@@ -184,6 +184,6 @@ def test_a_plain_stack_costs_two_gathers_and_one_reduction_a_unit_and_one_gather
     order = make_schedule(
         segments, trainable_units=frozenset(range(num_units)), reshard_after_forward=True
     )
-    kinds = [kind for kind, _ in order.launches()]
+    kinds = [kind for kind, *_ in order.launches()]
     assert kinds.count("gather") == 2 * num_units - 1
     assert kinds.count("reduce") == num_units

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
@@ -16,7 +17,7 @@ from tests.test_planner import random_case
 
 
 def timeline_of(made: Plan, **kwargs: float) -> Timeline:
-    return simulate(made, CLUSTER, WORKLOAD, profile(**kwargs))
+    return simulate(made, Setting(CLUSTER, WORKLOAD, profile(**kwargs)))
 
 
 def works(timeline: Timeline, position: int) -> list[tuple[str, str, float, float]]:
@@ -34,7 +35,7 @@ def test_alone_a_rank_computes_without_waiting() -> None:
         usable_memory_fraction=1.0,
     )
     alone = Plan.by_hand(microbatch_sizes=[2], num_microbatches=[1], state_shares=[1.0])
-    timeline = simulate(alone, cluster, WORKLOAD, profile(gather_s=5.0))
+    timeline = simulate(alone, Setting(cluster, WORKLOAD, profile(gather_s=5.0)))
     assert works(timeline, 0) == [
         *(("forward", f"blocks.{i}", 2.0 * i, 2.0 * i + 2) for i in range(4)),
         *(("backward", f"blocks.{3 - i}", 8.0 + 4 * i, 12.0 + 4 * i) for i in range(4)),
@@ -79,7 +80,7 @@ def test_the_simulated_step_lies_between_the_slowest_rank_and_the_predicted_step
     seed: int,
 ) -> None:
     cluster, measured, batch = random_case(seed)
-    model = CostModel(cluster, DECODER, measured)
+    model = CostModel(Setting(cluster, DECODER, measured))
     size = cluster.world_size
     made = Plan.by_hand(
         microbatch_sizes=[1 + (i + seed) % 3 for i in range(size)],
@@ -88,7 +89,7 @@ def test_the_simulated_step_lies_between_the_slowest_rank_and_the_predicted_step
         recompute=[i % 2 == 0 for i in range(size)],
     )
     predicted = model.predict(made)
-    timeline = simulate(made, cluster, DECODER, measured)
+    timeline = simulate(made, Setting(cluster, DECODER, measured))
     slowest = max(rank.forward_s + rank.backward_s for rank in predicted.ranks)
     assert timeline.step_time_s >= slowest
     assert timeline.step_time_s == pytest.approx(predicted.step_time_s, rel=0.1)

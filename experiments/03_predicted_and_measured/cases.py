@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from experiments.decoders import decoder_config
 from experiments.unlike import MixedCluster
-from shardhet import Cluster, Plan, Profile, Workload
+from shardhet import Plan
 from shardhet.models.decoder import DecoderConfig
 from shardhet.planner import Demands, baselines, solve
+from shardhet.pricing.setting import Setting
 
 MAX_MICROBATCH_SIZE = 8
 # A quarter of a core is given in turns of 4 ms, 16 ms apart (measured, a kernel of 250 ticks a
@@ -61,14 +62,12 @@ CASES = (
 )
 
 
-def plans_of(
-    case: Case, cluster: Cluster, workload: Workload, profile: Profile
-) -> Mapping[str, Plan]:
+def plans_of(case: Case, setting: Setting) -> Mapping[str, Plan]:
     """Good and bad ones, by name."""
-    records, batch = (cluster, workload, profile), case.global_batch_size
+    batch = case.global_batch_size
     demands = Demands(max_microbatch_size=MAX_MICROBATCH_SIZE)
-    best = solve(*records, global_batch_size=batch, demands=demands).plan
-    even = baselines.even(*records, global_batch_size=batch, demands=demands).plan
+    best = solve(setting, global_batch_size=batch, demands=demands).plan
+    even = baselines.even(setting, global_batch_size=batch, demands=demands).plan
     return {"planned": best, "even": even, "upside down": _upside_down(best)}
 
 

@@ -85,9 +85,7 @@ def sit(
     slowness = slownesses[rank]
     with slowness.applied():
         measurement = _measure(case, slowness, extent.effort)
-        plans = plans or plans_of(
-            case, measurement.cluster, measurement.workload, measurement.profile
-        )
+        plans = plans or plans_of(case, measurement.setting)
         predictions = [
             _predict(name, plan, number, measurement) for name, plan in plans.items()
         ]
@@ -127,7 +125,7 @@ def _measure(case: Case, slowness: Slowness, effort: MeasuringEffort) -> Measure
 
 
 def _predict(name: str, plan: Plan, sitting: int, measurement: Measurement) -> Prediction:
-    timeline = simulate(plan, measurement.cluster, measurement.workload, measurement.profile)
+    timeline = simulate(plan, measurement.setting)
     return Prediction(
         plan_name=name,
         plan=plan,

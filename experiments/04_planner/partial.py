@@ -38,15 +38,14 @@ def described(cluster: str, model: str) -> Inputs:
 
 def planned(inputs: Inputs, batch: int, steps: int) -> tuple[float, ...] | None:
     """Predicted and simulated step, gap, the planner's CPU seconds; None where nothing fits."""
-    parts = (inputs.cluster, inputs.workload, inputs.profile)
     effort = Effort(recompute_steps=steps)
     start_s = time.process_time()
     try:
-        solution = solve(*parts, global_batch_size=batch, effort=effort, num_rescored=1)
+        solution = solve(inputs.setting, global_batch_size=batch, effort=effort, num_rescored=1)
     except PlanError:
         return None
     cpu_s = time.process_time() - start_s
-    simulated_s = simulate(solution.plan, *parts).step_time_s
+    simulated_s = simulate(solution.plan, inputs.setting).step_time_s
     return (solution.predicted.step_time_s, simulated_s, solution.relative_gap, cpu_s)
 
 

@@ -53,8 +53,8 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
     """The planner's plan and those of simpler planners, nothing recomputed; and the planner's
     with the least memory on the slowest devices, which may recompute.
     """
-    cluster = replace(measurement.cluster, usable_memory_fraction=USABLE_FRACTION)
-    ours = (cluster, measurement.workload, measurement.profile)
+    cluster = replace(measurement.setting.cluster, usable_memory_fraction=USABLE_FRACTION)
+    setting = replace(measurement.setting, cluster=cluster)
     demands = _demands(case, recomputes=None if case.cluster.is_capped else False)
     makers: dict[str, Callable[..., PlanSolution]] = {
         PLANNED: solve,
@@ -64,14 +64,14 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
     }
     batch = case.work.global_batch_size
     plans = [
-        _attempt(name, partial(make, *ours, global_batch_size=batch, demands=demands))
+        _attempt(name, partial(make, setting, global_batch_size=batch, demands=demands))
         for name, make in makers.items()
     ]
     planned_s = plans[0].predicted_step_time_s
     if not case.cluster.is_capped and planned_s is not None:
         spare = partial(
             least_memory,
-            *ours,
+            setting,
             global_batch_size=batch,
             min_samples_per_s=SPARED_THROUGHPUT * batch / planned_s,
             devices=case.cluster.slowest_ranks,

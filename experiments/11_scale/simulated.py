@@ -13,6 +13,7 @@ from experiments.common import Bar, Table
 from shardhet import Cluster, Plan, Workload, simulate
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceKind, DeviceSpec, Link, Node
 
 NAME = "simulated"
@@ -95,9 +96,9 @@ def measure(effort: Effort) -> list[Sample]:
 def _measure_case(size: int, samples_per_device: int) -> list[Sample]:
     cluster, plan = cluster_of(size), plan_of(size, samples_per_device)
     profile = derive_profile(cluster, WORKLOAD)
-    predicted_s = CostModel(cluster, WORKLOAD, profile).predict(plan).step_time_s
+    predicted_s = CostModel(Setting(cluster, WORKLOAD, profile)).predict(plan).step_time_s
     start_s = time.process_time()
-    simulated_s = simulate(plan, cluster, WORKLOAD, profile).step_time_s
+    simulated_s = simulate(plan, Setting(cluster, WORKLOAD, profile)).step_time_s
     took_s = time.process_time() - start_s
     case = f"{size:,} devices, batch {samples_per_device} x {size:,}"
     values = {PREDICTED: predicted_s, SIMULATED: simulated_s, TOOK: took_s}

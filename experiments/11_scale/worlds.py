@@ -31,6 +31,7 @@ from turns import Rounds, take_turns
 
 from experiments.common import Bar, Table
 from shardhet import Plan, simulate
+from shardhet.pricing.setting import Setting
 
 NAME = "worlds"
 WORLD_SIZES = (4, 8, 16, 32)
@@ -124,7 +125,7 @@ def measure_rank(rank: int, world: World) -> list[Sample]:
     samples = samples_of(NAME, f"{size} ranks", COLLECTIVES, GATHER, gather_s)
     samples += samples_of(NAME, f"{size} ranks", COLLECTIVES, REDUCE, reduce_s)
     for name, plan in plans.items():
-        predicted_s = simulate(plan, cluster, workload, profile).step_time_s
+        predicted_s = simulate(plan, Setting(cluster, workload, profile)).step_time_s
         samples += samples_of(NAME, f"{size} ranks", name, SIMULATED, [predicted_s])
         samples += samples_of(NAME, f"{size} ranks", name, STEP, seconds[name])
     return samples

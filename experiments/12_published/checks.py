@@ -58,11 +58,11 @@ def _check(model: str, folder: Path) -> Check:
     published = published_memory_gib(model, folder)
     ratios = [compute_gib(inputs, i + 1) / gib for i, gib in enumerate(published)]
     times = derived_over_published(
-        derived_beside(case).profile, published_blocks(model, folder)
+        derived_beside(case).setting.profile, published_blocks(model, folder)
     )
     return Check(
         model=model,
-        numel_ratio=inputs.workload.numel / published_numel(model, folder),
+        numel_ratio=inputs.setting.workload.numel / published_numel(model, folder),
         first_memory_ratio=ratios[0],
         last_memory_ratio=ratios[-1],
         derived_time_ratios=tuple(times[gpu] for gpu in KIND_BY_GPU),
@@ -76,8 +76,8 @@ def compute_gib(inputs: Inputs, size: int) -> float:
         num_microbatches=[1],
         state_shares=[1.0],
         recompute=[EVERY_UNIT],
-        devices=inputs.cluster.devices[:1],
+        devices=inputs.setting.cluster.devices[:1],
     )
-    model = CostModel(inputs.cluster, inputs.workload, inputs.profile)
+    model = CostModel(inputs.setting)
     memory = model.memory(plan.ranks[0], 0)
     return (memory.total_bytes - memory.reserved_bytes) / GIB

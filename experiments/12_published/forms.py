@@ -77,9 +77,7 @@ def _fewer_nodes(case: Case) -> list[Row]:
     for hosts, inputs in on_fewer_nodes(case):
         try:
             found = solve(
-                inputs.cluster,
-                inputs.workload,
-                inputs.profile,
+                inputs.setting,
                 global_batch_size=case.global_batch_size,
                 effort=COMPARED,
                 num_rescored=1,
@@ -97,10 +95,10 @@ def _fewer_nodes(case: Case) -> list[Row]:
 def _row(case: Case, inputs: Inputs, form: str) -> Row:
     try:
         found = _planners(case, inputs)[form]()
-        cost = CostModel(inputs.cluster, inputs.workload, inputs.profile).predict(found.plan)
+        cost = CostModel(inputs.setting).predict(found.plan)
     except PlanError as error:
         return _as_row(case, inputs, form, why_not=str(error).removeprefix("plan: "))
-    timeline = simulate(found.plan, inputs.cluster, inputs.workload, inputs.profile)
+    timeline = simulate(found.plan, inputs.setting)
     seconds = cost.step_time_s
     return _as_row(
         case,
@@ -120,29 +118,30 @@ def _row(case: Case, inputs: Inputs, form: str) -> Row:
 
 
 def _planners(case: Case, inputs: Inputs) -> dict[str, Callable[[], _Found]]:
-    parts = (inputs.cluster, inputs.workload, inputs.profile)
     batch = case.global_batch_size
 
     def of_baseline(baseline: Callable) -> Callable[[], _Found]:
         def plan() -> _Found:
-            solution = baseline(*parts, global_batch_size=batch, effort=COMPARED)
+            solution = baseline(inputs.setting, global_batch_size=batch, effort=COMPARED)
             return _Found(solution.plan, solution.lower_bound_s)
 
         return plan
 
     def full() -> _Found:
-        solution = solve(*parts, global_batch_size=batch)
+        solution = solve(inputs.setting, global_batch_size=batch)
         return _Found(solution.plan, solution.lower_bound_s)
 
     def by_specification() -> _Found:
-        guess = derived_beside(case).profile
-        return _Found(solve(*parts[:2], guess, global_batch_size=batch).plan, 0.0)
+        guess = derived_beside(case).setting.profile
+        return _Found(
+            solve(replace(inputs.setting, profile=guess), global_batch_size=batch).plan, 0.0
+        )
 
     return {
         EVEN: of_baseline(even),
         COMPUTE_ONLY: of_baseline(compute_only),
         MEMORY_ONLY: of_baseline(memory_only),
-        CEPHALO: lambda: _Found(cephalo(*parts, global_batch_size=batch), 0.0),
+        CEPHALO: lambda: _Found(cephalo(inputs.setting, global_batch_size=batch), 0.0),
         FULL: full,
         BY_SPECIFICATION: by_specification,
     }
@@ -150,7 +149,7 @@ def _planners(case: Case, inputs: Inputs) -> dict[str, Callable[[], _Found]]:
 
 def mfu(inputs: Inputs, samples_per_s: float) -> float:
     """Model FLOPs per second over what all devices promise in the dtype of compute."""
-    workload, cluster = inputs.workload, inputs.cluster
+    workload, cluster = inputs.setting.workload, inputs.setting.cluster
     flops = sum(
         number * (kind.forward_flops + kind.backward_flops)
         for name, number in workload.num_units_by_kind.items()
@@ -183,11 +182,11 @@ def _as_row(case: Case, inputs: Inputs, form: str, **found: float | str) -> Row:
     return Row(
         part=case.part,
         cluster=case.cluster,
-        num_devices=inputs.cluster.world_size,
+        num_devices=inputs.setting.cluster.world_size,
         model=case.model,
-        num_params=inputs.workload.numel,
-        param_dtype=inputs.workload.param_dtype,
-        tokens_per_sample=inputs.workload.tokens_per_sample,
+        num_params=inputs.setting.workload.numel,
+        param_dtype=inputs.setting.workload.param_dtype,
+        tokens_per_sample=inputs.setting.workload.tokens_per_sample,
         global_batch_size=case.global_batch_size,
         form=form,
         hosts=ALL_HOSTS,

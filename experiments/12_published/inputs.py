@@ -111,11 +111,13 @@ def inputs_of(case: Case, folder: Path) -> Inputs:
     if case.part == DERIVED:
         return described(case.cluster, f"model={case.model}")
     inputs = derived_beside(case)
-    profile = with_published_blocks(inputs.profile, published_blocks(case.model, folder))
+    profile = with_published_blocks(
+        inputs.setting.profile, published_blocks(case.model, folder)
+    )
     if case.part == NO_LINKS:
         nothing = Collectives(source=Source.IMPORTED, points=(), note="not counted")
         profile = replace(profile, collectives=nothing)
-    return replace(inputs, profile=profile)
+    return replace(inputs, setting=replace(inputs.setting, profile=profile))
 
 
 def derived_beside(case: Case) -> Inputs:
@@ -135,12 +137,12 @@ def on_fewer_nodes(case: Case) -> Iterator[tuple[str, Inputs]]:
     """
     conf, inputs = _loaded(case.cluster, f"model={case.model}")
     nodes_by_type: dict[str, list[Node]] = {}
-    for node in inputs.cluster.nodes:
+    for node in inputs.setting.cluster.nodes:
         nodes_by_type.setdefault(node_type(node), []).append(node)
     for number in range(1, len(nodes_by_type)):
         for types in combinations(nodes_by_type, number):
             nodes = tuple(node for each in types for node in nodes_by_type[each])
-            left = replace(inputs.cluster, nodes=nodes)
+            left = replace(inputs.setting.cluster, nodes=nodes)
             yield " + ".join(types), conf.derived(left, case.model)
 
 

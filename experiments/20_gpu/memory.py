@@ -40,11 +40,11 @@ def run(job: Job, record: Recorder) -> None:
 
 def predict(case: PlannedCase, measured: Measurement, record: Recorder) -> None:
     """What tensors will need, in all and by what it is for."""
-    records = measured.cluster, measured.workload, measured.profile
-    parts = CostModel(*records).predict(case.plan).ranks[0].memory
+    setting = measured.setting
+    parts = CostModel(setting).predict(case.plan).ranks[0].memory
     # The context and libraries' own memory are not the allocator's.
     predicted = parts.total_bytes - parts.reserved_bytes
-    simulated = simulate(case.plan, *records).ranks[0].peak_bytes - parts.reserved_bytes
+    simulated = simulate(case.plan, setting).ranks[0].peak_bytes - parts.reserved_bytes
     record(case.name, PREDICTED, predicted / GIB, "GiB")
     record(case.name, SIMULATED, simulated / GIB, "GiB")
     for field in fields(MemoryParts):

@@ -38,10 +38,10 @@ TOLERANCE = 0.10
 def run(job: Job, record: Recorder) -> None:
     """The plan that was found first, then plans by hand."""
     measured = measure_here(job, seconds=job.budget_s / 2)
-    records = measured.cluster, measured.workload, measured.profile
+    setting = measured.setting
     cases = [found_case(job, measured, record), *planned_cases(job)]
     for case in cases:
-        timeline = simulate(case.plan, *records)
+        timeline = simulate(case.plan, setting)
         record(case.name, SIMULATED, timeline.step_time_s, "s")
         free_everything(job.device)
         with noting_lack_of_memory(case, record):
@@ -70,9 +70,7 @@ def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase
     """What the planner chooses for twice what fits at once."""
     size = job.scale.microbatch_size
     solution = solve(
-        measured.cluster,
-        measured.workload,
-        measured.profile,
+        measured.setting,
         global_batch_size=2 * size,
         demands=Demands(max_microbatch_size=size),
     )

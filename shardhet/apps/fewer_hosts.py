@@ -37,7 +37,7 @@ def faster_on_fewer(
 
     ``derived`` makes workload and profile for a cluster; ``step_time_s`` is that of all nodes.
     """
-    best_s, left = step_time_s / LEAST_GAIN, inputs.cluster
+    best_s, left = step_time_s / LEAST_GAIN, inputs.setting.cluster
     left_out: tuple[str, ...] = ()
     while True:
         found = [
@@ -71,10 +71,9 @@ def _smaller(cluster: Cluster) -> list[tuple[str, Cluster]]:
 
 def _seconds(inputs: Inputs, global_batch_size: int, effort: Effort) -> float | None:
     """Of the best plan's step; None where none fits."""
-    parts = (inputs.cluster, inputs.workload, inputs.profile)
     try:
         found = solve(
-            *parts, global_batch_size=global_batch_size, effort=effort, num_rescored=1
+            inputs.setting, global_batch_size=global_batch_size, effort=effort, num_rescored=1
         )
     except PlanError:
         return None

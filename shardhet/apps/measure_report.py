@@ -53,7 +53,8 @@ class Progress:
 
 def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:
     """Tables of it, where it lies, and what to type next."""
-    for device, alone in zip(measured.profile.devices, measured.alone.devices, strict=True):
+    setting = measured.setting
+    for device, alone in zip(setting.profile.devices, measured.alone.devices, strict=True):
         console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
         console.print(compute_table(device, alone))
         console.print(
@@ -61,24 +62,24 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
             "element that is stored",
             soft_wrap=True,
         )
-    if measured.profile.turn_overhead_s:
+    if setting.profile.turn_overhead_s:
         console.print(
-            f"the runtime takes {measured.profile.turn_overhead_s * 1e6:.0f} us of its own for "
+            f"the runtime takes {setting.profile.turn_overhead_s * 1e6:.0f} us of its own for "
             "every unit and phase",
             soft_wrap=True,
         )
-    if measured.profile.collectives.points:
-        console.print(f"\ncollectives over {measured.cluster.world_size} devices", style="bold")
-        console.print(collectives_table(measured.profile.collectives))
+    if setting.profile.collectives.points:
+        console.print(f"\ncollectives over {setting.cluster.world_size} devices", style="bold")
+        console.print(collectives_table(setting.profile.collectives))
         console.print(
             "computing beside them loses "
             + ", ".join(
                 f"{device.overlap_excess:.0%} of their time on {device.device_kind}"
-                for device in measured.profile.devices
+                for device in setting.profile.devices
             ),
             soft_wrap=True,
         )
-    for node in measured.cluster.nodes:
+    for node in setting.cluster.nodes:
         if node.link is not None:
             console.print(
                 f"links on {node.host}: {node.link.latency_s * 1e6:.0f} us, "

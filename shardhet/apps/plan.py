@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         conf, inputs = load(DOOR, request, PlannerConf)
-        demands = conf.to_demands(inputs.cluster.devices)
+        demands = conf.to_demands(inputs.setting.cluster.devices)
         _check_outputs(conf)
         report = make_report(conf, inputs, demands)
     except PlanError as error:
@@ -81,14 +81,14 @@ def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanRepo
     if conf.explain and answer.objective is not None:
         explanation = explain(
             answer.solution,
-            Situation(cluster=inputs.cluster, profile=inputs.profile, demands=demands),
+            Situation(setting=inputs.setting, demands=demands),
             value=answer.value,
             objective=answer.objective,
         )
     return PlanReport(
         inputs=inputs,
         solution=answer.solution,
-        timeline=simulate(plan, inputs.cluster, inputs.workload, inputs.profile),
+        timeline=simulate(plan, inputs.setting),
         alternatives=_alternatives(conf, inputs, demands, plan.global_batch_size)
         if conf.baselines
         else (),
@@ -129,9 +129,7 @@ def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
         )
     started_at_s = time.perf_counter()
     certificate, found = certify_search(
-        inputs.cluster,
-        inputs.workload,
-        inputs.profile,
+        inputs.setting,
         global_batch_size=batch,
         demands=demands,
     )
@@ -184,26 +182,24 @@ def _comparison_note(demands: Demands) -> str:
 
 def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     """The plan by the objective that is asked for."""
-    cluster, workload, profile = inputs.cluster, inputs.workload, inputs.profile
+    setting = inputs.setting
     if conf.objective == "largest_batch":
-        solution = largest_batch(cluster, workload, profile, demands=demands)
+        solution = largest_batch(setting, demands=demands)
         size = solution.plan.global_batch_size
 
         def batch_size(situation: Situation) -> float:
-            model = CostModel(situation.cluster, workload, situation.profile)
+            model = CostModel(situation.setting)
             return float(largest_batch_size(model, situation.demands))
 
         return _Answer(solution, size, batch_size, f"the largest batch that fits: {size}")
     batch = conf.global_batch_size
-    spared = conf.to_spared(cluster.devices)
-    best = solve(cluster, workload, profile, global_batch_size=batch, demands=demands)
+    spared = conf.to_spared(setting.cluster.devices)
+    best = solve(setting, global_batch_size=batch, demands=demands)
     if conf.objective == "throughput":
 
         def samples_per_s(situation: Situation) -> float:
             return solve(
-                situation.cluster,
-                workload,
-                situation.profile,
+                situation.setting,
                 global_batch_size=batch,
                 demands=situation.demands,
                 effort=COMPARED,
@@ -213,9 +209,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         return _Answer(best, best.samples_per_s, samples_per_s)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
     least = least_memory(
-        cluster,
-        workload,
-        profile,
+        setting,
         global_batch_size=batch,
         min_samples_per_s=wanted,
         devices=spared,
@@ -237,7 +231,6 @@ def _alternatives(
     conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
 ) -> tuple[Alternative, ...]:
     """Simpler plans for the same batch and limits."""
-    parts = (inputs.cluster, inputs.workload, inputs.profile)
     found = []
     for name, baseline in (
         ("even sharding (stock FSDP)", even),
@@ -246,7 +239,7 @@ def _alternatives(
     ):
         try:
             simpler = baseline(
-                *parts, global_batch_size=batch, demands=demands, effort=COMPARED
+                inputs.setting, global_batch_size=batch, demands=demands, effort=COMPARED
             )
         except PlanError:
             found.append(Alternative(name=name, step_time_s=None, reason="does not fit"))
@@ -255,12 +248,12 @@ def _alternatives(
             found.append(Alternative(name=name, step_time_s=seconds))
     name = "Cephalo's formulation"
     try:
-        plan = cephalo(*parts, global_batch_size=batch)
+        plan = cephalo(inputs.setting, global_batch_size=batch)
     except PlanError as error:
         reason = "too slow to search" if "too slow" in str(error) else "finds none that fits"
         found.append(Alternative(name=name, step_time_s=None, reason=reason))
     else:
-        seconds = CostModel(*parts).predict(plan).step_time_s
+        seconds = CostModel(inputs.setting).predict(plan).step_time_s
         found.append(Alternative(name=name, step_time_s=seconds))
     return tuple(found)
 

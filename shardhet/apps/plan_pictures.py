@@ -26,7 +26,7 @@ def draw_report(report: PlanReport, path: Path) -> None:
     ]
     inputs, plan = report.inputs, report.solution.plan
     title = (
-        f"{inputs.name} on {inputs.cluster.world_size} devices, {plan.global_batch_size} "
+        f"{inputs.name} on {plan.world_size} devices, {plan.global_batch_size} "
         f"samples: {report.solution.samples_per_s:,.4g} samples/s predicted"
     )
     draw_plan(title, bars, lanes(report.timeline, found), path)

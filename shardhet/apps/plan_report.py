@@ -124,7 +124,7 @@ def show_report(report: PlanReport, console: Console) -> None:
 
 def _heading(report: PlanReport) -> Iterator[str]:
     inputs, plan = report.inputs, report.solution.plan
-    workload, cluster = inputs.workload, inputs.cluster
+    workload, cluster = inputs.setting.workload, inputs.setting.cluster
     kinds = len({device.kind for device in cluster.devices})
     tokens = workload.tokens_per_sample
     yield (
@@ -140,10 +140,10 @@ def _heading(report: PlanReport) -> Iterator[str]:
 
 def source_line(inputs: Inputs) -> str:
     """Whether figures were measured, as far as the profile knows."""
-    sources = {device.source for device in inputs.profile.devices}
-    sources.add(inputs.profile.collectives.source)
+    sources = {device.source for device in inputs.setting.profile.devices}
+    sources.add(inputs.setting.profile.collectives.source)
     if Source.DERIVED in sources:
-        return f"Times are {inputs.profile.note}; they were not measured."
+        return f"Times are {inputs.setting.profile.note}; they were not measured."
     return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
 
 
@@ -173,7 +173,7 @@ def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
 
 def _devices_table(report: PlanReport) -> Table:
     table = Table(box=box.ASCII)
-    units = [unit.fqn for unit in report.inputs.workload.units]
+    units = [unit.fqn for unit in report.inputs.setting.workload.units]
     table.add_column("device")
     for column in ("microbatches", "recomputes", "share", "memory", "busy"):
         table.add_column(column, justify="right")
@@ -197,7 +197,7 @@ def duration(seconds: float) -> str:
 
 
 def _result(report: PlanReport) -> Iterator[str]:
-    solution, workload = report.solution, report.inputs.workload
+    solution, workload = report.solution, report.inputs.setting.workload
     tokens_per_s = solution.samples_per_s * workload.tokens_per_sample
     yield (
         f"predicted step {duration(solution.predicted.step_time_s)} (simulated "

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import Profile
@@ -52,8 +53,8 @@ class Prediction:
                 f"{len(measured)} units, the plan of {plan.world_size} and {len(planned)}, or "
                 "their sizes differ. Measure this model on this cluster."
             )
-        timeline = simulate(plan, cluster, workload, profile)
-        cost = CostModel(cluster, workload, profile).predict(plan)
+        timeline = simulate(plan, Setting(cluster, workload, profile))
+        cost = CostModel(Setting(cluster, workload, profile)).predict(plan)
         positions = range(plan.world_size)
         return cls(
             step_time_s=timeline.step_time_s,

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conf, inputs = load(DOOR, request, SimulateConf)
         plan = _load_plan(request.files[0])
         _check_outputs(conf)
-        predicted = CostModel(inputs.cluster, inputs.workload, inputs.profile).predict(plan)
-        timeline = simulate(plan, inputs.cluster, inputs.workload, inputs.profile)
+        predicted = CostModel(inputs.setting).predict(plan)
+        timeline = simulate(plan, inputs.setting)
     except ValueError as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"{error}\nNothing was simulated.", markup=False)

@@ -25,13 +25,12 @@ from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
 from shardhet.planner.demands import Demands, DeviceLimits
 from shardhet.pricing import derive
+from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
-from shardhet.records.profiles import Profile
-from shardhet.records.workload import Workload
 
 OBJECTIVES = ("throughput", "largest_batch", "least_memory")
 LEAST_THROUGHPUT = 0.95  # of the best plan's, where least_memory is told no other
-MEASURED_FILES = ("cluster.json", "workload.json", "profile.json")
+MEASURED_FILES = (CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE)
 GIB = 2**30
 Record = TypeVar("Record")
 
@@ -48,9 +47,7 @@ class PlannedPrecision(Enum):
 class Inputs:
     """What is planned for."""
 
-    cluster: Cluster
-    workload: Workload
-    profile: Profile
+    setting: Setting
     name: str  # of the model, for titles
 
 
@@ -110,7 +107,7 @@ class InputsConf:
             )
         )
         name = self.model.title(model_name)
-        return Inputs(cluster=cluster, workload=workload, profile=profile, name=name)
+        return Inputs(setting=Setting(cluster, workload, profile), name=name)
 
     def _load_measured(self, folder: Path) -> Inputs:
         if not folder.is_dir():
@@ -118,13 +115,9 @@ class InputsConf:
                 f"measured: {str(folder)!r} is no folder. Give the one that shardhet measure "
                 f"out=... has written, with {', '.join(MEASURED_FILES)}."
             )
-        cluster, workload, profile = (_file("measured", folder / n) for n in MEASURED_FILES)
-        return Inputs(
-            cluster=_named(lambda: Cluster.load(cluster)),
-            workload=_named(lambda: Workload.load(workload)),
-            profile=_named(lambda: Profile.load(profile)),
-            name=folder.resolve().name,
-        )
+        for name in MEASURED_FILES:
+            _file("measured", folder / name)
+        return Inputs(setting=_named(lambda: Setting.load(folder)), name=folder.resolve().name)
 
     def _dtype(self, cluster: Cluster) -> str:
         bf16, fp32 = PlannedPrecision.BF16, PlannedPrecision.FP32

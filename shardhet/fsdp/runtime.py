@@ -35,9 +35,7 @@ from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.fsdp.unit_by_unit import UnitByUnit
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import Phase, Turn
-
-MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
+from shardhet.records.schedule import MAX_REDUCTIONS_IN_FLIGHT, Phase, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +372,8 @@ class Runtime:
 
     def _launch_ahead(self) -> None:
         """Launch the gathers of this turn and the next, unless that has happened already."""
-        for turn in self._order.schedule.turns[self._cursor : self._cursor + 2]:
-            if turn.gathers:
-                self.units[turn.unit].unshard()
+        for launch in self._order.schedule.gathers_by(self._cursor):
+            self.units[launch.unit].unshard()
 
     def _take_in(self, unit: FSDPUnit) -> None:
         unit.unshard()  # nothing if it was launched ahead

@@ -14,15 +14,11 @@ from shardhet.planner.demands import NO_LIMITS, Demands
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanSolution
-from shardhet.records.cluster import Cluster
-from shardhet.records.profiles import Profile
-from shardhet.records.workload import Workload
+from shardhet.pricing.setting import Setting
 
 
 def _solve_as(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
+    setting: Setting,
     *,
     global_batch_size: int,
     has_even_batches: bool,
@@ -32,14 +28,12 @@ def _solve_as(
 ) -> PlanSolution:
     """The best plan of one form that keeps to ``demands`` too."""
     if has_even_batches:
-        demands = _with_even_batches(demands, cluster.world_size, global_batch_size)
+        demands = _with_even_batches(demands, setting.cluster.world_size, global_batch_size)
     if has_even_state:
         limits = {i: replace(each, state_share=None) for i, each in demands.limits.items()}
         demands = replace(demands, limits=limits)
     return solve(
-        cluster,
-        workload,
-        profile,
+        setting,
         global_batch_size=global_batch_size,
         demands=replace(demands, has_even_state=has_even_state),
         effort=effort,

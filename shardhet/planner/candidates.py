@@ -330,17 +330,8 @@ class _RoleTimes:
     def _room(self, rank: RankPlan, batches: Ints) -> Floats:
         """Elements of state that fit beside each batch and microbatch size."""
         model, role = self._builder.model, self._role
-        running = np.array(
-            [float(model.running_bytes(rank, role.device_kind, int(m))) for m in self._sizes]
-        )
-        per_sample = model.boundary_bytes_per_sample + model.kept_bytes_per_sample(rank)
-        computes = batches[:, None] > 0
-        used = (
-            model.profile.device(role.device_kind).reserved_bytes
-            + computes * (model.unsharded_bytes + model.grad_bytes + running)
-            + batches[:, None] * float(per_sample)
-        )
-        left = (role.budget_bytes - used) / model.bytes_per_stored_numel
+        used = model.working_bytes(role.device_kind, rank, batches[:, None], self._sizes)
+        left = model.room_numel(role.budget_bytes, used)
         if role.limits.max_state_share is not None:
             # What rounding to rows may take is taken off all room when it is used.
             cap = role.limits.max_state_share * self._builder.state_numel

@@ -14,20 +14,16 @@ from shardhet.planner.candidates import row_numel
 from shardhet.planner.problem import Floats, Ints, fill_level
 from shardhet.planner.solution import PlanError
 from shardhet.pricing.cost import CostModel
-from shardhet.records.cluster import Cluster
+from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, Plan
-from shardhet.records.profiles import Profile
-from shardhet.records.workload import Workload
 
 MAX_MICROBATCH_SIZE = 16
 MAX_ADDITIONS = 5e8  # about a second
 
 
-def cephalo(
-    cluster: Cluster, workload: Workload, profile: Profile, *, global_batch_size: int
-) -> Plan:
+def cephalo(setting: Setting, *, global_batch_size: int) -> Plan:
     """The plan of the programme; ``PlanError`` where it has none, or would take too long."""
-    model = CostModel(cluster, workload, profile)
+    model, cluster = CostModel(setting), setting.cluster
     size = min(global_batch_size, MAX_MICROBATCH_SIZE)
     pairs = sum(global_batch_size // m for m in range(1, size + 1))
     if cluster.world_size * pairs * (global_batch_size + 1.0) ** 2 > MAX_ADDITIONS:
@@ -40,7 +36,7 @@ def cephalo(
         strict=True,
     )
     budgets = [cluster.memory_budget_bytes(i) for i in range(cluster.world_size)]
-    state_bytes = workload.numel * model.bytes_per_stored_numel
+    state_bytes = setting.workload.numel * model.bytes_per_stored_numel
     choice = cephalo_choice(
         seconds,
         nbytes,

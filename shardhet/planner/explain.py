@@ -10,6 +10,7 @@ from enum import Enum
 
 from shardhet.planner.demands import Demands
 from shardhet.planner.solution import PlanError, PlanSolution
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.profiles import (
     CollectivePoint,
@@ -42,9 +43,26 @@ class Resource(Enum):
 class Situation:
     """Everything that a planner is given, but for what it is asked for."""
 
-    cluster: Cluster
-    profile: Profile
+    setting: Setting
     demands: Demands
+
+    @property
+    def cluster(self) -> Cluster:
+        """That of the setting."""
+        return self.setting.cluster
+
+    @property
+    def profile(self) -> Profile:
+        """That of the setting."""
+        return self.setting.profile
+
+    def with_profile(self, profile: Profile) -> "Situation":
+        """The same, but for the profile."""
+        return replace(self, setting=replace(self.setting, profile=profile))
+
+    def with_cluster(self, cluster: Cluster, demands: Demands) -> "Situation":
+        """The same workload and profile on another cluster."""
+        return Situation(setting=replace(self.setting, cluster=cluster), demands=demands)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +160,7 @@ def larger_situations(situation: Situation) -> list[Larger]:
     ]
     if profile.collectives.points and cluster.world_size > 1:
         links = replace(profile, collectives=_faster_links(profile.collectives))
-        larger.append(
-            (Resource.LINKS, None, f"{tenth} faster", replace(situation, profile=links))
-        )
+        larger.append((Resource.LINKS, None, f"{tenth} faster", situation.with_profile(links)))
     if len(kinds) == 1:
         kinds = []  # all and each are the same
     for kind in kinds:
@@ -161,7 +177,7 @@ def _faster(situation: Situation, kinds: frozenset[str]) -> Situation:
         _sped_up(device) if device.device_kind in kinds else device
         for device in situation.profile.devices
     )
-    return replace(situation, profile=replace(situation.profile, devices=devices))
+    return situation.with_profile(replace(situation.profile, devices=devices))
 
 
 def _sped_up(device: DeviceProfile) -> DeviceProfile:
@@ -213,10 +229,8 @@ def _roomier(
         budget = stated.memory_budget_bytes
         if budget is not None and cluster.devices[position].kind in kinds:
             limits[position] = replace(stated, memory_budget_bytes=more(budget))
-    return replace(
-        situation,
-        cluster=replace(cluster, nodes=nodes),
-        demands=replace(situation.demands, limits=limits),
+    return situation.with_cluster(
+        replace(cluster, nodes=nodes), replace(situation.demands, limits=limits)
     )
 
 
@@ -236,10 +250,9 @@ def with_another(situation: Situation, kind: str) -> Situation:
     def moved(position: int) -> int:
         return position + (position > last)
 
-    return replace(
-        situation,
-        cluster=replace(cluster, nodes=tuple(nodes)),
-        demands=replace(
+    return situation.with_cluster(
+        replace(cluster, nodes=tuple(nodes)),
+        replace(
             demands,
             limits={moved(position): each for position, each in demands.limits.items()},
             equal=tuple(tuple(map(moved, each)) for each in demands.equal),

@@ -14,11 +14,10 @@ from shardhet.planner.oracle import Oracle
 from shardhet.planner.problem import Choice, Limits, Problem, fill_level
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
-from shardhet.pricing.cost import CostModel, Turns
-from shardhet.records.cluster import Cluster
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
+from shardhet.pricing.turns import Turns
 from shardhet.records.plan import Plan, PlannedUnit, RankPlan
-from shardhet.records.profiles import Profile
-from shardhet.records.workload import Workload
 from shardhet.simulator.simulation import simulate
 
 CUT_GROWTH = 4.0  # of the longest compute considered, while it may still cut something off
@@ -29,9 +28,7 @@ GIB = 2**30
 
 
 def find_plan(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
+    setting: Setting,
     *,
     global_batch_size: int,
     demands: Demands = NO_DEMANDS,
@@ -39,9 +36,7 @@ def find_plan(
 ) -> Plan:
     """The fastest plan that fits; see ``solve`` for what is proven about it."""
     return solve(
-        cluster,
-        workload,
-        profile,
+        setting,
         global_batch_size=global_batch_size,
         demands=demands,
         effort=effort,
@@ -49,9 +44,7 @@ def find_plan(
 
 
 def solve(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
+    setting: Setting,
     *,
     global_batch_size: int,
     demands: Demands = NO_DEMANDS,
@@ -68,8 +61,8 @@ def solve(
         raise ValueError(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."
         )
-    demands.check(cluster.world_size)
-    model = CostModel(cluster, workload, profile)
+    demands.check(setting.cluster.world_size)
+    model = CostModel(setting)
     builder = TableBuilder(
         model, global_batch_size=global_batch_size, demands=demands, effort=effort
     )
@@ -86,7 +79,7 @@ def solve(
     if num_rescored == 1 or len(fitting) == 1:
         return replace(fitting[0], lower_bound_s=bound_s)
     simulated = [
-        (simulate(each.plan, cluster, workload, profile).step_time_s, i)
+        (simulate(each.plan, setting).step_time_s, i)
         for i, each in enumerate(fitting[:num_rescored])
     ]
     simulated_s, best = min(simulated)
@@ -94,9 +87,7 @@ def solve(
 
 
 def certify_search(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
+    setting: Setting,
     *,
     global_batch_size: int,
     demands: Demands = NO_DEMANDS,
@@ -108,7 +99,7 @@ def certify_search(
     rank.  Raises ``PlanError`` where nothing fits.
     """
     builder = TableBuilder(
-        CostModel(cluster, workload, profile),
+        CostModel(setting),
         global_batch_size=global_batch_size,
         demands=demands,
         effort=effort,

@@ -30,10 +30,8 @@ from shardhet.planner.problem import Floats
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.pricing.cost import CostModel
-from shardhet.records.cluster import Cluster
+from shardhet.pricing.setting import Setting
 from shardhet.records.plan import RankPlan
-from shardhet.records.profiles import Profile
-from shardhet.records.workload import Workload
 
 MEMORY_PRECISION = 1e-3  # of the part of the budget
 LARGEST_SEARCHED_BATCH = 2**17  # candidates are listed by batch
@@ -42,16 +40,14 @@ VARIABLES_PER_OPTION = 3  # devices, samples, share of the state
 
 
 def largest_batch(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
+    setting: Setting,
     *,
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
     """The fastest plan of the largest global batch that fits; ``PlanError`` where none does."""
-    demands.check(cluster.world_size)
-    largest = largest_batch_size(CostModel(cluster, workload, profile), demands)
+    demands.check(setting.cluster.world_size)
+    largest = largest_batch_size(CostModel(setting), demands)
     if largest > LARGEST_SEARCHED_BATCH:
         raise PlanError(
             f"plan: a global batch of {largest} fits, but plans are searched up to "
@@ -61,9 +57,7 @@ def largest_batch(
     for batch_size in range(max(1, largest), max(0, largest - NUM_SMALLER_BATCHES), -1):
         try:
             return solve(
-                cluster,
-                workload,
-                profile,
+                setting,
                 global_batch_size=batch_size,
                 demands=demands,
                 effort=effort,
@@ -187,19 +181,18 @@ class _OptionList:
                 )
 
     def _start_numel(self, role: Role, patterns: tuple[str, ...] | None) -> float:
+        """Room beside no sample; with patterns, but for the samples of one that computes."""
         model = self._model
-        used = model.profile.device(role.device_kind).reserved_bytes
-        if patterns is not None:
-            rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
-            used += model.unsharded_bytes + model.grad_bytes
-            used += model.running_bytes(rank, role.device_kind, 1)
-        return (role.budget_bytes - used) / model.bytes_per_stored_numel
+        rank = _recomputing(patterns or ())
+        batch = int(patterns is not None)
+        used = model.working_bytes(
+            role.device_kind, rank, np.array([batch]), np.array([1])
+        ) - batch * model.bytes_per_sample(rank)
+        return float(model.room_numel(role.budget_bytes, used)[0])
 
     def _numel_per_sample(self, patterns: tuple[str, ...]) -> float:
         model = self._model
-        rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
-        nbytes = model.boundary_bytes_per_sample + model.kept_bytes_per_sample(rank)
-        return nbytes / model.bytes_per_stored_numel
+        return model.bytes_per_sample(_recomputing(patterns)) / model.bytes_per_stored_numel
 
     def _most(self, start: float, slope: float) -> int:
         """Samples beside which there is room, for an even share where that is demanded."""
@@ -220,6 +213,10 @@ class _OptionList:
         return self._state_numel * min(shares, default=1.0)
 
 
+def _recomputing(patterns: tuple[str, ...]) -> RankPlan:
+    return RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
     """A plan with the proof of how little memory it needs."""
@@ -230,9 +227,7 @@ class LeastMemory:
 
 
 def least_memory(
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile,
+    setting: Setting,
     *,
     global_batch_size: int,
     min_samples_per_s: float,
@@ -245,17 +240,17 @@ def least_memory(
     Only ``devices`` (positions) count, all if it is empty; others may fill their budgets.
     ``PlanError`` where even the fastest plan is too slow.
     """
-    demands.check(cluster.world_size)
+    demands.check(setting.cluster.world_size)
     for i in devices:
-        check_position("devices", i, cluster.world_size)
-    spared = devices or range(cluster.world_size)
-    budgets = [demands.budget_bytes(cluster, i) for i in range(cluster.world_size)]
+        check_position("devices", i, setting.cluster.world_size)
+    spared = devices or range(setting.cluster.world_size)
+    budgets = [
+        demands.budget_bytes(setting.cluster, i) for i in range(setting.cluster.world_size)
+    ]
 
     def solved(fraction: float) -> PlanSolution:
         return solve(
-            cluster,
-            workload,
-            profile,
+            setting,
             global_batch_size=global_batch_size,
             demands=demands.with_budgets({i: int(fraction * budgets[i]) for i in spared}),
             effort=effort,

@@ -10,6 +10,7 @@ from math import log
 from statistics import fmean
 
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.profiler.compute import Samples
 from shardhet.profiler.stopwatch import timing_of, typical_mean
 from shardhet.profiler.traffic import CollectiveSamples, PairSamples, uneven_shares
@@ -184,7 +185,7 @@ def unevenness_weights(
     cut's unevenness u.
     """
     shares = uneven_shares(cluster.world_size)
-    model = CostModel(cluster, workload, profile)
+    model = CostModel(Setting(cluster, workload, profile))
     unevenness = model.unevenness(shares, [True] * cluster.world_size)
     measured = profile.collectives
     assert measured.gather_s is not None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardhet.comm.groups import default_group
 from shardhet.comm.members import Members, local_device_spec
+from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
@@ -25,7 +26,7 @@ from shardhet.profiler.sketch import ModelSketch, sketch_model
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic, sizes_to_measure
 from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.profiler.unit_runner import TrainedModel
-from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
@@ -53,18 +54,13 @@ class MeasuringEffort:
 class Measurement:
     """What was measured; the same on every rank."""
 
-    cluster: Cluster
-    workload: Workload
-    profile: Profile  # all ranks computing at once: what to plan with
+    setting: Setting  # its profile with all ranks computing at once: what to plan with
     alone: Profile  # each rank of a host computing alone
     pairs: tuple[PairSamples, ...]
 
     def save(self, folder: Path) -> None:
         """Write cluster.json, workload.json, profile.json and profile_alone.json."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.cluster.save(folder / "cluster.json")
-        self.workload.save(folder / "workload.json")
-        self.profile.save(folder / "profile.json")
+        self.setting.save(folder)
         self.alone.save(folder / "profile_alone.json")
 
 
@@ -169,9 +165,7 @@ class _Session:
         ]
         self._on_progress("done", 1.0)
         return Measurement(
-            cluster=cluster,
-            workload=workload,
-            profile=together,
+            setting=Setting(cluster, workload, together),
             alone=alone,
             pairs=tuple(traffic.pairs),
         )

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
+AHEAD = 1  # turns whose gathers are launched before they begin
+MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
+
 
 class Phase(Enum):
     """Which half of the step a turn belongs to."""
@@ -54,22 +57,46 @@ class Launch(NamedTuple):
 
     kind: Literal["gather", "reduce"]
     unit: int
+    turn: int  # the gather is for this turn, or the gradients are complete after it
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All turns of a step, forward and then backward."""
+    """All turns of a step, forward and then backward, and the launches around each.
+
+    The order of collectives is made here and nowhere else.
+    """
 
     turns: tuple[Turn, ...]
     num_forward: int  # all of them for a forward without gradients
 
+    def gathers_by(self, cursor: int) -> tuple[Launch, ...]:
+        """The gathers that have been launched when the turn at ``cursor`` computes, but those
+        of earlier turns: its own and the next turn's.
+        """
+        return tuple(
+            Launch("gather", turn.unit, i)
+            for i, turn in enumerate(self.turns[cursor : cursor + 1 + AHEAD], cursor)
+            if turn.gathers
+        )
+
+    def reduction_after(self, cursor: int) -> tuple[Launch, ...]:
+        """The reduction that is launched when the turn at ``cursor`` ends, if there is one."""
+        reduces = cursor >= 0 and self.turns[cursor].reduces
+        return (Launch("reduce", self.turns[cursor].unit, cursor),) if reduces else ()
+
+    def beside(self, cursor: int) -> tuple[Launch, ...]:
+        """The collectives that the compute of the turn at ``cursor`` hides: the gathers of
+        later turns, and the reduction of the turn before.
+        """
+        ahead = tuple(each for each in self.gathers_by(cursor) if each.turn > cursor)
+        return (*ahead, *self.reduction_after(cursor - 1))
+
     def launches(self) -> tuple[Launch, ...]:
         """All collectives of units in launch order (the root's come before and after)."""
-        order = [Launch("gather", turn.unit) for turn in self.turns[:1]]
-        for i, turn in enumerate(self.turns):
-            order += [Launch("gather", t.unit) for t in self.turns[i + 1 : i + 2] if t.gathers]
-            if turn.reduces:
-                order.append(Launch("reduce", turn.unit))
+        order: dict[Launch, None] = {}
+        for i in range(len(self.turns)):
+            order |= dict.fromkeys((*self.gathers_by(i), *self.reduction_after(i)))
         return tuple(order)
 
 
@@ -81,7 +108,7 @@ def make_schedule(
 ) -> Schedule:
     """The turns of a step that visits ``segments`` in forward and returns in reverse.
 
-    At most the unit of the current turn and that of the next are unsharded, unless
+    At most the unit of the current turn and of those ``AHEAD`` are unsharded, unless
     ``reshard_after_forward`` is false, which keeps each until its last backward turn.
     """
     visits = [(i, segment.unit, Phase.FORWARD) for i, segment in enumerate(segments)]
@@ -110,3 +137,12 @@ def make_schedule(
         )
         unsharded = unsharded | {unit} if keeps else unsharded - {unit}
     return Schedule(tuple(turns), num_forward=len(segments))
+
+
+def straight_schedule(num_units: int, *, reshard_after_forward: bool) -> Schedule:
+    """That of a model which visits each of its units once, all of them trainable."""
+    return make_schedule(
+        [Segment(i, needs_backward=True) for i in range(num_units)],
+        trainable_units=frozenset(range(num_units)),
+        reshard_after_forward=reshard_after_forward,
+    )

@@ -20,19 +20,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from shardhet.pricing.cost import CostModel
-from shardhet.records.cluster import Cluster
+from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.profiles import Profile
-from shardhet.records.schedule import Phase, Schedule, Segment, Turn, make_schedule
-from shardhet.records.workload import Workload
+from shardhet.records.schedule import MAX_REDUCTIONS_IN_FLIGHT, Phase, Turn, straight_schedule
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Timeline, Work, merged
 
-MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate, as the runtime's
 
-
-def simulate(plan: Plan, cluster: Cluster, workload: Workload, profile: Profile) -> Timeline:
+def simulate(plan: Plan, setting: Setting) -> Timeline:
     """The predicted timeline of one optimizer step."""
-    return _Simulation(CostModel(cluster, workload, profile), plan).run()
+    return _Simulation(CostModel(setting), plan).run()
 
 
 class _State(Enum):
@@ -75,7 +71,7 @@ class _Actor:
     overlap_excess: float
     state: _State = _State.BEGIN
     turn: int = 0
-    num_launched: int = 0  # turns whose gathers it has launched
+    last_launched: int = -1  # the latest turn whose gather it has launched
     remaining_s: float = 0.0  # of compute, at full speed
     since_s: float = 0.0  # when the state began
     held_bytes: int = 0
@@ -91,20 +87,23 @@ class _Simulation:
         self.plan = plan
         self.units = model.visited_units
         self.clock_s = 0.0
-        self.schedule = self._make_schedule()
+        self.schedule = straight_schedule(
+            len(self.units), reshard_after_forward=plan.reshard_after_forward
+        )
         predicted = model.predict(plan)
         self.predicted = predicted
         self.actors = self._make_actors()
         gather_s, reduce_s = model.unit_collectives(plan)
+        launches = self.schedule.launches()
         self.gathers = {
-            i: _Collective(Work.GATHER, turn.unit, gather_s[turn.unit])
-            for i, turn in enumerate(self.schedule.turns)
-            if turn.gathers
+            each.turn: _Collective(Work.GATHER, each.unit, gather_s[each.unit])
+            for each in launches
+            if each.kind == "gather"
         }
         self.reductions = {
-            i: _Collective(Work.REDUCE, turn.unit, reduce_s[turn.unit])
-            for i, turn in enumerate(self.schedule.turns)
-            if turn.reduces
+            each.turn: _Collective(Work.REDUCE, each.unit, reduce_s[each.unit])
+            for each in launches
+            if each.kind == "reduce"
         }
         self.queues = (deque(self.gathers.values()), deque(self.reductions.values()))
         self.sending: _Collective | None = None
@@ -278,10 +277,10 @@ class _Simulation:
 
     def launch_ahead(self, actor: _Actor) -> None:
         """Launch the gathers of this turn and the next, unless that has happened already."""
-        for i in range(actor.num_launched, actor.turn + 2):
-            if i in self.gathers:
-                self.gathers[i].num_launched += 1
-        actor.num_launched = actor.turn + 2
+        for launch in self.schedule.gathers_by(actor.turn):
+            if launch.turn > actor.last_launched:
+                self.gathers[launch.turn].num_launched += 1
+                actor.last_launched = launch.turn
 
     def has_room_for_reduction(self, actor: _Actor) -> bool:
         """Whether few enough reductions before this one are under way."""
@@ -332,14 +331,6 @@ class _Simulation:
     def _turn(self, actor: _Actor) -> Turn | None:
         turns = self.schedule.turns
         return turns[actor.turn] if actor.turn < len(turns) else None
-
-    def _make_schedule(self) -> Schedule:
-        indices = range(len(self.units))
-        return make_schedule(
-            [Segment(i, True) for i in indices],
-            trainable_units=frozenset(indices),
-            reshard_after_forward=self.plan.reshard_after_forward,
-        )
 
     def _make_actors(self) -> list[_Actor]:
         actors: dict[tuple[object, ...], _Actor] = {}

@@ -1,0 +1,160 @@
+"""Bytes: what a rank needs beside the state that it stores, and how much state then fits.
+
+With b samples in microbatches of m, S stored elements and the patterns c of what is recomputed,
+
+    bytes = reserved + sigma S + [b > 0] (unsharded + gradients + running_c(m)) + b p_c
+
+p_c are the inputs of every unit and the graphs that are not recomputed; running_c(m) is what
+the running microbatch needs besides.  Arrays of b and m give arrays of bytes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardhet.pricing.priced import Priced
+from shardhet.pricing.step_cost import MemoryParts
+from shardhet.records.plan import RankPlan
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MemoryPrices(Priced):
+    """Bytes of ranks in a setting."""
+
+    @cached_property
+    def bytes_per_stored_numel(self) -> float:
+        """Bytes that a rank needs per element that it stores, buffers included.
+
+        Of the largest unit's shard there are two copies in flight where parameters travel in
+        another dtype, and one where gradients are summed in another.
+        """
+        workload = self.workload
+        numels = [workload.kind_of(unit).numel for unit in workload.units]
+        copies = 2 * workload.param_itemsize * (workload.param_dtype != "float32")
+        copies += workload.reduce_itemsize * (workload.reduce_dtype != "float32")
+        return workload.state_bytes_per_element + copies * max(numels) / workload.numel
+
+    @cached_property
+    def unsharded_bytes(self) -> int:
+        """Gathered parameters of the root and of two neighbours in the order of execution."""
+        return (self._max_of_neighbours + self.root_numel) * self.workload.param_itemsize
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        """Unsharded gradients of the unit in backward and of the one being reduced."""
+        return (self._max_of_neighbours + self.root_numel) * self.workload.reduce_itemsize
+
+    @cached_property
+    def _max_of_neighbours(self) -> int:
+        if self.cluster.world_size == 1:
+            return 0  # the shard is the storage
+        numels = [self.workload.kind_of(unit).numel for unit in self.visited_units]
+        return max(a + b for a, b in zip(numels, [*numels[1:], 0], strict=True))
+
+    @cached_property
+    def boundary_bytes_per_sample(self) -> int:
+        """Inputs of every unit, kept for backward, and two gradients of the largest."""
+        kinds = [self.workload.kind_of(unit) for unit in self.visited_units]
+        return sum(kind.input_bytes for kind in kinds) + 2 * max(k.input_bytes for k in kinds)
+
+    def kept_bytes_per_sample(self, rank: RankPlan) -> int:
+        """Graphs of the units that the rank does not recompute."""
+        runs = self._runs_of(rank.recomputed_units)
+        return sum(
+            number * self.workload.kind_by_name[kind].activation_bytes
+            for (kind, is_recomputed), number in runs.items()
+            if not is_recomputed
+        )
+
+    def running_bytes(self, rank: RankPlan, device_kind: str | None, size: int) -> int:
+        """What the running microbatch needs besides graphs that are kept anyway."""
+        runs, known = self._runs_of(rank.recomputed_units), self._known_running_bytes
+        key = (tuple(runs), device_kind, size)
+        if key not in known:
+            known[key] = max(
+                self._running_bytes(kind, is_recomputed, device_kind, size)
+                for kind, is_recomputed in runs
+            )
+        return known[key]
+
+    def working_bytes(
+        self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
+    ) -> Floats:
+        """Everything but state and its buffers, of batches in microbatches of ``sizes``.
+
+        ``rank`` says what is recomputed.  [..., len(sizes)] for ``batches`` [..., 1].
+        """
+        running = np.array(
+            [float(self.running_bytes(rank, device_kind, int(size))) for size in sizes]
+        )
+        computes = batches > 0
+        used: Floats = (
+            self.profile.device(device_kind).reserved_bytes
+            + computes * (self.unsharded_bytes + self.grad_bytes + running)
+            + batches * float(self.bytes_per_sample(rank))
+        )
+        return used
+
+    def bytes_per_sample(self, rank: RankPlan) -> int:
+        """What each sample of a rank's batch adds, however it is cut into microbatches."""
+        return self.boundary_bytes_per_sample + self.kept_bytes_per_sample(rank)
+
+    def room_numel(self, budget_bytes: float, working_bytes: Floats) -> Floats:
+        """Elements of state that fit into a budget beside what a device works with."""
+        room: Floats = (budget_bytes - working_bytes) / self.bytes_per_stored_numel
+        return room
+
+    def _runs_of(self, recomputed_units: tuple[str, ...]) -> Mapping[tuple[str, bool], int]:
+        """How many units there are of each kind that are recomputed, and that are not."""
+        known = self._known_runs
+        if recomputed_units not in known:
+            rank = RankPlan(
+                microbatch_sizes=(), state_share=0.0, recomputed_units=recomputed_units
+            )
+            runs = ((unit.kind, rank.recomputes(unit.fqn)) for unit in self.visited_units)
+            known[recomputed_units] = Counter(runs)
+        return known[recomputed_units]
+
+    @cached_property
+    def _known_runs(self) -> dict[tuple[str, ...], Mapping[tuple[str, bool], int]]:
+        return {}
+
+    @cached_property
+    def _known_running_bytes(self) -> dict[tuple[object, ...], int]:
+        return {}
+
+    def _running_bytes(
+        self, kind_name: str, is_recomputed: bool, device_kind: str | None, size: int
+    ) -> int:
+        kind = self.workload.kind_by_name[kind_name]
+        graph = size * kind.activation_bytes
+        measured = self.profile.unit(device_kind, kind.name).peak_bytes
+        peak = graph + size * kind.transient_bytes
+        if measured is not None:
+            peak = int(measured.at(size))
+        return peak if is_recomputed else max(0, peak - graph)
+
+    def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
+        """Everything that a rank holds which stores this many elements."""
+        workload, device_kind = self.workload, rank.device.kind
+        batch, sizes = rank.rank_batch_size, rank.microbatch_sizes
+        buffers = self.bytes_per_stored_numel - workload.state_bytes_per_element
+        kept = batch * self.kept_bytes_per_sample(rank)
+        return MemoryParts(
+            state_bytes=stored_numel * workload.state_bytes_per_element,
+            shard_buffer_bytes=int(stored_numel * buffers),
+            unsharded_bytes=self.unsharded_bytes if batch else 0,
+            grad_bytes=self.grad_bytes if batch else 0,
+            boundary_bytes=batch * self.boundary_bytes_per_sample,
+            activation_bytes=kept + self.running_bytes(rank, device_kind, max(sizes))
+            if batch
+            else 0,
+            reserved_bytes=self.profile.device(device_kind).reserved_bytes,
+        )

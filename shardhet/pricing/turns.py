@@ -1,0 +1,183 @@
+"""Seconds: what ranks compute in a turn, and which collectives run beside it.
+
+A turn is one visit of a unit in one phase.  Ranks meet at every turn, because each gather takes
+something from all of them, and beside a turn's compute run the collectives that
+``Schedule.beside`` names.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from shardhet.pricing.priced import Priced
+from shardhet.records.layout import stored_numels
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.schedule import Phase, straight_schedule
+from shardhet.records.workload import UnitKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnClass:
+    """Units that are alike in kind and in who recomputes them, and what runs beside them."""
+
+    kind: UnitKind
+    num_units: int
+    unit_fqn: str  # of one of them: who recomputes it recomputes all
+    forward_comm_s: float  # beside all their forward turns together
+    backward_comm_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """All classes of turns of a step, and the communication that nothing hides."""
+
+    classes: tuple[TurnClass, ...]
+    exposed_comm_s: float
+
+    @property
+    def comm_s(self) -> float:
+        """All communication of the step, hidden or not."""
+        beside = sum(each.forward_comm_s + each.backward_comm_s for each in self.classes)
+        return beside + self.exposed_comm_s
+
+
+@dataclass(frozen=True)
+class TurnPrices(Priced):
+    """Seconds of turns and collectives in a setting."""
+
+    @property
+    def overhead_s(self) -> float:
+        """The runtime's own time in all turns of a step."""
+        return len(Phase) * len(self.visited_units) * self.profile.turn_overhead_s
+
+    def unit_seconds(
+        self, device_kind: str | None, unit_kind: str, microbatch_sizes: Iterable[int]
+    ) -> tuple[float, float]:
+        """Forward and backward of one unit on a rank's microbatches, nothing recomputed."""
+        unit = self.profile.unit(device_kind, unit_kind)
+        sizes = list(microbatch_sizes)
+        return (
+            sum(unit.forward_s.at(size) for size in sizes),
+            sum(unit.backward_s.at(size) for size in sizes),
+        )
+
+    def beside_comm_s(self, device_kind: str | None, compute_s: float, comm_s: float) -> float:
+        """How long a device computes what takes ``compute_s`` alone beside ``comm_s``."""
+        return compute_s + self.profile.device(device_kind).overlap_excess * comm_s
+
+    def unevenness(self, shares: Sequence[float], computes: Sequence[bool]) -> float:
+        """What the busiest port moves when owners send directly, over what a ring moves.
+
+        With R devices of which R' receive, owner i sends s_i (R' - r_i) and receives
+        r_i (1 - s_i) of a unit's bytes; a ring moves (R - 1) / R of them past every device.
+        """
+        world_size = len(shares)
+        if world_size == 1:
+            return 0.0
+        num_receivers = sum(computes)
+        busiest = max(
+            max(share * (num_receivers - receives), receives * (1 - share))
+            for share, receives in zip(shares, computes, strict=True)
+        )
+        return busiest * world_size / (world_size - 1)
+
+    def turns(
+        self,
+        *,
+        unevenness: float,
+        recomputed: Sequence[Sequence[str]] = (),
+        reshard_after_forward: bool = True,
+    ) -> Turns:
+        """The classes of turns of a step.
+
+        ``recomputed`` holds the different patterns that ranks recompute by; units are of one
+        class where all of them agree.
+        """
+        gather_s, reduce_s = self._collective_seconds(unevenness)
+        forward_s, backward_s = (
+            self._mean_by_kind(seconds)
+            for seconds in self._beside(gather_s, reduce_s, reshard_after_forward)
+        )
+        root_s = sum(
+            self._collective_s(self.root_numel, is_gather, unevenness)
+            for is_gather in (True, False)
+            if self.root_numel
+        )
+        return Turns(
+            classes=tuple(
+                TurnClass(
+                    kind=self.workload.kind_of(self.visited_units[members[0]]),
+                    num_units=len(members),
+                    unit_fqn=self.visited_units[members[0]].fqn,
+                    forward_comm_s=sum(forward_s[i] for i in members),
+                    backward_comm_s=sum(backward_s[i] for i in members),
+                )
+                for members in self._alike(recomputed)
+            ),
+            exposed_comm_s=gather_s[0] + reduce_s[0] + root_s,
+        )
+
+    def unit_collectives(self, plan: Plan) -> tuple[list[float], list[float]]:
+        """Seconds of the gather and the reduction of every visited unit under a plan."""
+        shares = [
+            numel / self.workload.numel for numel in self.stored_numels(plan.state_shares)
+        ]
+        computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
+        return self._collective_seconds(self.unevenness(shares, computes))
+
+    def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Indices of units that agree in kind and in who recomputes them."""
+        ranks = [
+            RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=tuple(patterns))
+            for patterns in recomputed
+        ]
+        members: dict[tuple[str, tuple[bool, ...]], list[int]] = {}
+        for i, unit in enumerate(self.visited_units):
+            signature = tuple(rank.recomputes(unit.fqn) for rank in ranks)
+            members.setdefault((unit.kind, signature), []).append(i)
+        return list(members.values())
+
+    def _mean_by_kind(self, seconds: Sequence[float]) -> list[float]:
+        """Of every visited unit what its kind has in the mean.
+
+        So a step takes as long however turns that are alike are put into classes.
+        """
+        by_kind: dict[str, list[float]] = {}
+        for unit, each in zip(self.visited_units, seconds, strict=True):
+            by_kind.setdefault(unit.kind, []).append(each)
+        return [fmean(by_kind[unit.kind]) for unit in self.visited_units]
+
+    def _collective_seconds(self, unevenness: float) -> tuple[list[float], list[float]]:
+        """Gather and reduction of every visited unit."""
+        kinds = [self.workload.kind_of(unit) for unit in self.visited_units]
+        gather_s = [self._collective_s(kind.numel, True, unevenness) for kind in kinds]
+        reduce_s = [self._collective_s(kind.numel, False, unevenness) for kind in kinds]
+        return gather_s, reduce_s
+
+    def _collective_s(self, numel: int, is_gather: bool, unevenness: float) -> float:
+        collectives, workload = self.profile.collectives, self.workload
+        if is_gather:
+            curve, weight = collectives.gather_s, collectives.gather_unevenness_weight
+        else:
+            curve, weight = collectives.reduce_s, collectives.reduce_unevenness_weight
+        if curve is None or self.cluster.world_size == 1:
+            return 0.0
+        itemsize = workload.param_itemsize if is_gather else workload.reduce_itemsize
+        return curve.at(numel * itemsize * (1 - weight + weight * unevenness))
+
+    def _beside(
+        self, gather_s: Sequence[float], reduce_s: Sequence[float], reshard_after_forward: bool
+    ) -> tuple[list[float], list[float]]:
+        """What is communicated beside the forward and the backward turn of each unit."""
+        num_units = len(gather_s)
+        schedule = straight_schedule(num_units, reshard_after_forward=reshard_after_forward)
+        seconds_of = {"gather": gather_s, "reduce": reduce_s}
+        forward_s, backward_s = [0.0] * num_units, [0.0] * num_units
+        for i, turn in enumerate(schedule.turns):
+            side = forward_s if turn.phase is Phase.FORWARD else backward_s
+            side[turn.unit] += sum(seconds_of[k][unit] for k, unit, _ in schedule.beside(i))
+        return forward_s, backward_s
+
+    def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
+        """Elements that each device stores once every border lies between rows."""
+        return stored_numels(self.workload.layouts(), state_shares)
