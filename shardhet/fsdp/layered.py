@@ -28,9 +28,38 @@ from shardhet.fsdp.joining import InputGrads, Joined, spans_of
 from shardhet.records.layout import Span
 
 
+class Surroundings:
+    """What happens around the runs of one visit.  By itself nothing does."""
+
+    def random_state(self) -> AbstractContextManager[Any]:
+        """Around all runs of one phase."""
+        return nullcontext()
+
+    def seed_microbatch(self, start: int) -> None:
+        """Before a run whose first sample is ``start`` of the rank's batch."""
+
+    def in_forward(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Around a microbatch in forward."""
+        return nullcontext()
+
+    def in_backward(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Around a microbatch in backward, recomputation included."""
+        return nullcontext()
+
+    def in_function(self, start: int, is_repeated: bool) -> AbstractContextManager[Any]:
+        """Around the unit's own forward, when it is repeated in backward too."""
+        return nullcontext()
+
+    def enter_backward(self) -> None:
+        """Autograd has reached the visit."""
+
+    def leave_backward(self) -> None:
+        """All microbatches are through backward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """How one visit of a unit is to be computed; made by the runtime."""
+    """What one visit of a unit computes, and in which surroundings."""
 
     unit_fqn: str
     function: Callable[..., Any]  # the module's own forward
@@ -39,13 +68,7 @@ class Visit:
     recomputes: bool
     param_addresses: frozenset[int]  # of storages that are freed when the unit is resharded
     device_type: str
-    random_state: Callable[[], AbstractContextManager[Any]]  # around a visit
-    seed_microbatch: Callable[[int], None]
-    around_forward: Callable[[int, bool], AbstractContextManager[Any]]  # is it a recomputation?
-    watch_forward: Callable[[int], AbstractContextManager[Any]]
-    watch_backward: Callable[[int], AbstractContextManager[Any]]
-    enter_backward: Callable[[], None]
-    leave_backward: Callable[[], None]
+    around: Surroundings
 
     @property
     def spans(self) -> list[Span]:
@@ -66,9 +89,9 @@ def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
     if anchor is not None:
         joined = _VisitFunction.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         return call.joined.as_returned(joined)
-    with torch.no_grad(), visit.random_state():
+    with torch.no_grad(), visit.around.random_state():
         for i in range(len(call.spans)):
-            with visit.watch_forward(i):
+            with visit.around.in_forward(i):
                 call.joined.add(i, call.run(i, call.pieces(i, tensors), is_repeated=False))
     detached = call.joined.detached_from(tensors, visit.param_addresses)
     return call.joined.as_returned(detached)
@@ -85,9 +108,9 @@ class _VisitFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         versions = [t._version for t in tensors]
         call.autocast_dtype = autocast_dtype_now(visit.device_type)
-        with visit.random_state():
+        with visit.around.random_state():
             for i in range(len(call.spans)):
-                with visit.watch_forward(i):
+                with visit.around.in_forward(i):
                     if visit.recomputes:
                         pieces = call.pieces(i, tensors)
                         call.joined.add(i, call.run(i, pieces, is_repeated=False))
@@ -110,11 +133,11 @@ class _VisitFunction(torch.autograd.Function):
         call: _Call = ctx.call
         visit = call.visit
         tensors = ctx.saved_tensors
-        visit.enter_backward()
+        visit.around.enter_backward()
         input_grads = InputGrads(call.spans, visit.rules.inputs, tensors)
-        with visit.random_state():
+        with visit.around.random_state():
             for i in range(len(call.spans)):
-                with visit.watch_backward(i):
+                with visit.around.in_backward(i):
                     if visit.recomputes:
                         with autocast_as(visit.device_type, call.autocast_dtype):
                             graph, output = call.run_with_graph(i, tensors, is_repeated=True)
@@ -125,7 +148,7 @@ class _VisitFunction(torch.autograd.Function):
                         call.graphs[i] = _Graph([])
                     graph.backward(call.joined.pieces_of(i, grads))
                     input_grads.add(i, graph.inputs)
-        visit.leave_backward()
+        visit.around.leave_backward()
         return None, None, *input_grads.result()
 
 
@@ -181,9 +204,9 @@ class _Call:
         if not self._is_positional:
             args, kwargs = unflatten(leaves, visit.rules.arguments.spec)
         start = self.spans[microbatch].start
-        visit.seed_microbatch(start)
+        visit.around.seed_microbatch(start)
         autocast = autocast_as(visit.device_type, autocast_dtype_now(visit.device_type))
-        with autocast, visit.around_forward(start, is_repeated):
+        with autocast, visit.around.in_function(start, is_repeated):
             return visit.function(*args, **kwargs)
 
     def run_with_graph(

@@ -8,7 +8,7 @@ cutting off inputs, joining outputs, calling autograd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.fsdp.batching import flatten
 from shardhet.fsdp.build import UnitDraft, draft_units
-from shardhet.fsdp.layered import Visit, run_visit
+from shardhet.fsdp.layered import Surroundings, Visit, run_visit
 from shardhet.fsdp.materialize import materialize
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.wrapping import find_units
@@ -165,13 +165,7 @@ class UnitRunner:
             rules=call.unit_call.rules,
             param_addresses=frozenset(),
             device_type=self._device.type,
-            random_state=partial(self._random.around, is_training),
-            seed_microbatch=lambda start: self._random.seed(fqn, 0, 0, start, is_training),
-            around_forward=lambda _start, _is_repeated: nullcontext(),
-            watch_forward=_nothing_around,
-            watch_backward=_nothing_around,
-            enter_backward=_nothing,
-            leave_backward=_nothing,
+            around=_SeededAlone(self._random, fqn, is_training),
         )
 
     def _accumulate_in(self, reduce_dtype: torch.dtype | None, draft: UnitDraft) -> None:
@@ -263,9 +257,18 @@ def _add_grad(into: Tensor, param: Tensor) -> None:
     param.grad = None
 
 
-def _nothing_around(_microbatch: int) -> AbstractContextManager[None]:
-    return nullcontext()
+class _SeededAlone(Surroundings):
+    """A unit by itself has random numbers around it, and no turn."""
 
+    def __init__(self, random: RandomStates, fqn: str, is_training: bool) -> None:
+        self._random = random
+        self._fqn = fqn
+        self._is_training = is_training
 
-def _nothing() -> None:
-    """What the runtime does around a visit has no meaning for a unit alone."""
+    def random_state(self) -> AbstractContextManager[Any]:
+        """See ``Surroundings``."""
+        return self._random.around(self._is_training)
+
+    def seed_microbatch(self, start: int) -> None:
+        """See ``Surroundings``."""
+        self._random.seed(self._fqn, 0, 0, start, self._is_training)
