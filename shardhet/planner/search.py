@@ -23,24 +23,23 @@ of the state; there a dynamic programme settles what rounding leaves open.
 """
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardhet.planner import exact
+from shardhet.planner.boxes import Box, Grid, with_entry
+from shardhet.planner.incumbent import RELATIVE_EPSILON, Choices, Incumbent
 from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Choice, Floats, Limits, Problem, Value
+from shardhet.planner.problem import Choice, Limits, Problem, Value
 
-# Two objectives closer than this are equal: sums of floats in different orders differ more.
-RELATIVE_EPSILON = 1e-12
 RAY_STEPS = 24  # bisections along the diagonal of a box for an incumbent, at most
 RAY_PRECISION = 1e-3  # of the sum of phases; boxes do the rest better
 SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
-NUM_RUNNERS_UP = 6
-RUNNER_UP_MARGIN = 0.01  # how much slower than the best they may be
 TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
 
@@ -61,11 +60,11 @@ DEFAULT_EFFORT = Effort()
 class Found:
     """The best choices found and what no choice can beat."""
 
-    choices: tuple[Choice, ...]
+    choices: Choices
     value: Value
     lower_bound_s: float
     num_scanned: float  # candidates looked at
-    runners_up: tuple[tuple[Choice, ...], ...] = ()  # the next best that were met, in order
+    runners_up: tuple[Choices, ...] = ()  # the next best that were met, in order
 
     @property
     def relative_gap(self) -> float:
@@ -77,23 +76,16 @@ class NothingFitsError(Exception):
     """No choice meets the batch and the state; without limits on time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """Limits between the values at indices ``lo`` and ``hi``, both included."""
+class Bracket(NamedTuple):
+    """Where the least thing that fits lies: ``low`` does not fit, ``high`` does."""
 
-    lo: tuple[int, ...]
-    hi: tuple[int, ...]
-    total_s: float  # no choice in it has phases that sum to less
-    optimizer_s: float  # nor a faster optimizer
+    low: float
+    high: float
 
-    @property
-    def is_point(self) -> bool:
-        return self.lo == self.hi
-
-    @property
-    def bound_s(self) -> float:
-        """What no choice in the box can beat."""
-        return self.total_s + self.optimizer_s
+    def halved(self, fits: Callable[[Any], bool], at: float | None = None) -> "Bracket":
+        """The half that holds it; ``at`` is where to cut, the middle by default."""
+        middle = (self.low + self.high) / 2 if at is None else at
+        return self._replace(high=middle) if fits(middle) else self._replace(low=middle)
 
 
 def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
@@ -106,12 +98,13 @@ def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
     if box is None:
         return first.found(np.inf)
     # What is slower than the first incumbent allows cannot be part of a better one.
-    smaller, kept = problem.within(first.values_at(box.hi))
-    second = _Search(smaller, effort)
-    second.value, second.oracle.num_scanned = first.value, first.oracle.num_scanned
+    smaller, kept = problem.within(first.grid.at(box.hi))
+    second = _Search(
+        smaller, effort, value=first.best.value, num_scanned=first.oracle.num_scanned
+    )
     found = second.found(second.search_boxes(second.box_within(box, first)))
 
-    def original(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    def original(choices: Choices) -> Choices:
         return tuple(
             replace(choice, candidate=int(kept[choice.group][choice.candidate]))
             for choice in choices
@@ -119,157 +112,114 @@ def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
 
     return replace(
         found,
-        choices=original(second.choices) or first.choices,
+        choices=original(second.best.choices) or first.best.choices,
         runners_up=tuple(map(original, found.runners_up)),
     )
 
 
-@dataclass
 class _Search:
-    problem: Problem
-    effort: Effort
-    choices: tuple[Choice, ...] = ()
-    value: Value | None = None
-    exact_additions: float = 0.0
-    met: dict[tuple[Choice, ...], float] = field(default_factory=dict)  # objectives, good ones
-    is_small: bool = field(init=False)
-    oracle: Oracle = field(init=False)
-    values: list[Floats] = field(init=False)  # per phase, ascending: what limits may be
+    """One search: what it may still spend, what it has found, and its questions."""
 
-    def __post_init__(self) -> None:
-        self.oracle = Oracle(self.problem)
-        self.is_small = exact.effort(self.problem) <= SMALL_ADDITIONS
-        self.values = [np.unique(cost[np.isfinite(cost)]) for cost in self.problem.costs]
+    def __init__(
+        self,
+        problem: Problem,
+        effort: Effort,
+        *,
+        value: Value | None = None,
+        num_scanned: float = 0.0,
+    ) -> None:
+        """Of a search that goes on from another, ``value`` is what that has reached."""
+        self.problem = problem
+        self.effort = effort
+        self.best = Incumbent(problem, value)
+        self.oracle = Oracle(problem)
+        self.oracle.num_scanned = num_scanned
+        self.grid = Grid(problem)
+        self.exact_additions = 0.0
+        self.is_small = exact.effort(problem) <= SMALL_ADDITIONS
 
-    @property
-    def incumbent_s(self) -> float:
-        """Sum of phases and optimizer of the best choice so far."""
-        return np.inf if self.value is None else self.value.objective_s - self.problem.fixed_s
-
-    @property
-    def target_s(self) -> float:
-        """What a choice must stay below to be worth finding."""
-        return self.incumbent_s * (1 - RELATIVE_EPSILON)
-
-    def root(self) -> _Box | None:
+    def root(self) -> Box | None:
         """A first incumbent, and where something better may be; None if nowhere."""
-        last = tuple(len(values) - 1 for values in self.values)
-        unlimited = Limits(self.values_at(last))
+        last = self.grid.last
+        unlimited = Limits(self.grid.at(last))
         if not self.oracle.is_feasible(unlimited):
             raise NothingFitsError
-        first = tuple(
-            int(np.searchsorted(values, least_s * (1 - RELATIVE_EPSILON)))
-            for values, least_s in zip(self.values, self.problem.least_phases_s(), strict=True)
+        first = self.grid.index_of(
+            [least_s * (1 - RELATIVE_EPSILON) for least_s in self.problem.least_phases_s()]
         )
-        box = _Box(first, last, sum(self.values_at(first)), self.problem.least_optimizer_s)
+        box = Box(first, last, sum(self.grid.at(first)), self.problem.least_optimizer_s)
         self.try_ray(box)
-        if self.value is None and self.can_afford_exact:
-            self.try_choice(self.exact_choice(unlimited))
+        if self.best.value is None and self.can_afford_exact:
+            self.best.offer(self.exact_choice(unlimited))
         tight = self.tightened(box)
         if tight is None:
             return None
         self.try_ray(tight)
         return self.tightened(tight)
 
-    def box_within(self, box: _Box, other: "_Search") -> _Box:
+    def box_within(self, box: Box, other: "_Search") -> Box:
         """The box of another search of this problem, whose upper corner is the last here."""
-        lo = [
-            int(np.searchsorted(values, limit))
-            for values, limit in zip(self.values, other.values_at(box.lo), strict=True)
-        ]
-        return replace(box, lo=tuple(lo), hi=tuple(len(v) - 1 for v in self.values))
+        return replace(box, lo=self.grid.index_of(other.grid.at(box.lo)), hi=self.grid.last)
 
     def found(self, bound_s: float) -> Found:
         """The result, given what the search has proven."""
-        if self.value is None:
+        if self.best.value is None:
             raise NothingFitsError
         return Found(
-            choices=self.choices,
-            value=self.value,
-            lower_bound_s=min(bound_s, self.incumbent_s) + self.problem.fixed_s,
+            choices=self.best.choices,
+            value=self.best.value,
+            lower_bound_s=min(bound_s, self.best.seconds) + self.problem.fixed_s,
             num_scanned=self.oracle.num_scanned,
-            runners_up=self.runners_up(),
+            runners_up=tuple(self.best.runners_up()),
         )
 
-    def runners_up(self) -> tuple[tuple[Choice, ...], ...]:
-        """What came closest to the best choice."""
-        ranked = sorted(self.met, key=lambda each: self.met[each])  # equal ones as they came
-        others = [each for each in ranked if each != self.choices]
-        return tuple(others[:NUM_RUNNERS_UP])
-
-    def search_boxes(self, root: _Box) -> float:
+    def search_boxes(self, root: Box) -> float:
         """Split until nothing can beat the incumbent; returns the bound that was reached."""
         order = count()
         boxes = [(root.bound_s, next(order), root)]
         unresolved_s = np.inf  # least bound of points that could not be settled
         while boxes:
             bound_s, _, box = heapq.heappop(boxes)
-            enough_s = self.incumbent_s / (1 + self.effort.relative_gap)
+            enough_s = self.best.seconds / (1 + self.effort.relative_gap)
             is_exhausted = self.oracle.num_scanned > self.effort.max_scanned
-            if min(bound_s, unresolved_s) >= min(self.target_s, enough_s) or is_exhausted:
+            if min(bound_s, unresolved_s) >= min(self.best.target_s, enough_s) or is_exhausted:
                 return min(bound_s, unresolved_s)
             if box.is_point:
                 unresolved_s = min(unresolved_s, self.settle(box))
                 continue
-            for half in self.halves(box):
+            for half in self.grid.halves(box):
                 tight = self.tightened(half)
                 if tight is not None:
-                    for corner in (tight.lo, tight.hi, self.middle(tight)):
-                        self.try_choice(self.oracle.construct(Limits(self.values_at(corner))))
+                    for corner in (tight.lo, tight.hi, self.grid.middle(tight)):
+                        self.best.offer(self.oracle.construct(Limits(self.grid.at(corner))))
                     heapq.heappush(boxes, (tight.bound_s, next(order), tight))
-        return min(unresolved_s, self.incumbent_s)
+        return min(unresolved_s, self.best.seconds)
 
     # Boxes #
 
-    def values_at(self, index: Sequence[int]) -> tuple[float, ...]:
-        """The limits at indices."""
-        return tuple(float(values[i]) for values, i in zip(self.values, index, strict=True))
-
-    def middle(self, box: _Box) -> tuple[int, ...]:
-        """Indices half way between the corners, by value."""
-        return tuple(
-            int(np.searchsorted(values, (values[lo] + values[hi]) / 2))
-            for values, lo, hi in zip(self.values, box.lo, box.hi, strict=True)
-        )
-
-    def halves(self, box: _Box) -> list[_Box]:
-        """The box cut in two across its longest edge."""
-        edges = [
-            values[hi] - values[lo]
-            for values, lo, hi in zip(self.values, box.lo, box.hi, strict=True)
-        ]
-        d = int(np.argmax(edges))
-        values, lo, hi = self.values[d], box.lo[d], box.hi[d]
-        cut = int(np.searchsorted(values, (values[lo] + values[hi]) / 2, side="right")) - 1
-        cut = min(max(cut, lo), hi - 1)
-        return [
-            replace(box, hi=_with(box.hi, d, cut)),
-            replace(box, lo=_with(box.lo, d, cut + 1)),
-        ]
-
-    def tightened(self, box: _Box) -> _Box | None:
+    def tightened(self, box: Box) -> Box | None:
         """The part of the box that may hold something better; None where nothing does."""
         lo, hi = box.lo, box.hi
-        least_s = sum(self.values_at(lo))
+        least_s = sum(self.grid.at(lo))
         total_s = max(box.total_s, least_s)
-        if total_s + box.optimizer_s >= self.target_s:
+        if total_s + box.optimizer_s >= self.best.target_s:
             return None
-        for d, values in enumerate(self.values):
-            spare_s = self.target_s - box.optimizer_s - (least_s - values[lo[d]])
+        for d, values in enumerate(self.grid.values):
+            spare_s = self.best.target_s - box.optimizer_s - (least_s - values[lo[d]])
             last = int(np.searchsorted(values, spare_s, side="left")) - 1
-            hi = _with(hi, d, min(hi[d], max(last, lo[d])))
+            hi = with_entry(hi, d, min(hi[d], max(last, lo[d])))
         limits = self.limits(lo, hi, total_s, box.optimizer_s)
         if not self.holds_any(limits):
             return None
-        for d in range(len(self.values)):
-            lo = _with(lo, d, self.least_index(d, lo[d], hi, limits))
-        total_s = max(total_s, sum(self.values_at(lo)))
-        if total_s + box.optimizer_s >= self.target_s:
+        for d in range(len(self.grid.values)):
+            lo = with_entry(lo, d, self.least_index(d, lo[d], hi, limits))
+        total_s = max(total_s, sum(self.grid.at(lo)))
+        if total_s + box.optimizer_s >= self.best.target_s:
             return None
         limits = self.limits(lo, hi, total_s, box.optimizer_s)
         optimizer_s = self.least_optimizer_s(limits, box.optimizer_s)
-        tight = _Box(lo, hi, self.least_total_s(limits, total_s), optimizer_s)
-        return tight if tight.bound_s < self.target_s else None
+        tight = Box(lo, hi, self.least_total_s(limits, total_s), optimizer_s)
+        return tight if tight.bound_s < self.best.target_s else None
 
     def limits(
         self, lo: Sequence[int], hi: Sequence[int], total_s: float, optimizer_s: float
@@ -278,43 +228,46 @@ class _Search:
 
         Using a candidate costs at least ``max(lo_d, its cost)`` in every phase.
         """
-        has_totals = len(self.values) > 1 and self.value is not None
+        has_totals = len(self.grid.values) > 1 and self.best.value is not None
         return Limits(
-            phases_s=self.values_at(hi),
-            optimizer_s=self.target_s - total_s,
-            totals_s=self.problem.totals_above(self.values_at(lo)) if has_totals else None,
-            total_s=self.target_s - optimizer_s,
+            phases_s=self.grid.at(hi),
+            optimizer_s=self.best.target_s - total_s,
+            totals_s=self.problem.totals_above(self.grid.at(lo)) if has_totals else None,
+            total_s=self.best.target_s - optimizer_s,
         )
 
+    def may_fit(self, limits: Limits) -> tuple[bool, Choices | None]:
+        """Whether something may fit the limits, and what was met on the way.
+
+        Exact where devices are few: there half of one matters, and the dynamic programme
+        costs no more than the relaxation.
+        """
+        if not self.oracle.is_feasible(limits):
+            return False, None
+        if not self.is_small:
+            return True, None
+        choices = self.exact_choice(limits)
+        return choices is not None and self.has_room(choices, limits), choices
+
+    def fits(self, limits: Limits) -> bool:
+        """``may_fit``, with what was met offered as the incumbent."""
+        is_possible, met = self.may_fit(limits)
+        self.best.offer(met)
+        return is_possible
+
     def holds_any(self, limits: Limits) -> bool:
-        """Whether something may fit; what rounding leaves open is settled if affordable."""
+        """``fits``; where many devices leave rounding open it is settled if affordable."""
         if not self.fits(limits):
             return False
-        if self.is_small or self.value is None:
+        if self.is_small or self.best.value is None:
             return True
         choices = self.oracle.construct(limits)
         if choices is None and self.can_afford_exact:
             choices = self.exact_choice(limits)
             if choices is None or not self.has_room(choices, limits):
                 return False
-        self.try_choice(choices)
+        self.best.offer(choices)
         return True
-
-    def fits(self, limits: Limits) -> bool:
-        """Whether something may fit the limits; exact where devices are few.
-
-        With few devices half of one matters, and there the dynamic programme costs no more
-        than the relaxation.
-        """
-        if not self.oracle.is_feasible(limits):
-            return False
-        if not self.is_small:
-            return True
-        choices = self.exact_choice(limits)
-        if choices is None:
-            return False
-        self.try_choice(choices)
-        return self.has_room(choices, limits)
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
         """Whether the state fits beside the choices and their optimizers keep the limit."""
@@ -326,18 +279,14 @@ class _Search:
         """The least limit on phase ``d`` that fits, the others at ``hi``, which fits."""
 
         def fits(index: int) -> bool:
-            return self.fits(replace(limits, phases_s=self.values_at(_with(hi, d, index))))
+            return self.fits(replace(limits, phases_s=self.grid.at(with_entry(hi, d, index))))
 
-        last = hi[d]
         if fits(first):
             return first
-        while last - first > 1:
-            middle = (first + last) // 2
-            if fits(middle):
-                last = middle
-            else:
-                first = middle
-        return last
+        bracket = Bracket(first, hi[d])
+        while bracket.high - bracket.low > 1:
+            bracket = bracket.halved(fits, at=int(bracket.low + bracket.high) // 2)
+        return int(bracket.high)
 
     def least_optimizer_s(self, limits: Limits, least_s: float) -> float:
         """A bound on the optimizer's time within the limits, which fit."""
@@ -345,14 +294,10 @@ class _Search:
             replace(limits, optimizer_s=least_s * (1 + 1e-9))
         ):
             return least_s
-        low, high = least_s, limits.optimizer_s
+        bracket = Bracket(least_s, limits.optimizer_s)
         for _ in range(OPTIMIZER_STEPS):
-            middle = (low + high) / 2
-            if self.fits(replace(limits, optimizer_s=middle)):
-                high = middle
-            else:
-                low = middle
-        return low
+            bracket = bracket.halved(lambda s: self.fits(replace(limits, optimizer_s=s)))
+        return bracket.low
 
     def least_total_s(self, limits: Limits, least_s: float) -> float:
         """A bound on the sum of all phases within the limits, which fit.
@@ -362,32 +307,17 @@ class _Search:
         """
         if limits.totals_s is None or self.fits(replace(limits, total_s=least_s)):
             return least_s
-        low, high = least_s, limits.total_s
+        bracket = Bracket(least_s, limits.total_s)
         for _ in range(TOTAL_STEPS):
-            middle = (low + high) / 2
-            if self.fits(replace(limits, total_s=middle)):
-                high = middle
-            else:
-                low = middle
-        self.try_choice(self.oracle.construct(replace(limits, total_s=high)))
-        return low
+            bracket = bracket.halved(lambda s: self.fits(replace(limits, total_s=s)))
+        self.best.offer(self.oracle.construct(replace(limits, total_s=bracket.high)))
+        return bracket.low
 
     # Incumbents #
 
-    def try_choice(self, choices: tuple[Choice, ...] | None) -> bool:
-        """Keep it if it is the best so far; returns whether there is room for the state."""
-        value = None if choices is None else self.problem.evaluate(choices)
-        if choices is None or value is None:
-            return False
-        if self.value is None or value.objective_s < self.value.objective_s:
-            self.choices, self.value = choices, value
-        if value.objective_s <= self.value.objective_s * (1 + RUNNER_UP_MARGIN):
-            self.met.setdefault(choices, value.objective_s)
-        return True
-
-    def try_ray(self, box: _Box) -> None:
+    def try_ray(self, box: Box) -> None:
         """An incumbent near the least point that fits on the way from ``lo`` to ``hi``."""
-        low, high = np.array(self.values_at(box.lo)), np.array(self.values_at(box.hi))
+        low, high = np.array(self.grid.at(box.lo)), np.array(self.grid.at(box.hi))
 
         def limits(part: float) -> Limits:
             return Limits(tuple((low + part * (high - low)).tolist()))
@@ -407,10 +337,10 @@ class _Search:
             else:
                 near = part
         for part in reversed(fitting):
-            if self.try_choice(self.choice_within(limits(part))):
+            if self.best.offer(self.choice_within(limits(part))):
                 return
 
-    def choice_within(self, limits: Limits) -> tuple[Choice, ...] | None:
+    def choice_within(self, limits: Limits) -> Choices | None:
         """Something within the limits; with few devices what leaves most room, exactly."""
         return (self.exact_choice if self.is_small else self.oracle.construct)(limits)
 
@@ -419,31 +349,27 @@ class _Search:
         price = exact.effort(self.problem)
         return self.exact_additions + price <= self.effort.max_exact_additions
 
-    def exact_choice(self, limits: Limits) -> tuple[Choice, ...] | None:
+    def exact_choice(self, limits: Limits) -> Choices | None:
         """The choice with the most room within the limits."""
         self.exact_additions += exact.effort(self.problem)
         return exact.best_choice(self.problem, limits)
 
-    def settle(self, point: _Box) -> float:
+    def settle(self, point: Box) -> float:
         """Exhaust a box of one point; returns its bound, infinite where nothing is left."""
         while True:
-            limits = Limits(self.values_at(point.hi), self.target_s - point.total_s)
+            limits = Limits(self.grid.at(point.hi), self.best.target_s - point.total_s)
             if limits.optimizer_s < point.optimizer_s or not self.oracle.is_feasible(limits):
                 return np.inf
-            before = self.incumbent_s
-            self.try_choice(self.oracle.construct(limits))
-            if self.incumbent_s < before:
+            before = self.best.seconds
+            self.best.offer(self.oracle.construct(limits))
+            if self.best.seconds < before:
                 continue
             if self.can_afford_exact:
                 choices = self.exact_choice(limits)
                 if choices is None or not self.has_room(choices, limits):
                     return np.inf
-                self.try_choice(choices)
-                if self.incumbent_s < before:
+                self.best.offer(choices)
+                if self.best.seconds < before:
                     continue
             # Too many devices to settle it.
             return point.total_s + self.least_optimizer_s(limits, point.optimizer_s)
-
-
-def _with(index: tuple[int, ...], d: int, value: int) -> tuple[int, ...]:
-    return (*index[:d], value, *index[d + 1 :])
