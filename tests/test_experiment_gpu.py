@@ -1,8 +1,8 @@
 """The experiment for one GPU, as far as it goes without one."""
 
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -11,26 +11,12 @@ import torch
 
 from experiments.common import read_csv
 
-FOLDER = Path(__file__).parent.parent / "experiments" / "20_gpu"
-OWN_MODULES = {path.stem for path in FOLDER.glob("*.py")}
+FOLDER = Path(__file__).parent.parent / "experiments" / "gpu"
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder's scripts import one another by their bare names."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = {name: sys.modules.pop(name, None) for name in OWN_MODULES}
-    yield
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
-
-
 def own(name: str) -> ModuleType:
-    assert name in OWN_MODULES
-    return __import__(name)
+    return import_module(f"experiments.gpu.{name}")
 
 
 @pytest.mark.parametrize(

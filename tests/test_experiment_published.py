@@ -1,19 +1,19 @@
-"""What experiments/12_published makes of published tables and of its own rows."""
+"""What experiments/published makes of published tables and of its own rows."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("hydra", reason="clusters and models are read as on the command line")
-
-HERE = Path(__file__).parent.parent / "experiments" / "12_published"
-sys.path.insert(0, str(HERE))
-
-from blocks import BLOCK, KIND_BY_GPU, derived_over_published, with_published_blocks  # noqa: E402
-from forms import EVEN, FORMS, FULL, MEMORY_ONLY, Row, predict  # noqa: E402
-from inputs import (  # noqa: E402
+from experiments.common import read_csv, write_csv
+from experiments.published.blocks import (
+    BLOCK,
+    KIND_BY_GPU,
+    derived_over_published,
+    with_published_blocks,
+)
+from experiments.published.forms import EVEN, FORMS, FULL, MEMORY_ONLY, Row, predict
+from experiments.published.inputs import (
     DERIVED,
     PUBLISHED_CLUSTER,
     Case,
@@ -21,13 +21,10 @@ from inputs import (  # noqa: E402
     inputs_of,
     on_fewer_nodes,
 )
-from summary import bars, by_case, gap, in_rounds  # noqa: E402
+from experiments.published.summary import bars, by_case, gap, in_rounds
+from shardhet.records.profiles import Source
 
-from experiments.common import read_csv, write_csv  # noqa: E402
-from shardhet.records.profiles import Source  # noqa: E402
-
-sys.path.remove(str(HERE))
-
+HERE = Path(__file__).parent.parent / "experiments" / "published"
 ENTRY = ([10.0, 1.0], [20.0, 2.0], [11.0, 21.0], [22.0, 42.0])  # milliseconds
 CASE = Case(part=DERIVED, cluster="rtx4090_2x3090", model="llama_1b", global_batch_size=32)
 

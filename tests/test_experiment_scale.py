@@ -1,37 +1,25 @@
-"""The pure helpers of experiments/11_scale; its measurements are not repeated here."""
+"""The pure helpers of experiments/scale; its measurements are not repeated here."""
 
-import sys
 import time
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from experiments.scale import (
+    accumulation,
+    overhead,
+    paced,
+    simulated,
+    slept_profile,
+    systems,
+    worlds,
+)
 from shardhet import simulate
 from shardhet.pricing.setting import Setting
 from shardhet.records.profiles import Collectives, Profile, Source
 
-FOLDER = Path(__file__).parent.parent / "experiments" / "11_scale"
 
-
-@pytest.fixture(scope="module")
-def load() -> Iterator[Any]:
-    """Imports a module of the folder, whose name is no Python name; forgets it afterwards."""
-    names = {path.stem for path in FOLDER.glob("*.py")}
-    hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    yield import_module
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(hidden)
-
-
-def test_a_paced_model_has_gradients_of_every_element(load: Any) -> None:
-    paced = load("paced")
+def test_a_paced_model_has_gradients_of_every_element() -> None:
     model = paced.PacedModel(2, 2 * paced.ROW_NUMEL, lambda _seconds: None)
     loss_sum, num_tokens = model(torch.zeros(3, 1))
     loss_sum.backward()
@@ -41,8 +29,7 @@ def test_a_paced_model_has_gradients_of_every_element(load: Any) -> None:
         assert torch.equal(param.grad, torch.full_like(param, 3.0))
 
 
-def test_a_paced_model_spends_what_it_is_told(load: Any) -> None:
-    paced = load("paced")
+def test_a_paced_model_spends_what_it_is_told() -> None:
     spent_s: list[float] = []
     model = paced.PacedModel(2, paced.ROW_NUMEL, spent_s.append)
     model.set_pace(0.5)
@@ -52,7 +39,7 @@ def test_a_paced_model_spends_what_it_is_told(load: Any) -> None:
 
 
 def test_a_sleeper_makes_up_for_sleeps_that_were_too_long(
-    load: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock_s = 0.0
 
@@ -62,14 +49,13 @@ def test_a_sleeper_makes_up_for_sleeps_that_were_too_long(
 
     monkeypatch.setattr(time, "sleep", oversleep)
     monkeypatch.setattr(time, "perf_counter", lambda: clock_s)
-    sleep = load("paced").Sleeper()
+    sleep = paced.Sleeper()
     for _ in range(10):
         sleep(0.01)
     assert clock_s == pytest.approx(0.101)
 
 
-def test_plans_of_worlds_deal_the_same_batch_and_all_of_the_state(load: Any) -> None:
-    worlds = load("worlds")
+def test_plans_of_worlds_deal_the_same_batch_and_all_of_the_state() -> None:
     for world_size in worlds.FAR_WORLD_SIZES:
         plans = worlds.plans_of(world_size)
         batches = {plan.global_batch_size for plan in plans.values()}
@@ -78,13 +64,15 @@ def test_plans_of_worlds_deal_the_same_batch_and_all_of_the_state(load: Any) -> 
         assert [rank.rank_batch_size for rank in first] == [8, 4, 2, 2]
 
 
-def test_without_communication_a_slept_step_lasts_as_long_as_its_sleeps(load: Any) -> None:
-    slept, worlds, paced = load("slept_profile"), load("worlds"), load("paced")
+def test_without_communication_a_slept_step_lasts_as_long_as_its_sleeps() -> None:
     profile = Profile(
-        devices=slept.slept_devices(0.01),
+        devices=slept_profile.slept_devices(0.01),
         collectives=Collectives(source=Source.MEASURED, points=()),
     )
-    cluster, workload = slept.cluster_of(8), slept.workload_of(3, worlds.UNIT_NUMEL)
+    cluster, workload = (
+        slept_profile.cluster_of(8),
+        slept_profile.workload_of(3, worlds.UNIT_NUMEL),
+    )
     seconds = {
         name: simulate(plan, Setting(cluster, workload, profile)).step_time_s
         for name, plan in worlds.plans_of(8).items()
@@ -93,8 +81,7 @@ def test_without_communication_a_slept_step_lasts_as_long_as_its_sleeps(load: An
     assert seconds["equal"] == pytest.approx(paced.step_seconds(3, 4, 0.01 / 0.25))
 
 
-def test_the_fit_finds_what_the_figures_were_made_of(load: Any) -> None:
-    overhead = load("overhead")
+def test_the_fit_finds_what_the_figures_were_made_of() -> None:
     seconds = {
         (units, count): 1e-3 + 2e-4 * units + 5e-5 * units * count
         for units in (4, 16, 64)
@@ -103,21 +90,20 @@ def test_the_fit_finds_what_the_figures_were_made_of(load: Any) -> None:
     assert overhead.fit(seconds) == pytest.approx((1e-3, 2e-4, 5e-5))
 
 
-def test_growth_needs_something_that_grows(load: Any) -> None:
-    growth = load("accumulation").growth
+def test_growth_needs_something_that_grows() -> None:
+    growth = accumulation.growth
     assert growth(0.02, 0.022) == pytest.approx(1.1)
     assert growth(-0.001, 0.01) == float("inf")
     assert growth(-0.001, -0.01) == 0
 
 
-def test_microbatches_of_plain_accumulation_are_equal(load: Any) -> None:
-    split = load("systems").split
+def test_microbatches_of_plain_accumulation_are_equal() -> None:
+    split = systems.split
     parts = split((torch.arange(6), torch.arange(6)), 3)
     assert [len(tokens) for tokens, _ in parts] == [2, 2, 2]
 
 
-def test_simulator_and_cost_model_look_at_one_plan(load: Any) -> None:
-    simulated = load("simulated")
+def test_simulator_and_cost_model_look_at_one_plan() -> None:
     samples = [s for n in simulated.SAMPLES_PER_DEVICE for s in simulated._measure_case(64, n)]
     report = simulated.report(samples)
     assert len(report.tables[0].rows) == 2

@@ -1,6 +1,6 @@
 """Random graphs of units under random plans: exact, or refused by name; never wrong.
 
-The campaign in experiments/18_fuzz runs thousands of what runs here in small.
+The campaign in experiments/fuzz runs thousands of what runs here in small.
 """
 
 import pickle

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-import shardhet.fsdp.module
 import shardhet.fsdp.state
+import shardhet.fsdp.state_door
 from shardhet import HetFSDP, Plan
 from shardhet.comm.channel import Channel
 from tests.edge_plans import UNEVEN, every_plan
@@ -148,7 +148,7 @@ def test_states_that_cannot_be_loaded_are_refused(fault: str, message: str) -> N
 
 
 def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
-    for module in (shardhet.fsdp.module, shardhet.fsdp.state):
+    for module in (shardhet.fsdp.state_door, shardhet.fsdp.state):
         module.SECONDS_FOR_ALL_TO_COME = 1.0  # type: ignore[attr-defined]
     pair = Pair(UNEVEN)
     if over_gloo:

@@ -1,4 +1,4 @@
-"""Some families of experiments/16_other_peoples_models as it runs them, in one process tree."""
+"""Some families of experiments/other_peoples_models as it runs them, in one process tree."""
 
 import csv
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-PROGRAM = REPOSITORY / "experiments" / "16_other_peoples_models" / "run.py"
+PROGRAM = "experiments.other_peoples_models.run"
 CASES = {  # family: way of calling; all with three ranks, one without samples
     "Qwen3": "logits",
     "GPT-2": "labels",
@@ -42,7 +42,7 @@ def row_by_family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
     cases = [f"{family}/{way}" for family, way in CASES.items()]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, PROGRAM, "--quick", "--results", path, "--case", *cases],
+        [sys.executable, "-m", PROGRAM, "--quick", "--results", path, "--case", *cases],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

@@ -304,5 +304,5 @@ def test_128_devices_are_planned_for_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "128 devices of 4 kinds" in done.stdout
-    # A guard only, in CPU seconds: experiments/04_planner measures the time.
+    # A guard only, in CPU seconds: experiments/planner measures the time.
     assert float(done.stdout.split("SECONDS")[1]) < 20

@@ -34,7 +34,7 @@ def random_medium(i: int) -> Problem:
 
 @pytest.mark.parametrize("block", range(4))
 def test_highs_alone_finds_what_the_search_finds(block: int) -> None:
-    for i in range(block * 10, block * 10 + 10):  # experiments/04_planner runs 400
+    for i in range(block * 10, block * 10 + 10):  # experiments/planner runs 400
         problem = random_medium(i)
         try:
             found = search(problem)

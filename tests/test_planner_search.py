@@ -9,7 +9,7 @@ from shardhet.planner.problem import Group, Limits, Problem, fill_level
 from shardhet.planner.search import Effort, NothingFitsError, search
 from tests.planning_problems import BruteForce, random_problem, recomputed_objective
 
-NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100  # experiments/04_planner runs ten of these blocks
+NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100  # experiments/planner runs ten of these blocks
 
 
 def random_small(rng: np.random.Generator, i: int) -> Problem:

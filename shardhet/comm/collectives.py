@@ -6,7 +6,7 @@ give a gradient; a rank that only stores never holds more than its shard.  Nothi
 and nothing is copied but a rank's own part.
 
 Which algorithm runs is decided in one place, ``_algorithms``.  For gloo on CPU it was
-measured (``experiments/01_uneven_collectives``): where the channel has a ``Transport`` it
+measured (``experiments/uneven_collectives``): where the channel has a ``Transport`` it
 carries them; between hosts, point-to-point messages between all pairs beat
 gloo's own collectives, run on its transport thread while the caller computes, and let ranks
 stay out.  The others have not been compared.

@@ -1,9 +1,6 @@
 """HetFSDP: the module that users wrap around theirs."""
 
-import logging
-import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -12,47 +9,33 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils._pytree import tree_leaves
 
-from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
 from shardhet.comm.groups import default_group
-from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.members import Members
 from shardhet.fsdp.batch_norm import BatchNorms
 from shardhet.fsdp.build import MixedPrecision, build_units, find_pieces, planned_units
 from shardhet.fsdp.caches import CacheSwitch
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.intercept import intercept
 from shardhet.fsdp.loss import HeadLoss
 from shardhet.fsdp.materialize import RowSource
+from shardhet.fsdp.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.observer import Activity, Observer
 from shardhet.fsdp.optimizer_gate import know, know_given_up
-from shardhet.fsdp.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
+from shardhet.fsdp.param_hooks import ParamHooks
 from shardhet.fsdp.rows import RowGroup
 from shardhet.fsdp.runtime import Runtime
 from shardhet.fsdp.signature import BatchDims, ModelCall
-from shardhet.fsdp.state import (
-    RowBox,
-    gather_params,
-    gather_state_dict,
-    load_sharded_state_dict,
-    load_state_dict,
-    sharded_state_dict,
-)
-from shardhet.fsdp.surface import ModuleOfRows, guard_root, keep_out_arguments
-from shardhet.fsdp.unit import UnitModule
+from shardhet.fsdp.state_door import ModuleWithState
+from shardhet.fsdp.surface import guard_root
 from shardhet.fsdp.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.wrapping import find_units
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 
-logger = logging.getLogger(__name__)
 
-LARGE_OUTPUT_BYTES = 256 * 2**20  # worth a word when a model returns logits instead of a loss
-
-
-class HetFSDP(ModuleOfRows):
+class HetFSDP(ModuleWithState):
     """``module`` trained by all ranks together, each computing and storing what ``plan`` says.
 
     One step:
@@ -64,6 +47,28 @@ class HetFSDP(ModuleOfRows):
     Construction, forward, backward and the state dicts are collective.  ``parameters()`` are
     this rank's rows of each parameter.  A rank without samples calls with an empty batch (or
     with nothing) and gets zeros.
+
+    Args:
+        module: equal on all ranks, or on the meta device.
+        plan: equal on all ranks; its devices may be in another order than the ranks.
+        group: None is the default group, or no group at all for one process.
+        device: where to train; None is where the parameters are (the CPU for meta ones).
+        units: module classes or fqns; None finds blocks, embeddings and head.
+        param_dtype: of parameters in flight and of activations; None is as stored.
+        reduce_dtype: of gradients while they accumulate and are summed.
+        loss_fn: for models that return logits.  It is applied to the output of the last
+            unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
+            ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.
+        batch_dim: where the arguments of the model's forward hold the samples: 1 for
+            sequence-first models; or by argument, ``{"src": 1, "table": None}``, with None
+            for an argument without samples and 0 for those that are not named.
+        seed: of dropout and of meta initialisation.
+        device_spec: what this rank announces itself as; None asks the driver.
+        init_fn: initialises what was on the meta device, module by module; None is each
+            module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
+        row_source: has values of parameters on the meta device; each rank reads its rows.
+
+    Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
     """
 
     def __init__(
@@ -83,30 +88,7 @@ class HetFSDP(ModuleOfRows):
         init_fn: Callable[[nn.Module], None] | None = None,
         row_source: RowSource | None = None,
     ) -> None:
-        """Cut ``module`` up among the ranks of ``group``.
-
-        Args:
-            module: equal on all ranks, or on the meta device.
-            plan: equal on all ranks; its devices may be in another order than the ranks.
-            group: None is the default group, or no group at all for one process.
-            device: where to train; None is where the parameters are (the CPU for meta ones).
-            units: module classes or fqns; None finds blocks, embeddings and head.
-            param_dtype: of parameters in flight and of activations; None is as stored.
-            reduce_dtype: of gradients while they accumulate and are summed.
-            loss_fn: for models that return logits.  It is applied to the output of the last
-                unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
-                ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.
-            batch_dim: where the arguments of the model's forward hold the samples: 1 for
-                sequence-first models; or by argument, ``{"src": 1, "table": None}``, with None
-                for an argument without samples and 0 for those that are not named.
-            seed: of dropout and of meta initialisation.
-            device_spec: what this rank announces itself as; None asks the driver.
-            init_fn: initialises what was on the meta device, module by module; None is each
-                module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
-            row_source: has values of parameters on the meta device; each rank reads its rows.
-
-        Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
-        """
+        """Cut ``module`` up among the ranks of ``group``; see the class.  Collective."""
         super().__init__()
         group, device = default_group(group), device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
@@ -114,7 +96,7 @@ class HetFSDP(ModuleOfRows):
         self._control = members.control
         self._comm = CommContext(device, members.gather, members.reduce)
         fqns = [fqn for fqn, _ in module.named_parameters()]
-        self._hooks = ParamHooks(module)
+        hooks = ParamHooks(module)
         before = [(fqn, ref(param)) for fqn, param in module.named_parameters()]
         with self._lifeline.guard("wrapping the model"):
             norms = BatchNorms(module)
@@ -139,9 +121,7 @@ class HetFSDP(ModuleOfRows):
             know(self._param_by_fqn.values(), self._lifeline)
         alive = [(fqn, param) for fqn, each in before if (param := each()) is not None]
         know_given_up(alive, self._lifeline)
-        self._hooks.leave_out_present(self._param_by_fqn)
-        self._num_forwards = 0
-        self._is_in_backward = False
+        hooks.leave_out_present(self._param_by_fqn)
         self.module = module
         self._loss = HeadLoss(loss_fn)
         self._batch_dim = batch_dim
@@ -158,7 +138,11 @@ class HetFSDP(ModuleOfRows):
             module=module,
             norms=norms,
         )
-        self._intercept(find_pieces(module, modules_of_units, param_dtype))
+        self._backward = MeanBackward(
+            self._runtime, self._flats, self._param_by_fqn, hooks, self._rows
+        )
+        pieces = find_pieces(module, modules_of_units, param_dtype)
+        intercept(module, self._runtime, self._loss, pieces)
         guard_root(module, root, built, self._lifeline)
         refuse_to_save_rows(module)
 
@@ -177,12 +161,12 @@ class HetFSDP(ModuleOfRows):
             self._check_intact()
             call = ModelCall.of(self._forward, args, kwargs, loss_inputs, self._batch_dim)
             output = self._runtime.forward(self._run_module, call, self.module.training)
-        self._num_forwards += 1
+        self._backward.num_forwards += 1
         if output is None:
             zero = torch.zeros((), device=self._comm.device)
             return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
-        self._expect_backward_of(output)
-        self._warn_of_large_output(output)
+        self._backward.expect(output)
+        warn_of_large_output(output)
         return output
 
     def _run_module(
@@ -200,86 +184,7 @@ class HetFSDP(ModuleOfRows):
         has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
         finite; the model may be used again after that.
         """
-        with self._lifeline.guard("model.backward"):
-            if not self._runtime.awaits_backward:
-                raise RuntimeError(
-                    "model.backward: there was no model(...) with gradients enabled since the "
-                    "last one. Call the model first."
-                )
-            with self._runtime.observers.watch("", Activity.AGREE):
-                fingerprint = self._hooks.fingerprint(self._param_by_fqn)
-                check_hooks_agree(self._control.enter("model.backward", [fingerprint]))
-                rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
-            # Read once backward is launched: the host then waits for the end of forward, with
-            # all of backward still before the device, and not for the device to run dry.
-            rows_on_host = HostCopy(rows)
-            # Divided before backward, by the tokens of all ranks; a tensor, so that an
-            # accelerator is not waited for.
-            total = rows[:, 1].sum()
-            seed_grad = torch.where(total == 0, 1.0, total).reciprocal().to(loss_sum.dtype)
-
-            def run_autograd() -> None:
-                if loss_sum.requires_grad:
-                    torch.autograd.backward(loss_sum, seed_grad)
-
-            self._is_in_backward = True
-            try:
-                self._runtime.backward(run_autograd)
-            finally:
-                self._is_in_backward = False
-            has_grad = self._runtime.agree_on_grads()
-            losses, counts = rows_on_host.read().T.tolist()
-        self._runtime.step += 1
-        if not all(map(math.isfinite, losses)) or sum(counts) == 0:
-            for flat in self._flats:
-                flat.drop_grads()
-            self._check_finite(losses)
-            logger.warning("step %d has no valid token and is skipped.", self._runtime.step)
-            return None
-        with self._lifeline.guard("hooks on parameters"):
-            for flat in self._flats:
-                if flat.is_trainable:
-                    has = [has_grad[slot.fqn] for slot in flat.slots]
-                    set_grads_with_hooks(flat, has, self._hooks, self._rows)
-        return float(sum(losses) / sum(counts))
-
-    def _expect_backward_of(self, output: Any) -> None:
-        """Let gradients for ``output`` come from the one model.backward that follows."""
-        number = self._num_forwards
-
-        def check(_: Tensor) -> None:
-            if self._is_in_backward and self._num_forwards == number:
-                return
-            with self._lifeline.guard():
-                raise RuntimeError(
-                    "a gradient arrived for the output of "
-                    + ("an earlier model(...)" if self._is_in_backward else "model(...)")
-                    + ". Call model.backward(loss_sum, num_tokens) once after each model(...), "
-                    "before the next, instead of loss.backward() or one backward for several "
-                    "calls: gradients add up. For the mean over the tokens of several calls "
-                    "give each model.backward its rank's tokens of all of them."
-                )
-
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(check)
-
-    def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
-        """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""
-        mine = torch.zeros(2, dtype=torch.float64, device=self._comm.device)
-        if self._runtime.batch is not None and self._runtime.batch.num_samples:
-            mine[0] = loss_sum.detach()  # of no samples it may be 0 / 0
-        mine[1] = num_tokens
-        return self._comm.reduce_channel.gather_rows(mine)
-
-    def _check_finite(self, losses: Sequence[float]) -> None:
-        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad:
-            raise FloatingPointError(
-                f"step {self._runtime.step}: the loss is not finite at positions {bad} of the "
-                f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
-                "clip gradients, or look for bad samples there."
-            )
+        return self._backward.run(loss_sum, num_tokens)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -300,22 +205,6 @@ class HetFSDP(ModuleOfRows):
                 same = [grad for grad in filled if grad.dtype == dtype]
                 torch._foreach_mul_(same, scale.to(dtype))
         return total_norm
-
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``numbers``, by position.  Collective; no accelerator waits for it."""
-        with self._lifeline.guard("exchange"):
-            lengths = [int(n) for (n,) in self._control.enter("exchange", [len(numbers)])]
-            if len(set(lengths)) > 1:
-                raise ValueError(
-                    f"exchange: ranks give {lengths} numbers in plan order. Give equally many."
-                )
-            return self._control.exchange(numbers)
-
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything picklable), by position.  Collective."""
-        with self._lifeline.guard("exchange"):
-            self._control.enter("exchange")
-            return self._control.exchange_objects(value)
 
     @property
     def device(self) -> torch.device:
@@ -343,36 +232,6 @@ class HetFSDP(ModuleOfRows):
         """Fqns of the units in module order; "" is the root with what they leave over."""
         return tuple(unit.fqn for unit in self.plan.units)
 
-    def state_dict(  # type: ignore[override]  # whose overloads have nothing to choose
-        self,
-        *,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        """Whole tensors under the model's own names on rank zero, {} elsewhere.  Collective."""
-        with self._lifeline.guard("state_dict"):
-            keep_out_arguments({"keep_vars": keep_vars})
-            self._control.enter("state_dict", within_s=SECONDS_FOR_ALL_TO_COME)
-            whole = gather_state_dict(self._flats, self.module, self._comm)
-        destination = {} if destination is None else destination
-        destination.update({prefix + fqn: tensor for fqn, tensor in whole.items()})
-        return destination
-
-    def gather_units(
-        self, wanted: Callable[[str], bool] = lambda fqn: True
-    ) -> Iterator[dict[str, Tensor]]:
-        """Whole parameters by fqn, one unit after the other, on rank zero's host memory.
-
-        {} on other ranks.  A tied parameter comes under all its names, as one tensor; units
-        without a parameter that is ``wanted`` give {}.  Buffers are not in it.  Collective.
-        """
-        for unit in (*self._runtime.units, self._runtime.root):
-            flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]
-            with self._lifeline.guard(f"gathering unit {unit.fqn!r}"):
-                self._control.enter("gather_units")
-                yield gather_params(flats, self._comm)
-
     def unit_by_unit(self) -> AbstractContextManager[None]:
         """A context in which the module inside, or any part of it, is called directly.
 
@@ -391,98 +250,20 @@ class HetFSDP(ModuleOfRows):
         """A context around what other ranks wait for: if it fails, they all end and say so."""
         return self._lifeline.guard(doing)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any] | None, strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Take this rank's rows of whole tensors, passed by all ranks or by one.  Collective.
-
-        The other ranks then pass None.  Returns the names that are missing and unexpected, as
-        torch does; raises ``ValueError`` for them unless ``strict=False``.
-        """
-        with self._lifeline.guard("load_state_dict"):
-            keep_out_arguments({"assign": assign})
-            misfits = load_state_dict(
-                self._flats,
-                self.module,
-                state_dict,
-                comm=self._comm,
-                control=self._control,
-                strict=strict,
-            )
-        return _IncompatibleKeys(*misfits)
-
-    def sharded_state_dict(self) -> dict[str, RowBox]:
-        """This rank's rows of every parameter, sharing memory with the model."""
-        return sharded_state_dict(self._flats)
-
-    def load_sharded_state_dict(self, boxes: Mapping[str, RowBox]) -> None:
-        """The inverse of ``sharded_state_dict`` under the same plan."""
-        load_sharded_state_dict(self._flats, boxes)
-
     def add_observer(
         self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False
     ) -> None:
-        """Call ``observer`` with an ``Event`` for each computation and wait from now on.
+        """Call ``observer`` for each computation and wait (``Observed``) from now on.
 
-        ``counts_cpu`` fills in ``Event.cpu_s``, which costs two calls of the kernel each;
-        ``times_device`` makes ``Event.seconds`` those of an accelerator, which is seldom past
-        the event when it is told: keep events and read them after something that waits.
+        ``counts_cpu`` fills in ``cpu_s``, which costs two calls of the kernel each;
+        ``times_device`` makes ``seconds`` those of an accelerator, which has seldom finished
+        when ``observer`` is called: keep them and read them after something that waits.
         """
         self._runtime.observers.add(observer, counts_cpu=counts_cpu, times_device=times_device)
 
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Name computations and waits, per unit, in what torch.profiler records from now on."""
         self._runtime.observers.is_traced = is_traced
-
-    # Interception #
-
-    def _intercept(self, pieces: Sequence[UnitModule]) -> None:
-        """Put the runtime in front of the forward of every unit's modules, and of pieces."""
-        calls = [
-            (i, each) for i, unit in enumerate(self._runtime.units) for each in unit.modules
-        ]
-        head = self._loss.find_head(self.module, self._runtime.units)
-        for unit, module in calls:
-            visit = self._visit_with_loss if module is head else self._visit
-            module.module.forward = visit(unit, module)
-        for piece in pieces:
-            piece.module.forward = self._visit_piece(piece)
-
-    def _visit(self, unit: int, module: UnitModule) -> Callable[..., Any]:
-        def visit(*args: Any, **kwargs: Any) -> Any:
-            return self._runtime.visit(unit, module, args, kwargs)
-
-        return visit
-
-    def _visit_piece(self, module: UnitModule) -> Callable[..., Any]:
-        def visit(*args: Any, **kwargs: Any) -> Any:
-            return self._runtime.visit_piece(module, args, kwargs)
-
-        return visit
-
-    def _visit_with_loss(self, unit: int, module: UnitModule) -> Callable[..., Any]:
-        with_loss = self._loss.with_loss(module)
-
-        def visit(*args: Any, **kwargs: Any) -> Any:
-            if self._runtime.unit_by_unit is not None:  # the caller wants the head's output
-                return self._runtime.visit(unit, module, args, kwargs)
-            loss = self._runtime.visit(unit, with_loss, (self._loss.inputs, *args), kwargs)
-            self._loss.note()
-            return loss
-
-        return visit
-
-    def _warn_of_large_output(self, output: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        if nbytes > LARGE_OUTPUT_BYTES:
-            warnings.warn(
-                f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
-                "as much again in backward. Pass loss_fn to HetFSDP, so that only one "
-                "microbatch's "
-                f"are alive at a time.",
-                stacklevel=3,
-            )
 
 
 def _in_order(fqns: Sequence[str], flats: Sequence[FlatTensor]) -> dict[str, nn.Parameter]:

@@ -22,7 +22,7 @@ PROFILE_VERSION = 3
 # How a layer's time goes on beyond the sizes that were measured.  Chosen on the 424 curves of
 # Cephalo's published profiles (sizes 1-5 predicting the largest); leaving one kind of GPU out
 # of the choice: median error 2.9 %, p90 14.5 % (plain least squares: 3.8 and 15.8).
-# experiments/05_layer_time
+# experiments/layer_time
 PROPORTIONAL_PART = 0.1  # of the slope; the rest is that of the fit
 SLOPE_GROWTH = 1.02  # devices under sustained load slow down a little
 

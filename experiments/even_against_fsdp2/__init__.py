@@ -1,0 +1,1 @@
+"""With nothing uneven, is HetFSDP as good as what stock PyTorch offers?"""

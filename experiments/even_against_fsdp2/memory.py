@@ -1,0 +1,92 @@
+"""Resident memory of a rank under HetFSDP and under FSDP2, above what it had before.
+
+Each system gets processes of its own.  The level is taken after ``init_process_group``, with
+the code of both systems imported; what counts is the highest resident set after that, as the
+kernel keeps it, once for everything (model built, cut up, trained) and once for the steps
+alone.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experiments.decoders import decoder_config
+from experiments.even_against_fsdp2 import systems
+from experiments.even_against_fsdp2.systems import System
+from shardhet import Plan
+from shardhet.models.decoder import num_params
+
+CONFIG = decoder_config(width=512, num_layers=12, seq_len=128)
+RANK_BATCH_SIZE = 4
+NUM_RANKS = 2
+NUM_WARMUP_STEPS = 2
+NUM_STEPS = 4
+BYTES_PER_PARAM = 16  # float32: itself, its gradient and two AdamW moments
+STATE_MIB = num_params(CONFIG) * BYTES_PER_PARAM / 2**20  # of all ranks together
+SYSTEMS = ("HetFSDP", "FSDP2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """What one rank of one launch had at most."""
+
+    system: str
+    launch: int
+    rank: int
+    level_mib: float  # resident after init_process_group
+    peak_mib: float  # above the level, from then on
+    steps_peak_mib: float  # above the level, after the first steps
+    state_mib: float  # parameters, gradients and moments of the whole model
+
+
+def measure_memory(
+    rank: int, join: Callable[[], None], system_name: str, launch: int
+) -> MemorySample:
+    """Build and train one system in this fresh process."""
+    join()
+    gc.collect()
+    level_mib = resident_mib("VmRSS")
+    forget_peak()
+    system = make_system(system_name)
+    tokens = torch.randint(0, CONFIG.vocab_size, (RANK_BATCH_SIZE, CONFIG.seq_len))
+    for _ in range(NUM_WARMUP_STEPS):
+        system.step(tokens, tokens)
+    peak_mib = resident_mib("VmHWM")
+    forget_peak()
+    for _ in range(NUM_STEPS):
+        system.step(tokens, tokens)
+    steps_peak_mib = resident_mib("VmHWM")
+    return MemorySample(
+        system=system_name,
+        launch=launch,
+        rank=rank,
+        level_mib=level_mib,
+        peak_mib=max(peak_mib, steps_peak_mib) - level_mib,
+        steps_peak_mib=steps_peak_mib - level_mib,
+        state_mib=round(STATE_MIB, 1),
+    )
+
+
+def make_system(name: str) -> System:
+    """The one of ``SYSTEMS`` called ``name``."""
+    if name == "FSDP2":
+        return systems.fsdp2(CONFIG)
+    plan = Plan.even(NUM_RANKS, microbatch_size=RANK_BATCH_SIZE)
+    return systems.het_fsdp(CONFIG, plan, name=name)
+
+
+def resident_mib(key: str) -> float:
+    """A line of the kernel's record of this process: VmRSS is now, VmHWM the peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {key}. Run this on Linux.")
+
+
+def forget_peak() -> None:
+    """Let VmHWM start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")

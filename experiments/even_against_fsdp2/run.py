@@ -1,0 +1,167 @@
+"""With nothing uneven, is HetFSDP as fast and as lean as what stock PyTorch offers?
+
+python -m experiments.even_against_fsdp2.run            about 6 minutes
+python -m experiments.even_against_fsdp2.run --quick    one or two minutes
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.common import (
+    BAR_HEADER,
+    Bar,
+    Environment,
+    Spread,
+    console,
+    run_ranks,
+    show,
+    write_csv,
+    write_results_block,
+)
+from experiments.even_against_fsdp2.memory import (
+    NUM_RANKS,
+    STATE_MIB,
+    SYSTEMS,
+    MemorySample,
+    measure_memory,
+)
+from experiments.even_against_fsdp2.speed import Contest, StepSample, measure_speed
+
+HERE = Path(__file__).parent
+CONTESTS = (
+    Contest(num_ranks=2, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=6, num_steps=5),
+    Contest(
+        num_ranks=2, rank_batch_size=32, microbatch_sizes=(32, 8), num_rounds=4, num_steps=4
+    ),
+    Contest(num_ranks=1, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=6, num_steps=5),
+    Contest(num_ranks=1, rank_batch_size=32, microbatch_sizes=(32,), num_rounds=4, num_steps=4),
+)
+QUICK_CONTESTS = tuple(
+    Contest(num_ranks=n, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=4, num_steps=3)
+    for n in (2, 1)
+)
+NUM_LAUNCHES = 3
+LEAST_SPEEDUPS = {(2, 8): 1.10, (2, 32): 1.03, (1, 8): 0.97, (1, 32): 0.97}
+SPEED_HEADER = ["system", "tokens/s", "step ms (p10-p90)", "n", "speed / opponent's"]
+MEMORY_HEADER = ["system", "peak MiB (p10-p90)", "of the steps alone", "n"]
+
+
+def main() -> None:
+    """Measure, print, and keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few steps; keeps nothing")
+    parser.add_argument("--only", choices=("speed", "memory"), help="half of it; keeps nothing")
+    options = parser.parse_args()
+    environment = Environment.here()
+    console.print(environment.as_markdown())
+    contests = QUICK_CONTESTS if options.quick else CONTESTS
+    steps: list[StepSample] = []
+    peaks: list[MemorySample] = []
+    shown = [environment.as_markdown()]
+    bars = []
+    if options.only != "memory":
+        for contest in contests:
+            steps += run_ranks(measure_speed, contest.num_ranks, contest)[0]
+            shown.append(show(contest.title, SPEED_HEADER, speed_rows(contest, steps)))
+            bars.append(speed_bar(contest, steps))
+    if options.only != "speed":
+        peaks = measure_peaks(1 if options.quick else NUM_LAUNCHES)
+        title = f"Resident memory of a rank, 2 ranks, model state {STATE_MIB:.0f} MiB in all"
+        shown.append(show(title, MEMORY_HEADER, memory_rows(peaks)))
+        bars += memory_bars(peaks)
+    shown.append(show("Bars", BAR_HEADER, [bar.cells for bar in bars]))
+    if options.quick or options.only:
+        console.print("Only a part was measured: nothing was written.")
+        return
+    write_csv(HERE / "results.csv", steps)
+    write_csv(HERE / "memory.csv", peaks)
+    write_results_block(HERE / "README.md", "\n\n".join(shown))
+
+
+def measure_peaks(num_launches: int) -> list[MemorySample]:
+    """Both systems in turn, each in fresh processes."""
+    return [
+        sample
+        for launch in range(num_launches)
+        for system in SYSTEMS
+        for sample in run_ranks(measure_memory, NUM_RANKS, system, launch, initialises=False)
+    ]
+
+
+def speed_rows(contest: Contest, steps: Sequence[StepSample]) -> list[list[str]]:
+    """One row per system of ``contest``."""
+    names = [*map(contest.system_name, contest.microbatch_sizes), contest.opponent]
+    opponent = step_spread(contest, contest.opponent, steps)
+    rows = []
+    for name in names:
+        spread = step_spread(contest, name, steps)
+        rows.append(
+            [
+                name,
+                f"{contest.tokens_per_step / spread.median:.0f}",
+                spread.cell(0, scale=1000),
+                str(spread.n),
+                f"{opponent.median / spread.median:.3f}",
+            ]
+        )
+    return rows
+
+
+def speed_bar(contest: Contest, steps: Sequence[StepSample]) -> Bar:
+    """Tokens per second with one microbatch, against the opponent's."""
+    ours = step_spread(contest, contest.system_name(contest.microbatch_sizes[0]), steps)
+    theirs = step_spread(contest, contest.opponent, steps)
+    return Bar(
+        claim=f"{contest.title}: tokens/s, HetFSDP / {contest.opponent}",
+        measured=theirs.median / ours.median,
+        at_least=LEAST_SPEEDUPS[contest.num_ranks, contest.rank_batch_size],
+    )
+
+
+def step_spread(contest: Contest, system: str, steps: Sequence[StepSample]) -> Spread:
+    """Of one system's steps in ``contest``."""
+    key = (contest.num_ranks, contest.rank_batch_size, system)
+    return Spread.of(
+        [s.slowest_rank_s for s in steps if (s.num_ranks, s.rank_batch_size, s.system) == key]
+    )
+
+
+def memory_rows(peaks: Sequence[MemorySample]) -> list[list[str]]:
+    """One row per system; samples are ranks of launches."""
+    rows = []
+    for system in SYSTEMS:
+        peak = Spread.of([s.peak_mib for s in peaks if s.system == system])
+        steps = Spread.of([s.steps_peak_mib for s in peaks if s.system == system])
+        rows.append(
+            [
+                system,
+                peak.cell(0),
+                steps.cell(0),
+                str(peak.n),
+            ]
+        )
+    return rows
+
+
+def memory_bars(peaks: Sequence[MemorySample]) -> list[Bar]:
+    """Peaks above the level after ``init_process_group``, of everything and of the steps."""
+
+    def ratio(attribute: str) -> float:
+        ours, theirs = (
+            Spread.of([getattr(s, attribute) for s in peaks if s.system == system]).median
+            for system in SYSTEMS
+        )
+        return ours / theirs
+
+    return [
+        Bar(claim=f"{what}: HetFSDP / FSDP2", measured=ratio(attribute), at_most=1.0)
+        for what, attribute in (
+            ("peak resident memory", "peak_mib"),
+            ("peak resident memory of the steps", "steps_peak_mib"),
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main()

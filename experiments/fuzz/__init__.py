@@ -1,0 +1,1 @@
+"""Is any module exact, or refused by name?"""

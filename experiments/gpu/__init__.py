@@ -1,0 +1,1 @@
+"""One GPU: speed, memory, predictions, streams"""

@@ -1,0 +1,157 @@
+"""What it costs to go through a batch in l microbatches: layer by layer, or pass by pass.
+
+    layered   (HetFSDP)   every unit is gathered twice a step and reduced once, whatever l is
+    ordinary  (FSDP2)     l forward and backward passes: every unit is gathered 2 l times
+
+The overhead of a step is what it takes beyond l times the compute of one microbatch, which
+is timed by itself on a bfloat16 model that nobody shards.  It includes the optimizer.  Blocks
+are recomputed in all systems: layered accumulation keeps the inputs of a whole batch, and
+with every graph kept it would need the memory of a batch in one go.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from experiments.common import Bar, Table
+from experiments.gpu import systems
+from experiments.gpu.clock import PeakMeter, free_everything, seconds_per_call, turns_that_fit
+from experiments.gpu.results import (
+    GIB,
+    Recorder,
+    Row,
+    cases_of,
+    median_of,
+    ratio_bar,
+    shown,
+    spread_cell,
+    values_of,
+)
+from experiments.gpu.scale import Job
+from experiments.gpu.systems import FSDP2, HET
+from shardhet.apps.common.plots import draw_lines
+
+NAME = "accumulation"
+COUNTS = (1, 4, 16)
+MAX_STEPS_OF_A_TURN = 6
+COMPUTE_CASE = "one microbatch"
+STEP, COMPUTE, PEAK = "step", "compute", "peak memory"
+
+
+def run(job: Job, record: Recorder) -> None:
+    """All counts, both systems in turn."""
+    with systems.one_rank_group(job.device):
+        size = max(1, job.scale.microbatch_size // 4)
+        counts = COUNTS[:2] if job.is_rehearsal else COUNTS
+        tokens, targets = systems.random_batch(job.scale.config, counts[-1] * size, job.device)
+        measure_compute(job, record, tokens[:size], targets[:size])
+        free_everything(job.device)
+        measure_steps(job, record, counts, tokens, targets)
+
+
+def measure_compute(
+    job: Job, record: Recorder, tokens: torch.Tensor, targets: torch.Tensor
+) -> None:
+    """Seconds of one microbatch, many in a row."""
+    compute = systems.compute_alone(job.scale.config, job.device, recompute=True)
+    for _ in range(3):
+        compute(tokens, targets)
+    count = job.pick(full=16, short=2)
+    for repeat in range(job.pick(full=5, short=2)):
+        seconds = seconds_per_call(lambda: compute(tokens, targets), count, job.device)
+        record(COMPUTE_CASE, COMPUTE, seconds, "s", repeat)
+
+
+def measure_steps(
+    job: Job,
+    record: Recorder,
+    counts: Sequence[int],
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+) -> None:
+    """Steps of l microbatches for every l, the largest first: it is what the plan is for."""
+    size, config = len(tokens) // counts[-1], job.scale.config
+    plan = systems.one_rank_plan(
+        microbatch_size=size, num_microbatches=counts[-1], recompute=True
+    )
+    contestants = [
+        systems.het_fsdp(config, plan, job.device),
+        systems.fsdp2(config, job.device, recompute=True),
+    ]
+    num_rounds = job.pick(full=5, short=2)
+    turn_s = job.budget_s / (num_rounds * len(contestants) * len(counts))
+    for count in reversed(counts):
+        batch = tokens[: count * size], targets[: count * size]
+        steps = [
+            lambda each=each, batch=batch, count=count: each.step(*batch, count)
+            for each in contestants
+        ]
+        for step in steps:
+            step()
+        step_s = max(seconds_per_call(step, 1, job.device) for step in steps)
+        num_steps = turns_that_fit(step_s, turn_s, at_most=MAX_STEPS_OF_A_TURN)
+        for turn in range(num_rounds):
+            for each, step in zip(contestants, steps, strict=True):
+                meter = PeakMeter(job.device)
+                seconds = seconds_per_call(step, num_steps, job.device)
+                record(f"{each.name}, l = {count}", STEP, seconds, "s", turn)
+                if job.is_cuda:  # above what both hold between steps
+                    peak = meter.read().allocated / GIB
+                    record(f"{each.name}, l = {count}", PEAK, peak, "GiB", turn)
+
+
+# Tables
+
+
+def overhead_s(rows: Sequence[Row], case: str) -> float | None:
+    """Median step less l times the median microbatch; ``case`` ends in l."""
+    step, compute = (
+        median_of(rows, case, STEP),
+        median_of(rows, COMPUTE_CASE, COMPUTE),
+    )
+    if step is None or compute is None:
+        return None
+    return step - int(case.rpartition(" ")[2]) * compute
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One line per system and l."""
+    lines = []
+    for case in sorted(cases_of(rows, STEP)):
+        ms = [1000 * seconds for seconds in values_of(rows, case, STEP)]
+        overhead = overhead_s(rows, case)
+        overhead_ms = None if overhead is None else 1000 * overhead
+        peak = shown(median_of(rows, case, PEAK))
+        lines.append([case, spread_cell(ms, 1), shown(overhead_ms, "{:.1f}"), peak])
+    lines.sort(key=lambda line: (line[0].partition(",")[0], int(line[0].rpartition(" ")[2])))
+    compute = median_of(rows, COMPUTE_CASE, COMPUTE)
+    alone = "" if compute is None else f"; one microbatch alone {1000 * compute:.1f} ms"
+    header = ["system", "step ms (p10-p90)", "beyond l microbatches, ms", "peak GiB of steps"]
+    return [Table(f"Accumulation over l microbatches{alone}", header, lines)]
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """At the largest l, layered accumulation is no slower than ordinary one."""
+    counts = [int(case.rpartition(" ")[2]) for case in cases_of(rows, STEP)]
+    if not counts:
+        return []
+    most = max(counts)
+    ours, theirs = [median_of(rows, f"{name}, l = {most}", STEP) for name in (HET, FSDP2)]
+    claim = f"l = {most}: step time, {FSDP2} / {HET}"
+    return ratio_bar(claim, theirs, ours, at_least=1.0)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """What is paid beyond compute against l; nothing where it was not measured."""
+    lines: dict[str, list[tuple[float, float]]] = {HET: [], FSDP2: []}
+    for name, points in lines.items():
+        for count in COUNTS:
+            overhead = overhead_s(rows, f"{name}, l = {count}")
+            if overhead is not None and overhead > 0:  # the axes are logarithmic
+                points.append((count, 1000 * overhead))
+    found = {name: points for name, points in lines.items() if points}
+    if found:
+        draw_lines(
+            found, path, x_label="microbatches of a step", y_label="ms beyond their compute"
+        )

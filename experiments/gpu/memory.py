@@ -1,0 +1,91 @@
+"""Peak memory as predicted from the profile, and as the allocator counted it."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from experiments.common import Bar, Table
+from experiments.gpu import systems
+from experiments.gpu.clock import PeakMeter, free_everything
+from experiments.gpu.profiling import (
+    PlannedCase,
+    in_training,
+    measure_here,
+    noting_lack_of_memory,
+    planned_cases,
+)
+from experiments.gpu.results import GIB, Recorder, Row, cases_of, median_of, ratio_bar, shown
+from experiments.gpu.scale import Job
+from shardhet import simulate
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.step_cost import MemoryParts
+from shardhet.profiler.measure import Measurement
+
+NAME = "memory"
+NUM_STEPS = 3  # optimizer state is there after the first
+PREDICTED, SIMULATED, MEASURED = "predicted peak", "simulated peak", "measured peak"
+RESERVED = "reserved peak"  # what the caching allocator took for it
+TOLERANCE = 0.05
+
+
+def run(job: Job, record: Recorder) -> None:
+    """Predict every plan, then train it."""
+    measured = measure_here(job, seconds=job.budget_s / 2)
+    for case in planned_cases(job):
+        predict(case, measured, record)
+        free_everything(job.device)
+        with noting_lack_of_memory(case, record):
+            train(job, case, record)
+
+
+def predict(case: PlannedCase, measured: Measurement, record: Recorder) -> None:
+    """What tensors will need, in all and by what it is for."""
+    setting = measured.setting
+    parts = CostModel(setting).predict(case.plan).ranks[0].memory
+    # The context and libraries' own memory are not the allocator's.
+    predicted = parts.total_bytes - parts.reserved_bytes
+    simulated = simulate(case.plan, setting).ranks[0].peak_bytes - parts.reserved_bytes
+    record(case.name, PREDICTED, predicted / GIB, "GiB")
+    record(case.name, SIMULATED, simulated / GIB, "GiB")
+    for field in fields(MemoryParts):
+        record(case.name, field.name, getattr(parts, field.name) / GIB, "GiB")
+
+
+def train(job: Job, case: PlannedCase, record: Recorder) -> None:
+    """A few steps, from the first weight on."""
+    meter = PeakMeter(job.device)
+    system = in_training(job, case.plan)
+    batch = systems.random_batch(job.scale.config, case.batch_size, job.device)
+    for _ in range(NUM_STEPS):
+        system.step(*batch, 1)
+    peak = meter.read()
+    record(case.name, MEASURED, peak.allocated / GIB, "GiB")
+    record(case.name, RESERVED, peak.reserved / GIB, "GiB")
+
+
+# Tables
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One line per plan."""
+    lines = []
+    for case in cases_of(rows, PREDICTED):
+        values = [median_of(rows, case, metric) for metric in (PREDICTED, SIMULATED, MEASURED)]
+        reserved = median_of(rows, case, RESERVED)
+        lines.append([case, *map(shown, [*values, reserved])])
+    header = ["plan", "predicted GiB", "simulated GiB", "measured GiB", "reserved GiB"]
+    return [Table("Peak memory of a rank's tensors", header, lines)]
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Measured within five per cent of predicted."""
+    found = []
+    for case in cases_of(rows, MEASURED):
+        measured, predicted = median_of(rows, case, MEASURED), median_of(rows, case, PREDICTED)
+        found += ratio_bar(
+            f"{case}: peak memory, measured / predicted",
+            measured,
+            predicted,
+            at_least=1 - TOLERANCE,
+            at_most=1 + TOLERANCE,
+        )
+    return found

@@ -1,0 +1,149 @@
+"""shardhet's collectives over NCCL: with one rank, and with two on one card if NCCL lets them.
+
+With one rank HetFSDP needs no collective at all, so they are called by themselves, on a
+channel over a group of one.  Two ranks on one card are refused by most versions of NCCL; what
+it says is a result too.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from experiments.common import Bar, Table, run_ranks
+from experiments.gpu import systems
+from experiments.gpu.clock import seconds_per_call
+from experiments.gpu.results import (
+    MIB,
+    Recorder,
+    Row,
+    cases_of,
+    largest_difference,
+    median_of,
+    shown,
+)
+from experiments.gpu.scale import Job
+from experiments.gpu.streams import (
+    FLOAT32,
+    LATENESS,
+    TOLERANCES,
+    Case,
+    config_of,
+    reference_losses,
+    train,
+)
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.channel import Channel
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+
+NAME = "NCCL"
+NBYTES = 256 * MIB
+ONE_RANK, TWO_RANKS = "one rank", "two ranks on one card"
+ERROR, SECONDS, DIFFERENCE = "largest error", "seconds", "loss difference"
+REFUSED = "refused"
+MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"  # from NCCL 2.30 on
+
+
+def run(job: Job, record: Recorder) -> None:
+    """One rank first: what follows may hang."""
+    with systems.one_rank_group(job.device):
+        collectives_of_one(job, record)
+    expected = reference_losses(config_of(job))
+    for is_enabled in (False,) if job.is_short else (False, True):
+        os.environ[MULTI_RANK] = str(int(is_enabled))  # the ranks inherit it
+        case = f"{TWO_RANKS}, {MULTI_RANK}={int(is_enabled)}"
+        try:
+            found = run_ranks(two_ranks, 2, job, initialises=False)
+        except RuntimeError as error:  # a rank that was aborted
+            found = [str(error).strip().splitlines()[-1]]
+        reasons = [each for each in found if isinstance(each, str)]
+        if reasons:
+            record(f"{case}: {reasons[0]}", REFUSED, 1)
+        else:
+            record(case, DIFFERENCE, largest_difference(found[0], expected))
+
+
+def collectives_of_one(job: Job, record: Recorder) -> None:
+    """A gather and a reduction, whose results are known."""
+    numel = (MIB if job.is_rehearsal else NBYTES) // 4
+    channel = Channel.of_world()
+    shard = torch.rand(numel, device=job.device)
+    output = torch.empty_like(shard)
+    scratch = BufferPool()
+
+    def gather() -> None:
+        pending = all_gather_uneven(output, shard, [numel], channel=channel, receivers=(0,))
+        pending.wait()
+        pending.wait_sent()
+
+    def reduce() -> None:
+        pending = reduce_scatter_uneven(
+            output, shard, [numel], channel=channel, contributors=(0,), scratch=scratch
+        )
+        pending.wait()
+        pending.wait_sent()
+
+    calls: dict[str, Callable[[], None]] = {"gather": gather, "reduce": reduce}
+    for name, call in calls.items():
+        output.zero_()
+        call()
+        error = float((output - shard).abs().max())
+        record(f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB", ERROR, error)
+        for repeat in range(job.pick(full=5, short=2)):
+            seconds = seconds_per_call(call, 3, job.device)
+            case = f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB"
+            record(case, SECONDS, seconds, "s", repeat)
+
+
+def two_ranks(_rank: int, join: Callable[[], None], job: Job) -> list[float] | str:
+    """Losses of training over NCCL, or why there are none."""
+    join()
+    if job.is_cuda:
+        torch.cuda.set_device(job.device)
+    case = Case(
+        world_size=2,
+        is_split=True,
+        recompute=True,
+        precision=FLOAT32,
+        lateness=LATENESS[0],
+    )
+    try:
+        group = dist.new_group([0, 1], backend="nccl" if job.is_cuda else "gloo")
+        return train(job.device, config_of(job), case, group)
+    except RuntimeError as error:  # NCCL's errors are of this kind
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        telling = [line for line in lines if "uplicate" in line or "nvalid usage" in line]
+        reason = " ".join((telling or lines or [type(error).__name__])[:2])[:300]
+        print(reason, flush=True)  # should the other rank hang, this is all there will be
+        return reason
+
+
+# Tables
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """What worked, and what was said of what did not."""
+    lines = []
+    for case in cases_of(rows):
+        seconds, worst = median_of(rows, case, SECONDS), median_of(rows, case, ERROR)
+        ms = None if seconds is None else 1000 * seconds
+        worst = median_of(rows, case, DIFFERENCE) if worst is None else worst
+        said = "refused" if median_of(rows, case, REFUSED) else ""
+        lines.append([case, shown(ms, "{:.2f}"), shown(worst, "{:.1e}"), said])
+    return [Table("NCCL", ["case", "ms", "largest error", ""], lines)]
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Copies are exact; where two ranks may share a card, they train what one trains."""
+    errors = [row.value for row in rows if row.metric == ERROR]
+    differences = [row.value for row in rows if row.metric == DIFFERENCE]
+    claims = [
+        ("one rank over NCCL: largest error of a collective", errors, 0.0),
+        ("two ranks over NCCL: loss difference", differences, TOLERANCES[FLOAT32]),
+    ]
+    return [
+        Bar(claim=claim, measured=max(found), at_most=most)
+        for claim, found, most in claims
+        if found
+    ]

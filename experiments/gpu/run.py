@@ -1,0 +1,221 @@
+"""What can be said of shardhet on one GPU: speed, memory, predictions, streams, NCCL.
+
+python -m experiments.gpu.run               under ten minutes, one GPU
+python -m experiments.gpu.run --quick       about a minute, one GPU
+python -m experiments.gpu.run --rehearse    under a minute, no GPU: every part
+                                                            on a CPU, to see that it runs
+python -m experiments.gpu.run --only memory
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experiments.common import (
+    BAR_HEADER,
+    Bar,
+    Environment,
+    Table,
+    console,
+    show,
+    write_results_block,
+)
+from experiments.gpu import accumulation, machine, memory, nccl, prediction, speed, streams
+from experiments.gpu.launch import run_limited
+from experiments.gpu.machine import Machine
+from experiments.gpu.results import Ledger, Recorder, Row
+from experiments.gpu.scale import REHEARSAL, Job, Scale, scale_for
+
+HERE = Path(__file__).parent
+TOTAL_S = 580.0  # of all parts; what one leaves is nobody's
+MEASURING_PART = 0.6  # of the limits; the rest builds, compiles and warms up
+QUICK_PART = 0.08  # of the limits, in a short run
+REHEARSAL_LIMIT_S = 120.0  # of each part: none comes near, unless the machine is busy
+REHEARSAL_BUDGET_S = 2.0
+NO_GPU = 2  # exit code
+REHEARSAL_LABEL = "REHEARSAL on a CPU: these numbers mean nothing; nothing is written."
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One question."""
+
+    name: str
+    run: Callable[[Job, Recorder], None]
+    tables: Callable[[Sequence[Row]], list[Table]]
+    bars: Callable[[Sequence[Row]], list[Bar]]
+    limit_s: float
+
+
+PARTS = (
+    # What must be right comes before what should be fast.
+    Part(streams.NAME, streams.run, streams.tables, streams.bars, 110),
+    Part(speed.NAME, speed.run, speed.tables, speed.bars, 160),
+    Part(accumulation.NAME, accumulation.run, accumulation.tables, accumulation.bars, 100),
+    Part(memory.NAME, memory.run, memory.tables, memory.bars, 70),
+    Part(prediction.NAME, prediction.run, prediction.tables, prediction.bars, 90),
+    Part(nccl.NAME, nccl.run, nccl.tables, nccl.bars, 50),
+)
+
+
+def main() -> int:
+    """Run the parts one after the other, whatever becomes of each; returns the exit code."""
+    options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends parts too
+    if options.rehearse:
+        console.print(REHEARSAL_LABEL, style="bold")
+    elif not torch.cuda.is_available():
+        console.print(
+            "No GPU was found (torch.cuda.is_available() is false), and this experiment is "
+            "about one; --rehearse runs its parts on the CPU."
+        )
+        return NO_GPU
+    device = torch.device("cpu") if options.rehearse else torch.device("cuda", 0)
+    here = look(device)
+    if not here.has_bfloat16:
+        console.print(f"{here.name} does not compute in bfloat16; take a GPU that does.")
+        return NO_GPU
+    report = run_parts(options, device, here)
+    if options.rehearse:
+        console.print(REHEARSAL_LABEL, style="bold")
+    elif not report.is_kept:
+        console.print("Only a part was measured: nothing was written.")
+    return 1 if report.failures else 0
+
+
+def run_parts(options: argparse.Namespace, device: torch.device, here: Machine) -> "Report":
+    """All that were asked for, in their order, within the time that there is."""
+    scale = REHEARSAL
+    if not options.rehearse:
+        scale = scale_for(here.free_bytes, is_short=options.quick)
+    is_kept = not (options.rehearse or options.quick or options.only)
+    report = Report(
+        [here.as_markdown(Environment.here()), describe_scale(scale)],
+        Ledger(HERE / "results.csv" if is_kept else None),
+        is_kept=is_kept,
+    )
+    deadline_s = time.monotonic() + TOTAL_S
+    for part in PARTS:
+        if options.only in (None, part.name):
+            limit_s = max(1.0, min(part.limit_s, deadline_s - time.monotonic()))
+            limit_s = REHEARSAL_LIMIT_S if options.rehearse else limit_s
+            report.add(part, job_of(options, device, scale, limit_s), limit_s)
+    report.close()
+    return report
+
+
+def parse() -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--quick", action="store_true", help="small and short; keeps nothing")
+    ways.add_argument("--rehearse", action="store_true", help="on a CPU; keeps nothing")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", choices=names, help="one part; keeps nothing")
+    return parser.parse_args()
+
+
+def look(device: torch.device) -> Machine:
+    """Ask in a process of its own: a context in this one would take memory from the parts."""
+    outcome = run_limited(
+        machine.look,
+        device,
+        part="machine",
+        limit_s=60.0,
+        is_cuda=device.type == "cuda",
+        on_row=lambda row: None,
+    )
+    if outcome.failure is not None:
+        raise RuntimeError(f"the device does not answer: {outcome.failure}")
+    found: Machine = outcome.result
+    return found
+
+
+def job_of(
+    options: argparse.Namespace, device: torch.device, scale: Scale, limit_s: float
+) -> Job:
+    """A part's share of the time."""
+    budget_s = (QUICK_PART if options.quick else MEASURING_PART) * limit_s
+    return Job(
+        device=device,
+        scale=scale,
+        budget_s=REHEARSAL_BUDGET_S if options.rehearse else budget_s,
+        is_short=options.quick or options.rehearse,
+        is_rehearsal=options.rehearse,
+    )
+
+
+def describe_scale(scale: Scale) -> str:
+    """One line for a README."""
+    config = scale.config
+    return (
+        f"GPT of {scale.name}: {config.num_layers} blocks of width {config.width}, "
+        f"{config.seq_len} tokens a sample, {config.vocab_size} words; float32 state, "
+        "bfloat16 in flight, one rank."
+    )
+
+
+class Report:
+    """What was found so far, on the terminal and in the files."""
+
+    def __init__(self, head: list[str], ledger: Ledger, *, is_kept: bool) -> None:
+        self.failures: list[str] = []
+        self.is_kept = is_kept
+        self._shown = head
+        self._ledger = ledger
+        self._bar_cells: list[list[str]] = []
+        for line in head:
+            console.print(line)
+
+    def add(self, part: Part, job: Job, limit_s: float) -> None:
+        """Run a part; take what it has recorded, whether it finished or not."""
+        console.print(f"{part.name} (at most {limit_s:.0f} s)")
+        outcome = run_limited(
+            part.run,
+            job,
+            part=part.name,
+            limit_s=limit_s,
+            is_cuda=job.is_cuda,
+            on_row=self._ledger.add,
+        )
+        rows = [row for row in self._ledger.rows if row.part == part.name]
+        console.print(f"{part.name}: {len(rows)} numbers in {outcome.seconds:.0f} s")
+        if outcome.failure is not None:
+            console.print(outcome.failure, markup=False)
+            self.failures.append(f"**{part.name} did not finish**: {outcome.cause}")
+        for table in part.tables(rows):
+            self._show(table)
+        verdict = ["", "not judged"]
+        self._bar_cells += [
+            [*bar.cells[:2], *(verdict if job.is_rehearsal else bar.cells[2:])]
+            for bar in part.bars(rows)
+        ]
+        self._write()
+
+    def close(self) -> None:
+        """All bars, and the picture."""
+        self._show(Table("Bars", BAR_HEADER, self._bar_cells))
+        self._write()
+        if self.is_kept:
+            rows = [row for row in self._ledger.rows if row.part == accumulation.NAME]
+            accumulation.draw(rows, HERE / "accumulation.png")
+
+    def _show(self, table: Table) -> None:
+        if table.rows:
+            self._shown.append(show(table.title, table.header, table.rows))
+
+    def _write(self) -> None:
+        if self.is_kept:
+            write_results_block(HERE / "README.md", "\n\n".join([*self._shown, *self.failures]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

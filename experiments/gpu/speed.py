@@ -1,0 +1,170 @@
+"""Tokens per second and peak memory of three systems that take turns on one device.
+
+Turns, not runs of their own: a device's clock falls as it warms up, and in one process a
+slow minute meets all three.  A turn is a few steps of one system, timed as a whole, after
+one that is not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from experiments.common import Bar, Table
+from experiments.gpu import systems
+from experiments.gpu.clock import (
+    PeakMeter,
+    allocated_bytes,
+    free_everything,
+    seconds_per_call,
+    turns_that_fit,
+)
+from experiments.gpu.results import (
+    GIB,
+    Recorder,
+    Row,
+    cases_of,
+    largest_difference,
+    median_of,
+    ratio_bar,
+    shown,
+    spread_cell,
+    values_of,
+)
+from experiments.gpu.scale import Job
+from experiments.gpu.systems import FSDP2, HET, PLAIN, System
+
+NAME = "speed"
+NUM_STEPS_COMPARED = 4  # losses of all systems agree in these
+LOSS_TOLERANCE = 1e-2  # relative; bfloat16, and sums in another order
+MAX_STEPS_OF_A_TURN = 10
+RATE, LOSS, PEAK = "tokens/s", "loss difference", "peak memory"
+LEAST_OF_PLAIN, LEAST_OF_FSDP2 = 0.98, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """What is trained."""
+
+    batch_size: int
+    recompute: bool
+
+    @property
+    def title(self) -> str:
+        """For tables."""
+        kept = "blocks recomputed" if self.recompute else "everything kept"
+        return f"{self.batch_size} samples, {kept}"
+
+
+@dataclass(slots=True)
+class Contestant:
+    """A system and what it holds between steps."""
+
+    system: System
+    held_bytes: int
+    losses: list[float] = field(default_factory=list)
+
+
+def run(job: Job, record: Recorder) -> None:
+    """Both contests, one after the other."""
+    scale = job.scale
+    contests = (
+        Contest(batch_size=scale.microbatch_size, recompute=False),
+        Contest(batch_size=scale.recomputed_batch_size, recompute=True),
+    )
+    with systems.one_rank_group(job.device):
+        for contest in contests:
+            hold(job, contest, record)
+            free_everything(job.device)
+
+
+def hold(job: Job, contest: Contest, record: Recorder) -> None:
+    """One contest, from the first weights to the last turn."""
+    batch = systems.random_batch(job.scale.config, contest.batch_size, job.device)
+    contestants = [enter(job, make, batch) for make in makers(job, contest)]
+    for each in contestants:
+        record(f"{contest.title}: {each.system.name}", LOSS, loss_difference(each, contestants))
+    num_rounds = job.pick(full=8, short=2)
+    steps = [lambda each=each: each.system.step(*batch, 1) for each in contestants]
+    turn_s = job.budget_s / 2 / (num_rounds * len(steps))  # there are two contests
+    step_s = max(seconds_per_call(step, 1, job.device) for step in steps)
+    num_steps = turns_that_fit(step_s, turn_s, at_most=MAX_STEPS_OF_A_TURN + 1) - 1
+    tokens = contest.batch_size * job.scale.config.seq_len
+    for turn in range(num_rounds):
+        # There and back again: who goes first in one round goes last in the next.
+        order = list(zip(contestants, steps, strict=True))
+        for each, step in order if turn % 2 else order[::-1]:
+            case = f"{contest.title}: {each.system.name}"
+            meter = PeakMeter(job.device)
+            step()
+            seconds = seconds_per_call(step, max(1, num_steps), job.device)
+            record(case, RATE, tokens / seconds, "tokens/s", turn)
+            if job.is_cuda:
+                peak = meter.read().allocated + each.held_bytes
+                record(case, PEAK, peak / GIB, "GiB", turn)
+
+
+def makers(job: Job, contest: Contest) -> list[Callable[[], System]]:
+    """How each system is made."""
+    config, device, recompute = job.scale.config, job.device, contest.recompute
+    plan = systems.one_rank_plan(microbatch_size=contest.batch_size, recompute=recompute)
+    return [
+        lambda: systems.het_fsdp(config, plan, device),
+        lambda: systems.fsdp2(config, device, recompute=recompute),
+        lambda: systems.plain_pytorch(config, device, recompute=recompute),
+    ]
+
+
+def enter(
+    job: Job, make: Callable[[], System], batch: tuple[torch.Tensor, torch.Tensor]
+) -> Contestant:
+    """Make it, take its first steps, and see what it holds after them."""
+    before = allocated_bytes(job.device)
+    system = make()
+    losses = [float(system.step(*batch, 1)) for _ in range(NUM_STEPS_COMPARED)]
+    free_everything(job.device)  # the whole model that it was made from
+    return Contestant(system, allocated_bytes(job.device) - before, losses)
+
+
+def loss_difference(one: Contestant, others: Sequence[Contestant]) -> float:
+    """The largest of any of the first steps, relative, to any other system."""
+    return max(largest_difference(one.losses, other.losses) for other in others)
+
+
+# Tables
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One per contest."""
+    titles = dict.fromkeys(case.rpartition(": ")[0] for case in cases_of(rows, LOSS))
+    header = ["system", "tokens/s (p10-p90)", "n", "HetFSDP's / its", "peak GiB"]
+    return [
+        Table(title, header, [_cells(rows, title, name) for name in (HET, FSDP2, PLAIN)])
+        for title in titles
+    ]
+
+
+def _cells(rows: Sequence[Row], title: str, name: str) -> list[str]:
+    case = f"{title}: {name}"
+    rates = values_of(rows, case, RATE)
+    own, ours = median_of(rows, case, RATE), median_of(rows, f"{title}: {HET}", RATE)
+    ratio = shown(ours / own, "{:.3f}") if own and ours else ""
+    peaks = values_of(rows, case, PEAK)
+    peak = shown(max(peaks), "{:.1f}") if peaks else ""
+    return [name, spread_cell(rates), str(len(rates)), ratio, peak]
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Speed against both opponents, and that all three train the same."""
+    found = []
+    for title in [table.title for table in tables(rows)]:
+        ours = median_of(rows, f"{title}: {HET}", RATE)
+        for name, least in ((PLAIN, LEAST_OF_PLAIN), (FSDP2, LEAST_OF_FSDP2)):
+            theirs = median_of(rows, f"{title}: {name}", RATE)
+            claim = f"{title}: tokens/s, {HET} / {name}"
+            found += ratio_bar(claim, ours, theirs, at_least=least)
+    differences = [row.value for row in rows if row.metric == LOSS]
+    if differences:
+        claim = "first losses: largest relative difference between systems"
+        found.append(Bar(claim=claim, measured=max(differences), at_most=LOSS_TOLERANCE))
+    return found

@@ -1,0 +1,237 @@
+"""Several ranks on one GPU, over gloo: are streams, events and reused memory in order?
+
+Training on the device must give the losses that plain PyTorch gives on a CPU.  A missing wait
+between streams shows only where one of them is late, so some cases are run three times:
+
+    on time        as it is
+    late compute   after each microbatch the compute stream gets a product of large matrices:
+                   gathers and reductions run far ahead of it, and what the host has freed is
+                   given away while kernels that read it are still to come
+    late transfer  the same on the streams of gathers and reductions: compute would run ahead
+                   of parameters that have not come and of gradients that are still read
+
+gloo is slow here and that does not matter: nothing is timed.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from experiments.common import Bar, Table, run_ranks
+from experiments.contestants import plain_step
+from experiments.decoders import CPU, decoder_config, make_decoder
+from experiments.gpu import systems
+from experiments.gpu.results import (
+    Recorder,
+    Row,
+    cases_of,
+    largest_difference,
+    median_of,
+    shown,
+)
+from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
+from shardhet import HetFSDP, Plan
+from shardhet.fsdp.observer import Activity, Observed
+from shardhet.models.decoder import DecoderConfig
+
+NAME = "streams"
+NUM_STEPS = 5
+LEARNING_RATE = 1e-3
+DIFFERENCE = "loss difference"
+FLOAT32, BFLOAT16 = "float32", "bfloat16 in flight"
+TOLERANCES = {FLOAT32: 1e-4, BFLOAT16: 3e-2}  # relative; a race gives anything at all
+GLOBAL_BATCH_SIZE = 8
+# Per world: samples of each rank, shares of the state, and microbatch sizes.
+WORLDS = {
+    2: ((5, 3), (0.7, 0.3), (2, 1)),
+    3: ((4, 3, 1), (0.5, 0.1, 0.4), (2, 1, 1)),
+    # One stores nothing, one computes nothing.
+    4: ((4, 3, 0, 1), (0.4, 0.0, 0.35, 0.25), (1, 2, 0, 1)),
+}
+LATENESS = ("on time", "late compute", "late transfer")
+LATE_WIDTH = 4096  # of the matrices: milliseconds on a large GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One plan, run in one way."""
+
+    world_size: int
+    is_split: bool  # into several microbatches
+    recompute: bool
+    precision: str
+    lateness: str
+
+    @property
+    def name(self) -> str:
+        """For tables; the world is at its beginning."""
+        return ", ".join(
+            (
+                f"{self.world_size} ranks",
+                self.precision,
+                "several microbatches" if self.is_split else "one microbatch",
+                "recomputed" if self.recompute else "kept",
+                self.lateness,
+            )
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """Uneven in all respects."""
+        batches, shares, sizes = WORLDS[self.world_size]
+        return Plan.by_hand(
+            microbatch_sizes=sizes if self.is_split else batches,
+            rank_batch_sizes=batches,
+            state_shares=shares,
+            recompute=self.recompute,
+        )
+
+
+def cases_for(world_size: int) -> list[Case]:
+    """All four ways in float32 on time; two of them, and one in bfloat16, late as well."""
+    flags = [
+        (is_split, recompute, FLOAT32, LATENESS[0])
+        for is_split, recompute in itertools.product((False, True), repeat=2)
+    ]
+    for lateness in LATENESS[1:]:
+        flags += [(both, both, FLOAT32, lateness) for both in (False, True)]
+    flags += [(True, True, BFLOAT16, lateness) for lateness in LATENESS]
+    return [
+        Case(
+            world_size=world_size,
+            is_split=is_split,
+            recompute=recompute,
+            precision=precision,
+            lateness=lateness,
+        )
+        for is_split, recompute, precision, lateness in flags
+    ]
+
+
+def config_of(job: Job) -> DecoderConfig:
+    """A small model, for a CPU is to train it too."""
+    if job.is_rehearsal:
+        return job.scale.config
+    return decoder_config(width=256, num_layers=4, seq_len=128, mlp_ratio=MLP_RATIO)
+
+
+def run(job: Job, record: Recorder) -> None:
+    """One launch of ranks per world, all cases in it."""
+    config = config_of(job)
+    expected = reference_losses(config)
+    worlds = list(WORLDS)[:1] if job.is_short else list(WORLDS)
+    for world_size in worlds:
+        cases = cases_for(world_size)
+        cases = cases[::3] if job.is_rehearsal else cases
+        losses_by_case = run_ranks(train_cases, world_size, job, config, cases)[0]
+        for case, losses in zip(cases, losses_by_case, strict=True):
+            record(case.name, DIFFERENCE, largest_difference(losses, expected))
+
+
+def reference_losses(config: DecoderConfig) -> list[float]:
+    """Of plain PyTorch, on this machine's CPU, in float32."""
+    model = make_decoder(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    batch = systems.random_batch(config, GLOBAL_BATCH_SIZE, CPU)
+    return [plain_step(model, optimizer, *batch) for _ in range(NUM_STEPS)]
+
+
+def train_cases(
+    _rank: int, job: Job, config: DecoderConfig, cases: Sequence[Case]
+) -> list[list[float]]:
+    """Losses of every case, on a rank of a gloo world."""
+    if job.is_cuda:
+        torch.cuda.set_device(job.device)
+        # The one kernel for attention that sums as the CPU does, in float32 throughout.
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return [train(job.device, config, case) for case in cases]
+
+
+def train(
+    device: torch.device,
+    config: DecoderConfig,
+    case: Case,
+    group: dist.ProcessGroup | None = None,
+) -> list[float]:
+    """Mean losses of a few steps under the case's plan.  Collective."""
+    # Made on the CPU, so that the weights are the reference's.
+    module = make_decoder(config).to(device)
+    in_bfloat16 = case.precision == BFLOAT16
+    model = HetFSDP(
+        module,
+        case.plan,
+        group=group,
+        param_dtype=PARAM_DTYPE if in_bfloat16 else None,
+        reduce_dtype=REDUCE_DTYPE if in_bfloat16 else None,
+    )
+    if case.lateness != LATENESS[0]:
+        model.add_observer(make_late(model, device, is_compute=case.lateness == LATENESS[1]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    tokens, targets = systems.random_batch(config, GLOBAL_BATCH_SIZE, device)
+    first = case.plan.first_sample(model.position)
+    stop = first + case.plan.ranks[model.position].rank_batch_size
+    losses = []
+    for _ in range(NUM_STEPS):
+        loss = model.backward(*model(tokens[first:stop], targets[first:stop]))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float("nan") if loss is None else loss)
+    return losses
+
+
+def make_late(
+    model: HetFSDP, device: torch.device, *, is_compute: bool
+) -> Callable[[Observed], None]:
+    """An observer that keeps streams busy after each microbatch of each unit."""
+    width = LATE_WIDTH if device.type == "cuda" else 8
+    filler, filled = [torch.zeros(width, width, device=device) for _ in range(2)]
+    comm = model._comm  # there is no public way to its streams, and no other need for one
+
+    def multiply() -> None:
+        torch.mm(filler, filler, out=filled)  # nobody reads it, so streams may overwrite it
+
+    def observe(event: Observed) -> None:
+        if event.activity not in (Activity.FORWARD, Activity.BACKWARD):
+            return
+        with torch.no_grad():
+            if is_compute:
+                multiply()
+                return
+            for stream in (comm.all_gather_stream, comm.reduce_scatter_stream):
+                with comm.on_stream(stream):
+                    multiply()
+
+    return observe
+
+
+# Tables
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One line per case without its lateness, which is in the columns."""
+    lines = {}
+    for case in cases_of(rows, DIFFERENCE):
+        name, _, lateness = case.rpartition(", ")
+        cells = lines.setdefault(name, dict.fromkeys(LATENESS, ""))
+        cells[lateness] = shown(median_of(rows, case, DIFFERENCE), "{:.1e}")
+    header = ["largest relative difference of a loss to the CPU's", *LATENESS]
+    return [Table("Losses of 5 steps", header, [[n, *c.values()] for n, c in lines.items()])]
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """The worst case of each precision."""
+    found = []
+    for precision, tolerance in TOLERANCES.items():
+        cases = [case for case in cases_of(rows, DIFFERENCE) if f" {precision}," in case]
+        worst = [median_of(rows, case, DIFFERENCE) for case in cases]
+        if worst:
+            claim = f"{precision}: largest relative difference of a loss"
+            measured = max(each for each in worst if each is not None)
+            found.append(Bar(claim=claim, measured=measured, at_most=tolerance))
+    return found

@@ -1,0 +1,176 @@
+"""The same decoder, precision and optimizer under HetFSDP, FSDP2 and plain PyTorch.
+
+Precision.  Parameters are stored in float32 and computed with in bfloat16; gradients come in
+bfloat16 and are accumulated, reduced and applied in float32.  HetFSDP spells that
+``param_dtype`` and ``reduce_dtype``, FSDP2 ``MixedPrecisionPolicy``.  Plain PyTorch has two
+ways.  Autocast is another policy: norms and the residual stream stay in float32, and every
+use of a weight casts it.  So plain PyTorch gets what the other two do: a model in bfloat16
+beside a float32 copy that the optimizer writes, two multi-tensor copies a step.  That is the
+fastest of the ways, and the arithmetic is the same, so losses must agree.
+
+Recomputation.  Blocks alone, by ``torch.utils.checkpoint`` inside the block's forward, so
+that FSDP2's hooks stay around it (torchtitan's order); HetFSDP recomputes by plan.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from experiments.contestants import fully_sharded, fused_adamw, het_fsdp_step
+from experiments.decoders import Batch, make_decoder, random_batches, units_of
+from experiments.gpu.scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE
+from shardhet import HetFSDP, Plan
+from shardhet.models.decoder import Decoder, DecoderConfig
+
+HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"
+LEARNING_RATE = 1e-4
+PRECISION = {"param_dtype": PARAM_DTYPE, "reduce_dtype": REDUCE_DTYPE}
+
+# tokens and targets, [B, T], and in how many microbatches -> mean loss, on the device or not
+Step = Callable[[Tensor, Tensor, int], Tensor | float]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A model in training."""
+
+    name: str
+    step: Step
+
+
+@contextmanager
+def one_rank_group(device: torch.device) -> Iterator[None]:
+    """A default process group of this process alone: NCCL on a GPU, gloo in a rehearsal."""
+    is_cuda = device.type == "cuda"
+    with TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            init_method=f"file://{Path(folder) / 'store'}",
+            rank=0,
+            world_size=1,
+            device_id=device if is_cuda else None,
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def one_rank_plan(*, microbatch_size: int, num_microbatches: int = 1, recompute: bool) -> Plan:
+    """Everything on one device; blocks are recomputed, or nothing."""
+    return Plan.by_hand(
+        microbatch_sizes=[microbatch_size],
+        num_microbatches=[num_microbatches],
+        state_shares=[1.0],
+        recompute=[RECOMPUTED if recompute else ()],
+    )
+
+
+def random_batch(config: DecoderConfig, num_samples: int, device: torch.device) -> Batch:
+    """Random tokens and their successors, on the device."""
+    [(tokens, targets)] = random_batches(config, num_samples, seed=1)
+    return tokens.to(device), targets.to(device)
+
+
+def het_fsdp(config: DecoderConfig, plan: Plan, device: torch.device) -> System:
+    """HetFSDP under ``plan``, which decides on microbatches and recomputation."""
+    model = HetFSDP(make_decoder(config, device), plan, **PRECISION)
+    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
+
+    def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> float:
+        planned = len(plan.ranks[0].split(len(tokens)))
+        assert planned == num_microbatches, f"the plan makes {planned} microbatches of it"
+        return het_fsdp_step(model, optimizer, tokens, targets)
+
+    return System(HET, step)
+
+
+def fsdp2(config: DecoderConfig, device: torch.device, *, recompute: bool) -> System:
+    """FSDP2 over the default group; microbatches by one backward pass each.
+
+    Gradients are reduced after the last of them (``set_requires_gradient_sync``); parameters
+    are gathered for each, forward and backward.
+    """
+    model = make_decoder(config, device)
+    if recompute:
+        recompute_blocks(model)
+    sharded = fully_sharded(model, units_of(model), policy=MixedPrecisionPolicy(**PRECISION))
+    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
+
+    def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> Tensor:
+        losses = []
+        parts = zip(
+            tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True
+        )
+        for i, part in enumerate(parts):
+            sharded.set_requires_gradient_sync(i == num_microbatches - 1)
+            loss_sum, _ = model(*part)
+            loss = loss_sum / targets.numel()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    return System(FSDP2, step)
+
+
+def plain_pytorch(config: DecoderConfig, device: torch.device, *, recompute: bool) -> System:
+    """One process, a bfloat16 model and its float32 master copy."""
+    model = make_decoder(config, device)
+    if recompute:
+        recompute_blocks(model)
+    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    model.to(PARAM_DTYPE)
+    params = list(model.parameters())
+    optimizer = fused_adamw(masters, LEARNING_RATE)
+
+    def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> Tensor:
+        assert num_microbatches == 1, "not needed here"
+        loss_sum, num_tokens = model(tokens, targets)
+        loss = loss_sum / num_tokens
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_copy_([m.grad for m in masters], [p.grad for p in params])
+            for param in params:
+                param.grad = None
+            optimizer.step()
+            torch._foreach_copy_(params, masters)
+        return loss.detach()
+
+    return System(PLAIN, step)
+
+
+def compute_alone(
+    config: DecoderConfig, device: torch.device, *, recompute: bool
+) -> Callable[[Tensor, Tensor], None]:
+    """Forward and backward of one microbatch and nothing else: the least that it can take."""
+    model = make_decoder(config, device).to(PARAM_DTYPE)
+    if recompute:
+        recompute_blocks(model)
+
+    def run(tokens: Tensor, targets: Tensor) -> None:
+        loss_sum, num_tokens = model(tokens, targets)
+        (loss_sum / num_tokens).backward()
+        model.zero_grad()
+
+    return run
+
+
+def recompute_blocks(model: Decoder) -> None:
+    """Let every block keep its input alone; there is no dropout, so no random state."""
+    for block in model.blocks:
+        block.forward = partial(  # type: ignore[method-assign]
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )

@@ -1,0 +1,1 @@
+"""Does every launch make exactly one complete run folder?"""

@@ -1,0 +1,1 @@
+"""How does a layer's time go on beyond the sizes that were measured?"""

@@ -1,0 +1,1 @@
+"""What does a mixed cluster train under each system?"""

@@ -1,0 +1,282 @@
+"""What runs in the ranks: measure and plan, take turns, or train one system by itself."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from experiments.contestants import check_same_losses
+from experiments.decoders import CPU, Batch, random_batches
+from experiments.mixed_cluster import systems
+from experiments.mixed_cluster.clusters import Case
+from experiments.mixed_cluster.plans import Effort, Planned, make_plans, measured
+from experiments.mixed_cluster.systems import Make, System, Work
+from experiments.unlike import MIB, PeakOfData, Slowness, forget_building
+from shardhet.comm.groups import Communicators
+from shardhet.training.emulation import THREAD_STACK_BYTES, memory_of_process
+
+NUM_BATCHES = 4
+NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these
+TOGETHER = "plain PyTorch on all ranks at once, nothing shared"
+LARGEST_ALONE = "plain PyTorch on the largest device alone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A few steps of one system, or of plain PyTorch on one rank alone."""
+
+    system: str
+    round: int
+    samples_per_s: float
+    step_time_s: float  # of the slowest rank
+    cpu_s: tuple[float, ...]  # of each rank in a step, of all its threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """What one rank of one system needed at most, above what it had before the model."""
+
+    system: str
+    rank: int
+    mib: float
+    samples_per_s: float
+
+
+def survey(
+    rank: int, case: Case, slownesses: Sequence[Slowness], effort: Effort
+) -> list[Planned]:
+    """HetFSDP's plans for the ranks as they are; the same list on every rank."""
+    with slownesses[rank].applied():
+        measurement = measured(case, slownesses[rank].device, effort)
+    return make_plans(case, measurement)
+
+
+def take_turns(
+    rank: int,
+    case: Case,
+    slownesses: Sequence[Slowness],
+    plans: Sequence[Planned],
+    names: Sequence[str],
+    num_rounds: int,
+    turn_s: float,
+) -> list[Turn]:
+    """Steps of every system of ``names`` and of plain PyTorch in the same processes; the same
+    list on every rank.
+
+    A slow second of the machine meets all of them, and who goes first in one round goes last
+    in the next.
+    """
+    slowness = slownesses[rank]
+    batches = batches_of(case)
+    plain = systems.plain_pytorch(case.work, case.plain_batch_size, case.microbatch_size)
+    make_by_name = makers(rank, case, slowness, plans)
+    contestants = [make_by_name[name](case.work) for name in names]
+    with slowness.applied():
+        plain.step(*batches[0])  # warms up
+        seconds = first_steps(contestants, batches)
+        num_steps = {
+            name: max(1, round(turn_s / each))
+            for name, each in zip(names, seconds, strict=True)
+        }
+        return [
+            turn
+            for number in range(num_rounds)
+            for turn in (
+                *(
+                    _plain_turn(plain, slowness, batches, case, number, slow_rank)
+                    for slow_rank in range(dist.get_world_size())
+                ),
+                _plain_together(plain, slowness, batches, case, number),
+                *(
+                    _turn(system, batches, case.work, number, num_steps[system.name])
+                    for system in contestants[:: 1 if number % 2 else -1]
+                ),
+            )
+        ]
+
+
+def train_by_itself(
+    rank: int,
+    case: Case,
+    slowness: Sequence[Slowness],
+    plans: Sequence[Planned],
+    name: str,
+    num_steps: int,
+) -> list[Peak]:
+    """One system in these fresh processes; the same list on every rank.
+
+    Memory is counted, and capped where the case says so, once the system is built: what
+    building takes is another question.
+    """
+    own = slowness[rank]
+    make = makers(rank, case, own, plans)[name]
+    batches = batches_of(case)
+    threading.stack_size(THREAD_STACK_BYTES)
+    Communicators.over(dist.group.WORLD, CPU)  # their threads are nobody's memory
+    peak, level_asked_bytes = PeakOfData(), memory_of_process("VmData")
+    system = make(case.work)
+    forget_building()
+    if case.cluster.is_capped:
+        own.cap_memory(level_asked_bytes)
+    with own.applied():
+        # The first makes the optimizer's state, and runs what has not run yet.
+        for number, steps in enumerate((1, num_steps)):
+            peak.restart()
+            turn = _turn(system, batches, case.work, number, steps)
+            peak.look()
+    peak_mib = peak.nbytes / MIB
+    return [
+        Peak(system=name, rank=i, mib=round(mib, 1), samples_per_s=turn.samples_per_s)
+        for i, (mib,) in enumerate(_rows([peak_mib]))
+    ]
+
+
+def makers(
+    rank: int, case: Case, slowness: Slowness, plans: Sequence[Planned]
+) -> dict[str, Make]:
+    """All systems by name; only HetFSDP where other programs cannot be slowed down."""
+    found: dict[str, Make] = {}
+    if slowness.group is not None:
+        found |= systems.stock_systems(
+            case.work,
+            case.cluster.cores,
+            case.microbatch_size,
+            is_capped=case.cluster.is_capped,
+        )
+        if case.cluster.is_capped:
+            found[LARGEST_ALONE] = partial(_largest_alone, rank=rank, case=case)
+    for planned in plans:
+        if planned.plan is not None:
+            found[planned.system] = partial(
+                systems.het_fsdp,
+                name=planned.system,
+                plan=planned.plan,
+                device=slowness.device,
+                device_spec=case.cluster.device_spec(rank),
+            )
+    return found
+
+
+def _largest_alone(work: Work, *, rank: int, case: Case) -> System:
+    """What one does without sharding: all on the roomiest device."""
+    largest = max(range(case.cluster.world_size), key=case.cluster.memory_bytes)
+    if rank != largest:
+        return System(LARGEST_ALONE, lambda _tokens, _targets: 0.0)
+    plain = systems.plain_pytorch(work, work.global_batch_size, case.microbatch_size)
+    return System(LARGEST_ALONE, plain.step)
+
+
+# Steps
+
+
+def batches_of(case: Case) -> list[Batch]:
+    """Of all ranks together, so the same on every rank."""
+    work = case.work
+    return random_batches(work.config, work.global_batch_size, seed=0, num_batches=NUM_BATCHES)
+
+
+def _turn(
+    system: System, batches: Sequence[Batch], work: Work, number: int, num_steps: int
+) -> Turn:
+    dist.barrier()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    for step in range(num_steps):
+        system.step(*batches[step % len(batches)])
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    rows = _rows([seconds / num_steps, cpu_s / num_steps])
+    step_time_s = max(seconds for seconds, _ in rows)
+    return Turn(
+        system=system.name,
+        round=number,
+        samples_per_s=work.global_batch_size / step_time_s,
+        step_time_s=step_time_s,
+        cpu_s=tuple(round(cpu_s, 4) for _, cpu_s in rows),
+    )
+
+
+def _plain_turn(
+    plain: System,
+    slowness: Slowness,
+    batches: Sequence[Batch],
+    case: Case,
+    number: int,
+    slow_rank: int,
+) -> Turn:
+    """A step of ``slow_rank`` while the others sleep in a barrier."""
+    dist.barrier()
+    mine = [0.0, 0.0]
+    if dist.get_rank() == slow_rank:
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        with slowness.device.slowed():
+            plain.step(*batches[number % len(batches)])
+        mine = [time.perf_counter() - start_s, time.process_time() - start_cpu_s]
+    seconds, cpu_s = _rows(mine)[slow_rank]
+    return Turn(
+        system=plain_name(slow_rank),
+        round=number,
+        samples_per_s=case.plain_batch_size / seconds,
+        step_time_s=seconds,
+        cpu_s=(round(cpu_s, 4),),
+    )
+
+
+def _plain_together(
+    plain: System, slowness: Slowness, batches: Sequence[Batch], case: Case, number: int
+) -> Turn:
+    """All ranks at once, each for itself: what sharing memory and caches leaves of the ideal.
+
+    They go on until the slowest has finished a step.
+    """
+    dist.barrier()
+    store, num_steps = dist.distributed_c10d._get_default_store(), 0
+    key = f"slowest has finished, round {number}"
+    is_slowest = dist.get_rank() == case.cluster.slowest_rank
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    while not num_steps or not (is_slowest or store.check([key])):
+        with slowness.device.slowed():
+            plain.step(*batches[num_steps % len(batches)])
+        num_steps += 1
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    if is_slowest:
+        store.set(key, "")
+    rows = _rows([num_steps * case.plain_batch_size / seconds, cpu_s / num_steps])
+    return Turn(
+        system=TOGETHER,
+        round=number,
+        samples_per_s=sum(samples_per_s for samples_per_s, _ in rows),
+        step_time_s=seconds / num_steps,
+        cpu_s=tuple(round(cpu_s, 4) for _, cpu_s in rows),
+    )
+
+
+def _rows(mine: list[float]) -> list[list[float]]:
+    """Every rank's numbers."""
+    rows = [mine] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
+
+
+def plain_name(rank: int) -> str:
+    """Of plain PyTorch on one rank, as ``Turn.system``."""
+    return f"plain PyTorch on rank {rank} alone"
+
+
+def first_steps(contestants: Sequence[System], batches: Sequence[Batch]) -> list[float]:
+    """How long a step of each takes; raises unless all train the same model in the same way."""
+    losses_by_system, step_times_s = {}, []
+    for system in contestants:
+        losses = []
+        for step in range(NUM_STEPS_COMPARED):
+            start_s = time.perf_counter()
+            losses.append(system.step(*batches[step]))
+            last_s = time.perf_counter() - start_s
+        mean = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(mean)
+        losses_by_system[system.name] = mean
+        step_times_s.append(max(seconds for (seconds,) in _rows([last_s])))
+    check_same_losses(losses_by_system)
+    return step_times_s

@@ -1,0 +1,157 @@
+"""What does a mixed cluster train under each system, and how much of it is used?
+
+python -m experiments.mixed_cluster.run            about two hours
+python -m experiments.mixed_cluster.run --quick    about six minutes
+python -m experiments.mixed_cluster.run --only strong
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.common import (
+    Environment,
+    console,
+    replace_cases,
+    run_ranks,
+    write_results_block,
+)
+from experiments.mixed_cluster import contest, report
+from experiments.mixed_cluster.clusters import CASES, STRONG, Case
+from experiments.mixed_cluster.figure import draw
+from experiments.mixed_cluster.plans import Planned
+from experiments.mixed_cluster.systems import has_deepspeed
+from experiments.unlike import Slowness, slowness_of, why_no_groups
+from shardhet.profiler.measure import MeasuringEffort
+
+HERE = Path(__file__).parent
+RAN_OUT = ("can't allocate memory", "MemoryError", "bad_alloc", "ended without a message")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much to measure."""
+
+    profile: MeasuringEffort
+    num_rounds: int  # of all systems in turn, or launches of each where memory is capped
+    turn_s: float  # about how long a turn takes, in whole steps
+
+
+FULL = Extent(profile=MeasuringEffort(time_limit_s=60.0), num_rounds=5, turn_s=3.0)
+BRIEF = Extent(profile=MeasuringEffort(time_limit_s=30.0), num_rounds=3, turn_s=2.0)
+QUICK = Extent(
+    profile=MeasuringEffort(time_limit_s=20.0, num_repeats=4), num_rounds=2, turn_s=1.0
+)
+
+
+def main() -> None:
+    """Measure, print, and keep."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few steps; keeps nothing")
+    parser.add_argument(
+        "--only", metavar="WORDS", help="cases whose name has these words: " + _case_names()
+    )
+    options = parser.parse_args()
+    cases = [case for case in CASES if (options.only or "") in case.name]
+    if not cases:
+        parser.error(f"no case is called {options.only!r}; there are {_case_names()}")
+    if options.quick and not options.only:
+        cases = [case for case in cases if case.cluster is STRONG or case.cluster.is_capped]
+    environment = Environment.here()
+    console.print(environment.as_markdown())
+    reason = why_no_groups()
+    if reason is not None:
+        console.print(f"Only HetFSDP takes part, emulated in its processes: {reason}")
+    if not has_deepspeed():
+        console.print("DeepSpeed is not installed here and does not take part.")
+    results = HERE / "results.csv"
+    rows: list[report.Row] = []
+    for case in cases:
+        console.rule(case.name)
+        extent = QUICK if options.quick else FULL if case.has_bars else BRIEF
+        found = measure(case, extent, environment, reason is None)
+        report.show(case, found)
+        rows += found
+        if not options.quick:  # at once: what comes next may fail
+            kept = replace_cases(results, found, report.Row, [case.name for case in CASES])
+            write_results_block(HERE / "README.md", report.as_markdown(kept))
+            draw(results, HERE / "figure.png")
+    report.show_bars(rows)
+    if options.quick:
+        console.print("Only a little was measured: nothing was written.")
+
+
+def _case_names() -> str:
+    return "; ".join(case.name for case in CASES)
+
+
+def measure(
+    case: Case, extent: Extent, environment: Environment, has_groups: bool
+) -> list[report.Row]:
+    """Everything about one case."""
+    with slowness_of(case.cluster, has_groups=has_groups) as slownesses:
+        world_size = case.cluster.world_size
+        plans = run_ranks(contest.survey, world_size, case, slownesses, extent.profile)[0]
+        report.show_plans(plans)
+        names = list(contest.makers(0, case, slownesses[0], plans))
+        results = report.Results(case, environment, plans)
+        if case.cluster.is_capped:
+            # Only plain PyTorch in turns; a system that is to be capped needs its own process.
+            results.add_turns(_turns(case, slownesses, plans, [], extent))
+            for number in range(extent.num_rounds):
+                for name in names:
+                    results.add_launch(number, name, _launch(case, slownesses, plans, name, 2))
+            return results.rows
+        results.add_turns(_turns(case, slownesses, plans, names, extent))
+        for number in range(case.num_weighed if extent is FULL else 1):
+            for name in names:
+                results.add_peaks(number, name, _launch(case, slownesses, plans, name, 1))
+        return results.rows
+
+
+def _turns(
+    case: Case,
+    slownesses: Sequence[Slowness],
+    plans: Sequence[Planned],
+    names: Sequence[str],
+    extent: Extent,
+) -> list[contest.Turn]:
+    turns: list[contest.Turn] = run_ranks(
+        contest.take_turns,
+        case.cluster.world_size,
+        case,
+        slownesses,
+        plans,
+        names,
+        extent.num_rounds,
+        extent.turn_s,
+    )[0]
+    return turns
+
+
+def _launch(
+    case: Case, slownesses: Sequence[Slowness], plans: Sequence[Planned], name: str, steps: int
+) -> list[contest.Peak] | None:
+    """Peaks of all ranks; None where the system ran out of memory."""
+    try:
+        peaks: list[contest.Peak] = run_ranks(
+            contest.train_by_itself,
+            case.cluster.world_size,
+            case,
+            slownesses,
+            plans,
+            name,
+            steps,
+        )[0]
+    except RuntimeError as error:
+        if case.cluster.is_capped and any(words in str(error) for words in RAN_OUT):
+            return None
+        raise
+    return peaks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""How a model is made and called, the same for plain torch and for HetFSDP."""
+
+import inspect
+from collections.abc import Collection, Mapping
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.other_peoples_models.records import Batch, Family, Loss, Way
+from experiments.other_peoples_models.tasks import SPECTRUM, TRANSLATION
+from shardhet import HetFSDP
+from shardhet.fsdp.wrapping import UnitModules, find_units
+
+MODEL_SEED = 11
+BATCH_SEED = 5
+SEED = 3  # of dropout, by HetFSDP(seed=)
+NUM_STEPS = 3
+COLLIDING_LENGTHS = (4, 3)  # of the second and third step: the batches of the plan's ranks
+MAX_NORM = 0.5
+LORA_DROPOUT = 0.1
+
+
+def make_model(family: Family, way: Way) -> nn.Module:
+    """In float64 and in training mode; the same at every call."""
+    torch.manual_seed(MODEL_SEED)
+    np.random.seed(MODEL_SEED)  # noqa: NPY002 -- some models draw from numpy's own generator
+    model = family.make(**way.config).double().train()
+    return _with_lora(model, family) if way.has_lora else model
+
+
+def _with_lora(model: nn.Module, family: Family) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=2,
+        target_modules=list(family.lora_targets),
+        lora_dropout=LORA_DROPOUT,
+        init_lora_weights=False,  # random: beside zeros its first half has no gradient
+    )
+    return get_peft_model(model, config).double().train()  # type: ignore[arg-type]
+
+
+def wanted_units(family: Family, way: Way) -> tuple[str, ...] | None:
+    """Of HetFSDP's argument; None is its own choice."""
+    return family.coarse_units if way.has_coarse_units else None
+
+
+def units_of(model: nn.Module, family: Family, way: Way) -> list[UnitModules]:
+    """What HetFSDP makes units of."""
+    wanted = wanted_units(family, way)
+    return find_units(model, wanted, keeps_last=way.loss is Loss.FUNCTION)
+
+
+def make_batches(family: Family, way: Way, num_samples: int) -> list[Batch]:
+    """The global batch of every step."""
+    generator = torch.Generator().manual_seed(BATCH_SEED)
+    lengths = [family.seq_len] * NUM_STEPS
+    if way.collides:
+        lengths[1:] = COLLIDING_LENGTHS
+    return [family.task.make_batch(generator, num_samples, length) for length in lengths]
+
+
+def part_of(batch: Batch, family: Family, first: int, num_samples: int) -> Batch:
+    """So many samples of it, from ``first`` on."""
+    return {
+        name: tensor.narrow(batch_dim_of(family, name), first, num_samples)
+        for name, tensor in batch.items()
+    }
+
+
+def batch_dim_of(family: Family, name: str) -> int:
+    """Where an argument has its samples."""
+    if isinstance(family.batch_dim, Mapping):
+        return family.batch_dim.get(name) or 0
+    return family.batch_dim
+
+
+def call(model: nn.Module, batch: Batch, family: Family, way: Way, **ours: Any) -> Any:
+    """The model's output; ``ours`` are arguments that only HetFSDP has."""
+    inputs = {
+        name: tensor
+        for name, tensor in batch.items()
+        if name != "labels" and name not in way.without
+    }
+    names = _first_parameters(model, inputs) if way.is_positional else ()
+    positional = [inputs.pop(name) for name in names]
+    options = dict(way.call_options)
+    makes_inputs = family.task in (TRANSLATION, SPECTRUM)  # the decoder's, from labels
+    if makes_inputs and way.loss is Loss.FUNCTION:  # the model is to compute no loss itself
+        words = batch["labels"].clamp(min=0)
+        options["decoder_input_ids"] = F.pad(words[:, :-1], (1, 0))
+    elif makes_inputs or way.loss in (Loss.INNER, Loss.ITEMS):
+        options["labels"] = batch["labels"]
+    if way.name == "contrastive":
+        del options["labels"]
+    if way.loss is Loss.ITEMS:
+        options["num_items_in_batch"] = 1
+    return model(*positional, **inputs, **options, **ours)
+
+
+def _first_parameters(model: nn.Module, names: Collection[str]) -> list[str]:
+    """The longest beginning of the model's parameters that consists of ``names`` only."""
+    module = model.module if isinstance(model, HetFSDP) else model
+    parameters = list(inspect.signature(module.forward).parameters)
+    return list(takewhile(lambda name: name in names, parameters))
+
+
+def loss_of(output: Any, batch: Batch, family: Family, way: Way) -> tuple[Tensor, int]:
+    """Sum over samples or labels, and their number."""
+    num_valid = family.task.num_valid(batch["labels"])
+    if way.loss is Loss.INNER:
+        return output.loss * num_valid, num_valid
+    if way.loss is Loss.ITEMS:
+        return output.loss, num_valid
+    return family.task.loss(family.logits(output), batch["labels"])

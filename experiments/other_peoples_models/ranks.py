@@ -1,0 +1,189 @@
+"""What a rank does in a case: train with HetFSDP, and hold each step against plain torch."""
+
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardhet
+from experiments.other_peoples_models.calls import (
+    MAX_NORM,
+    SEED,
+    batch_dim_of,
+    call,
+    loss_of,
+    make_batches,
+    make_model,
+    part_of,
+    wanted_units,
+)
+from experiments.other_peoples_models.comparison import MISMATCH, Errors, Step, quiet, relative
+from experiments.other_peoples_models.records import Batch, Family, Loss, Named, RankReport, Way
+from experiments.other_peoples_models.reference import Reference, load
+from shardhet import HetFSDP
+
+OUR_CODE = str(Path(shardhet.__file__).parent)
+DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)
+
+
+def run_rank(family: Family, way: Way, named: Named, reference_path: Path) -> RankReport:
+    """Its report; never raises."""
+    quiet()
+    rank = _Rank(family, way, named)
+    try:
+        rank.run(load(reference_path))
+    except BaseException as error:
+        return RankReport(
+            phase=rank.phase,
+            error=f"{type(error).__name__}: {error}",
+            is_deliberate=_is_deliberate(error),
+        )
+    return RankReport(
+        phase="end",
+        errors=rank.errors.by_quantity,
+        worst=rank.errors.worst,
+        start_s=rank.start_s,
+        step_s=rank.step_s,
+    )
+
+
+def _is_deliberate(error: BaseException) -> bool:
+    """Raised by a raise statement of ours, and not by what we called."""
+    if not isinstance(error, DELIBERATE):
+        return False
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename.startswith(OUR_CODE) and (last.line or "").startswith("raise")
+
+
+class _Rank:
+    """A rank and what it has seen."""
+
+    def __init__(self, family: Family, way: Way, named: Named) -> None:
+        self.phase = "start"
+        self.errors = Errors(unit_by_param={})
+        self.start_s = 0.0
+        self.step_s: list[float] = []
+        self._comparing_s = 0.0  # of the step in progress
+        self._family = family
+        self._way = way
+        self._named = named
+
+    def run(self, reference: Reference) -> None:
+        """All steps, then the state dict."""
+        self.errors = Errors(unit_by_param=reference.unit_by_param)
+        sizes = [rank.rank_batch_size for rank in self._named.plan.ranks]
+        batches = make_batches(self._family, self._way, sum(sizes))
+        started_at_s = time.process_time()
+        self.phase = "wrap"
+        model = self._wrapped()
+        optimizer = torch.optim.SGD(
+            [param for param in model.parameters() if param.requires_grad],
+            lr=0.05,
+            momentum=0.9,
+        )
+        for number, (batch, expected) in enumerate(zip(batches, reference.steps, strict=True)):
+            if self._way.evaluates:
+                self._evaluate(model, batch, expected, number)
+            step_started_at_s = time.process_time()
+            part = self._part(batch, sizes, model.position)
+            self._step(model, optimizer, part, expected, number)
+            ended_at_s = time.process_time() - self._comparing_s
+            self.step_s.append(ended_at_s - step_started_at_s)
+            if number == 0:
+                self.start_s = ended_at_s - started_at_s
+            self._compare_state(model, expected, number)
+        self.phase = "state dict"
+        self._compare_state_dict(model, reference.state)
+
+    def _wrapped(self) -> HetFSDP:
+        model = make_model(self._family, self._way)
+        units = wanted_units(self._family, self._way)
+        options: dict[str, Any] = {"seed": SEED, "units": units}
+        if self._family.batch_dim != 0:
+            options["batch_dim"] = self._family.batch_dim
+        if self._way.loss is Loss.FUNCTION:
+            options["loss_fn"] = self._loss_fn
+        return HetFSDP(model, self._named.plan, **options)
+
+    def _loss_fn(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss_sum, num_valid = self._family.task.loss(logits, labels)
+        return loss_sum, torch.tensor(num_valid)
+
+    def _part(self, batch: Batch, sizes: list[int], position: int) -> Batch:
+        return part_of(batch, self._family, sum(sizes[:position]), sizes[position])
+
+    def _step(
+        self,
+        model: HetFSDP,
+        optimizer: torch.optim.Optimizer,
+        batch: Batch,
+        expected: Step,
+        number: int,
+    ) -> None:
+        """One step as a user writes it, with what it computes held against ``expected``."""
+        self.phase = f"forward of step {number}"
+        if self._way.loss is Loss.FUNCTION:
+            output = call(model, batch, self._family, self._way, loss_inputs=(batch["labels"],))
+            loss_sum, num_valid = self._family.logits(output)
+        else:
+            output = call(model, batch, self._family, self._way)
+            loss_sum, num_valid = loss_of(output, batch, self._family, self._way)
+        self.phase = f"backward of step {number}"
+        mean = model.backward(loss_sum, num_valid)
+        compared_at_s = time.process_time()
+        self._compare_grads(model, mean, expected, number)
+        self._comparing_s = time.process_time() - compared_at_s
+        self.phase = f"clipping of step {number}"
+        norm = model.clip_grad_norm_(MAX_NORM)
+        self.errors.see_number("grad", float(norm), expected.norm, f"step {number}: norm")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _evaluate(self, model: HetFSDP, batch: Batch, expected: Step, number: int) -> None:
+        self.phase = f"evaluation before step {number}"
+        sizes = list(self._named.eval_sizes)
+        first, size = sum(sizes[: model.position]), sizes[model.position]
+        model.eval()
+        with torch.no_grad():
+            part = part_of(batch, self._family, first, size)
+            output = call(model, part, self._family, self._way)
+        model.train()
+        assert expected.logits is not None
+        dim = batch_dim_of(self._family, "logits")
+        own = expected.logits.narrow(dim, first, size)
+        found = self._family.logits(output)
+        self.errors.see("grad", relative(found, own), f"evaluation before step {number}")
+
+    def _compare_grads(
+        self, model: HetFSDP, mean: float | None, expected: Step, number: int
+    ) -> None:
+        where = f"step {number}: gradient"
+        self.errors.see_number(
+            "loss", MISMATCH if mean is None else mean, expected.loss, f"step {number}: loss"
+        )
+        rows = {fqn: box.rows for fqn, box in model.sharded_state_dict().items()}
+        found = {
+            fqn: None if param.grad is None else param.grad.as_subclass(Tensor)
+            for fqn, param in model.named_parameters()
+        }
+        self.errors.see_rows("grad", found, expected.grads, rows, where)
+
+    def _compare_state(self, model: HetFSDP, expected: Step, number: int) -> None:
+        boxes = model.sharded_state_dict()
+        rows = {fqn: box.rows for fqn, box in boxes.items()}
+        found = {fqn: box.tensor for fqn, box in boxes.items()}
+        self.errors.see_rows("state", found, dict(expected.params), rows, f"after {number}")
+        buffers = dict(model.named_buffers())
+        self.errors.see_rows(
+            "state", dict(buffers), dict(expected.buffers), None, f"buffers after {number}"
+        )
+
+    def _compare_state_dict(self, model: HetFSDP, expected: dict[str, Tensor]) -> None:
+        found = model.state_dict()
+        if model.position == 0:
+            self.errors.see_rows("state", dict(found), dict(expected), None, "state_dict")
+        elif found:
+            self.errors.see("state", MISMATCH, "state_dict: not {} away from rank zero")

@@ -1,0 +1,253 @@
+"""What one process gives: the plan's microbatches one after the other, seeded as planned."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
+
+from experiments.other_peoples_models.calls import (
+    MAX_NORM,
+    SEED,
+    call,
+    loss_of,
+    make_batches,
+    make_model,
+    part_of,
+    units_of,
+)
+from experiments.other_peoples_models.comparison import (
+    Errors,
+    Step,
+    compare_steps,
+    copies,
+    quiet,
+    random_modules,
+    sum_in_order,
+    unit_by_param,
+)
+from experiments.other_peoples_models.records import Batch, Family, Named, Way
+from shardhet.fsdp.root_dropout import DROPOUT_CALLS
+from shardhet.fsdp.seeds import microbatch_seed
+from shardhet.fsdp.wrapping import UnitModules
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """A run of plain torch, and how exact plain torch itself is."""
+
+    steps: list[Step]
+    state: dict[str, Tensor]  # the state dict at the end
+    unit_by_param: dict[str, str]
+    noise: dict[str, float]  # of another accumulation order, by quantity
+    start_s: float
+    step_s: float
+
+
+def run_reference(
+    family: Family, way: Way, named: Named, path: Path, noise: dict[str, float] | None
+) -> None:
+    """Write the ``Reference`` of a case to ``path``; ``noise`` where it is known already."""
+    quiet()
+    started_at_s = time.process_time()
+    model = make_model(family, way)
+    trainer = _Plain(model, family, way, named)
+    trainer.train()
+    first_s = trainer.ended_at_s[0] - started_at_s
+    units = unit_by_param(model, units_of(model, family, way))
+    if noise is None:
+        noise = _noise(family, way, named, trainer.steps, units)
+    reference = Reference(
+        steps=trainer.steps,
+        state=copies(model.state_dict()),
+        unit_by_param=units,
+        noise=noise,
+        start_s=first_s,
+        step_s=trainer.least_step_s,
+    )
+    torch.save(reference, path)
+
+
+def _noise(
+    family: Family, way: Way, named: Named, steps: list[Step], units: dict[str, str]
+) -> dict[str, float]:
+    orders = [_Plain(make_model(family, way), family, way, named, is_reversed=True)]
+    if not (family.is_random or family.has_batch_norm or way.has_lora):
+        orders.append(_Plain(make_model(family, way), family, way, named, is_whole=True))
+    noise = Errors(unit_by_param=units).by_quantity
+    for each in orders:
+        each.train()
+        found = compare_steps(each.steps, steps, units).by_quantity
+        noise = {quantity: max(noise[quantity], found[quantity]) for quantity in noise}
+    return noise
+
+
+class _Plain:
+    """Training without HetFSDP."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        way: Way,
+        named: Named,
+        *,
+        is_reversed: bool = False,  # gradients are added from the last microbatch on
+        is_whole: bool = False,  # one batch, no microbatches
+    ) -> None:
+        self.steps: list[Step] = []
+        self.ended_at_s: list[float] = []
+        self._took_s: list[float] = []
+        self._model = model
+        self._family = family
+        self._way = way
+        self._named = named
+        self._is_reversed = is_reversed
+        total = named.plan.global_batch_size
+        sizes = [size for rank in named.plan.ranks for size in rank.microbatch_sizes]
+        self._microbatch_sizes = [total] if is_whole else sizes
+        params = [param for param in model.parameters() if param.requires_grad]
+        self._optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    @property
+    def least_step_s(self) -> float:
+        """Of the steps after the first."""
+        return min(self._took_s[1:])
+
+    def train(self) -> None:
+        """All steps."""
+        num_samples = self._named.plan.global_batch_size
+        for number, batch in enumerate(make_batches(self._family, self._way, num_samples)):
+            logits = self._evaluate(batch) if self._way.evaluates else None
+            started_at_s = time.process_time()
+            step = self._step(number, batch)
+            self.ended_at_s.append(time.process_time())
+            self._took_s.append(self.ended_at_s[-1] - started_at_s)
+            step.params = copies(dict(self._model.named_parameters()))
+            step.buffers = copies(dict(self._model.named_buffers()))
+            step.logits = logits
+            self.steps.append(step)
+
+    def _evaluate(self, batch: Batch) -> Tensor:
+        num_samples = sum(self._named.eval_sizes)
+        self._model.eval()
+        with torch.no_grad():
+            part = part_of(batch, self._family, 0, num_samples)
+            output = call(self._model, part, self._family, self._way)
+        self._model.train()
+        return self._family.logits(output).clone()
+
+    def _step(self, number: int, batch: Batch) -> Step:
+        losses, grads = self._accumulate(number, batch)
+        params = dict(self._model.named_parameters())
+        if self._is_reversed:
+            grads.reverse()
+        summed = {name: sum_in_order([each[name] for each in grads]) for name in params}
+        for name, param in params.items():
+            param.grad = summed[name]
+        kept = {name: None if g is None else g.clone() for name, g in summed.items()}
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+        if not norm.isfinite():
+            raise ValueError(f"gradients of step {number} have the norm {norm}.")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Step(
+            loss=float(sum(losses)), norm=float(norm), grads=kept, params={}, buffers={}
+        )
+
+    def _accumulate(
+        self, number: int, batch: Batch
+    ) -> tuple[list[float], list[dict[str, Tensor | None]]]:
+        """Parts of the mean loss, and gradients, of each microbatch."""
+        num_labels = self._family.task.num_valid(batch["labels"])
+        losses, grads = [], []
+        first = 0
+        units = units_of(self._model, self._family, self._way)
+        with seeded(self._model, units) as seeds:
+            for size in self._microbatch_sizes:
+                part = part_of(batch, self._family, first, size)
+                seeds.start(step=number, first_sample=first)
+                output = call(self._model, part, self._family, self._way)
+                loss_sum, _ = loss_of(output, part, self._family, self._way)
+                loss = loss_sum / num_labels
+                loss.backward()
+                losses.append(float(loss.detach()))
+                grads.append({name: p.grad for name, p in self._model.named_parameters()})
+                for param in self._model.parameters():
+                    param.grad = None
+                first += size
+        return losses, grads
+
+
+class Seeds:
+    """Seeds of the microbatch that the reference is at."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._first_sample = 0
+        self._calls_by_fqn: dict[str, int] = {}
+
+    def start(self, *, step: int, first_sample: int) -> None:
+        """Before a microbatch."""
+        self._step, self._first_sample, self._calls_by_fqn = step, first_sample, {}
+        self.enter("")
+
+    def enter(self, fqn: str) -> None:
+        """Before a call of a unit, or of a module outside of units that draws numbers."""
+        number = self._calls_by_fqn.get(fqn, 0)
+        self._calls_by_fqn[fqn] = number + 1
+        torch.manual_seed(microbatch_seed(SEED, self._step, fqn, number, self._first_sample))
+
+
+class _SeedingFunctions(TorchFunctionMode):
+    """Seeds before dropout that is called as a function outside of ``modules``."""
+
+    def __init__(self, seeds: Seeds, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._seeds = seeds
+        self._depth = 0
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self._move(1))
+            module.register_forward_hook(lambda *_: self._move(-1), always_call=True)
+
+    def _move(self, by: int) -> None:
+        self._depth += by
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is dropout and not self._depth:
+            self._seeds.enter(DROPOUT_CALLS)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[Seeds]:
+    """Units, and what draws numbers outside of them, seed as HetFSDP's do."""
+    seeds = Seeds()
+    modules = [(unit.fqns[0], module) for unit in units for module in unit.modules]
+    modules += random_modules(model, units).items()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
+        for fqn, module in modules
+    ]
+    with _SeedingFunctions(seeds, [module for _, module in modules]):
+        yield seeds
+    for hook in hooks:
+        hook.remove()
+
+
+def load(path: Path) -> Reference:
+    """What ``run_reference`` wrote."""
+    reference: Reference = torch.load(path, weights_only=False)
+    return reference

@@ -1,0 +1,1 @@
+"""Does a step take as long as the simulator says?"""

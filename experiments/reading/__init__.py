@@ -1,0 +1,1 @@
+"""Can a reader say from the code alone who waits for whom?"""

@@ -1,0 +1,1 @@
+"""How does the cost of a step grow as the work grows?"""

@@ -1,0 +1,1 @@
+"""What do the trainer, its display, metrics and data cost?"""

@@ -1,0 +1,1 @@
+"""Do uneven shards cost anything on the wire?"""

@@ -1,0 +1,102 @@
+"""State dicts and exchanges: what ranks tell each other besides a step."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
+from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.runtime import Runtime
+from shardhet.fsdp.state import (
+    RowBox,
+    gather_params,
+    gather_state_dict,
+    load_sharded_state_dict,
+    load_state_dict,
+    sharded_state_dict,
+)
+from shardhet.fsdp.surface import ModuleOfRows, keep_out_arguments
+
+
+class ModuleWithState(ModuleOfRows):
+    """A base of HetFSDP: its state, whole and in rows."""
+
+    _comm: CommContext
+    _control: Channel
+    _runtime: Runtime
+
+    def state_dict(  # type: ignore[override]  # whose overloads have nothing to choose
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Whole tensors under the model's own names on rank zero, {} elsewhere.  Collective."""
+        with self._lifeline.guard("state_dict"):
+            keep_out_arguments({"keep_vars": keep_vars})
+            self._control.enter("state_dict", within_s=SECONDS_FOR_ALL_TO_COME)
+            whole = gather_state_dict(self._flats, self.module, self._comm)
+        destination = {} if destination is None else destination
+        destination.update({prefix + fqn: tensor for fqn, tensor in whole.items()})
+        return destination
+
+    def gather_units(
+        self, wanted: Callable[[str], bool] = lambda fqn: True
+    ) -> Iterator[dict[str, Tensor]]:
+        """Whole parameters by fqn, one unit after the other, on rank zero's host memory.
+
+        {} on other ranks.  A tied parameter comes under all its names, as one tensor; units
+        without a parameter that is ``wanted`` give {}.  Buffers are not in it.  Collective.
+        """
+        for unit in (*self._runtime.units, self._runtime.root):
+            flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]
+            with self._lifeline.guard(f"gathering unit {unit.fqn!r}"):
+                self._control.enter("gather_units")
+                yield gather_params(flats, self._comm)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | None, strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take this rank's rows of whole tensors, passed by all ranks or by one.  Collective.
+
+        The other ranks then pass None.  Returns the names that are missing and unexpected, as
+        torch does; raises ``ValueError`` for them unless ``strict=False``.
+        """
+        with self._lifeline.guard("load_state_dict"):
+            keep_out_arguments({"assign": assign})
+            misfits = load_state_dict(
+                self._flats,
+                self.module,
+                state_dict,
+                comm=self._comm,
+                control=self._control,
+                strict=strict,
+            )
+        return _IncompatibleKeys(*misfits)
+
+    def sharded_state_dict(self) -> dict[str, RowBox]:
+        """This rank's rows of every parameter, sharing memory with the model."""
+        return sharded_state_dict(self._flats)
+
+    def load_sharded_state_dict(self, boxes: Mapping[str, RowBox]) -> None:
+        """The inverse of ``sharded_state_dict`` under the same plan."""
+        load_sharded_state_dict(self._flats, boxes)
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``numbers``, by position.  Collective; no accelerator waits for it."""
+        with self._lifeline.guard("exchange"):
+            lengths = [int(n) for (n,) in self._control.enter("exchange", [len(numbers)])]
+            if len(set(lengths)) > 1:
+                raise ValueError(
+                    f"exchange: ranks give {lengths} numbers in plan order. Give equally many."
+                )
+            return self._control.exchange(numbers)
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything picklable), by position.  Collective."""
+        with self._lifeline.guard("exchange"):
+            self._control.enter("exchange")
+            return self._control.exchange_objects(value)
