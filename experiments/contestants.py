@@ -3,8 +3,11 @@
 Models return ``(loss_sum, num_tokens)``.
 """
 
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Optimizer
 
 from shardhet import HetFSDP
+from shardhet.comm.transport import SWITCH
 
 LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order
 AS_STORED = MixedPrecisionPolicy()
@@ -35,6 +39,18 @@ def fully_sharded(
         fully_shard(unit, mp_policy=policy, reshard_after_forward=reshards)
     fully_shard(units[-1], mp_policy=policy, reshard_after_forward=False)
     return fully_shard(model, mp_policy=policy, reshard_after_forward=reshards)
+
+
+@contextmanager
+def over_gloo() -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks whose models talk as if they shared no memory.  Collective.
+
+    Models are to be wrapped inside.
+    """
+    with mock.patch.dict(os.environ, {SWITCH: "gloo"}):
+        group = dist.new_group()
+        assert group is not None
+        yield group
 
 
 def fused_adamw(params: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:

@@ -91,7 +91,9 @@ def measure_peaks(num_launches: int) -> list[MemorySample]:
 
 def speed_rows(contest: Contest, steps: Sequence[StepSample]) -> list[list[str]]:
     """One row per system of ``contest``."""
-    names = [*map(contest.system_name, contest.microbatch_sizes), contest.opponent]
+    over_gloo = [contest.over_gloo] * (contest.num_ranks > 1)
+    sizes = contest.microbatch_sizes
+    names = [*map(contest.system_name, sizes), *over_gloo, contest.opponent]
     opponent = step_spread(contest, contest.opponent, steps)
     rows = []
     for name in names:

@@ -51,6 +51,11 @@ class Contest:
         return f"{HET}, {self.rank_batch_size // microbatch_size} x {microbatch_size}"
 
     @property
+    def over_gloo(self) -> str:
+        """Of HetFSDP with one microbatch, through sockets."""
+        return f"{HET} over gloo, 1 x {self.rank_batch_size}"
+
+    @property
     def opponent(self) -> str:
         """Whom HetFSDP is compared with."""
         return PLAIN if self.num_ranks == 1 else FSDP2
@@ -111,6 +116,14 @@ def make_systems(contest: Contest) -> list[System]:
         for size in contest.microbatch_sizes
     ]
     is_alone = contest.num_ranks == 1
+    if not is_alone:
+        ours.append(
+            systems.het_fsdp_over_gloo(
+                CONFIG,
+                Plan.even(contest.num_ranks, microbatch_size=contest.rank_batch_size),
+                name=contest.over_gloo,
+            )
+        )
     return [*ours, systems.plain_pytorch(CONFIG) if is_alone else systems.fsdp2(CONFIG)]
 
 

@@ -10,7 +10,13 @@ from functools import partial
 
 from torch import Tensor
 
-from experiments.contestants import fully_sharded, fused_adamw, het_fsdp_step, plain_step
+from experiments.contestants import (
+    fully_sharded,
+    fused_adamw,
+    het_fsdp_step,
+    over_gloo,
+    plain_step,
+)
 from experiments.decoders import make_decoder, units_of
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import DecoderConfig
@@ -30,6 +36,14 @@ class System:
 def het_fsdp(config: DecoderConfig, plan: Plan, *, name: str) -> System:
     """``plan`` on all ranks of the default group, or on one process without a group."""
     model = HetFSDP(make_decoder(config), plan)
+    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
+    return System(name, partial(het_fsdp_step, model, optimizer))
+
+
+def het_fsdp_over_gloo(config: DecoderConfig, plan: Plan, *, name: str) -> System:
+    """The same through sockets, as between hosts."""
+    with over_gloo() as group:
+        model = HetFSDP(make_decoder(config), plan, group=group)
     optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
     return System(name, partial(het_fsdp_step, model, optimizer))
 

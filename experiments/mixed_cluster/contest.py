@@ -13,7 +13,7 @@ from experiments.contestants import check_same_losses
 from experiments.decoders import CPU, Batch, random_batches
 from experiments.mixed_cluster import systems
 from experiments.mixed_cluster.clusters import Case
-from experiments.mixed_cluster.plans import Effort, Planned, make_plans, measured
+from experiments.mixed_cluster.plans import MeasuringEffort, Planned, make_plans, measured
 from experiments.mixed_cluster.systems import Make, System, Work
 from experiments.unlike import MIB, PeakOfData, Slowness, forget_building
 from shardhet.comm.groups import Communicators
@@ -47,7 +47,7 @@ class Peak:
 
 
 def survey(
-    rank: int, case: Case, slownesses: Sequence[Slowness], effort: Effort
+    rank: int, case: Case, slownesses: Sequence[Slowness], effort: MeasuringEffort
 ) -> list[Planned]:
     """HetFSDP's plans for the ranks as they are; the same list on every rank."""
     with slownesses[rank].applied():

@@ -1,0 +1,1 @@
+"""Do the tests notice if one line of the library is wrong?"""
