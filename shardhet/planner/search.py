@@ -1,7 +1,7 @@
 """The best choice of candidates for every device, with a bound that proves how good it is.
 
-Fix a limit T_d on every phase: whether the batch can be done within them is the oracle's
-question, and the answer is monotone.  So the search is over boxes of limits, lowest bound
+Given a limit T_d on every phase, the oracle says whether the batch can be computed within them.
+The answer is monotone in the limits.  So the search splits boxes of limits, lowest bound
 first.  For a box [lo, hi]:
 
     nothing fits hi                  -> the box is empty
@@ -18,8 +18,8 @@ first.  For a box [lo, hi]:
         |  lo
         +---------------- T_forward
 
-A box of one point leaves only the optimizer's time open, which grows with the largest part
-of the state; there a dynamic programme settles what rounding leaves open.
+A box of one point leaves only the optimizer's time open, which grows with the largest share
+of the state; a dynamic programme then settles what rounding leaves open.
 """
 
 import heapq
@@ -33,23 +33,23 @@ from shardhet.planner import exact
 from shardhet.planner.oracle import Oracle
 from shardhet.planner.problem import Choice, Floats, Limits, Problem, Value
 
-# Two objectives closer than this are equal: sums of floats in different orders differ more.
+# Two objectives closer than this count as equal: the order of a float sum can matter as much.
 RELATIVE_EPSILON = 1e-12
-RAY_STEPS = 24  # bisections along the diagonal of a box for an incumbent, at most
-RAY_PRECISION = 1e-3  # of the sum of phases; boxes do the rest better
-SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
+RAY_STEPS = 24  # at most so many bisections along a box's diagonal for an incumbent
+RAY_PRECISION = 1e-3  # of the sum of phases; splitting boxes does the rest better
+SMALL_ADDITIONS = 1e5  # a dynamic programme this small is used in every feasibility test
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
 NUM_RUNNERS_UP = 6
-RUNNER_UP_MARGIN = 0.01  # how much slower than the best they may be
+RUNNER_UP_MARGIN = 0.01  # runners-up are at most this much slower than the best
 TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How finely is searched, and when to stop unproven; the same on every machine."""
+    """How fine the search is, and when it stops without a proof; the same on every machine."""
 
-    recompute_steps: int = 4  # in which the units of a kind are added to what is recomputed
-    relative_gap: float = 0.0  # good enough
+    recompute_steps: int = 4  # steps in which the units of a kind become recomputed
+    relative_gap: float = 0.0  # the search stops once it is this small
     max_scanned: float = 4e9  # candidates looked at by the oracle
     max_exact_additions: float = 3e8  # by dynamic programmes
 
@@ -59,13 +59,13 @@ DEFAULT_EFFORT = Effort()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best choices found and what no choice can beat."""
+    """The best choice found, and a bound that no choice can beat."""
 
     choices: tuple[Choice, ...]
     value: Value
     lower_bound_s: float
     num_scanned: float  # candidates looked at
-    runners_up: tuple[tuple[Choice, ...], ...] = ()  # the next best that were met, in order
+    runners_up: tuple[tuple[Choice, ...], ...] = ()  # the next best that were found, in order
 
     @property
     def relative_gap(self) -> float:
@@ -74,7 +74,7 @@ class Found:
 
 
 class NothingFitsError(Exception):
-    """No choice meets the batch and the state; without limits on time."""
+    """No choice meets the batch and the state, even without limits on time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class _Box:
 
     lo: tuple[int, ...]
     hi: tuple[int, ...]
-    total_s: float  # no choice in it has phases that sum to less
-    optimizer_s: float  # nor a faster optimizer
+    total_s: float  # no choice in the box has phases that sum to less
+    optimizer_s: float  # no choice in the box has a faster optimizer
 
     @property
     def is_point(self) -> bool:
@@ -92,20 +92,20 @@ class _Box:
 
     @property
     def bound_s(self) -> float:
-        """What no choice in the box can beat."""
+        """A bound that no choice in the box can beat."""
         return self.total_s + self.optimizer_s
 
 
 def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
     """The best choice of candidates; deterministic.
 
-    Raises ``NothingFitsError`` where not even unlimited time is enough.
+    Raises ``NothingFitsError`` if nothing fits even in unlimited time.
     """
     first = _Search(problem, effort)
     box = first.root()
     if box is None:
         return first.found(np.inf)
-    # What is slower than the first incumbent allows cannot be part of a better one.
+    # A candidate beyond the first incumbent's limits cannot be part of a better choice.
     smaller, kept = problem.within(first.values_at(box.hi))
     second = _Search(smaller, effort)
     second.value, second.oracle.num_scanned = first.value, first.oracle.num_scanned
@@ -131,10 +131,10 @@ class _Search:
     choices: tuple[Choice, ...] = ()
     value: Value | None = None
     exact_additions: float = 0.0
-    met: dict[tuple[Choice, ...], float] = field(default_factory=dict)  # objectives, good ones
+    met: dict[tuple[Choice, ...], float] = field(default_factory=dict)  # objectives by choice
     is_small: bool = field(init=False)
     oracle: Oracle = field(init=False)
-    values: list[Floats] = field(init=False)  # per phase, ascending: what limits may be
+    values: list[Floats] = field(init=False)  # per phase, ascending: possible limits
 
     def __post_init__(self) -> None:
         self.oracle = Oracle(self.problem)
@@ -143,16 +143,16 @@ class _Search:
 
     @property
     def incumbent_s(self) -> float:
-        """Sum of phases and optimizer of the best choice so far."""
+        """The time of phases and optimizer of the best choice so far."""
         return np.inf if self.value is None else self.value.objective_s - self.problem.fixed_s
 
     @property
     def target_s(self) -> float:
-        """What a choice must stay below to be worth finding."""
+        """The time that a choice must stay below to be worth finding."""
         return self.incumbent_s * (1 - RELATIVE_EPSILON)
 
     def root(self) -> _Box | None:
-        """A first incumbent, and where something better may be; None if nowhere."""
+        """Find a first incumbent; returns the box that may hold a better one, or None."""
         last = tuple(len(values) - 1 for values in self.values)
         unlimited = Limits(self.values_at(last))
         if not self.oracle.is_feasible(unlimited):
@@ -172,7 +172,7 @@ class _Search:
         return self.tightened(tight)
 
     def box_within(self, box: _Box, other: "_Search") -> _Box:
-        """The box of another search of this problem, whose upper corner is the last here."""
+        """A box of ``other``, a search of the same problem, in the indices of this search."""
         lo = [
             int(np.searchsorted(values, limit))
             for values, limit in zip(self.values, other.values_at(box.lo), strict=True)
@@ -180,7 +180,7 @@ class _Search:
         return replace(box, lo=tuple(lo), hi=tuple(len(v) - 1 for v in self.values))
 
     def found(self, bound_s: float) -> Found:
-        """The result, given what the search has proven."""
+        """The result, given the bound that the search has proven."""
         if self.value is None:
             raise NothingFitsError
         return Found(
@@ -192,13 +192,13 @@ class _Search:
         )
 
     def runners_up(self) -> tuple[tuple[Choice, ...], ...]:
-        """What came closest to the best choice."""
-        ranked = sorted(self.met, key=lambda each: self.met[each])  # equal ones as they came
+        """The choices that came closest to the best one."""
+        ranked = sorted(self.met, key=lambda each: self.met[each])  # ties keep their order
         others = [each for each in ranked if each != self.choices]
         return tuple(others[:NUM_RUNNERS_UP])
 
     def search_boxes(self, root: _Box) -> float:
-        """Split until nothing can beat the incumbent; returns the bound that was reached."""
+        """Split boxes until none can beat the incumbent; returns the bound reached."""
         order = count()
         boxes = [(root.bound_s, next(order), root)]
         unresolved_s = np.inf  # least bound of points that could not be settled
@@ -222,18 +222,18 @@ class _Search:
     # Boxes #
 
     def values_at(self, index: Sequence[int]) -> tuple[float, ...]:
-        """The limits at indices."""
+        """The limits at these indices."""
         return tuple(float(values[i]) for values, i in zip(self.values, index, strict=True))
 
     def middle(self, box: _Box) -> tuple[int, ...]:
-        """Indices half way between the corners, by value."""
+        """The indices halfway between the corners, by value."""
         return tuple(
             int(np.searchsorted(values, (values[lo] + values[hi]) / 2))
             for values, lo, hi in zip(self.values, box.lo, box.hi, strict=True)
         )
 
     def halves(self, box: _Box) -> list[_Box]:
-        """The box cut in two across its longest edge."""
+        """The two halves of the box, split across its longest edge."""
         edges = [
             values[hi] - values[lo]
             for values, lo, hi in zip(self.values, box.lo, box.hi, strict=True)
@@ -248,7 +248,7 @@ class _Search:
         ]
 
     def tightened(self, box: _Box) -> _Box | None:
-        """The part of the box that may hold something better; None where nothing does."""
+        """The part of the box that may hold something better; None if there is none."""
         lo, hi = box.lo, box.hi
         least_s = sum(self.values_at(lo))
         total_s = max(box.total_s, least_s)
@@ -274,7 +274,7 @@ class _Search:
     def limits(
         self, lo: Sequence[int], hi: Sequence[int], total_s: float, optimizer_s: float
     ) -> Limits:
-        """What a choice in a box must stay within to beat the incumbent.
+        """The limits that a choice in a box must stay within to beat the incumbent.
 
         Using a candidate costs at least ``max(lo_d, its cost)`` in every phase.
         """
@@ -287,7 +287,7 @@ class _Search:
         )
 
     def holds_any(self, limits: Limits) -> bool:
-        """Whether something may fit; what rounding leaves open is settled if affordable."""
+        """Whether something may fit; settles what rounding leaves open if affordable."""
         if not self.fits(limits):
             return False
         if self.is_small or self.value is None:
@@ -301,10 +301,10 @@ class _Search:
         return True
 
     def fits(self, limits: Limits) -> bool:
-        """Whether something may fit the limits; exact where devices are few.
+        """Whether something may fit the limits; exact if there are few devices.
 
-        With few devices half of one matters, and there the dynamic programme costs no more
-        than the relaxation.
+        With few devices, half a device matters, and the dynamic programme costs no more than
+        the relaxation.
         """
         if not self.oracle.is_feasible(limits):
             return False
@@ -317,13 +317,13 @@ class _Search:
         return self.has_room(choices, limits)
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
-        """Whether the state fits beside the choices and their optimizers keep the limit."""
+        """Whether the state fits besides the choices and the optimizer stays in its limit."""
         room = self.problem.room_within(limits)
         total = sum(each.count * room[each.group, each.candidate] for each in choices)
         return bool(total >= self.problem.state_numel)
 
     def least_index(self, d: int, first: int, hi: tuple[int, ...], limits: Limits) -> int:
-        """The least limit on phase ``d`` that fits, the others at ``hi``, which fits."""
+        """The least limit on phase ``d`` that fits with the others at ``hi``; ``hi`` fits."""
 
         def fits(index: int) -> bool:
             return self.fits(replace(limits, phases_s=self.values_at(_with(hi, d, index))))
@@ -340,7 +340,7 @@ class _Search:
         return last
 
     def least_optimizer_s(self, limits: Limits, least_s: float) -> float:
-        """A bound on the optimizer's time within the limits, which fit."""
+        """A lower bound on the optimizer's time within the limits, which must fit."""
         if limits.optimizer_s == np.inf or self.fits(
             replace(limits, optimizer_s=least_s * (1 + 1e-9))
         ):
@@ -355,10 +355,10 @@ class _Search:
         return low
 
     def least_total_s(self, limits: Limits, least_s: float) -> float:
-        """A bound on the sum of all phases within the limits, which fit.
+        """A lower bound on the sum of all phases within the limits, which must fit.
 
-        Where phases go together, as those of different units do, it is much higher than the
-        sum of what each phase could be alone.
+        If phases grow together, as those of different units do, it is much higher than the
+        sum of the bounds on each phase alone.
         """
         if limits.totals_s is None or self.fits(replace(limits, total_s=least_s)):
             return least_s
@@ -375,7 +375,7 @@ class _Search:
     # Incumbents #
 
     def try_choice(self, choices: tuple[Choice, ...] | None) -> bool:
-        """Keep it if it is the best so far; returns whether there is room for the state."""
+        """Keep a choice if it is the best so far; returns whether the state fits."""
         value = None if choices is None else self.problem.evaluate(choices)
         if choices is None or value is None:
             return False
@@ -386,7 +386,7 @@ class _Search:
         return True
 
     def try_ray(self, box: _Box) -> None:
-        """An incumbent near the least point that fits on the way from ``lo`` to ``hi``."""
+        """Try an incumbent near the least point that fits on the way from ``lo`` to ``hi``."""
         low, high = np.array(self.values_at(box.lo)), np.array(self.values_at(box.hi))
 
         def limits(part: float) -> Limits:
@@ -395,7 +395,7 @@ class _Search:
         near = 0.0
         fitting = [1.0, 0.0] if self.oracle.is_feasible(limits(0.0)) else [1.0]
         # Costs differ by orders of magnitude between good and bad candidates, so the
-        # first steps shrink the way by factors.
+        # first steps shorten the way by factors.
         for step in range(RAY_STEPS):
             far = fitting[-1]
             width_s = (far - near) * float((high - low).sum())
@@ -411,7 +411,7 @@ class _Search:
                 return
 
     def choice_within(self, limits: Limits) -> tuple[Choice, ...] | None:
-        """Something within the limits; with few devices what leaves most room, exactly."""
+        """A choice within the limits; with few devices, exactly the one with the most room."""
         return (self.exact_choice if self.is_small else self.oracle.construct)(limits)
 
     @property
@@ -425,7 +425,7 @@ class _Search:
         return exact.best_choice(self.problem, limits)
 
     def settle(self, point: _Box) -> float:
-        """Exhaust a box of one point; returns its bound, infinite where nothing is left."""
+        """Exhaust a box of one point; returns its bound, infinite if nothing is left."""
         while True:
             limits = Limits(self.values_at(point.hi), self.target_s - point.total_s)
             if limits.optimizer_s < point.optimizer_s or not self.oracle.is_feasible(limits):

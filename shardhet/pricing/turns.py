@@ -52,7 +52,7 @@ class TurnPrices(Priced):
     def unit_seconds(
         self, device_kind: str | None, unit_kind: str, microbatch_sizes: Iterable[int]
     ) -> tuple[float, float]:
-        """Seconds of one unit's forward and backward on a rank's microbatches, nothing recomputed."""
+        """Seconds of one unit's forward and backward on a rank's microbatches."""
         unit = self.profile.unit(device_kind, unit_kind)
         sizes = list(microbatch_sizes)
         return (
