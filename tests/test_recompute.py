@@ -63,7 +63,8 @@ def test_names_that_patterns_cannot_tell_apart_are_spelled_out() -> None:
         replace(unit, fqn=unit.fqn.replace("blocks.3", "blocks.x.3"))
         for unit in model.workload.units
     )
-    model = replace(model, workload=replace(model.workload, units=units))
+    setting = replace(model.setting, workload=replace(model.workload, units=units))
+    model = CostModel(setting)
     for patterns in recompute_choices(model, 4):
         matched = {u.fqn for u in units if any(fnmatchcase(u.fqn, each) for each in patterns)}
         assert len([fqn for fqn in matched if "blocks" in fqn]) in range(5)

@@ -1,1 +1,1 @@
-"""What a training run is told: hydra schemas, where their values come from, their records."""
+"""The configuration of a training run: Hydra schemas, the sources of values, and records."""

@@ -1,6 +1,6 @@
-"""From files and a command line to a TrainConf, and from a run folder back to it.
+"""Compose a TrainConf from files and a command line, and load it back from a run folder.
 
-``conf/`` holds YAML only; the schemas here say which keys there are and of what type.
+``conf/`` holds YAML only; the schemas define which keys exist and their types.
 """
 
 import os
@@ -57,7 +57,7 @@ C = TypeVar("C")  # a schema
 
 CONFIG_NAME = "train"
 VERSION_BASE = "1.3"
-HOSTS_OWN_KEYS = (  # what lies there is compared instead
+HOSTS_OWN_KEYS = (  # folders; their contents are compared instead
     "run_dir",
     "model.path",
     "data.path",
@@ -66,13 +66,13 @@ HOSTS_OWN_KEYS = (  # what lies there is compared instead
     "plan.measured",
 )
 
-PROGRAM = "shardhet"  # as the source of a value that was worked out at the start
-MAIN_PROVIDER = "main"  # hydra's name for the folder that a program brings along
+PROGRAM = "shardhet"  # source of values that are computed at the start
+MAIN_PROVIDER = "main"  # Hydra's name for the folder that a program comes with
 
-# A user's own folder, laid out like conf/, while ``searching_first`` lasts.
+# A user's own folder, laid out like conf/, inside ``searching_first``.
 _own_dir: ContextVar[Path | None] = ContextVar("own_dir", default=None)
 
-# The schema of a group's choice, by the choice's kind; files say /schema/<group>: <kind>.
+# The schema of each choice of a group, by its kind; files refer to /schema/<group>: <kind>.
 SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
     "model": {
         ModelKind.DECODER: DecoderConf,
@@ -98,7 +98,7 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
 
 
 def conf_dir() -> Path:
-    """``conf/``, inside the installed package or beside it in a checkout."""
+    """The folder ``conf/``, inside the installed package or next to it in a checkout."""
     package_dir = Path(__file__).parent.parent
     installed = package_dir / "conf"
     return installed if installed.is_dir() else package_dir.parent / "conf"
@@ -106,9 +106,9 @@ def conf_dir() -> Path:
 
 @contextmanager
 def searching_first(own_dir: Path | None) -> Iterator[None]:
-    """Meanwhile a file in ``own_dir`` comes before one of the same name in ``conf/``.
+    """Context in which a file in ``own_dir`` precedes one of the same name in ``conf/``.
 
-    Hydra's own --config-dir and searchpath only come after it.
+    Hydra's own --config-dir and searchpath come after ``conf/``.
     """
     before = _own_dir.set(own_dir)
     try:
@@ -118,7 +118,7 @@ def searching_first(own_dir: Path | None) -> Iterator[None]:
 
 
 class OwnFilesFirst(SearchPathPlugin):
-    """Tells hydra of ``searching_first``."""
+    """Makes Hydra search the folder of ``searching_first`` first."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         own_dir = _own_dir.get()
@@ -127,7 +127,7 @@ class OwnFilesFirst(SearchPathPlugin):
 
 
 def register_schemas() -> None:
-    """Make the schemas, and where files are looked for, known to hydra."""
+    """Register the schemas and the search path with Hydra."""
     Plugins.instance().register(OwnFilesFirst)
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConf)
@@ -138,12 +138,12 @@ def register_schemas() -> None:
 
 
 def to_conf(cfg: DictConfig) -> TrainConf:
-    """The checked configuration; raises where a value is missing or makes no sense."""
+    """The checked configuration; raises if a value is missing or makes no sense."""
     return to_checked(cfg, TrainConf)
 
 
 def to_checked(cfg: DictConfig, schema: type[C]) -> C:
-    """The same of a command with a schema of its own."""
+    """The same as ``to_conf`` for a command with its own schema."""
     _refuse_added_keys(cfg, "")
     try:
         conf = OmegaConf.to_object(cfg)
@@ -157,9 +157,9 @@ def to_checked(cfg: DictConfig, schema: type[C]) -> C:
 
 
 def _refuse_added_keys(cfg: DictConfig, where: str) -> None:
-    """``+key=value`` makes hydra add a key that no schema has."""
+    """Refuse keys that ``+key=value`` added and no schema has."""
     schema = OmegaConf.get_type(cfg)
-    if not is_dataclass(schema):  # a map, whose keys are the user's
+    if not is_dataclass(schema):  # a map with keys of the user's choice
         return
     known = OmegaConf.structured(schema)
     for key in map(str, cfg):
@@ -172,12 +172,12 @@ def _refuse_added_keys(cfg: DictConfig, where: str) -> None:
 
 
 def save_resolved(cfg: DictConfig, path: Path) -> None:
-    """Write every key with its value."""
+    """Write every key with its value to a YAML file."""
     path.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
 
 
 def portable_values(conf: TrainConf) -> dict[str, Any]:
-    """All that must be equal on every rank, by dotted key; folders may differ among hosts."""
+    """The values that must be equal on every rank, by dotted key; folders may differ."""
     values = _leaves(OmegaConf.structured(conf))
     return {key: value for key, value in values.items() if key not in HOSTS_OWN_KEYS}
 
@@ -188,7 +188,7 @@ def load_resolved(path: Path) -> TrainConf:
 
 
 def load_checked(path: Path, schema: type[C]) -> C:
-    """The same of a command with a schema of its own."""
+    """The same as ``load_resolved`` for a command with its own schema."""
     values = OmegaConf.load(path)
     assert isinstance(values, DictConfig)
     known = OmegaConf.structured(schema)
@@ -205,10 +205,10 @@ def load_checked(path: Path, schema: type[C]) -> C:
 def non_default_sources(
     cfg: DictConfig, overrides: Iterable[str], config_name: str = CONFIG_NAME
 ) -> dict[str, dict[str, Any]]:
-    """For each value that differs from its schema's default: the value and who set it.
+    """For each value that differs from its schema's default, the value and what set it.
 
-    Only where hydra has composed ``cfg`` in this process from ``overrides``; what none of its
-    files has set, the program has.
+    Hydra must have composed ``cfg`` in this process from ``overrides``.  Values that none of
+    its files set were set by the program.
     """
     setters: dict[str, str] = {}
     loader = GlobalHydra.instance().config_loader()
@@ -244,7 +244,7 @@ def _schema_defaults(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _leaves(cfg: Any) -> dict[str, Any]:
-    """Values by dotted key; a list is one value, enums are spelled by name."""
+    """Values by dotted key; a list is one value, and enums are given by name."""
     plain = OmegaConf.to_container(cfg, resolve=not _has_missing(cfg), enum_to_str=True)
     return dict(_flat(plain, ""))
 
@@ -269,19 +269,20 @@ def _leaf_keys(cfg: Any) -> list[str]:
 
 
 def _leaf_keys_below(cfg: DictConfig, key: str) -> list[str]:
-    """The key itself if it is a leaf; nothing for a group's choice, which its file explains."""
+    """The keys that an override sets; none for a group's choice, which has its own file."""
     node = OmegaConf.select(cfg, key)
     return [] if node is None or isinstance(node, DictConfig) else [key]
 
 
 def check_choices(overrides: Iterable[str]) -> None:
-    """Raise where a group is set to null, or run_dir to what can be no folder: hydra answers
-    these with tracebacks.
+    """Raise if a group is set to null or run_dir to an impossible folder.
+
+    Hydra itself would print a traceback.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException:
-        return  # hydra says so itself
+        return  # Hydra reports it itself
     for each in parsed:
         folder = conf_dir() / each.key_or_group
         if folder.is_dir() and not each.is_delete() and each.value() is None:
@@ -294,7 +295,7 @@ def check_choices(overrides: Iterable[str]) -> None:
 
 
 def _check_can_be_folder(key: str, name: str) -> None:
-    if "${" in name:  # known when hydra has resolved it
+    if "${" in name:  # known only after Hydra has resolved it
         return
     path = Path(name).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
@@ -305,9 +306,9 @@ def _check_can_be_folder(key: str, name: str) -> None:
 
 
 def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:
-    """For each override whose key does not exist: which keys there are in its place.
+    """For each override whose key does not exist, the keys that exist in its place.
 
-    Composes again with the choices of groups alone, so only for a command line that failed.
+    Composes again with the choices of groups alone, so call it only after a failure.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -335,7 +336,7 @@ def _unknown_part(cfg: DictConfig, dotted: str) -> str:
     for i, part in enumerate(parts):
         if not isinstance(node, DictConfig):
             return ""
-        if part not in list(node):  # a map is said not to contain what is missing
+        if part not in list(node):  # ``in`` is false for a key whose value is missing
             return _no_such_key(node, ".".join(parts[:i]), part, asked_for=dotted)
         node = node._get_node(part) if OmegaConf.is_missing(node, part) else node[part]
     return ""

@@ -1,4 +1,4 @@
-"""MeasureConf: what ``shardhet measure`` is told."""
+"""MeasureConf: the configuration of ``shardhet measure``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +24,17 @@ MEASURE_GROUPS = ("model", "data", "optim", "cluster")
 
 @dataclass(kw_only=True)
 class MeasureConf:
-    """What to measure, and how long.  Every key is here or in the class of its group."""
+    """What to measure and for how long.  Every key is here or in the class of its group."""
 
     out: str = MISSING  # the folder to write to
-    seed: int = 0  # of weights, tokens and dropout; values hardly matter
+    seed: int = 0  # of weights, tokens and dropout; the values hardly matter
     precision: Precision = Precision.FP32
     max_microbatch_size: int = 32  # larger ones are extrapolated
-    num_repeats: int = 10  # of every figure, as far as the time allows
-    time_limit_s: float = 60.0  # of computing, about; collectives and links come on top
+    num_repeats: int = 10  # of every measurement, if the time allows
+    time_limit_s: float = 60.0  # approximate, for compute; collectives and links come on top
     transport: TransportChoice = TransportChoice.AUTO
     model: ModelConf = MISSING
-    data: DataConf = MISSING  # only its shapes count
+    data: DataConf = MISSING  # only its shapes matter
     optim: OptimConf = MISSING
     cluster: ClusterConf = MISSING
 
@@ -45,7 +45,7 @@ class MeasureConf:
         check_above("time_limit_s", self.time_limit_s, 0)
 
     def world_size(self, num_launched: int | None) -> int:
-        """How many ranks it needs; ``num_launched`` is how many there are, if any yet."""
+        """The number of ranks needed; ``num_launched`` is the number running, if any."""
         stated = {
             "cluster.num_ranks": self.cluster.num_ranks,
             **{f"cluster.{k}": len(v) or None for k, v in self.cluster.per_rank.items()},
@@ -54,17 +54,17 @@ class MeasureConf:
         return agreed_world_size(stated, self.cluster)
 
     def check(self) -> None:
-        """Raise if it cannot be measured here."""
+        """Raise if it is not possible to measure here."""
         check_device(self.cluster)
         check_model_fits_data(self.model, self.data)
 
     @classmethod
     def load(cls, path: Path) -> "MeasureConf":
-        """From what ``compose.save_resolved`` wrote."""
+        """Load what ``compose.save_resolved`` wrote."""
         return load_checked(path, cls)
 
 
 def register_measure_schemas() -> None:
-    """Make them known to hydra."""
+    """Register the schemas with Hydra."""
     register_schemas()
     ConfigStore.instance().store(group="schema", name="measure", node=MeasureConf)

@@ -1,6 +1,6 @@
 """Schemas of ``model=...`` and ``data=...``.
 
-torch is imported where a record is made, so that help and completion stay quick.
+torch is imported only when a record is created, so that help and completion stay fast.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 DEFAULT_BPE_VOCAB_SIZE = 4096
-PATCH_SIDES = (1, 2, 4, 8)  # what divides a digit of 8 x 8 pixels
+PATCH_SIDES = (1, 2, 4, 8)  # the divisors of a digit's side of 8 pixels
 
 
 class ModelKind(Enum):
@@ -44,7 +44,7 @@ class DataKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleShape:
-    """What a plan says of samples; None leaves it to the model's usual ones."""
+    """The shape of samples that a plan counts with; None means the model's usual value."""
 
     vocab_size: int | None = None
     seq_len: int | None = None
@@ -52,19 +52,19 @@ class SampleShape:
 
 @dataclass(kw_only=True)
 class ModelConf:
-    """What every model has.
+    """The fields of every model.
 
-    ``usual_...`` are the samples that a plan counts with; in training the data says.
+    ``usual_...`` describe the samples that a plan counts with; in training the data does.
     """
 
     kind: ModelKind = MISSING
 
     def title(self, choice: str) -> str:
-        """What a report calls the model that was chosen as ``model=choice``."""
+        """The name in reports of the model chosen by ``model=choice``."""
         return choice
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """The model as counts and bytes; ConfigError where its shape is impossible."""
+        """The model as counts and bytes; ConfigError if its shape is impossible."""
         raise NotImplementedError
 
     def _check_usual(self) -> None:
@@ -80,7 +80,7 @@ class DecoderConf(ModelConf):
     width: int = MISSING
     num_layers: int = MISSING
     num_heads: int = MISSING
-    num_kv_heads: int = MISSING  # equal to num_heads: every query head has its own
+    num_kv_heads: int = MISSING  # if equal to num_heads, every query head has its own
     hidden_width: int = MISSING  # of the MLP
     dropout: float = 0.0
     usual_vocab_size: int = 256
@@ -93,7 +93,7 @@ class DecoderConf(ModelConf):
         self._check_usual()
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """What ``shardhet.models.decoder.Decoder`` costs."""
+        """The workload of ``shardhet.models.decoder.Decoder``."""
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model.num_kv_heads: {self.num_kv_heads} but it must divide num_heads "
@@ -133,7 +133,7 @@ class DecoderConf(ModelConf):
 
 @dataclass(kw_only=True)
 class EncoderConf(ModelConf):
-    """Blocks that look both ways."""
+    """A model of bidirectional blocks."""
 
     width: int = MISSING
     num_layers: int = MISSING
@@ -164,7 +164,7 @@ class EncoderConf(ModelConf):
 
 @dataclass(kw_only=True)
 class MaskedLmConf(EncoderConf):
-    """BERT's task: say what stood at the masked places."""
+    """A masked language model: predicts the tokens at masked positions, as BERT does."""
 
     kind: ModelKind = ModelKind.MASKED_LM
     mask_fraction: float = 0.15
@@ -178,7 +178,7 @@ class MaskedLmConf(EncoderConf):
         self._check_usual()
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """What ``shardhet.models.encoder.MaskedLm`` costs."""
+        """The workload of ``shardhet.models.encoder.MaskedLm``."""
         return _named(
             lambda: architectures.masked_lm(
                 num_layers=self.num_layers,
@@ -207,7 +207,7 @@ class VitConf(EncoderConf):
         self._check_usual()
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """What ``shardhet.models.encoder.Vit`` costs."""
+        """The workload of ``shardhet.models.encoder.Vit``."""
         if samples.vocab_size or samples.seq_len:
             raise ConfigError(
                 "vocab_size, seq_len: the model reads images, not text. Leave both out, and "
@@ -229,10 +229,10 @@ class VitConf(EncoderConf):
 
 @dataclass(kw_only=True)
 class DataConf:
-    """What every kind of data has."""
+    """The fields of every kind of data."""
 
     kind: DataKind = MISSING
-    num_judged_samples: int = MISSING  # held out, in an evaluation
+    num_judged_samples: int = MISSING  # held-out samples in an evaluation
 
     def __post_init__(self) -> None:
         check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
@@ -241,7 +241,7 @@ class DataConf:
 class TokenizerKind(Enum):
     """What a token is."""
 
-    AUTO = "auto"  # the one in the model's folder, where there is one; else bytes
+    AUTO = "auto"  # the one in the model's folder if it has one, else bytes
     BYTES = "bytes"
     BPE = "bpe"  # byte pairs, learned on the training files
 
@@ -252,7 +252,7 @@ class TextConf(DataConf):
 
     tokenizer: TokenizerKind = TokenizerKind.AUTO
     vocab_size: int | None = None  # None: 256 bytes, or 4096 byte pairs
-    cache_dir: str | None = None  # of byte pairs learned, for later runs; None: the run folder
+    cache_dir: str | None = None  # where learned byte pairs are kept; None: the run folder
     seq_len: int = 64  # tokens
     num_judged_samples: int = 1000  # windows of held-out text in an evaluation
 
@@ -269,13 +269,13 @@ class TextConf(DataConf):
         check_above("data.vocab_size", self.num_token_kinds, NUM_BYTES)
         if find_spec("tokenizers") is None:
             raise ConfigError(
-                "data.tokenizer: BPE but the package tokenizers is not installed. Say "
-                "pip install 'shardhet[bpe]', or data.tokenizer=BYTES."
+                "data.tokenizer: BPE but the package tokenizers is not installed. Run "
+                "pip install 'shardhet[bpe]', or set data.tokenizer=BYTES."
             )
 
     @property
     def num_token_kinds(self) -> int:
-        """Rows of the embedding, of bytes and of byte pairs."""
+        """The number of embedding rows for bytes or byte pairs."""
         if self.vocab_size is not None:
             return self.vocab_size
         return DEFAULT_BPE_VOCAB_SIZE if self.tokenizer is TokenizerKind.BPE else NUM_BYTES
@@ -290,7 +290,7 @@ class PySourceConf(TextConf):
 
 @dataclass(kw_only=True)
 class TextDirConf(TextConf):
-    """All files below a folder whose names fit a pattern."""
+    """All files below a folder whose names match a pattern."""
 
     kind: DataKind = DataKind.TEXT_DIR
     path: str = MISSING
@@ -314,19 +314,19 @@ class DigitsConf(DataConf):
     """Handwritten digits of 8 x 8 pixels."""
 
     kind: DataKind = DataKind.DIGITS
-    num_judged_samples: int = 360  # of the images held out, which are as many
+    num_judged_samples: int = 360  # all held-out images
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if find_spec("sklearn") is None:
             raise ConfigError(
-                "data: digits but scikit-learn is not installed. Say "
-                "pip install 'shardhet[digits]', or data=pysource."
+                "data: digits but scikit-learn is not installed. Run "
+                "pip install 'shardhet[digits]', or set data=pysource."
             )
 
 
 def _named(make: Callable[[], Workload]) -> Workload:
-    """The workload, or what is wrong with it as an error of the configuration."""
+    """The workload from ``make``; its ValueError becomes a ConfigError."""
     try:
         return make()
     except ValueError as error:

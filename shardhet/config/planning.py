@@ -1,6 +1,6 @@
-"""Schemas of ``shardhet plan`` and ``shardhet simulate``, and the records that they stand for.
+"""Schemas of ``shardhet plan`` and ``shardhet simulate``, and the records made from them.
 
-Both are told the same of hardware and model: described, with a profile derived from
+Both take hardware and model in the same way: either described, with a profile derived from
 specifications, or measured, as three files in one folder.
 """
 
@@ -29,23 +29,23 @@ from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, 
 from shardhet.records.cluster import Cluster, DeviceSpec
 
 OBJECTIVES = ("throughput", "largest_batch", "least_memory")
-LEAST_THROUGHPUT = 0.95  # of the best plan's, where least_memory is told no other
+LEAST_THROUGHPUT = 0.95  # of the best plan's; the default for least_memory
 MEASURED_FILES = (CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE)
 GIB = 2**30
 Record = TypeVar("Record")
 
 
 class PlannedPrecision(Enum):
-    """Number formats of parameters in flight and of compute; state is float32."""
+    """Number formats of gathered parameters and of compute; state is float32."""
 
-    AUTO = ""  # BF16 where every kind of device has it, else FP32
+    AUTO = ""  # BF16 if every kind of device has it, else FP32
     FP32 = "float32"
     BF16 = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What is planned for."""
+    """The setting to plan for, and its name."""
 
     setting: Setting
     name: str  # of the model, for titles
@@ -56,8 +56,8 @@ class InputsConf:
     """Hardware and model, described or measured."""
 
     cluster: dict[str, Any] = MISSING  # a description; its files are in cluster/described
-    cluster_file: str | None = None  # a description of your own, instead
-    hosts: list[str] = field(default_factory=list)  # of the cluster, as patterns; empty: all
+    cluster_file: str | None = None  # your own description instead
+    hosts: list[str] = field(default_factory=list)  # host patterns; empty: all hosts
     measured: str | None = None  # a folder with cluster.json, workload.json and profile.json
     model: ModelConf = MISSING
     vocab_size: int | None = None  # null: the model's usual one
@@ -76,9 +76,9 @@ class InputsConf:
             check_fraction(key, getattr(self, key))
 
     def load(self, described: Callable[[], Cluster], model_name: str) -> Inputs:
-        """Read or derive everything; ConfigError with file, field and mend.
+        """Read or derive everything; a ConfigError names file, field and remedy.
 
-        ``described`` makes the cluster of the group ``cluster``.
+        ``described`` creates the cluster of the group ``cluster``.
         """
         if self.measured is not None:
             return self._load_measured(Path(self.measured))
@@ -92,7 +92,7 @@ class InputsConf:
     def derived(self, cluster: Cluster, model_name: str) -> Inputs:
         """Workload and profile for this cluster, from specifications.
 
-        The number format follows the devices that are there.
+        If the number format is AUTO, it depends on the devices.
         """
         workload = self.model.to_workload(
             SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
@@ -126,7 +126,7 @@ class InputsConf:
         lacking = [kind for kind in kinds if not described.get(kind, {}).get(bf16.value)]
         if self.precision is bf16 and lacking:
             raise ConfigError(
-                f"precision: BF16 but it is not described of {', '.join(lacking)}. Say "
+                f"precision: BF16 but it is not described of {', '.join(lacking)}. Set "
                 "precision=FP32, or leave these devices out."
             )
         is_bf16 = self.precision is not fp32 and not lacking
@@ -134,7 +134,7 @@ class InputsConf:
 
 
 def _only(patterns: Sequence[str], cluster: Cluster) -> Cluster:
-    """The nodes whose hosts fit one of the patterns; all where there is none."""
+    """The nodes whose hosts match one of the patterns; all nodes if there are no patterns."""
     if not patterns:
         return cluster
     hosts = [node.host for node in cluster.nodes]
@@ -150,17 +150,17 @@ def _only(patterns: Sequence[str], cluster: Cluster) -> Cluster:
 
 @dataclass(kw_only=True)
 class LimitConf:
-    """What is demanded of one device, or of all of a kind."""
+    """Demands on one device, or on all devices of a kind."""
 
-    memory_gib: float | None = None  # of it at most so much is used
-    batch: int | None = None  # samples, exactly
-    microbatch: int | None = None  # samples at most
-    share: float | None = None  # of the state at most
-    exact_share: float | None = None  # of the state, exactly
+    memory_gib: float | None = None  # the most memory to use
+    batch: int | None = None  # exactly this many samples
+    microbatch: int | None = None  # at most this many samples
+    share: float | None = None  # at most this share of the state
+    exact_share: float | None = None  # exactly this share of the state
     recompute: bool | None = None  # everything or nothing
 
     def to_record(self, key: str) -> DeviceLimits:
-        """The limits; ``key`` is what the configuration calls them."""
+        """The limits as a record; ``key`` is their key in the configuration."""
         for name, least in (("batch", 0), ("microbatch", 1)):
             value = getattr(self, name)
             if value is not None:
@@ -188,7 +188,7 @@ class LimitConf:
 
 @dataclass(kw_only=True)
 class PlannerConf(InputsConf):
-    """All that ``shardhet plan`` is told."""
+    """The configuration of ``shardhet plan``."""
 
     global_batch_size: int = 64
     objective: str = OBJECTIVES[0]
@@ -197,8 +197,8 @@ class PlannerConf(InputsConf):
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
-    certify: bool = False  # solve it a second time, by HiGHS alone
-    explain: bool = True  # what limits the plan, and what more of each resource would give
+    certify: bool = False  # solve it a second time with HiGHS alone
+    explain: bool = True  # show what limits the plan, and what more of each resource would give
     baselines: bool = True
     out: str | None = None  # the plan, as JSON
     picture: str | None = None  # needs matplotlib
@@ -220,7 +220,7 @@ class PlannerConf(InputsConf):
                 )
 
     def to_demands(self, devices: Sequence[DeviceSpec]) -> Demands:
-        """The demands on these devices; ConfigError where a limit is for none of them."""
+        """The demands on these devices; ConfigError if a limit matches none of them."""
         limits: dict[int, DeviceLimits] = {}
         for key, limit in self.limits.items():
             record = limit.to_record(f"limits.{key}")
@@ -234,21 +234,21 @@ class PlannerConf(InputsConf):
         return _named(lambda: _checked(limits, self, len(devices)))
 
     def to_spared(self, devices: Sequence[DeviceSpec]) -> tuple[int, ...]:
-        """Positions of the devices to spare; ConfigError where a name is of none of them."""
+        """Positions of the devices to spare; ConfigError if a name matches none of them."""
         found = [_positions(f"spared: {key}", key, devices) for key in self.spared]
         return tuple(sorted({position for each in found for position in each}))
 
 
 @dataclass(kw_only=True)
 class SimulateConf(InputsConf):
-    """All that ``shardhet simulate`` is told besides the plan."""
+    """The configuration of ``shardhet simulate``, besides the plan."""
 
     trace: str | None = None  # for Perfetto
     picture: str | None = None  # needs matplotlib
 
 
 def register_planning_schemas() -> None:
-    """Make them known to hydra."""
+    """Register the schemas with Hydra."""
     register_schemas()
     store = ConfigStore.instance()
     store.store(group="schema", name="planner", node=PlannerConf)
@@ -256,7 +256,7 @@ def register_planning_schemas() -> None:
 
 
 def _positions(what: str, key: str, devices: Sequence[DeviceSpec]) -> list[int]:
-    """Devices that a key names: a position, or a pattern of their kind."""
+    """Positions of the devices that a key names, by position or by a pattern of their kind."""
     if key.isdigit() and int(key) < len(devices):
         return [int(key)]
     named = [i for i, each in enumerate(devices) if fnmatchcase(each.kind or "", key)]
@@ -286,7 +286,7 @@ def _file(key: str, path: Path) -> Path:
 
 
 def _named(make: Callable[[], Record]) -> Record:
-    """The record, or what is wrong with it as an error of the configuration."""
+    """The record from ``make``; its ValueError becomes a ConfigError."""
     try:
         return make()
     except ConfigError:

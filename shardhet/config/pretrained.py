@@ -1,4 +1,4 @@
-"""Schema of ``model=hf``: a model of Hugging Face's, by the folder that holds it."""
+"""Schema of ``model=hf``: a Hugging Face model in a folder."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class LoraConf:
-    """Low-rank adapters; nothing else is trained then."""
+    """Low-rank adapters; if there are any, nothing else is trained."""
 
-    rank: int = 0  # 0: none, all of the model is trained
+    rank: int = 0  # 0: no adapters, the whole model is trained
     alpha: float = 16.0
     targets: list[str] = field(default_factory=list)  # names of linear layers: [q_proj,v_proj]
     dropout: float = 0.0
@@ -40,21 +40,21 @@ class LoraConf:
         check_below_one("model.lora.dropout", self.dropout)
         if bool(self.rank) != bool(self.targets):
             raise ConfigError(
-                f"model.lora: rank {self.rank} and targets {list(self.targets)}, but one is "
-                "nothing without the other. Say model.lora.rank=8 "
+                f"model.lora: rank {self.rank} and targets {list(self.targets)}, but each "
+                "needs the other. Set model.lora.rank=8 "
                 "model.lora.targets=[q_proj,v_proj], or neither."
             )
 
 
 @dataclass(kw_only=True)
 class HfConf(ModelConf):
-    """A language model of Hugging Face's."""
+    """A Hugging Face language model."""
 
     kind: ModelKind = ModelKind.HF
-    path: str = MISSING  # of a folder with config.json, or a name in the local cache
-    weights: bool = True  # of the folder; false: random ones, by the model's own rules
+    path: str = MISSING  # a folder with config.json, or a name in the local cache
+    weights: bool = True  # those in the folder; false: random ones, by the model's own rules
     lora: LoraConf = field(default_factory=LoraConf)
-    mask_fraction: float = 0.15  # of the tokens, for models that guess masked ones
+    mask_fraction: float = 0.15  # of the tokens, for masked language models
     usual_seq_len: int = 512
 
     def __post_init__(self) -> None:
@@ -65,12 +65,12 @@ class HfConf(ModelConf):
         for package in (each for each, is_needed in needed.items() if is_needed):
             if find_spec(package) is None:
                 raise ConfigError(
-                    f"model: hf but the package {package} is not installed. Say "
+                    f"model: hf but the package {package} is not installed. Run "
                     "pip install 'shardhet[hf]', or choose another model."
                 )
 
     def folder(self) -> "PretrainedFolder":
-        """What the path leads to; ConfigError where that is no language model."""
+        """The folder at ``path``; ConfigError if it does not hold a language model."""
         from shardhet.models.pretrained import PretrainedFolder
 
         try:
@@ -79,7 +79,7 @@ class HfConf(ModelConf):
             raise ConfigError(f"model.path: {error}") from None
 
     def adapters(self) -> "Lora | None":
-        """What LoRA adds, if it is wanted."""
+        """The LoRA adapters, if any are configured."""
         from shardhet.models.pretrained import Lora
 
         lora = self.lora
@@ -94,7 +94,7 @@ class HfConf(ModelConf):
         return Path(self.path).resolve().name or choice
 
     def name_of(self, module: "nn.Module") -> str:
-        """What is trained, in a few words."""
+        """A short description of the model that is trained."""
         if not self.lora.rank:
             return type(module).__name__
         adapted: Any = module
@@ -102,7 +102,7 @@ class HfConf(ModelConf):
         return f"{type(adapted.get_base_model()).__name__} (LoRA: {trained:,} trained)"
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """What the model costs, counted on tensors that hold no memory."""
+        """The model's workload, counted on tensors without memory."""
         import torch
 
         from shardhet.models.pretrained import LanguageModel
@@ -148,21 +148,21 @@ class HfConf(ModelConf):
                 raise ConfigError(str(error)) from None
 
     def check_weights(self) -> None:
-        """Raise ConfigError unless there is something to begin training with."""
+        """Raise ConfigError unless there are weights to start training from."""
         if self.lora.rank and not self.weights:
             raise ConfigError(
-                "model.lora: adapters of random weights have nothing to adapt. Say "
+                "model.lora: adapters of random weights have nothing to adapt. Set "
                 "model.weights=true, or leave model.lora out."
             )
         folder = self.folder()
         if self.weights and not folder.has_weights:
             raise ConfigError(
-                f"model.weights: true but {folder.path} has no safetensors. Say "
+                f"model.weights: true but {folder.path} has no safetensors. Set "
                 "model.weights=false to begin with random ones."
             )
 
     def reads_with_own_tokenizer(self, data: TextConf) -> bool:
-        """Whether text is cut as the model was taught."""
+        """Whether text is split by the model's own tokenizer."""
         is_auto = data.tokenizer is TokenizerKind.AUTO
         return is_auto and self.folder().tokenizer_path is not None
 

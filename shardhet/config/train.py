@@ -1,4 +1,4 @@
-"""TrainConf: all that a training run is told, and that it can be done at all."""
+"""TrainConf: the configuration of a training run, and checks that it can run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,13 +36,13 @@ class Precision(Enum):
 
     FP64 = "float64"
     FP32 = "float32"
-    BF16 = "bfloat16"  # of parameters in flight and activations; stored in float32
+    BF16 = "bfloat16"  # of gathered parameters and activations; stored in float32
 
 
 class TransportChoice(Enum):
-    """What carries collectives among ranks of one host that compute on its CPU."""
+    """What carries collectives between ranks that compute on the CPU of one host."""
 
-    AUTO = "auto"  # its memory, where they can read each other's
+    AUTO = "auto"  # the host's memory, if they can read each other's
     GLOO = "gloo"
 
 
@@ -60,18 +60,18 @@ class TraceConf:
 
 @dataclass(kw_only=True)
 class TrainConf:
-    """A training run.  Every key is here or in the class of its group; there are no others."""
+    """A training run.  Every key is here or in the class of its group."""
 
     run_dir: str = MISSING
     seed: int = 0  # of weights, batches and dropout
     num_steps: int = 200
     max_grad_norm: float = 1.0
     precision: Precision = Precision.FP32
-    compile: bool = False  # each unit, with torch.compile, on ranks where that works
-    log_every: int = 10  # steps between two lines, and two looks at the devices
-    eval_every: int = 0  # steps between two evaluations; 0 is only at the end
+    compile: bool = False  # compile each unit with torch.compile, on ranks where that works
+    log_every: int = 10  # steps between two log lines, and two reports of device use
+    eval_every: int = 0  # steps between two evaluations; 0: only at the end
     num_sampled_tokens: int = 0  # of text at the end
-    save_model: bool = False  # whole, at the end, as model.safetensors in the run folder
+    save_model: bool = False  # the whole model, to model.safetensors in the run folder
     transport: TransportChoice = TransportChoice.AUTO
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
@@ -98,7 +98,7 @@ class TrainConf:
             )
 
     def world_size(self, num_launched: int | None) -> int:
-        """How many ranks it needs; ``num_launched`` is how many there are, if any yet."""
+        """The number of ranks needed; ``num_launched`` is the number running, if any."""
         stated = {
             "cluster.num_ranks": self.cluster.num_ranks,
             "plan": self.plan.stated_world_size,
@@ -112,7 +112,7 @@ class TrainConf:
         return self.plan.to_record(self.cluster.devices(world_size))
 
     def check_model_fits_data(self) -> None:
-        """Raise if the model cannot be built, or cannot learn from such samples."""
+        """Raise if the model cannot be built or cannot be trained on the data."""
         check_model_fits_data(self.model, self.data)
         if isinstance(self.model, HfConf):
             self.model.check_weights()
@@ -123,12 +123,12 @@ class TrainConf:
             )
 
     def check_device(self) -> None:
-        """Raise if the device that is asked for is not here."""
+        """Raise if the requested device is not available."""
         check_device(self.cluster)
 
 
 def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
-    """Raise if the model cannot be built, or cannot learn from such samples."""
+    """Raise if the model cannot be built or cannot be trained on the data."""
     if isinstance(model, VitConf) != isinstance(data, DigitsConf):
         raise ConfigError(
             f"model: {model.kind.value} cannot learn from data={data.kind.value}."
@@ -154,7 +154,7 @@ def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
 
 
 def check_device(cluster: ClusterConf) -> None:
-    """Raise if the device that is asked for is not here."""
+    """Raise if the requested device is not available."""
     import torch
 
     if cluster.device is DeviceType.CUDA and not torch.cuda.is_available():
@@ -165,7 +165,7 @@ def check_device(cluster: ClusterConf) -> None:
 
 
 def agreed_world_size(stated: Mapping[str, int | None], cluster: ClusterConf) -> int:
-    """What all say that say anything, by who says it; else one rank per visible GPU."""
+    """The world size that all stated sizes agree on; else one rank per visible GPU."""
     known = {key: number for key, number in stated.items() if number is not None}
     if len(set(known.values())) > 1:
         said = ", ".join(f"{key} says {number}" for key, number in known.items())

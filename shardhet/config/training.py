@@ -31,7 +31,7 @@ class OptimKind(Enum):
 
 
 class LrSchedulerKind(Enum):
-    """Which course the learning rate takes; follows from ``lr_scheduler=...``."""
+    """Which learning rate schedule; follows from ``lr_scheduler=...``."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -40,7 +40,7 @@ class LrSchedulerKind(Enum):
 
 
 class PlanKind(Enum):
-    """Who makes the plan; follows from ``plan=...``."""
+    """How the plan is made; follows from ``plan=...``."""
 
     EVEN = "even"
     PROPORTIONAL = "proportional"
@@ -51,7 +51,7 @@ class PlanKind(Enum):
 class DeviceType(Enum):
     """What ranks compute on."""
 
-    AUTO = "auto"  # CUDA where there is any, else the CPU
+    AUTO = "auto"  # CUDA if available, else the CPU
     CPU = "cpu"
     CUDA = "cuda"
 
@@ -67,11 +67,11 @@ class LoggerKind(Enum):
 
 @dataclass(kw_only=True)
 class OptimConf:
-    """What every optimizer has."""
+    """The fields of every optimizer."""
 
     kind: OptimKind = MISSING
     lr: float = MISSING  # the peak of the schedule
-    weight_decay: float = 0.0  # of matrices; vectors never decay
+    weight_decay: float = 0.0  # on matrices; vectors never decay
 
     def __post_init__(self) -> None:
         check_above("optim.lr", self.lr, 0)
@@ -138,12 +138,12 @@ class SgdConf(OptimConf):
 
 @dataclass(kw_only=True)
 class LrSchedulerConf:
-    """The course of the learning rate; lengths are fractions of ``num_steps``."""
+    """The learning rate schedule; lengths are fractions of ``num_steps``."""
 
     kind: LrSchedulerKind = MISSING
     warmup_fraction: float = 0.05
-    final_fraction: float = 0.1  # of the peak, at the end; no meaning for constant
-    decay_fraction: float = 0.2  # of the steps; only wsd has a length of decay
+    final_fraction: float = 0.1  # of the peak, at the end; ignored by constant
+    decay_fraction: float = 0.2  # of the steps; only for wsd
 
     def __post_init__(self) -> None:
         check_fraction("lr_scheduler.final_fraction", self.final_fraction)
@@ -157,7 +157,7 @@ class LrSchedulerConf:
             )
 
     def to_record(self, num_steps: int) -> "Schedule":
-        """The schedule of a run of ``num_steps``."""
+        """The schedule for a run of ``num_steps`` steps."""
         from shardhet.training.optim import Constant, Cosine, Linear, WarmupStableDecay
 
         num_warmup_steps = round(self.warmup_fraction * num_steps)
@@ -182,12 +182,12 @@ class LrSchedulerConf:
 class ClusterConf:
     """Which processes take part."""
 
-    num_ranks: int | None = None  # None: what the plan says, else one per visible GPU
+    num_ranks: int | None = None  # None: that of the plan, else one per visible GPU
     device: DeviceType = DeviceType.AUTO
-    kinds: list[str] = field(default_factory=list)  # what ranks announce themselves as
+    kinds: list[str] = field(default_factory=list)  # the device kinds that ranks announce
     num_threads: int = 1  # of each rank, on the CPU
-    speeds: list[float] = field(default_factory=list)  # emulated: 1 is a process's own
-    memory_mib: list[int] = field(default_factory=list)  # emulated: cap of model and data
+    speeds: list[float] = field(default_factory=list)  # emulated: 1 is the process's own speed
+    memory_mib: list[int] = field(default_factory=list)  # emulated: cap on model and data
 
     def __post_init__(self) -> None:
         check_at_least("cluster.num_threads", self.num_threads, 1)
@@ -222,11 +222,11 @@ class ClusterConf:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether processes are made slower or smaller than they are."""
+        """Whether processes are made slower or given less memory."""
         return bool(self.speeds or self.memory_mib)
 
     def emulated_device(self, rank: int) -> "EmulatedDevice | None":
-        """What the rank's process is to be like; None where it is left as it is."""
+        """The device that the rank's process emulates; None if it is not emulated."""
         if not self.is_emulated:
             return None
         from shardhet.training.emulation import EmulatedDevice
@@ -237,7 +237,7 @@ class ClusterConf:
         )
 
     def devices(self, world_size: int) -> list[DeviceSpec]:
-        """What the plan expects at each of its positions."""
+        """The device that the plan expects at each position."""
         kinds: Sequence[str | None] = self.kinds or [None] * world_size
         if len(kinds) != world_size:
             raise ConfigError(
@@ -249,13 +249,13 @@ class ClusterConf:
 
 @dataclass(kw_only=True)
 class PlanConf:
-    """Who computes and stores what."""
+    """What each device computes and stores."""
 
     kind: PlanKind = MISSING
 
     @property
     def stated_world_size(self) -> int | None:
-        """How many devices it is for; None where it adapts to what there is."""
+        """The number of devices that it is for; None if it adapts to the cluster."""
         return None
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
@@ -277,13 +277,13 @@ class EvenPlanConf(PlanConf):
         check_at_least("plan.microbatch_size", self.microbatch_size, 1)
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
-        """The plan for these devices; the first take one sample more where it is uneven."""
+        """The plan for these devices; a remainder of samples goes to the first."""
         return _proportional(self, [1.0] * len(devices), [], devices)
 
 
 @dataclass(kw_only=True)
 class ProportionalPlanConf(PlanConf):
-    """Batches in proportion to speeds; shares of the state even or as given."""
+    """Batches in proportion to speeds; state shares even or as given."""
 
     kind: PlanKind = PlanKind.PROPORTIONAL
     speeds: list[float] = MISSING
@@ -314,7 +314,7 @@ class ByHandPlanConf(PlanConf):
     microbatch_sizes: list[int] = MISSING
     num_microbatches: list[int] = MISSING
     state_shares: list[float] = MISSING
-    recompute: list[bool] = field(default_factory=list)  # empty: nowhere
+    recompute: list[bool] = field(default_factory=list)  # empty: no recomputation
     reshard_after_forward: bool = True
 
     @property
@@ -342,7 +342,7 @@ class FilePlanConf(PlanConf):
 
     kind: PlanKind = PlanKind.FILE
     path: str = MISSING
-    measured: str = ""  # folder of `shardhet measure`; the run is compared with its prediction
+    measured: str = ""  # folder of `shardhet measure`, to compare the run with its prediction
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
@@ -360,7 +360,7 @@ class FilePlanConf(PlanConf):
         return self.to_record(()).world_size
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
-        """The plan as it stands in the file."""
+        """The plan as read from the file."""
         try:
             return Plan.load(self.path)
         except ValueError as error:
@@ -396,7 +396,7 @@ def _proportional(
 
 
 def _named(make: Callable[[], Plan]) -> Plan:
-    """The plan, or what is wrong with it as an error of the configuration."""
+    """The plan from ``make``; its ValueError becomes a ConfigError."""
     try:
         return make()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Hugging Face models: their Trainer, their folders and their generate, under a plan."""
+"""Hugging Face models under a plan: the Trainer, model folders and ``generate``."""
 
 from shardhet.hf.generation import generate
 from shardhet.hf.loading import load_pretrained

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-INITIALISERS = (True, "gaussian")  # of LoRA; the others compute with the weights they adapt
+INITIALISERS = (True, "gaussian")  # of LoRA; the others depend on the weights they adapt
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it is a PeftModel."""
+    """Whether ``module`` is a PeftModel."""
     return type(module).__module__.startswith("peft.") and hasattr(module, "peft_config")
 
 
 def initialise_adapter(layer: Any, configs: Mapping[str, Any]) -> None:
-    """Values of a LoRA layer's own parameters; refuses other kinds by name."""
+    """Initialise a LoRA layer's own parameters; refuses other kinds of adapter by name."""
     if not hasattr(layer, "reset_lora_parameters"):
         raise ValueError(
             f"{type(layer).__name__}: only LoRA can be initialised unit by unit. Build the "
@@ -26,7 +26,7 @@ def initialise_adapter(layer: Any, configs: Mapping[str, Any]) -> None:
 
 
 def check_adapters(module: nn.Module) -> None:
-    """Raise where a LoRA's initial values depend on the weights it adapts."""
+    """Raise if a LoRA's initial values depend on the weights it adapts."""
     for name, config in getattr(module, "peft_config", {}).items():
         chosen = getattr(config, "init_lora_weights", True)
         if getattr(config, "use_dora", False):
@@ -41,7 +41,7 @@ def check_adapters(module: nn.Module) -> None:
 def adapter_state(
     module: Any, adapter: str, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What PEFT saves of ``tensors``, the model's own, by its own names."""
+    """The part of the model's ``tensors`` that PEFT saves, under PEFT's names."""
     from peft import get_peft_model_state_dict
 
     saved: dict[str, Tensor] = get_peft_model_state_dict(
@@ -51,7 +51,7 @@ def adapter_state(
 
 
 def adapter_fqns(module: Any, adapter: str, shapes: Mapping[str, torch.Size]) -> set[str]:
-    """Names of the model's tensors that PEFT saves of an adapter."""
+    """The names of the model's tensors that PEFT saves for an adapter."""
     tensors = {fqn: torch.empty(shape, device="meta") for fqn, shape in shapes.items()}
     kept = {id(tensor) for tensor in adapter_state(module, adapter, tensors).values()}
     return {fqn for fqn, tensor in tensors.items() if id(tensor) in kept}

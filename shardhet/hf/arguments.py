@@ -1,4 +1,4 @@
-"""Which of transformers' training arguments mean something under a plan; the rest by name."""
+"""Check transformers' training arguments; refuse by name those that a plan cannot honour."""
 
 import copy
 from typing import Any
@@ -13,7 +13,7 @@ DEFAULT_BATCH_SIZE = TrainingArguments.__dataclass_fields__[
     "per_device_train_batch_size"
 ].default
 
-# Element-wise, so that a rank can step on its rows alone.
+# Element-wise optimizers, with which a rank can update its rows alone.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 OPTIMIZER_CLASSES = (
     torch.optim.AdamW,
@@ -27,7 +27,7 @@ OPTIMIZER_CLASSES = (
     torch.optim.Adadelta,
 )
 
-# Argument: why it cannot be had, and what to write. Refused where it is set.
+# Arguments that are refused if set: the reason, and what to do instead.
 REFUSED = {
     "fp16": "there is no loss scaler. Write bf16=True, or train in float32",
     "fp16_full_eval": "evaluation runs in the dtype of training. Leave it out",
@@ -61,7 +61,7 @@ REFUSED = {
 
 
 def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
-    """A copy of ``args`` as one process with the whole global batch would have them.
+    """A copy of ``args`` as for a single process with the whole global batch.
 
     Raises ``ValueError`` naming the first argument that a plan cannot honour.
     """
@@ -86,7 +86,7 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     args = copy.copy(args)
     args.per_device_train_batch_size = plan.global_batch_size
     args.per_device_eval_batch_size = plan.global_batch_size
-    # The runtime divides by the tokens of all ranks; transformers is to count this rank's.
+    # The runtime divides by the tokens of all ranks; transformers must count only this rank's.
     args.average_tokens_across_devices = False
     return args
 
@@ -133,7 +133,7 @@ def _check_choices(args: TrainingArguments) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, params: set[int]) -> None:
-    """Raise where an optimizer given by hand holds other parameters than this rank's rows."""
+    """Raise if a given optimizer holds parameters other than this rank's rows."""
     if optimizer is None:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -146,7 +146,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, params: set[int]) -
 
 
 def check_optimizer_class(optimizer_class: Any) -> None:
-    """Raise where a step on some rows needs the others."""
+    """Raise if a step on some rows needs other rows."""
     is_known = isinstance(optimizer_class, type) and issubclass(
         optimizer_class, OPTIMIZER_CLASSES
     )
@@ -158,5 +158,5 @@ def check_optimizer_class(optimizer_class: Any) -> None:
 
 
 def is_same_device(a: torch.device, b: torch.device) -> bool:
-    """An index that is not stated is any; the CPU is one device whatever its index."""
+    """Whether two devices are the same; a missing index matches any, and so does the CPU's."""
     return a.type == b.type and (a.type == "cpu" or None in (a.index, b.index) or a == b)

@@ -1,4 +1,4 @@
-"""transformers' own words for sharding at load time, and what of them a plan can do."""
+"""transformers' own options for sharding at load time, as far as a plan supports them."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardhet.records.plan import Plan
 
-# Everything that differs from one of these is another kind of parallelism.
+# Each of these must be 1: larger sizes ask for another kind of parallelism.
 ONES = ("tp_size", "dp_replicate_size", "pp_size", "ep_size")
 NOTHINGS = ("tp_plan", "ep_plan", "enable_sequence_parallel", "fsdp_cpu_offload")
 
 
 def options_of(config: DistributedConfig | None, plan: Plan) -> dict[str, Any]:
-    """Options of HetFSDP that say what ``config`` says; raises ``ValueError`` for the rest."""
+    """The options of HetFSDP equivalent to ``config``; raises ``ValueError`` for the rest."""
     if config is None:
         return {}
     for name in ONES:

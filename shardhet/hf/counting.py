@@ -1,4 +1,4 @@
-"""What transformers counts of a model, counted of the whole one and not of a rank's rows."""
+"""What transformers counts about a model, for the whole model instead of a rank's rows."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from shardhet.fsdp import HetFSDP
 
 
 def num_multiplied(model: HetFSDP) -> int:
-    """Elements of the parameters that inputs are multiplied with: all but embeddings."""
+    """The number of elements in parameters that inputs are multiplied with: no embeddings."""
     looked_up = {
         f"{fqn}.weight"
         for fqn, module in model.module.named_modules()

@@ -13,22 +13,22 @@ from shardhet.records.plan import Plan
 
 
 def dealt(plan: Plan, position: int, num_samples: int) -> Span:
-    """What of a batch of ``num_samples``, at most the plan's, goes to ``position``.
+    """The samples of a batch of ``num_samples``, at most the plan's, for ``position``.
 
-    Of a smaller batch, as at the end of an epoch, the last positions get less, or nothing.
+    If a batch is smaller, as at the end of an epoch, the last positions get fewer or none.
     """
     start = min(plan.first_sample(position), num_samples)
     return Span(start, min(start + plan.ranks[position].rank_batch_size, num_samples))
 
 
 def num_rows(batch: Any) -> int:
-    """Samples of a collated batch: dim 0 of its first tensor."""
+    """The number of samples in a collated batch: dim 0 of its first tensor."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return len(tensors[0]) if tensors else 0
 
 
 def rows_of(batch: Any, rows: Span) -> Any:
-    """These samples of a collated batch."""
+    """The samples ``rows`` of a collated batch."""
     whole = num_rows(batch)
 
     def take(tensor: Tensor) -> Tensor:
@@ -39,19 +39,19 @@ def rows_of(batch: Any, rows: Span) -> Any:
 
 
 class PlanBatchSampler(BatchSampler):
-    """Indices of this rank's samples; of a batch that it has none of, that batch's first."""
+    """Indices of this rank's samples; if it has none of a batch, the batch's first index."""
 
     def __init__(
         self, sampler: Sampler[int], plan: Plan, position: int, *, drop_last: bool, whole: bool
     ) -> None:
-        """``whole``: every rank gets all indices, and takes its rows once they are collated."""
+        """If ``whole``, every rank gets all indices and takes its rows after collating."""
         super().__init__(sampler, plan.global_batch_size, drop_last)
         self._plan = plan
         self._position = position
         self._whole = whole
 
     def spans(self) -> Iterator[tuple[Span, int]]:
-        """Of every batch this rank's part and the number of samples."""
+        """This rank's part of every batch, and the number of samples in the batch."""
         assert isinstance(self.sampler, Sized)
         left = len(self.sampler)
         for _ in range(len(self)):
@@ -66,7 +66,7 @@ class PlanBatchSampler(BatchSampler):
 
 
 class PlanLoader:
-    """Collated batches of one rank; no rows where it has no samples."""
+    """Collated batches of one rank, with no rows if it has no samples."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PlanLoader:
         collates_whole_batch: bool,
         **options: Any,
     ) -> None:
-        """``options`` are a DataLoader's."""
+        """``options`` are passed to the DataLoader."""
         self.dataset = dataset
         self._collates_whole_batch = collates_whole_batch
         self._batches = PlanBatchSampler(
@@ -91,7 +91,7 @@ class PlanLoader:
         )
 
     def __len__(self) -> int:
-        """Global batches of an epoch."""
+        """The number of global batches in an epoch."""
         return len(self._batches)
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,7 +102,7 @@ class PlanLoader:
     def __iter__(self) -> Iterator[Any]:
         loaded = zip(self._batches.spans(), self._loader, strict=True)
         for (span, num_samples), collated in loaded:
-            # A BatchEncoding is no dict, and torch's trees do not look into it.
+            # A BatchEncoding is not a dict, so torch's pytree functions do not traverse it.
             batch = dict(collated) if isinstance(collated, Mapping) else collated
             if self._collates_whole_batch:
                 self._check(batch, num_samples)

@@ -1,4 +1,4 @@
-"""Text (or any other sequence) from a sharded Hugging Face model."""
+"""Generate text (or any other sequence) with a sharded Hugging Face model."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from shardhet.fsdp import HetFSDP
 
 
 def generate(model: HetFSDP, inputs: Tensor | None = None, **kwargs: Any) -> Any:
-    """What ``generate`` of the model inside returns for this rank's prompts.  Collective.
+    """Run ``generate`` of the wrapped model on this rank's prompts.  Collective.
 
     Arguments are those of transformers' ``generate``; ranks may pass different ones.  A rank
-    that passes nothing gets None: it lends its rows to the others until they are done.
-    Random draws come from torch's own generator, so ``torch.manual_seed`` before it gives on
-    every rank what the plain model gives for the same prompts.
+    that passes nothing provides its rows to the others until they are done and returns None.
+    Random draws come from torch's own generator: after the same ``torch.manual_seed``, every
+    rank returns what the plain model returns for the same prompts.
     """
     module: Any = model.module
     was_training = module.training

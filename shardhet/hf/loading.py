@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a HetFSDP, of which no rank ever holds more than its rows."""
+"""Load a Hugging Face folder as a HetFSDP; no rank ever holds more than its rows."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from shardhet.records.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-COMPARED_ROWS_NUMEL = 2**24  # of tied tensors that a folder has twice, at a time
+COMPARED_ROWS_NUMEL = 2**24  # compared at a time, of tied tensors that a folder has twice
 
 
 def load_pretrained(
@@ -42,24 +42,24 @@ def load_pretrained(
     adapt: Callable[[PreTrainedModel], nn.Module] | None = None,
     **options: Any,
 ) -> HetFSDP:
-    """The model that ``from_pretrained(path)`` gives, each rank with its rows.  Collective.
+    """Load the model of ``from_pretrained(path)``, each rank with its rows.  Collective.
 
-    Words mean what they mean in ``from_pretrained``.  What the folder lacks is initialised by
-    the model's own rules from ``seed``, and named in a warning, as is what the model does not
-    use.  The model is in evaluation mode.
+    Arguments mean the same as in ``from_pretrained``.  Tensors missing from the folder are
+    initialised by the model's own rules from ``seed``.  A warning lists them, and also tensors
+    that the model does not use.  The model is in evaluation mode.
 
     Args:
-        path: of a local folder, the same on all ranks.
+        path: path of a local folder, the same on all ranks.
         plan: as for HetFSDP.
-        model_class: a model's class or an Auto class; None is the one the folder was saved by.
+        model_class: a model class or an Auto class; None means the class in the config.
         config: None reads the folder's.
-        dtype: of the parameters; "auto" is the config's.
+        dtype: dtype of the parameters; "auto" means the config's.
         attn_implementation: as in transformers.
-        key_mapping: more renamings of keys, before transformers' own.
-        distributed_config: what of it a plan can do; the rest is refused by name.
-        adapt: wraps the model, whose parameters are then on the meta device:
+        key_mapping: additional renamings of keys, applied before transformers' own.
+        distributed_config: the options that a plan supports; others are refused by name.
+        adapt: a function that wraps the model while its parameters are on the meta device:
             ``lambda model: get_peft_model(model, lora_config)``.
-        options: of HetFSDP; ``device`` is the current accelerator where there is one.
+        options: options of HetFSDP; ``device`` is the current accelerator, if there is one.
     """
     folder = Path(path)
     chosen = {"device": _current_device(), **options_of(distributed_config, plan)}
@@ -113,7 +113,7 @@ def meta_model(
     config = config or AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"{folder}: the model is quantized, so its rows are no rows of its parameters. "
+            f"{folder}: the model is quantized, so its weights are not rows of parameters. "
             "Load it with from_pretrained and pass it to HetFSDP."
         )
     found: torch.dtype = _dtype(dtype, config)
@@ -140,7 +140,7 @@ def _saved_class(config: PreTrainedConfig, folder: Path) -> Any:
     found = getattr(transformers, names[0], None) if len(names) == 1 else None
     if found is None:
         raise ValueError(
-            f"{folder}: config.architectures is {names}, which is no class of transformers. "
+            f"{folder}: config.architectures is {names}, which is not a class of transformers. "
             "Pass model_class, for instance AutoModelForCausalLM."
         )
     return found
@@ -159,7 +159,7 @@ def _concrete(model_class: Any, config: PreTrainedConfig) -> Any:
 
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters that a model keeps in float32 beside a low precision."""
+    """Keep in float32 the parameters that a low-precision model keeps in float32."""
     kept = model._get_dtype_plan(dtype)
     if not kept:
         return
@@ -182,7 +182,7 @@ def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _check_tied_are_equal(
     model: PreTrainedModel, rows: PretrainedRows, files: SafetensorsFolder
 ) -> None:
-    """Names of one tensor that the folder has twice have one value."""
+    """Check that tied tensors that the folder has twice are equal."""
     for target, source in model.all_tied_weights_keys.items():
         if not (rows.has(target) and rows.has(source)):
             continue
@@ -198,13 +198,13 @@ def _check_tied_are_equal(
 
 
 def _report(model: PreTrainedModel, rows: PretrainedRows, folder: Path) -> None:
-    """Warn of what the folder lacks and of what the model does not use."""
+    """Warn about tensors that the folder lacks or that the model does not use."""
     params = list(model.named_parameters(remove_duplicate=False))
     ids = {id(param) for name, param in params if rows.has(name)}
     missing = {
         name
         for name in rows.missing
-        if id(_find(model, name)) not in ids  # else it is tied to one that is there
+        if id(_find(model, name)) not in ids  # else it is tied to one that is present
     }
     loading_info = LoadStateDictInfo(
         missing_keys=missing,
@@ -238,7 +238,7 @@ def _find(model: nn.Module, name: str) -> Tensor:
 
 @dataclass(slots=True)
 class _Initialiser:
-    """``init_fn`` of HetFSDP: what is not read, by the model's own rules."""
+    """The ``init_fn`` of HetFSDP: initialises by the model's own rules what is not read."""
 
     rows: PretrainedRows
     owners: dict[nn.Module, PreTrainedModel]  # whose rules initialise the module
@@ -258,7 +258,7 @@ class _Initialiser:
         return cls(rows, owners, fqns, {})
 
     def adapters_in(self, module: nn.Module) -> None:
-        """Remember the layers of adapters, whose parts are initialised together."""
+        """Record the layers of adapters, whose parts are initialised together."""
         check_adapters(module)
         for layer in module.modules():
             if hasattr(layer, "adapter_layer_names"):
@@ -285,7 +285,7 @@ class _Initialiser:
             )
 
     def _initialise(self, module: nn.Module, names: list[str], mark: int) -> dict[str, Tensor]:
-        """The buffers after the model's rules and the folder have filled them."""
+        """The buffers, filled by the model's rules and from the folder."""
         for name in names:
             buffer = module._buffers[name]
             assert buffer is not None

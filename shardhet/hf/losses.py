@@ -19,16 +19,16 @@ from shardhet.fsdp import HetFSDP
 from shardhet.hf.dealing import num_rows, rows_of
 from shardhet.records.layout import Span
 
-IGNORED = -100  # transformers' label of what has none
+IGNORED = -100  # transformers' label for positions without a label
 
-# Sums of the same terms in another order differ by this much of their size; a mean that was
-# taken for a sum differs by half.
+# Relative difference allowed between sums in different order; a mean taken for a sum would
+# differ by half.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 3e-2
 
 
 def num_labels(inputs: Mapping[str, Any], label_names: Sequence[str]) -> int:
-    """How many labels a mean over this rank's batch is taken over."""
+    """The number of labels that a mean over this rank's batch is taken over."""
     labels = [inputs[name] for name in label_names if isinstance(inputs.get(name), Tensor)]
     if len(labels) != 1 or labels[0].is_floating_point():
         return num_rows(inputs)
@@ -36,9 +36,9 @@ def num_labels(inputs: Mapping[str, Any], label_names: Sequence[str]) -> int:
 
 
 class LossKind(Enum):
-    """What a model's loss is of the samples that it is given."""
+    """How a model's loss combines its samples."""
 
-    SUM = "sum"  # over items, as num_items_in_batch=1 asks for
+    SUM = "sum"  # over items, as requested by num_items_in_batch=1
     MEAN = "mean"  # over labels, whatever num_items_in_batch says
 
 
@@ -48,9 +48,9 @@ def find_kind(
     label_names: Sequence[str],
     loss_of: Callable[[dict[str, Any]], Tensor],
 ) -> LossKind:
-    """How the losses of a batch's parts make up that of the batch.  Collective.
+    """Find out how the losses of a batch's parts combine to that of the batch.  Collective.
 
-    Raises on every rank if they do in neither way.
+    Raises on every rank if neither kind fits.
     """
     was_training = model.training
     model.eval()
@@ -87,7 +87,7 @@ def _adds_up(values: Sequence[float], tolerance: float) -> bool:
 
 
 def _at_least_two_rows(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same batch; one sample, which has no parts, comes twice."""
+    """The same batch, with a single sample repeated, because it could not be split."""
     if num_rows(inputs) != 1:
         return dict(inputs)
     doubled: dict[str, Any] = tree_map_only(
@@ -97,9 +97,9 @@ def _at_least_two_rows(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unevenly_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) -> dict[str, Any]:
-    """The same batch, of whose first sample half of the labels are ignored.
+    """The same batch, with half of the first sample's labels ignored.
 
-    Where all samples have equally many labels a mean over samples looks like one over labels.
+    If all samples had equally many labels, a mean over samples would look like one over labels.
     """
     changed = dict(inputs)
     for name in label_names:

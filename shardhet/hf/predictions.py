@@ -1,15 +1,15 @@
-"""What of a model's outputs is predicted, and how predictions are put together."""
+"""Select the predictions in a model's outputs, and join predictions of several batches."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from transformers.trainer_pt_utils import nested_concat
 
-PADDING = -100  # of predictions and labels of unlike length, as in transformers
+PADDING = -100  # for predictions and labels of different lengths, as in transformers
 
 
 def predictions_in(outputs: Any, ignored: Sequence[str], *, has_loss: bool) -> Any:
-    """The outputs but for the loss and what is ``ignored``; one alone is no tuple."""
+    """The outputs except the loss and those ``ignored``; a single one is not a tuple."""
     if isinstance(outputs, dict):
         skipped = {*ignored, "loss"}
         found: Any = tuple(value for name, value in outputs.items() if name not in skipped)
@@ -19,7 +19,7 @@ def predictions_in(outputs: Any, ignored: Sequence[str], *, has_loss: bool) -> A
 
 
 def joined(whole: Any, part: Any) -> Any:
-    """Predictions of more samples, padded where they are of unlike length."""
+    """The predictions of both, padded if their lengths differ."""
     if part is None:
         return whole
     return part if whole is None else nested_concat(whole, part, padding_index=PADDING)

@@ -1,8 +1,8 @@
-"""Rows of a model's parameters out of a folder of safetensors, without reading the rest.
+"""Read rows of a model's parameters from a folder of safetensors, without reading the rest.
 
 transformers may change tensors between file and model (it renames keys, stacks experts, splits
-fused projections).  Those rules are its own and are applied as it applies them; a *recipe* says
-which tensors of the folder one rule turns into which parameters.
+fused projections).  Its own rules are applied here in the same way; a *recipe* says which
+tensors of the folder one rule turns into which parameters.
 """
 
 import json
@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFolder:
-    """Tensors by key, read slice by slice."""
+    """The tensors of a folder by key, read slice by slice."""
 
     def __init__(self, folder: Path) -> None:
         """Open the folder's files; raises ``ValueError`` if there are none."""
@@ -55,15 +55,15 @@ class SafetensorsFolder:
 
     @property
     def keys(self) -> list[str]:
-        """In the order in which transformers reads them."""
+        """The keys, in the order in which transformers reads them."""
         return sorted(self._file_by_key, key=dot_natural_key)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return tuple(self._file_by_key[key].get_slice(key).get_shape())
 
     def dtype_name(self, key: str) -> str:
-        """As the file spells it."""
+        """The name of the dtype in the file."""
         return str(self._file_by_key[key].get_slice(key).get_dtype())
 
     def read(self, key: str, rows: Span | None = None) -> Tensor:
@@ -75,21 +75,21 @@ class SafetensorsFolder:
         return rows_of
 
     def describe(self) -> list[Any]:
-        """What ranks compare: keys, shapes and dtypes."""
+        """Keys, shapes and dtypes, for comparison between ranks."""
         return [[key, list(self.shape(key)), self.dtype_name(key)] for key in self.keys]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How tensors of the folder become one or several of the model."""
+    """How tensors of the folder become one or more tensors of the model."""
 
     converter: WeightConverter | None  # None: the tensor as it is
-    name: str  # the first tensor of the model that it makes
+    name: str  # the first tensor of the model that it produces
     sources: tuple[tuple[str, str], ...]  # (pattern of the converter, key in the folder)
 
     @property
     def num_stacked(self) -> int | None:
-        """How many tensors are stacked as rows, where each row needs only its own sources."""
+        """The number of tensors stacked as rows, if each row needs only its own sources."""
         if self.converter is None:
             return None
         first, *others = self.converter.operations
@@ -119,7 +119,7 @@ def _leaves_rows_alone(op: Any) -> bool:
 
 
 class PretrainedRows:
-    """The parameters and buffers of ``model``, on the meta device, as the folder has them."""
+    """Reads the parameters and buffers of ``model`` (on the meta device) from a folder."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PretrainedRows:
         model: PreTrainedModel,
         key_mapping: Mapping[str, str] | None = None,
     ) -> None:
-        """Find a recipe for every tensor; raises ``ValueError`` where shapes differ."""
+        """Find a recipe for every tensor; raises ``ValueError`` if shapes differ."""
         self._folder = folder
         self._model = model
         self._whole: dict[str, Tensor] = model.state_dict()
@@ -137,22 +137,22 @@ class PretrainedRows:
         self._recipe_by_name: dict[str, Recipe] = {}
         for recipe in self._recipes(transforms):
             self._add(recipe)
-        # What save_pretrained undoes later: the rules that were used.
+        # The rules that were used; save_pretrained reverts them later.
         used = [each for each in transforms if each.was_used()]
         model._weight_conversions = used  # type: ignore[assignment]  # no submodule of it
         self._last: tuple[Recipe, dict[str, Tensor]] | None = None
         self._alias: dict[str, str] = {}
-        # By parameter and before anything wraps the model: an adapter renames what it adapts.
+        # By parameter, and before anything wraps the model, because adapters rename parameters.
         self._names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(param, []).append(name)
         self.missing = sorted(self._whole.keys() - self._recipe_by_name.keys())
 
     def answer_to(self, module: nn.Module) -> None:
-        """Go by the fqns of ``module``, which wraps the model, from now on.
+        """Use the fqns of ``module``, which wraps the model, from now on.
 
-        A tied parameter has several; the folder may have any one of them.  Raises
-        ``ValueError`` where one of the model's own parameters is gone.
+        A tied parameter has several names; the folder may have any one of them.  Raises
+        ``ValueError`` if one of the model's own parameters is gone.
         """
         answered = set()
         for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -169,11 +169,11 @@ class PretrainedRows:
             )
 
     def has(self, fqn: str) -> bool:
-        """Whether the folder has it."""
+        """Whether the folder has this tensor."""
         return self._alias.get(fqn, fqn) in self._recipe_by_name
 
     def read_rows(self, fqn: str, rows: Span) -> Tensor:
-        """[rows.numel, ...] of the tensor in the model's dtype; a scalar is one row."""
+        """Rows of the tensor, [rows.numel, ...], in the model's dtype; a scalar is one row."""
         name = self._alias.get(fqn, fqn)
         recipe = self._recipe_by_name[name]
         if recipe.converter is None:
@@ -195,7 +195,7 @@ class PretrainedRows:
         return self.read_rows(name, Span(0, shape[0] if shape else 1)).reshape(shape)
 
     def _stack(self, recipe: Recipe, rows: Span) -> Tensor:
-        """Only the tensors that become these rows are read."""
+        """Rows of a stacked tensor; reads only the tensors that become these rows."""
         sources: list[tuple[str, str]] = []
         for pattern in dict.fromkeys(pattern for pattern, _ in recipe.sources):
             of_pattern = [source for source in recipe.sources if source[0] == pattern]
@@ -208,7 +208,7 @@ class PretrainedRows:
         return self._folder.read(key).to(self._whole[recipe.name].dtype)
 
     def _recipes(self, transforms: Sequence[Any]) -> list[Recipe]:
-        """One per rule and place, as transformers' own loading finds them."""
+        """One recipe per rule and target tensor, as transformers' own loading finds them."""
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         by_pattern = {p: each for each in converters for p in each.source_patterns}

@@ -1,4 +1,4 @@
-"""A HetFSDP as a folder that plain ``from_pretrained`` opens."""
+"""Save a HetFSDP as a folder that plain ``from_pretrained`` can load."""
 
 import json
 import shutil
@@ -25,10 +25,11 @@ MAX_SHARD_BYTES = 5 * 10**9
 def save_pretrained(
     model: HetFSDP, save_directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write what ``save_pretrained`` of the plain model would.  Collective.
+    """Write the same folder as ``save_pretrained`` of the plain model.  Collective.
 
-    Rank zero writes, and holds one unit at a time; of a PeftModel the adapters alone.  The
-    folder appears when it is complete; files of an earlier model in it go, others stay.
+    Rank zero writes and holds one unit at a time.  For a PeftModel, only the adapters are
+    written.  The folder appears when it is complete; files of an earlier model in it are
+    removed, other files stay.
     """
     folder = Path(save_directory)
     with model.guard("save_pretrained"):
@@ -38,7 +39,7 @@ def save_pretrained(
             _save_whole(model, folder, max_shard_bytes)
         else:
             raise ValueError(
-                f"save_pretrained: {type(model.module).__name__} is no model of transformers. "
+                f"save_pretrained: {type(model.module).__name__} is no transformers model. "
                 "Use model.state_dict(), which is whole on rank zero."
             )
 
@@ -63,11 +64,11 @@ def _save_whole(model: HetFSDP, folder: Path, max_shard_bytes: int) -> None:
             files.close()
             if files.is_sharded:
                 _write_index(unfinished, files, sum(t.numel() for t in whole.values()))
-    model.exchange([])  # nobody goes on before the folder is there
+    model.exchange([])  # no rank goes on before the folder exists
 
 
 def _units(model: HetFSDP, whole: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """What of the state dict each unit has, then buffers; {} but on rank zero."""
+    """The part of the state dict in each unit, then the buffers; {} except on rank zero."""
     for params in model.gather_units(lambda fqn: fqn in whole):
         yield {fqn: tensor for fqn, tensor in params.items() if fqn in whole}
     if _is_rank_zero(model):
@@ -75,7 +76,7 @@ def _units(model: HetFSDP, whole: Mapping[str, Tensor]) -> Iterator[dict[str, Te
 
 
 def _shapes(model: HetFSDP) -> dict[str, Tensor]:
-    """The state dict as it is saved, on the meta device: no tied tensor twice."""
+    """The state dict to save, on the meta device, with each tied tensor only once."""
     module: Any = model.module
     ignored = set(module._keys_to_ignore_on_save or ())
     boxes = model.sharded_state_dict()
@@ -89,13 +90,13 @@ def _shapes(model: HetFSDP) -> dict[str, Tensor]:
 
 
 def _reverted(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` by the names and in the shapes that files have."""
+    """``tensors`` with the names and shapes that they have in files."""
     made = revert_weight_conversion(_with_whole_shapes(module), dict(tensors))
     return dict(made)
 
 
 def _with_whole_shapes(module: Any) -> Any:
-    """The model that transformers' rules may ask for shapes; HetFSDP's has rows."""
+    """A model with whole shapes for transformers' rules; that of HetFSDP has only rows."""
     rules = getattr(module, "_weight_conversions", None) or []
     ops = [op for rule in rules for op in getattr(rule, "operations", ())]
     if not any(isinstance(op, Transpose) and op.check_dims for op in ops):
@@ -159,9 +160,9 @@ def _is_rank_zero(model: HetFSDP) -> bool:
 
 @contextmanager
 def _replaced_when_complete(folder: Path, is_writer: bool) -> Iterator[Path | None]:
-    """A folder beside ``folder`` to write to, whose files then take their places in it.
+    """Context with a temporary folder, whose files are moved to ``folder`` at the end.
 
-    None on ranks that do not write.  If the body fails, ``folder`` is as it was.
+    It is None on ranks that do not write.  If the body fails, ``folder`` is unchanged.
     """
     if not is_writer:
         yield None

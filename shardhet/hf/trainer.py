@@ -1,9 +1,9 @@
-"""HetTrainer: transformers' Trainer, taking its steps by a plan.
+"""HetTrainer: transformers' Trainer under a plan.
 
-Everything that is about one step or one rank is transformers' own: arguments, optimizer groups,
-schedules, callbacks, logging.  What differs is who computes which sample (the data loaders),
-that a step's loss is a sum over all ranks' tokens (``training_step``), and that no rank holds
-the whole model (clipping, saving).
+Arguments, optimizer groups, schedules, callbacks and logging are those of transformers.  Three
+things differ: which rank computes which sample (the data loaders), that a step's loss is a sum
+over all ranks' tokens (``training_step``), and that no rank holds the whole model (clipping,
+saving).
 """
 
 import contextlib
@@ -48,8 +48,8 @@ class HetTrainer(Trainer):
         trainer = HetTrainer(model, args, plan=plan, train_dataset=dataset)
         trainer.train()
 
-    Every method is collective.  ``self.model`` is the model inside, with this rank's rows;
-    ``self.het`` is the HetFSDP around it.
+    Every method is collective.  ``self.model`` is the wrapped model, with this rank's rows;
+    ``self.het`` is the HetFSDP that wraps it.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class HetTrainer(Trainer):
         """Wrap ``model``, or take a HetFSDP as it is.
 
         Args:
-            model: of transformers, equal on all ranks; or a HetFSDP of one.
-            args: those that a plan cannot honour are refused by name.
-            plan: needed unless ``model`` is a HetFSDP.
+            model: a transformers model, equal on all ranks, or a HetFSDP of one.
+            args: training arguments; those that a plan cannot honour are refused by name.
+            plan: required unless ``model`` is a HetFSDP.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
-                where the collator masks at random.
-            options: of HetFSDP, for instance ``{"units": [...]}``.
-            kwargs: of Trainer.
+                if the collator masks at random.
+            options: options of HetFSDP, for instance ``{"units": [...]}``.
+            kwargs: further arguments of Trainer.
         """
         if kwargs.get("model_init") is not None:
             raise ValueError("HetTrainer: model_init is refused. Pass the model itself.")
@@ -111,14 +111,14 @@ class HetTrainer(Trainer):
             masks_at_random if collates_whole_batch is None else collates_whole_batch
         )
         self._args_as_given = given
-        self._loss_kind: LossKind | None = None  # found at the first batch
+        self._loss_kind: LossKind | None = None  # found out on the first batch
         self._num_eval_steps = 0
         self._num_multiplied = num_multiplied(wrapped)
 
     # The model #
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: HetFSDP puts this rank's rows where they belong."""
+        """Do nothing: HetFSDP puts this rank's rows where they belong."""
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
@@ -135,13 +135,13 @@ class HetTrainer(Trainer):
         return super().train(None, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a search makes the model anew in this process."""
+        """Refuse: a search would create the model anew in this process."""
         raise RuntimeError(
             "HetTrainer: hyperparameter_search is refused. Start one run per setting."
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder that plain ``from_pretrained`` opens.  Collective."""
+        """Write a folder that plain ``from_pretrained`` can load.  Collective."""
         folder = Path(output_dir or self.args.output_dir or ".")
         save_pretrained(self.het, folder)
         if self.args.should_save:
@@ -165,7 +165,7 @@ class HetTrainer(Trainer):
                 "dataset with __len__ and __getitem__."
             )
         if isinstance(sampler, RandomSampler):
-            # As accelerate does for a plain Trainer, so the order is the same one.
+            # As accelerate does for a plain Trainer, so that the order is the same.
             seed = self.args.data_seed
             seed = torch.random.initial_seed() if seed is None else seed
             sampler = SeedableRandomSampler(dataset, data_seed=seed)
@@ -173,7 +173,7 @@ class HetTrainer(Trainer):
         return self._plan_loader(dataset, sampler, "Training", is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """This rank's samples of every batch of the evaluation."""
+        """This rank's samples of every evaluation batch."""
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         named: Any = self.eval_dataset
@@ -190,7 +190,7 @@ class HetTrainer(Trainer):
         self, dataset: Any, sampler: Sampler[int], description: str, is_training: bool = False
     ) -> PlanLoader:
         collate = self._get_collator_with_removed_columns(self.data_collator, description)
-        if hasattr(dataset, "column_names"):  # of the datasets library
+        if hasattr(dataset, "column_names"):  # from the datasets library
             dataset = self._remove_unused_columns(dataset, description=description)
             collate = self.data_collator
         return PlanLoader(
@@ -209,15 +209,15 @@ class HetTrainer(Trainer):
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of one optimizer step."""
+        """The number of samples in one optimizer step."""
         return self.plan.global_batch_size * args.gradient_accumulation_steps
 
     def num_examples(self, dataloader: DataLoader[Any] | PlanLoader) -> int:
-        """Samples of an epoch."""
+        """The number of samples in an epoch."""
         return len(dataloader.dataset)  # type: ignore[arg-type]  # it has a length: see above
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """As transformers estimates it, of the whole model."""
+        """The estimate of transformers, for the whole model."""
         main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if main_input is None else 6 * main_input.numel() * self._num_multiplied
 
@@ -231,8 +231,8 @@ class HetTrainer(Trainer):
     ) -> Tensor:
         """The mean loss over all ranks; gradients are added.
 
-        ``num_items_in_batch`` are this rank's, of all accumulation steps together: the runtime
-        adds up those of all ranks and divides by them.
+        ``num_items_in_batch`` counts this rank's items in all accumulation steps; the runtime
+        adds up the counts of all ranks and divides by the sum.
         """
         self.het.train()
         inputs = self._prepare_inputs(inputs)
@@ -247,14 +247,14 @@ class HetTrainer(Trainer):
             raise ValueError(
                 "TrainingArguments: gradient_accumulation_steps="
                 f"{self.args.gradient_accumulation_steps}, but the loss is a mean that ignores "
-                "num_items_in_batch, so that a plain Trainer adds means up. Leave it out, and "
+                "num_items_in_batch, so a plain Trainer adds up means. Leave it out, and "
                 "give the plan more microbatches."
             )
         mean = self.het.backward(loss_sum, divisor)
         return torch.tensor(mean or 0.0, dtype=torch.float64, device=self.args.device)
 
     def _sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
-        """This rank's loss sum, what it is a sum over, and the model's outputs."""
+        """This rank's loss sum, the number of items in it, and the model's outputs."""
         if self._loss_kind is None:
             self._loss_kind = find_kind(
                 self.het, inputs, self.label_names, lambda part: self._loss(part)[0]
@@ -265,12 +265,12 @@ class HetTrainer(Trainer):
             if counted is not None:
                 return loss, int(counted), outputs
         num_items = num_labels(inputs, self.label_names)
-        if not num_items:  # a mean over nothing is not a number
+        if not num_items:  # a mean over nothing would be NaN
             return torch.zeros((), device=self.args.device), 0, outputs
         return loss * num_items, num_items, outputs
 
     def _loss(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """What ``compute_loss`` says of this rank's samples, a sum if it can give one."""
+        """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""
         counted = self._get_num_items_in_batch([inputs], self.args.device)
         one = None if counted is None else torch.ones((), device=self.args.device)
         if not num_rows(inputs):
@@ -282,7 +282,7 @@ class HetTrainer(Trainer):
         return loss, outputs
 
     def _as_called(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
-        """The arguments that the model gets from ``compute_loss``."""
+        """The arguments that ``compute_loss`` passes to the model."""
         takes_labels = self.label_smoother is None and self.compute_loss_func is None
         called = {name: v for name, v in inputs.items() if takes_labels or name != "labels"}
         if num_items is not None and self.model_accepts_loss_kwargs:
@@ -315,7 +315,7 @@ class HetTrainer(Trainer):
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to bfloat16 where ``bf16=True``, as accelerate puts it around a model."""
+        """Autocast to bfloat16 if ``bf16=True``, as accelerate does around a model."""
         if not self.args.bf16:
             return contextlib.nullcontext()
         return torch.autocast(self.args.device.type, torch.bfloat16)
@@ -329,7 +329,7 @@ class HetTrainer(Trainer):
     # Evaluation #
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in transformers, with evaluation steps as they are dealt."""
+        """As in transformers, with the rate of evaluation steps corrected."""
         super().log(self._with_own_rate(logs), start_time)
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
@@ -339,7 +339,7 @@ class HetTrainer(Trainer):
         return output
 
     def _with_own_rate(self, metrics: dict[str, float]) -> dict[str, float]:
-        """``metrics``; transformers takes every rank to have a batch of its own."""
+        """``metrics`` with the right rates; transformers assumes one batch per rank."""
         for name in metrics:
             prefix = name.removesuffix("_steps_per_second")
             if prefix not in (name, "train") and metrics.get(f"{prefix}_runtime"):
@@ -355,7 +355,7 @@ class HetTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Loss over all tokens of all ranks, and predictions in the order of the dataset."""
+        """The loss over all tokens of all ranks, and predictions in the dataset's order."""
         args = self.args
         loss_only = args.prediction_loss_only if prediction_loss_only is None else True
         if prediction_loss_only is False:
@@ -437,7 +437,7 @@ class HetTrainer(Trainer):
         )
 
     def _check_same_order(self, dataset: Any, sampler: Any) -> None:
-        """All ranks draw the same batches, and collate them alike where they collate all."""
+        """Check that ranks draw the same batches, and the same random numbers to collate."""
         mine = [len(dataset), getattr(sampler, "initial_seed", None)]
         if mine[1] is None or self._collates_whole:
             mine.append(int(torch.hash_tensor(torch.get_rng_state())))

@@ -1,8 +1,8 @@
-"""Safetensors files whose tensors arrive one unit after the other.
+"""Write safetensors files whose tensors arrive one unit after the other.
 
-safetensors' own ``save_file`` wants all tensors of a file at once.  The format is a header with
-every tensor's name, dtype, shape and place, then the bytes: who knows names and shapes before
-can write each tensor when it comes.
+safetensors' own ``save_file`` needs all tensors of a file at once.  The format is a header with
+every tensor's name, dtype, shape and position, followed by the bytes.  If names and shapes are
+known in advance, each tensor can be written when it arrives.
 """
 
 import json
@@ -37,7 +37,7 @@ HEADER_ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor goes."""
+    """The file and position of a tensor."""
 
     file: str
     offset_bytes: int  # from the file's beginning
@@ -45,12 +45,12 @@ class Place:
 
 
 class StreamedFolder:
-    """The weight files of a folder, being written."""
+    """Writes the weight files of a folder, tensor by tensor."""
 
     def __init__(
         self, folder: Path, tensors: Mapping[str, Tensor], *, stem: str, max_shard_bytes: int
     ) -> None:
-        """Lay out ``tensors`` (on the meta device), files of at most ``max_shard_bytes``."""
+        """Lay out ``tensors`` (on the meta device) in files of at most ``max_shard_bytes``."""
         self.folder = folder
         groups = _grouped(tensors, max_shard_bytes)
         self.is_sharded = len(groups) > 1
@@ -68,7 +68,7 @@ class StreamedFolder:
         return {name: place.file for name, place in self._place_by_name.items()}
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor where it belongs."""
+        """Write a tensor at its position."""
         place = self._place_by_name[name]
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         if flat.numel() != place.nbytes or name not in self._left:
@@ -82,7 +82,7 @@ class StreamedFolder:
         self._left.discard(name)
 
     def close(self) -> None:
-        """End the files; raises ``ValueError`` if a tensor never came."""
+        """Close the files; raises ``ValueError`` if a tensor was never written."""
         for file in self._files.values():
             file.close()
         if self._left:
@@ -115,7 +115,7 @@ class StreamedFolder:
 
 
 def _grouped(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Tensors per file, wide dtypes first in each so that every one begins aligned."""
+    """The tensors of each file, wide dtypes first so that every tensor is aligned."""
     groups: list[dict[str, Tensor]] = [{}]
     used = 0
     for name, tensor in tensors.items():

@@ -1,1 +1,1 @@
-"""The models that examples, tests and experiments train."""
+"""Models for examples, tests and experiments."""

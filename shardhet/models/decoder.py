@@ -2,10 +2,10 @@
 
     tokens -> embedding -> blocks.0 -> ... -> blocks.L-1 -> head -> (loss_sum, num_tokens)
 
-The head holds the last norm, the projection to the vocabulary and the loss, so that a run
+The head contains the last norm, the projection to the vocabulary and the loss, so that a run
 in microbatches never holds the logits of more than one.  There are no biases, no buffers
-and no dropout inside the attention; every module with parameters of its own has
-``reset_parameters``, so each unit can be built on the meta device and filled alone.
+and no dropout inside the attention.  Every module with parameters of its own has
+``reset_parameters``, so each unit can be built on the meta device and initialized by itself.
 
 Shape suffixes: B batch, T tokens, D width, F hidden width, V vocabulary,
 H query heads, K key and value heads, C channels of one head.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EMBEDDING_INIT_STD = 0.3  # with these two a first run on bytes learned fastest
+EMBEDDING_INIT_STD = 0.3  # a first run on bytes learned fastest with these two values
 HEAD_INIT_GAIN = 0.5
 ROTARY_BASE = 10_000.0  # RoFormer's
 NORM_EPS = 1e-6
@@ -59,7 +59,7 @@ class DecoderConfig:
 
 
 class Projection(nn.Module):
-    """x W^T without bias; W is normal, ``init_gain`` / sqrt(in_width) wide."""
+    """x W^T without bias; W is normal with deviation ``init_gain`` / sqrt(in_width)."""
 
     def __init__(self, in_width: int, out_width: int, *, init_gain: float = 1.0) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Projection(nn.Module):
 
 
 class Embedding(nn.Module):
-    """One row of the width per token."""
+    """The token embedding, with one row of length ``width`` per token."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads_BTHC = self.qkv(x_BTD).unflatten(-1, (-1, self.head_width))
-        # Queries and keys turn by the same angles, so they turn together.
+        # Queries and keys are rotated by the same angles, so they are rotated together.
         qk_BTHC, v_BTKC = heads_BTHC.split([num_heads + num_kv_heads, num_kv_heads], dim=2)
         q_BHTC, k_BKTC = (
             rotate_by_position(qk_BTHC).transpose(1, 2).split([num_heads, num_kv_heads], dim=1)
@@ -119,10 +119,10 @@ class Attention(nn.Module):
 
 
 def rotate_by_position(x_BTHC: Tensor) -> Tensor:
-    """Each pair of channels (i, i + C/2) turned by position * base^(-2i/C) (RoFormer).
+    """Rotate each pair of channels (i, i + C/2) by position * base^(-2i/C) (RoFormer).
 
-    The angles are computed where they are used: a table kept as a buffer would be garbage
-    after the meta device and would have to travel between ranks.
+    The angles are computed where they are used: a buffer would be uninitialized after the meta
+    device and would have to be sent between ranks.
     """
     num_tokens, head_width = x_BTHC.shape[1], x_BTHC.shape[3]
     angle_dtype = torch.promote_types(x_BTHC.dtype, torch.float32)
@@ -152,11 +152,11 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each normed before and added to the residual stream."""
+    """Attention, then an MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        # 2 L additions reach the head: each starts smaller, so that their sum does not grow.
+        # 2 L outputs are added up: each starts smaller, so that their sum does not grow.
         out_init_gain = (2 * config.num_layers) ** -0.5
         self.attention_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.attention = Attention(config, out_init_gain=out_init_gain)
@@ -170,7 +170,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The summed loss and the number of tokens it is summed over; logits without targets."""
+    """Returns the summed loss and its number of tokens, or the logits without targets."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Head(nn.Module):
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of -log p(target) in nats, number of targets); targets below zero are left out."""
+    """(sum of -log p(target) in nats, number of targets); negative targets are ignored."""
     loss_dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
     is_counted_BT = targets_BT >= 0
     loss_sum = F.cross_entropy(
@@ -200,7 +200,7 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Ten
 
 
 class Decoder(nn.Module):
-    """The whole model: ``(loss_sum, num_tokens)`` with targets, logits without."""
+    """The whole model; returns ``(loss_sum, num_tokens)`` with targets, else logits."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -230,8 +230,8 @@ def num_params(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig) -> int:
     """Forward and backward FLOPs: 6 per matrix element, 12 L T D for the attention.
 
-    The attention counts the whole T x T square (PaLM, appendix B); norms are left out, and
-    so is the embedding, which multiplies nothing.
+    Attention counts the full T x T square (PaLM, appendix B).  Norms are not counted, nor is
+    the embedding, which multiplies nothing.
     """
     num_norm_params = (2 * config.num_layers + 1) * config.width
     num_matrix_params = num_params(config) - num_norm_params - config.vocab_size * config.width

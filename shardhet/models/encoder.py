@@ -1,10 +1,10 @@
-"""Two models that look both ways: a masked language model and a classifier of images.
+"""Two bidirectional models: a masked language model and an image classifier.
 
     tokens -> embedding -> blocks -> head -> (loss_sum, num_tokens)                 MaskedLm
     pixels -> embedding -> blocks -> head -> (loss_sum, num_images, num_correct)    Vit
 
-The blocks are those of BERT and ViT, normed before each part.  As in the decoder the head
-holds the loss, and every module with parameters of its own has ``reset_parameters``.
+The blocks are those of BERT and ViT, with a norm before each part.  As in the decoder, the
+head contains the loss, and every module with parameters of its own has ``reset_parameters``.
 
 Shape suffixes: B batch, T tokens or patches, D width, V vocabulary or classes, H heads,
 C channels of one head, S side of an image, P pixels of a patch.
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardhet.models.decoder import Projection, next_token_loss
 
-EMBEDDING_INIT_STD = 0.3  # the decoder's; learned positions begin much smaller
-POSITION_INIT_STD = 0.02  # BERT's
+EMBEDDING_INIT_STD = 0.3  # as in the decoder; learned positions start much smaller
+POSITION_INIT_STD = 0.02  # as in BERT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class EncoderConfig:
 
 
 class EncoderBlock(nn.Module):
-    """Attention to all places, then an MLP with GELU, each normed before."""
+    """Attention to all positions, then an MLP with GELU, each after a norm."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class EncoderBlock(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """A row per token plus a row per place."""
+    """The sum of one row per token and one row per position."""
 
     def __init__(self, vocab_size: int, seq_len: int, width: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class TokenEmbedding(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """The summed loss over the masked places, and how many there are."""
+    """Returns the summed loss over the masked positions, and their number."""
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class TokenHead(nn.Module):
 
 
 class MaskedLm(nn.Module):
-    """BERT's task: say what stood at the masked places."""
+    """A masked language model: predicts the tokens at masked positions, as BERT does."""
 
     def __init__(self, config: EncoderConfig, *, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class MaskedLm(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Square patches, each projected to the width, plus a row per place."""
+    """Square patches, each projected to the width, plus one row per position."""
 
     def __init__(self, image_side: int, patch_side: int, width: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class PatchEmbedding(nn.Module):
 
 
 class ClassHead(nn.Module):
-    """Loss, images, and right answers, summed; the class is read off the mean over places."""
+    """Returns the summed loss and the numbers of images and hits; pools over positions."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A language model of Hugging Face's, by its folder: what it learns, and where its loss is.
+"""A Hugging Face language model in a folder: what it learns, and where its loss is computed.
 
-The folder is what ``save_pretrained`` writes: config.json, and weights and tokenizer.json where
-there are any.  transformers is imported when a model is asked for, and not before.
+The folder is what ``save_pretrained`` writes: config.json, and optionally weights and
+tokenizer.json.  transformers is imported only when a model is requested.
 """
 
 import logging
@@ -36,12 +36,12 @@ class Objective(Enum):
 
     NEXT_TOKEN = "next token"
     MASKED = "masked tokens"
-    SECOND_HALF = "second half"  # token by token, the encoder having read the first
+    SECOND_HALF = "second half"  # token by token, after the encoder has read the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Low-rank adapters (Hu et al., 2021), of which alone something is learned."""
+    """Low-rank adapters (Hu et al., 2021), which are the only trained parameters."""
 
     rank: int
     alpha: float
@@ -51,7 +51,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainedFolder:
-    """A folder with a model, of which only config.json has been read."""
+    """A folder with a model; only config.json has been read."""
 
     path: Path
     config: Any  # transformers.PreTrainedConfig
@@ -59,9 +59,9 @@ class PretrainedFolder:
 
     @classmethod
     def open(cls, name: str) -> "PretrainedFolder":
-        """Of a folder, or of a hub's name that is in the local cache; no network is asked.
+        """Open a folder, or a hub name that is in the local cache; does not use the network.
 
-        Raises ``ValueError`` where there is no model, or none that learns from text.
+        Raises ``ValueError`` if there is no model, or if it cannot be trained on text.
         """
         from transformers import AutoConfig
 
@@ -73,44 +73,44 @@ class PretrainedFolder:
             raise ValueError(f"{path / CONFIG}: {reason} Give another folder.") from None
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError(
-                f"{path}: the model is quantized, so its rows are no rows of its parameters. "
+                f"{path}: the model is quantized, so its weights are not rows of parameters. "
                 "Give the folder of the model that it was made from."
             )
         return cls(path=path, config=config, objective=_objective_of(config, path))
 
     @property
     def vocab_size(self) -> int:
-        """Rows of its embedding."""
+        """The number of rows of its embedding."""
         return int(self.config.get_text_config().vocab_size)
 
     @property
     def max_seq_len(self) -> int | None:
-        """The longest text that it takes; None where that is not said."""
+        """The longest text that it takes, in tokens; None if the configuration does not say."""
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Its own tokenizer, if it is there."""
+        """The path of its own tokenizer, if the folder has one."""
         path = self.path / TOKENIZER
         return path if path.is_file() else None
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is more than a configuration."""
+        """Whether the folder contains weights."""
         return any(self.path.glob("*.safetensors"))
 
     def on_meta(self, *, dtype: torch.dtype, lora: Lora | None = None) -> nn.Module:
-        """The model without memory or values."""
+        """The model on the meta device, without memory or values."""
         with torch.device("meta"):
             return _adapted(self._from_config(dtype), lora)
 
     def in_memory(
         self, *, dtype: torch.dtype, weights: bool, seed: int, lora: Lora | None = None
     ) -> nn.Module:
-        """The model with the folder's weights, or with random ones that follow from ``seed``.
+        """The model with the folder's weights, or with random weights drawn from ``seed``.
 
-        The whole of it, on every rank; equal on all.
+        Every rank gets the whole model, with the same values.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -130,7 +130,7 @@ class PretrainedFolder:
         if loading["missing_keys"]:
             raise ValueError(
                 f"{self.path}: its safetensors lack {sorted(loading['missing_keys'])} of "
-                f"{type(model).__name__}. Give the folder of a whole model, or say "
+                f"{type(model).__name__}. Give the folder of a whole model, or set "
                 "model.weights=false."
             )
         return model
@@ -160,7 +160,7 @@ def _find(name: str) -> Path:
     if not (path / CONFIG).is_file():
         if (path / "adapter_config.json").is_file():
             raise ValueError(
-                f"{path}: it holds an adapter and no model. Give the folder of the model that "
+                f"{path}: it holds an adapter but no model. Give the folder of the model that "
                 "it adapts."
             )
         raise ValueError(f"{path}: it has no {CONFIG}. Give a folder of save_pretrained.")
@@ -180,8 +180,8 @@ def _objective_of(config: Any, path: Path) -> Objective:
     if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
         return Objective.NEXT_TOKEN
     raise ValueError(
-        f"{path / CONFIG}: model_type {config.model_type!r} is no language model that learns "
-        "from text alone. Give a causal or masked one, or an encoder with a decoder."
+        f"{path / CONFIG}: model_type {config.model_type!r} is not a language model that "
+        "learns from text alone. Give a causal or masked one, or an encoder with a decoder."
     )
 
 
@@ -199,16 +199,16 @@ def _adapted(model: Any, lora: Lora | None) -> nn.Module:
     missing = sorted(set(lora.targets) - linear)
     if missing:
         raise ValueError(
-            f"model.lora.targets: {missing} are no linear layers of {type(model).__name__}. "
+            f"model.lora.targets: {missing} are not linear layers of {type(model).__name__}. "
             f"Choose among {', '.join(sorted(linear))}."
         )
     adapters = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
     )
-    with warnings.catch_warnings():  # peft asks transformers by names that are going away
+    with warnings.catch_warnings():  # peft uses deprecated names of transformers
         warnings.simplefilter("ignore", FutureWarning)
         adapted: nn.Module = get_peft_model(model, adapters)
     return adapted
@@ -216,10 +216,10 @@ def _adapted(model: Any, lora: Lora | None) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
-    """How a model of Hugging Face's is called with tokens, and where its loss is computed.
+    """How a Hugging Face model is called with tokens, and where its loss is computed.
 
-    Where what the last unit returns is what the model returns, the loss is put behind that
-    unit, microbatch by microbatch; else (a cap on logits, a cast) it follows the whole model.
+    If the model returns the output of its last unit, the loss follows that unit, microbatch
+    by microbatch.  Otherwise (a cap on logits, a cast) it follows the whole model.
     """
 
     objective: Objective
@@ -228,7 +228,7 @@ class LanguageModel:
 
     @classmethod
     def of(cls, module: nn.Module, objective: Objective) -> "LanguageModel":
-        """Found by a forward without values; ``module`` is not touched."""
+        """Find out by a forward pass without values; ``module`` is not changed."""
         units = find_units(module, None, keeps_last=True)
         head = last_module_fqn(module, units)
         tokens = torch.zeros(2, PROBED_TOKENS, dtype=torch.int64)
@@ -240,7 +240,7 @@ class LanguageModel:
 
     @property
     def loss_fn(self) -> LossFn | None:
-        """For HetFSDP."""
+        """The ``loss_fn`` for HetFSDP."""
         return next_token_loss if self.loss_is_in_head else None
 
     def __call__(self, model: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
@@ -252,7 +252,7 @@ class LanguageModel:
             output = model(**inputs, loss_inputs=(targets,))
             return getattr(output, "logits", output)
         output = model(**inputs)
-        if isinstance(output, tuple):  # of a rank that never had a sample
+        if isinstance(output, tuple):  # on a rank that never had a sample
             return output
         return next_token_loss(output.logits, targets)
 
@@ -266,7 +266,7 @@ class LanguageModel:
         reduce_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> TrainedModel:
-        """What can be measured: the model with random tokens."""
+        """The model with random tokens, as ``measure`` takes it."""
         random = torch.Generator().manual_seed(seed)
         tokens = torch.randint(vocab_size, (NUM_EXAMPLES, seq_len), generator=random)
         return TrainedModel(
@@ -292,15 +292,15 @@ def _inputs(objective: Objective, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _predicted(objective: Objective, targets: Tensor) -> Tensor:
-    """The targets of the places that the model says something about."""
+    """The targets at the positions that the model predicts."""
     if objective is not Objective.SECOND_HALF:
         return targets
     return targets[:, targets.shape[1] // 2 :].contiguous()
 
 
 def _hands_on(module: nn.Module, head_fqn: str, inputs: dict[str, Tensor]) -> bool:
-    """Whether the model returns what its head returns, also where that is a loss."""
-    # Kernels of experts exist in some dtypes only.
+    """Whether the model returns what its head returns, even if that is a loss."""
+    # Expert kernels exist only for some dtypes.
     return any(
         _hands_on_in(dtype, module, head_fqn, inputs) for dtype in (None, torch.bfloat16)
     )
@@ -320,7 +320,7 @@ def _hands_on_in(
         try:
             with CacheSwitch(copied).off():
                 output = copied(**{name: fake(each) for name, each in inputs.items()})
-        except Exception as error:  # whatever code after the head makes of a loss
+        except Exception as error:  # code after the head may fail on a loss in any way
             logger.info("%s: a loss in place of its logits: %s", type(module).__name__, error)
             return False
         return getattr(output, "logits", None) is loss
@@ -328,7 +328,7 @@ def _hands_on_in(
 
 @torch.no_grad()
 def fill_with_noise(module: nn.Module) -> None:
-    """Values for a measurement, which depends on them as little as on tokens."""
+    """Fill the model with random values for a measurement, which does not depend on them."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and tensor.is_floating_point():
             nn.init.normal_(tensor, std=NOISE_STD)

@@ -1,4 +1,4 @@
-"""The best plan: what each device may do, a search with a proof, simpler planners beside it."""
+"""Find the best plan: a search with a proof of optimality, and simpler planners to compare."""
 
 from shardhet.planner.demands import Demands, DeviceLimits
 from shardhet.planner.find import find_plan, solve

@@ -1,15 +1,16 @@
-"""The last word on a plan: HiGHS assigns candidates to devices within the limits found.
+"""The last stage of planning: HiGHS assigns candidates to devices within the limits found.
 
-The search ends with limits, the phases T_d and the optimizer's time of its best choice.  Every
-choice within them is as fast; of these the one is taken that computes least in all,
+The search ends with limits: the phases T_d and the optimizer's time of its best choice.  Every
+choice within these limits is equally fast.  Among them, the one with the least total compute
+is taken:
 
     minimise    sum_gc n_gc sum_d t_dc
     such that   sum n_gc b_c = B,    sum n_gc min(a_c, T_optimizer / o_g) >= S,
                 sum_c n_gc = N_g,    n_gc whole,
 
-over the candidates with t_dc <= T_d in every phase, in the notation of ``problem``.  A device
-that nobody waits for is then as fast as room allows, and a fast one computes what a slow one
-would take longer for.
+over the candidates with t_dc <= T_d in every phase, in the notation of ``problem``.  Devices
+that do not set the pace then recompute as little as memory allows, and work goes to fast
+devices rather than slow ones.
 """
 
 from collections.abc import Sequence
@@ -23,28 +24,28 @@ MAX_VARIABLES = 20_000
 MAX_NODES = 2_000  # of branch and bound
 # HiGHS's tolerances are absolute, 1e-6 of a row and of the objective, so both are scaled up.
 SCALE = 1e4
-WORSE_AT_MOST = 1e-9  # than the objective found, by the rounding of a row
+WORSE_AT_MOST = 1e-9  # relative to the objective found, through HiGHS's tolerance on rows
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What each device does, and whether HiGHS has chosen it."""
+    """What each device does, and whether HiGHS chose it."""
 
     choices: tuple[Choice, ...]
     is_by_highs: bool
     num_variables: int
 
     def replaced_by(self, choices: Sequence[Choice]) -> "Assignment":
-        """The search's own choices instead."""
+        """The same with the search's own ``choices`` in place of those of HiGHS."""
         return replace(self, choices=tuple(choices), is_by_highs=False)
 
 
 def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignment:
-    """The choice with the least compute of those as fast as ``choices``, worth ``value``.
+    """The choice with the least compute among those as fast as ``choices``.
 
-    ``choices`` themselves where there are too many candidates, or HiGHS does not end within
-    its nodes.
+    ``value`` is what ``choices`` cost.  Returns ``choices`` themselves if there are too many
+    candidates, or if HiGHS does not finish within ``MAX_NODES``.
     """
     group, candidate = _candidates(problem, value)
     num_variables = len(group)
@@ -66,17 +67,17 @@ def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignm
 
 
 def _is_whole(problem: Problem, group: Ints, candidate: Ints, number: Ints) -> bool:
-    """Whether rounded numbers still make up the batch and all devices."""
+    """Whether the rounded numbers still add up to the batch and to all devices."""
     taken = np.bincount(group, weights=number, minlength=len(problem.groups))
     batch = float(problem.batch[group, candidate] @ number)
     return batch == problem.global_batch_size and bool((taken == problem.counts).all())
 
 
 def _candidates(problem: Problem, value: Value) -> tuple[Ints, Ints]:
-    """Groups and candidates within the limits, without those that others make needless.
+    """Groups and candidates within the limits, without dominated ones.
 
-    Of candidates with one batch, one that has no more room than another and computes no less
-    is never needed.
+    A candidate is dominated if another one of the same batch has at least as much room and
+    computes no more.
     """
     allowed = problem.allowed(Limits(value.phases_s))
     total_s = np.sum(problem.costs, axis=0)
@@ -99,8 +100,8 @@ def _candidates(problem: Problem, value: Value) -> tuple[Ints, Ints]:
 
 
 def _solve(problem: Problem, group: Ints, candidate: Ints, value: Value) -> Ints | None:
-    """How many devices take each candidate; None where HiGHS has found no answer."""
-    from scipy.optimize import LinearConstraint, milp  # here: half a second of imports
+    """How many devices take each candidate; None if HiGHS found no answer."""
+    from scipy.optimize import LinearConstraint, milp  # imported here: it takes half a second
 
     limits = Limits(value.phases_s, value.optimizer_s * (1 + ROUNDING))
     total_s = np.sum(problem.costs, axis=0)[group, candidate]

@@ -1,9 +1,9 @@
-"""Simpler ways to plan, as planners: what the best plan is compared with.
+"""Simpler planners, for comparison with the best plan.
 
 ``even``          every device computes and stores the same (stock FSDP, well tuned)
-``compute_only``  batches by what devices can do, state even
-``memory_only``   batches even, state by what devices have room for
-They are the search of ``solve`` over fewer candidates, so each is the best plan of its form.
+``compute_only``  batches follow compute speed, state is even
+``memory_only``   batches are even, state follows free memory
+Each runs the search of ``solve`` over fewer candidates, so it finds the best plan of its form.
 Cephalo's own programme is in ``shardhet.planner.cephalo``.
 """
 
@@ -26,7 +26,7 @@ def _solve_as(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
-    """The best plan of one form that keeps to ``demands`` too."""
+    """The best plan of one form that also meets ``demands``."""
     if has_even_batches:
         demands = _with_even_batches(demands, setting.cluster.world_size, global_batch_size)
     if has_even_state:
@@ -47,7 +47,7 @@ memory_only = partial(_solve_as, has_even_batches=True, has_even_state=False)
 
 
 def _with_even_batches(demands: Demands, world_size: int, global_batch_size: int) -> Demands:
-    """The same number of samples for everyone; what does not divide goes to the first."""
+    """Demand the same batch of every device; the remainder goes to the first devices."""
     each, rest = divmod(global_batch_size, world_size)
     limits = {
         position: replace(
@@ -55,5 +55,5 @@ def _with_even_batches(demands: Demands, world_size: int, global_batch_size: int
         )
         for position in range(world_size)
     }
-    # What does not divide may fall between devices that must be equal.
+    # The remainder may separate devices that must be equal.
     return replace(demands, limits=limits, equal=() if rest else demands.equal)

@@ -16,8 +16,8 @@ class Box:
 
     lo: Index
     hi: Index
-    total_s: float  # no choice in it has phases that sum to less
-    optimizer_s: float  # nor a faster optimizer
+    total_s: float  # no choice in the box has phases that sum to less
+    optimizer_s: float  # no choice in the box has a faster optimizer
 
     @property
     def is_point(self) -> bool:
@@ -26,7 +26,7 @@ class Box:
 
     @property
     def bound_s(self) -> float:
-        """What no choice in the box can beat."""
+        """A bound that no choice in the box can beat."""
         return self.total_s + self.optimizer_s
 
 
@@ -53,12 +53,12 @@ class Grid:
         return tuple(float(values[i]) for values, i in zip(self.values, index, strict=True))
 
     def middle(self, box: Box) -> Index:
-        """The index half way between the corners, by value."""
+        """The indices halfway between the corners, by value."""
         low, high = self.at(box.lo), self.at(box.hi)
         return self.index_of([(a + b) / 2 for a, b in zip(low, high, strict=True)])
 
     def halves(self, box: Box) -> list[Box]:
-        """The box cut in two across its longest edge."""
+        """The two halves of the box, split across its longest edge."""
         low, high = self.at(box.lo), self.at(box.hi)
         d = int(np.argmax([b - a for a, b in zip(low, high, strict=True)]))
         middle_s = (low[d] + high[d]) / 2

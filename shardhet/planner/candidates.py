@@ -1,9 +1,9 @@
-"""From a cluster, a workload and a profile to the assignment problem: what each device may do.
+"""Build the assignment problem from a cluster, a workload and a profile: list the candidates.
 
 A candidate is a batch b in microbatches of size m (the last may be smaller) and a choice of
-what is recomputed.  Its costs are the compute of every phase: the forward of each kind of
-unit, and the backward of each class of units that all devices recompute or none does.  Its
-room is what the budget leaves for state.
+what is recomputed.  Its costs are the compute of every phase.  The phases are the forward of
+each kind of unit, and the backward of each class of units that every recompute choice treats
+alike.  Its room is what the budget leaves for state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Workload
 
-MICROBATCHES_BEYOND_MEASURED = 2  # how many times the largest measured size is considered
+MICROBATCHES_BEYOND_MEASURED = 2  # sizes up to this multiple of the largest measured one
 LEAST_MAX_MICROBATCH_SIZE = 16
 ROUNDING = 1e-12  # of sums of shares
-TIMES_OVER = 4  # that the batch could be computed before candidates are left out at first
+TIMES_OVER = 4  # the first cut allows this many times the compute of the whole batch
 GIB = 2**30
 
 
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """Whole microbatches, and what is left over."""
+        """Full microbatches, and a last one with the remainder."""
         if not self.rank_batch_size:
             return ()
         whole, rest = divmod(self.rank_batch_size, self.microbatch_size)
@@ -47,10 +47,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CandidateTable:
-    """The problem's candidates spelled out, and which devices make up each group."""
+    """What the problem's candidates stand for, and which devices make up each group."""
 
     problem: Problem
-    bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: positions that act as one
+    bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
     microbatch_sizes: tuple[Ints, ...]  # per group, [C]
     choices: tuple[Ints, ...]  # per group, [C]: index into recompute_choices
     recompute_choices: tuple[tuple[str, ...], ...]
@@ -58,11 +58,11 @@ class CandidateTable:
 
     @cached_property
     def rounded(self) -> Problem:
-        """The problem with less room, so that shares fit however they are rounded to rows."""
+        """The problem with less room, so that shares still fit after rounding to rows."""
         return self.problem.rounded()
 
     def candidate(self, group: int, index: int) -> Candidate:
-        """The candidate at ``index`` of a group, for each of the devices that act as one."""
+        """What one device does that takes the candidate at ``index`` of a group."""
         each = self.problem.groups[group]
         return Candidate(
             int(each.batch[index]) // each.num_members,
@@ -72,12 +72,12 @@ class CandidateTable:
 
 
 def row_numel(workload: Workload) -> float:
-    """Elements that a device may get beyond its share, where shares are rounded to rows."""
+    """Elements that a device may get beyond its share when shares are rounded to rows."""
     return 2.0 * max(kind.max_row_numel for kind in workload.kinds)
 
 
 class TableBuilder:
-    """Candidates of every group of a cluster, at any cut."""
+    """Lists the candidates of every group of a cluster, at any cut."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class TableBuilder:
         self.stored_numel = even_numel if demands.has_even_state else None
         self._rest_numel = self.state_numel - self.fixed_numel
         if demands.has_even_state or self.fixed_numel:
-            # Such shares sum to the state but for rounding.
+            # These shares sum to the state only up to rounding.
             self._rest_numel = max(0.0, self._rest_numel - ROUNDING * self.state_numel)
         self.max_microbatch_size = demands.max_microbatch_size
         all_roles = demands.roles(model.cluster)
@@ -126,7 +126,7 @@ class TableBuilder:
         ]
 
     def largest_microbatch_size(self, role: Role) -> int:
-        """Measured sizes and some beyond, no larger than the batch."""
+        """The largest size to consider: beyond the measured ones, at most the batch."""
         units = self.model.profile.device(role.device_kind).units
         measured = max(unit.points[-1].microbatch_size for unit in units)
         size = max(LEAST_MAX_MICROBATCH_SIZE, MICROBATCHES_BEYOND_MEASURED * measured)
@@ -135,7 +135,7 @@ class TableBuilder:
         return max(1, min(self.global_batch_size, *(stated or [size])))
 
     def first_cut_s(self) -> float:
-        """A time in which all communicate, and compute the batch several times over."""
+        """The first cut: all communication, and several times the compute of the batch."""
         rate = sum(
             times.count * times.num_members / times.least_seconds_per_sample
             for times in self._groups
@@ -145,7 +145,7 @@ class TableBuilder:
         return self.turns.comm_s + self.model.overhead_s + TIMES_OVER * compute_s
 
     def table(self, cut_s: float) -> CandidateTable:
-        """All candidates that compute for no longer than ``cut_s``, without dominated ones."""
+        """All candidates that compute no longer than ``cut_s``, without dominated ones."""
         model = self.model
         built = [times.group(cut_s) for times in self._groups]
         for (group, _, _), bundles in zip(built, self._bundles, strict=True):
@@ -181,7 +181,7 @@ class TableBuilder:
 
 
 class _GroupTimes:
-    """Candidates of sets of devices that act as one; most sets have one member."""
+    """Candidates of a group, whose members are sets of equal devices (mostly of one device)."""
 
     def __init__(
         self, builder: TableBuilder, roles: Sequence[Role], *, num_members: int, count: int
@@ -197,7 +197,7 @@ class _GroupTimes:
         self.least_seconds = max(member.least_seconds for member in self._members)
 
     def group(self, cut_s: float) -> tuple[Group, Ints, Ints]:
-        """The group at a cut, its candidates' microbatch sizes and recompute choices."""
+        """The group at a cut, and its candidates' microbatch sizes and recompute choices."""
         batches, allowed = self._batches(cut_s), self._allowed_choices()
         per_choice = list(self._of_choices(allowed, batches))
         costs = np.concatenate([costs for costs, _ in per_choice], axis=2)  # [D, b, n]
@@ -228,7 +228,7 @@ class _GroupTimes:
         return group, sizes[n][order], choices[n][order]
 
     def _batches(self, cut_s: float) -> Ints:
-        """What each member may compute."""
+        """The batches that each member may compute."""
         stated = [role.limits.rank_batch_size for role in self._roles]
         fixed = {each for each in stated if each is not None}
         if fixed:
@@ -242,7 +242,7 @@ class _GroupTimes:
         return np.arange(1 + largest)
 
     def is_cut(self, cut_s: float) -> bool:
-        """Whether larger batches would be there but for the time that they take."""
+        """Whether the cut leaves out larger batches."""
         is_fixed = any(role.limits.rank_batch_size is not None for role in self._roles)
         whole_s = self._builder.global_batch_size * self.least_seconds_per_sample
         return not is_fixed and whole_s > cut_s * self.num_members
@@ -273,8 +273,8 @@ class _RoleTimes:
         self._builder = builder
         self._role = role
         self._sizes = sizes
-        # By kind of unit, [2, 1 + sizes]: forward and backward of one, by microbatch size;
-        # nothing takes no time.
+        # By kind of unit, [2, 1 + sizes]: forward and backward of one unit by microbatch
+        # size; size 0 takes no time.
         self._seconds: dict[str, Floats] = {}
         whole = np.zeros(1 + len(sizes))
         for name, number in model.workload.num_units_by_kind.items():
@@ -295,9 +295,9 @@ class _RoleTimes:
     ) -> Iterator[tuple[Floats, Floats]]:
         """Costs [D, b, m] and room [b, m] of each choice of what is recomputed.
 
-        Phases are the forward of every kind of unit, then the backward of every class.  One
-        phase holds the forward of all classes of a kind, because they are longest on the
-        same rank: the sum of their maxima is the maximum of their sum.
+        The phases are the forward of every kind of unit, then the backward of every class.
+        The forward of all classes of a kind is a single phase, because all of them are
+        longest on the same rank: the sum of their maxima is the maximum of their sum.
         """
         whole, rest = batches[:, None] // self._sizes, batches[:, None] % self._sizes
         seconds = {
@@ -308,7 +308,7 @@ class _RoleTimes:
         excess = self._builder.model.profile.device(self._role.device_kind).overlap_excess
 
         def beside(compute_s: Floats, comm_s: float) -> Floats:
-            # Compute that ends before its communication hides behind it.
+            # Compute that ends before its communication is hidden by it.
             return np.maximum(compute_s + excess * comm_s, comm_s)
 
         forward = {name: np.zeros(rest.shape) for name in seconds}
@@ -333,11 +333,11 @@ class _RoleTimes:
         used = model.working_bytes(role.device_kind, rank, batches[:, None], self._sizes)
         left = model.room_numel(role.budget_bytes, used)
         if role.limits.max_state_share is not None:
-            # What rounding to rows may take is taken off all room when it is used.
+            # ``Problem.rounded`` takes row_numel off all room, so it is added here.
             cap = role.limits.max_state_share * self._builder.state_numel
             left = np.minimum(left, cap + self._builder.row_numel)
         if role.limits.state_share is not None:
-            # What it stores is taken off the state before the rest is shared out.
+            # An exact share is not part of the state that the search distributes.
             left = left - role.limits.state_share * self._builder.state_numel
             left = np.minimum(left, self._builder.row_numel)
         stored = self._builder.stored_numel
@@ -347,9 +347,10 @@ class _RoleTimes:
 
 
 def _dominated(costs: Floats, room: Floats) -> Bools:
-    """Which candidates [b, n] another of the same batch beats in every respect.
+    """Which candidates [b, n] are beaten in every respect by another of the same batch.
 
-    Only the fastest of those with more room is asked, so some dominated ones stay.
+    Each is compared only with the fastest of those with more room, so some dominated
+    candidates remain.
     """
     order = np.argsort(-room, axis=1, kind="stable")
     costs = np.take_along_axis(costs, order[None], axis=2)
@@ -357,7 +358,7 @@ def _dominated(costs: Floats, room: Floats) -> Bools:
     fastest = np.minimum.accumulate(total, axis=1)
     columns = np.arange(total.shape[1])
     pivot = np.maximum.accumulate(np.where(total == fastest, columns, 0), axis=1)
-    # The first column that reached the running minimum: later equals do not replace it.
+    # The fastest column before each one.
     previous = np.concatenate((np.zeros_like(pivot[:, :1]), pivot[:, :-1]), axis=1)
     beaten: Bools = np.all(np.take_along_axis(costs, previous[None], axis=2) <= costs, axis=0)
     beaten[:, 0] = False

@@ -1,8 +1,8 @@
 """Cephalo's formulation (Guo et al., ICS 2025) as a planner, for comparison.
 
-Every device computes at least one sample in equal microbatches, all of it recomputed; the
-slowest device's time is minimised, and memory is counted for all devices together.  The
-state then fills what is left.
+Every device computes at least one sample in equal microbatches, with everything recomputed.
+The time of the slowest device is minimised, and memory is counted for all devices together.
+The state then fills the memory that is left.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ MAX_ADDITIONS = 5e8  # about a second
 
 
 def cephalo(setting: Setting, *, global_batch_size: int) -> Plan:
-    """The plan of the programme; ``PlanError`` where it has none, or would take too long."""
+    """Cephalo's plan; raises ``PlanError`` if there is none or it would take too long."""
     model, cluster = CostModel(setting), setting.cluster
     size = min(global_batch_size, MAX_MICROBATCH_SIZE)
     pairs = sum(global_batch_size // m for m in range(1, size + 1))
@@ -51,7 +51,7 @@ def cephalo(setting: Setting, *, global_batch_size: int) -> Plan:
 def _device_tables(
     model: CostModel, position: int, size: int, batch: int
 ) -> tuple[Floats, Floats]:
-    """Seconds [M + 1, n] and bytes [M + 1] of one device."""
+    """Seconds [M + 1, B + 1] and bytes [M + 1] of one device, by microbatch size and number."""
     kind = model.cluster.devices[position].kind
     seconds = np.zeros((size + 1, batch + 1))
     nbytes = np.zeros(size + 1)
@@ -107,7 +107,7 @@ def _filled(
 
 @dataclass(frozen=True, slots=True)
 class WholeMicrobatches:
-    """A device's batch as Cephalo writes it: ``number`` microbatches of ``size``."""
+    """A device's batch in Cephalo's form: ``number`` microbatches of ``size``."""
 
     size: int
     number: int
@@ -120,14 +120,14 @@ def cephalo_choice(
     global_batch_size: int,
     total_bytes: float,  # of all devices together, less the state
 ) -> tuple[WholeMicrobatches, ...] | None:
-    """What Cephalo's released planner chooses; None where it finds nothing.
+    """What Cephalo's released planner chooses; None if it finds nothing.
 
     best_i(j, k) = min over sizes m and numbers n of max(best_{i-1}(j - m n, k - m), t_i(m, n))
 
-    with j samples and k the sum of the microbatch sizes, which stands for memory: of all k
-    the fastest is taken whose memory fits the devices' total.  Every device computes at
-    least one sample, all microbatches of a device are equal.  O(N B^3 log B), vectorised
-    over (j, k).
+    with j samples and k the sum of the microbatch sizes, which stands for memory.  The result
+    is the fastest choice over all k whose memory fits the devices' total.  Every device
+    computes at least one sample, and all microbatches of a device are equal.
+    O(N B^3 log B), vectorised over (j, k).
     """
     batch = global_batch_size
     best = np.full((batch + 1, batch + 1), np.inf)

@@ -1,14 +1,14 @@
-"""The whole problem a second time, by HiGHS alone, where it is small.
+"""Solve the whole problem a second time by HiGHS alone, if it is small enough.
 
-Every device i takes one candidate c; with x_ic whether it does and s_i what it stores, the
-problem of ``problem`` is linear:
+Every device i takes one candidate c.  Let x_ic say whether it takes c, and s_i what it stores.
+Then the problem of ``problem`` is linear:
 
     minimise    sum_d T_d + T_optimizer
     such that   T_d >= sum_c t_dc x_ic,      T_optimizer >= o_i s_i,
                 s_i <= sum_c a_c x_ic,       sum_c x_ic = 1          for every device
                 sum b_c x_ic = B,            sum s_i >= S,           x_ic in {0, 1}
 
-No bound, limit or choice of the search goes in.
+It uses no bound, limit or choice of the search.
 """
 
 import os
@@ -31,16 +31,16 @@ AGREE = 1e-9  # relative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What HiGHS says of a problem."""
+    """What HiGHS says about a problem."""
 
-    num_variables: int  # that are whole
-    objective_s: float | None  # of its best choice, exactly; None: none found
+    num_variables: int  # integer variables
+    objective_s: float | None  # of its best choice, evaluated exactly; None: none found
     bound_s: float | None  # no choice is better; None: it did not begin
-    is_solved: bool  # to the end
+    is_solved: bool  # to optimality
     choices: tuple[Choice, ...] = ()
 
     def agrees_with(self, objective_s: float) -> bool:
-        """Whether both are the same but for rounding."""
+        """Whether HiGHS's objective and the given one are equal up to rounding."""
         if self.objective_s is None:
             return False
         return abs(self.objective_s - objective_s) <= AGREE * objective_s
@@ -79,7 +79,7 @@ def certify(problem: Problem) -> Certificate:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Where the variables stand: x, then s in SCALE-ths of S, then T_d, then T_optimizer."""
+    """The order of the variables: x, then s in SCALE-ths of S, then T_d, then T_optimizer."""
 
     device: Ints  # [x]
     group: Ints  # [x]
@@ -89,7 +89,7 @@ class _Columns:
 
     @classmethod
     def of(cls, problem: Problem) -> "_Columns":
-        """For candidates that no other beats in every respect."""
+        """Columns for the candidates that are not dominated."""
         kept = [_undominated(problem, g) for g in range(len(problem.groups))]
         of_device = np.repeat(np.arange(len(problem.groups)), problem.counts.astype(np.int64))
         numbers = [len(kept[g]) for g in of_device]
@@ -99,23 +99,23 @@ class _Columns:
 
     @property
     def num_choices(self) -> int:
-        """x, whole numbers; s begin behind them."""
+        """The number of x, which are integers; s begins after them."""
         return len(self.device)
 
     @property
     def phase(self) -> int:
-        """Where T_d begin."""
+        """The index where T_d begins."""
         return self.num_choices + len(self.group_of_device)
 
     @property
     def optimizer(self) -> int:
-        """Where T_optimizer is, the last."""
+        """The index of T_optimizer, which is the last."""
         return self.phase + self.num_phases
 
 
 @dataclass
 class _Programme:
-    """Rows of a linear programme, and between what each lies."""
+    """Rows of a linear programme, and the bounds of each."""
 
     entries: list[tuple[Ints, Ints, Floats]] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
@@ -124,7 +124,7 @@ class _Programme:
     def add(
         self, *parts: tuple[Ints, Ints, Floats], least: float = -np.inf, most: float = 0.0
     ) -> None:
-        """Rows from (row, column, coefficient) of each part; rows count from 0."""
+        """Add rows from the (row, column, coefficient) of each part; rows count from 0."""
         number = 1 + max(int(rows.max()) for rows, _, _ in parts)
         first = len(self.low)
         self.entries += [(first + rows, columns, values) for rows, columns, values in parts]
@@ -133,7 +133,7 @@ class _Programme:
 
     def minimise(self, columns: _Columns, *, least_optimizer: float) -> Any:
         """The result of ``scipy.optimize.milp``."""
-        from scipy.optimize import Bounds, LinearConstraint, milp  # here: slow to import
+        from scipy.optimize import Bounds, LinearConstraint, milp  # imported here: slow
         from scipy.sparse import csr_array
 
         num_columns = columns.optimizer + 1
@@ -158,7 +158,7 @@ class _Programme:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """HiGHS prints a line for some solutions, whatever ``disp`` says (scipy 1.17)."""
+    """Suppress a line that HiGHS prints for some solutions despite ``disp`` (scipy 1.17)."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("wb") as nowhere:
@@ -171,9 +171,9 @@ def _silenced() -> Iterator[None]:
 
 
 def _programme(problem: Problem, columns: _Columns, scale: float) -> _Programme:
-    """The rows of the page's programme; seconds times ``scale``."""
+    """The rows of the programme above, with seconds multiplied by ``scale``."""
     programme = _Programme()
-    # In SCALE-ths of S: HiGHS lets a row be off by 1e-6.
+    # In SCALE-ths of S, because HiGHS lets a row be off by 1e-6.
     num_devices, state = len(columns.group_of_device), (problem.state_numel or 1.0) / SCALE
     x, devices = np.arange(columns.num_choices), np.arange(num_devices)
     of_x = (columns.group, columns.candidate)
@@ -196,7 +196,7 @@ def _programme(problem: Problem, columns: _Columns, scale: float) -> _Programme:
 
 
 def _undominated(problem: Problem, g: int) -> Ints:
-    """Candidates of a group that no other of the same batch beats in every respect."""
+    """Candidates of a group that no other one of the same batch beats in every respect."""
     group = problem.groups[g]
     kept = []
     for batch in np.unique(group.batch):
@@ -205,7 +205,7 @@ def _undominated(problem: Problem, g: int) -> Ints:
         for i, index in enumerate(same):
             beats = (costs <= costs[:, [i]]).all(axis=0) & (room >= room[i])
             is_equal = (costs == costs[:, [i]]).all(axis=0) & (room == room[i])
-            # Of equal ones the first stays.
+            # Of equal candidates, the first stays.
             if not (beats & ~is_equal).any() and not is_equal[:i].any():
                 kept.append(index)
     return np.array(kept, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a plan is asked to keep to besides what the hardware allows."""
+"""Constraints that a user puts on a plan, besides those of the hardware."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,23 +8,23 @@ from shardhet.records.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
-    """What is demanded of one device."""
+    """The demands on one device."""
 
     memory_budget_bytes: int | None = None  # less than the cluster's
     rank_batch_size: int | None = None  # exactly this many samples
     max_microbatch_size: int | None = None
     max_state_share: float | None = None  # of the whole state; 0: it stores nothing
-    state_share: float | None = None  # exactly this part, but for rounding to rows
-    recomputes: bool | None = None  # everything, or nothing; None leaves it open
+    state_share: float | None = None  # exactly this part, up to rounding to rows
+    recomputes: bool | None = None  # everything or nothing; None leaves it open
 
 
 NO_LIMITS = DeviceLimits()
-SUM_TOLERANCE = 1e-6  # of shares that are written down in decimals
+SUM_TOLERANCE = 1e-6  # on a sum of shares that are written as decimals
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What tells devices apart for the planner; equal ones are interchangeable."""
+    """What distinguishes devices for the planner; devices of one role are interchangeable."""
 
     device_kind: str | None
     budget_bytes: int
@@ -33,7 +33,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """Demands on single devices, on sets of them, and on all."""
+    """Demands on single devices, on sets of devices, and on all devices."""
 
     limits: Mapping[int, DeviceLimits] = field(default_factory=dict)  # by position
     # sets of positions with the same microbatches, recomputation and share of the state
@@ -42,7 +42,7 @@ class Demands:
     has_even_state: bool = False  # all devices store the same
 
     def check(self, world_size: int) -> None:
-        """Raise ``ValueError`` naming a position that is not there, or in two sets."""
+        """Raise ``ValueError`` if the demands name missing devices or contradict each other."""
         for position in self.limits:
             check_position("limits", position, world_size)
         members = [position for each in self.equal for position in each]
@@ -94,7 +94,10 @@ class Demands:
             )
 
     def state_shares(self, world_size: int) -> dict[int, float]:
-        """What devices are to store exactly, by position; 1 together if no other is left."""
+        """The exact share of each device that has one, by position.
+
+        The shares sum to 1 if every device has one.
+        """
         stated = ((i, self.state_share(i)) for i in range(world_size))
         shares = {i: share for i, share in stated if share is not None}
         total = sum(shares.values())
@@ -103,20 +106,20 @@ class Demands:
         return shares
 
     def state_share(self, position: int) -> float | None:
-        """What the device, or one that it must be equal to, is to store exactly."""
+        """The exact share that is demanded of the device, or of one that it must equal."""
         alike = [position, *(i for each in self.equal if position in each for i in each)]
         stated = [self.limits.get(i, NO_LIMITS).state_share for i in alike]
         return next((share for share in stated if share is not None), None)
 
     def bundles(self, world_size: int) -> list[tuple[int, ...]]:
-        """All positions, in sets that act as one, by their first members."""
+        """All positions, in sets of equal devices, ordered by their first members."""
         sets = [tuple(sorted(each)) for each in self.equal if each]
         members = {position for each in sets for position in each}
         alone = [(position,) for position in range(world_size) if position not in members]
         return sorted([*sets, *alone])
 
     def roles(self, cluster: Cluster) -> list[Role]:
-        """What every device is to the planner, in the order of the cluster."""
+        """The role of every device, in the order of the cluster."""
         shares = self.state_shares(cluster.world_size)
         return [
             Role(
@@ -132,7 +135,7 @@ class Demands:
         ]
 
     def with_budgets(self, nbytes_by_position: Mapping[int, int]) -> "Demands":
-        """The same with these budgets demanded of some devices."""
+        """The same demands with these memory budgets for some devices."""
         limits = {
             position: replace(self.limits.get(position, NO_LIMITS), memory_budget_bytes=nbytes)
             for position, nbytes in nbytes_by_position.items()
@@ -140,14 +143,14 @@ class Demands:
         return replace(self, limits={**self.limits, **limits})
 
     def budget_bytes(self, cluster: Cluster, position: int) -> int:
-        """The cluster's budget, or the smaller one that is demanded."""
+        """The smaller of the cluster's budget and the demanded one."""
         budget = cluster.memory_budget_bytes(position)
         stated = self.limits.get(position, NO_LIMITS).memory_budget_bytes
         return budget if stated is None else min(budget, stated)
 
 
 def check_position(what: str, position: int, world_size: int) -> None:
-    """Raise ``ValueError`` where ``what`` names a device that is not there."""
+    """Raise ``ValueError`` if ``what`` names a device that the cluster does not have."""
     if not 0 <= position < world_size:
         raise ValueError(
             f"plan: {what} names device {position} but the cluster has devices 0 to "

@@ -2,8 +2,8 @@
 
     best_i(j) = max_b best_{i-1}(j - b) + a_i(b)
 
-with a_i(b) the most room of an allowed candidate of batch b.  It closes what the relaxation
-leaves open where that is affordable.
+with a_i(b) the most room of an allowed candidate of batch b.  It settles what the relaxation
+leaves open, where that is affordable.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from shardhet.planner.problem import Bools, Choice, Floats, Ints, Limits, Proble
 
 
 def effort(problem: Problem) -> float:
-    """How many additions one call takes."""
+    """The number of additions that one call takes."""
     widths = [group.batch.max() + 1.0 for group in problem.groups]
     return float(problem.counts @ np.array(widths)) * (problem.global_batch_size + 1)
 
@@ -31,7 +31,7 @@ def best_choice(problem: Problem, limits: Limits) -> tuple[Choice, ...] | None:
             best = _with_one_more(best, room)
     if best[batch_size] == -np.inf:
         return None
-    # What was taken is found again on the way back, for one batch instead of all.
+    # Backtracking recomputes what was taken, for one batch instead of all.
     counts: dict[tuple[int, int], int] = {}
     left = batch_size
     for g, room, candidate, before in reversed(steps):
@@ -58,14 +58,14 @@ def _with_one_more(best: Floats, room: Floats) -> Floats:
 def _room_by_batch(
     problem: Problem, g: int, allowed: Bools, optimizer_s: float
 ) -> tuple[Floats, Ints]:
-    """Most room per batch up to the largest that is allowed, and which candidate has it.
+    """The most room per batch up to the largest allowed, and the candidate that has it.
 
-    Both [largest + 1]; -inf where no candidate of the batch is allowed.
+    Both are [largest + 1]; room is -inf where no candidate of the batch is allowed.
     """
     group = problem.groups[g]
     cap = problem.numel_within(g, optimizer_s)
     is_allowed = allowed[: len(group.batch)] & (group.batch <= problem.global_batch_size)
-    # Sorted by batch, then by most room: written backwards, the best comes last.
+    # Sorted by batch, then by most room: in reverse order the best is written last.
     indices = np.flatnonzero(is_allowed)[::-1]
     batch = group.batch[indices]
     width = int(batch[-1]) + 1 if len(batch) else 1

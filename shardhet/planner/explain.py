@@ -1,7 +1,7 @@
-"""What limits a plan, and what more of each resource would give: by planning again.
+"""Explain what limits a plan, by planning again with more of each resource.
 
-A gain is what the best plan of a slightly larger cluster reaches, so it counts everything
-that a plan may change, and it is 0 for what does not limit.
+A gain is the improvement of the best plan for a slightly larger cluster.  It includes
+everything that a plan may change, and it is 0 for a resource that does not limit the plan.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from shardhet.records.profiles import (
 )
 
 MORE = 0.1  # of compute, memory or links
-# Memory helps in jumps, by a microbatch or by what need not be recomputed, so a tenth more
-# may do nothing where much more does much.
+# Memory helps in jumps (a larger microbatch, less recomputation), so a tenth more may do
+# nothing although much more would help a lot.
 ENDLESS, ENDLESS_NAME = 8.0, "8 times as much"
-NEGLIGIBLE = 1e-3  # a relative gain below it is none
-SLOWEST_MARGIN = 0.02  # devices this close to the slowest set the pace with it
+NEGLIGIBLE = 1e-3  # a relative gain below this counts as none
+SLOWEST_MARGIN = 0.02  # devices this close to the slowest also count as slowest
 GIB = 2**30
 
 
 class Resource(Enum):
-    """What there may be more of."""
+    """A resource that a cluster may have more of."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
@@ -41,23 +41,23 @@ class Resource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Everything that a planner is given, but for what it is asked for."""
+    """Everything that a planner is given, except the objective."""
 
     setting: Setting
     demands: Demands
 
     @property
     def cluster(self) -> Cluster:
-        """That of the setting."""
+        """The cluster of the setting."""
         return self.setting.cluster
 
     @property
     def profile(self) -> Profile:
-        """That of the setting."""
+        """The profile of the setting."""
         return self.setting.profile
 
     def with_profile(self, profile: Profile) -> "Situation":
-        """The same, but for the profile."""
+        """The same situation with another profile."""
         return replace(self, setting=replace(self.setting, profile=profile))
 
     def with_cluster(self, cluster: Cluster, demands: Demands) -> "Situation":
@@ -72,8 +72,8 @@ class Gain:
     resource: Resource
     device_kind: str | None  # None: of all devices, or of the links
     amount: str  # "10 % faster", "1 GiB more each"
-    value: float  # of the objective with it
-    relative: float  # of the objective; 0.1 is a tenth better
+    value: float  # the objective with the larger resource
+    relative: float  # improvement of the objective; 0.1 is a tenth better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class Explanation:
     gains: tuple[Gain, ...]
     slowest_kinds: tuple[str, ...]  # whose compute is longest
     fullest_kinds: tuple[str, ...]  # that have next to no memory left
-    links_s: float  # of the step in which what is sent sets the pace
-    compute_s: float  # of the step in which a device's compute sets the pace
+    links_s: float  # the part of the step in which communication sets the pace
+    compute_s: float  # the part of the step in which a device's compute sets the pace
     optimizer_s: float
     overhead_s: float  # the runtime's own
 
@@ -95,24 +95,24 @@ class Explanation:
 
     @property
     def limit(self) -> Gain | None:
-        """The largest gain by a tenth more of everything of one sort, if any is worth it."""
+        """The largest gain from a tenth more of one resource on all devices, if any."""
         tenths = [g for g in self.gains if g.device_kind is None and g.amount != ENDLESS_NAME]
         helpful = [gain for gain in tenths if gain.relative > NEGLIGIBLE]
         return max(helpful, key=lambda gain: gain.relative, default=None)
 
     @property
     def endless_memory(self) -> Gain:
-        """What all limits on memory together cost."""
+        """The gain from practically unlimited memory on all devices."""
         return next(gain for gain in self.gains if gain.amount == ENDLESS_NAME)
 
 
-Objective = Callable[[Situation], float]  # larger is better; PlanError where nothing fits
+Objective = Callable[[Situation], float]  # larger is better; PlanError if nothing fits
 
 
 def explain(
     solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
 ) -> Explanation:
-    """Why the plan is no better; ``value`` is what ``objective`` gives for the situation."""
+    """Why the plan is no better; ``value`` is the ``objective`` of the situation."""
     predicted = solution.predicted
     paced_by_links_s = sum(turn.seconds for turn in predicted.turns if turn.is_paced_by_links)
     return Explanation(
@@ -137,7 +137,7 @@ def explain(
 
 
 def _reached(objective: Objective, situation: Situation, value: float) -> float:
-    """What the larger situation gives; never less than the smaller one, which it contains."""
+    """The objective of a larger situation; at least ``value``, because old plans still fit."""
     try:
         return max(value, objective(situation))
     except PlanError:
@@ -148,7 +148,7 @@ Larger = tuple[Resource, str | None, str, Situation]
 
 
 def larger_situations(situation: Situation) -> list[Larger]:
-    """More of everything of one sort, then a little more of every kind of device."""
+    """Situations with more of one resource: on all devices first, then per kind of device."""
     cluster, profile = situation.cluster, situation.profile
     kinds = [kind for kind in dict.fromkeys(device.kind for device in cluster.devices) if kind]
     tenth = f"{MORE:.0%}".replace("%", " %")
@@ -162,7 +162,7 @@ def larger_situations(situation: Situation) -> list[Larger]:
         links = replace(profile, collectives=_faster_links(profile.collectives))
         larger.append((Resource.LINKS, None, f"{tenth} faster", situation.with_profile(links)))
     if len(kinds) == 1:
-        kinds = []  # all and each are the same
+        kinds = []  # with one kind, "all" and "each" are the same
     for kind in kinds:
         one = frozenset({kind})
         larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(situation, one)))
@@ -207,7 +207,7 @@ def _shorter(timing: Timing) -> Timing:
 def _roomier(
     situation: Situation, kinds: frozenset[str], factor: float, extra_bytes: int = 0
 ) -> Situation:
-    """More memory for devices of some kinds, caps that are demanded included."""
+    """More memory for devices of some kinds; demanded budgets grow as well."""
     cluster = situation.cluster
 
     def more(nbytes: int) -> int:
@@ -235,7 +235,7 @@ def _roomier(
 
 
 def with_another(situation: Situation, kind: str) -> Situation:
-    """One more device of a kind, beside the last there is; collectives stay as they are."""
+    """One more device of a kind, next to the last one; collectives stay as they are."""
     cluster, demands = situation.cluster, situation.demands
     last = max(i for i, device in enumerate(cluster.devices) if device.kind == kind)
     nodes, first = [], 0

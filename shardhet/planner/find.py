@@ -1,4 +1,4 @@
-"""``find_plan``: the fastest plan that fits, and how far from the optimum it can be at most."""
+"""``find_plan``: the fastest plan that fits, with a bound on its distance from the optimum."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,9 +20,9 @@ from shardhet.pricing.turns import Turns
 from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 from shardhet.simulator.simulation import simulate
 
-CUT_GROWTH = 4.0  # of the longest compute considered, while it may still cut something off
+CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
 NUM_RESCORED = 4
-RESCORED_MARGIN = 1e-3  # how much slower than the best prediction a plan may be to be simulated
+RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction are simulated
 NO_DEMANDS = Demands()
 GIB = 2**30
 
@@ -34,7 +34,7 @@ def find_plan(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> Plan:
-    """The fastest plan that fits; see ``solve`` for what is proven about it."""
+    """The fastest plan that fits; ``solve`` also returns the proof."""
     return solve(
         setting,
         global_batch_size=global_batch_size,
@@ -53,9 +53,9 @@ def solve(
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
-    Of ``num_rescored`` plans that are predicted to be as fast but for ``RESCORED_MARGIN`` the
-    one is taken that the simulator finds fastest; with 1 the prediction alone counts.  Raises
-    ``PlanError`` with the nearest miss where nothing fits.
+    Up to ``num_rescored`` plans that are predicted to be within ``RESCORED_MARGIN`` of the
+    fastest are simulated, and the fastest of these is taken; with 1, only the prediction
+    counts.  Raises ``PlanError`` with the nearest miss if nothing fits.
     """
     if global_batch_size < 1:
         raise ValueError(
@@ -93,10 +93,10 @@ def certify_search(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> tuple[Certificate, Found]:
-    """What HiGHS alone says of the problem behind a plan, and what the search found.
+    """What HiGHS alone says about the problem behind a plan, and what the search found.
 
-    The problem is that of ``solve``: shares of any size, phases without the messages of one
-    rank.  Raises ``PlanError`` where nothing fits.
+    The problem is that of ``solve``: shares of any size, communication as with even shares.
+    Raises ``PlanError`` if nothing fits.
     """
     builder = TableBuilder(
         CostModel(setting),
@@ -109,9 +109,9 @@ def certify_search(
 
 
 def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Found]:
-    """Candidates up to a cut, raised until what was cut off is slower than what was found.
+    """Search candidates up to a cut, raised until those left out are slower than the result.
 
-    The bound is that of shares of any size; the choices leave room to round them to rows.
+    The bound holds for shares of any size; the choices leave room to round shares to rows.
     """
     cut_s = builder.first_cut_s()
     while True:
@@ -138,10 +138,11 @@ def _fitting_plans(
     table: CandidateTable,
     met: Sequence[tuple[Choice, ...]],
 ) -> list[PlanSolution]:
-    """Plans of these choices that fit as rounded to rows, fastest first; no bound is known.
+    """The plans of these choices that fit after rounding to rows, fastest first.
 
-    HiGHS assigns the candidates once more, within what each choice takes.  Each spreads the
-    state in two ways: fastest optimizer, or most even shares.
+    HiGHS reassigns the candidates within the limits of each choice.  The state of each is
+    spread in two ways: for the fastest optimizer, and as evenly as possible.  The plans do
+    not have a bound yet.
     """
     budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
     solutions: dict[Plan, PlanSolution] = {}
@@ -150,7 +151,8 @@ def _fitting_plans(
         if value is None:
             continue
         by_highs = assign(table.rounded, choices, value)
-        # The search's own choice where HiGHS's does not fit once it is rounded to rows.
+        # The search's own choice is tried as well, in case that of HiGHS does not fit after
+        # rounding to rows.
         for assignment in dict.fromkeys((by_highs, by_highs.replaced_by(choices))):
             of_both = [
                 PlanSolution(
@@ -168,7 +170,7 @@ def _fitting_plans(
             if any(each.fits for each in of_both):
                 break
     fitting = [each for each in solutions.values() if each.fits]
-    fitting.sort(key=lambda each: each.predicted.step_time_s)  # equal ones as they came
+    fitting.sort(key=lambda each: each.predicted.step_time_s)  # ties keep their order
     slowest_s = (1 + RESCORED_MARGIN) * min(
         (each.predicted.step_time_s for each in fitting), default=0.0
     )
@@ -197,7 +199,7 @@ def _plan(
                 taken[position] = candidate
                 room[position] = left / number
     ones = np.ones(len(devices))
-    demand = min(problem.state_numel, float(room.sum()))  # equal but for rounding
+    demand = min(problem.state_numel, float(room.sum()))  # equal up to rounding
     level = fill_level(room, ones, ones, demand)
     stored = np.minimum(room, level if level is not None else inf)
     demanded = demands.state_shares(len(devices))
@@ -225,10 +227,10 @@ def _plan(
 
 
 def _share_dependent_s(model: CostModel, turns: Turns) -> float:
-    """How much faster than with even shares all communication of a step could be at most.
+    """How much all communication of a step could at most gain over even shares.
 
-    The search counts even shares.  With few receivers direct messages take less; a turn
-    gains no more than its communication does.
+    The search assumes even shares.  With few receivers, direct messages take less time; a
+    turn gains no more than its communication does.
     """
     collectives = model.profile.collectives
     weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
@@ -238,7 +240,7 @@ def _share_dependent_s(model: CostModel, turns: Turns) -> float:
 
 
 def nearest_miss(problem: Problem, model: CostModel) -> str:
-    """Why nothing fits and what would: the largest batch, or the memory that is missing."""
+    """Why nothing fits, and what would: the largest batch, or the memory that is missing."""
     wanted = problem.global_batch_size
     fits, misses = 0, wanted
     while misses - fits > 1:

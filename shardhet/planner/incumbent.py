@@ -6,10 +6,10 @@ import numpy as np
 
 from shardhet.planner.problem import Choice, Problem, Value
 
-# Two objectives closer than this are equal: sums of floats in different orders differ more.
+# Two objectives closer than this count as equal: the order of a float sum can matter as much.
 RELATIVE_EPSILON = 1e-12
 NUM_RUNNERS_UP = 6
-RUNNER_UP_MARGIN = 0.01  # how much slower than the best they may be
+RUNNER_UP_MARGIN = 0.01  # runners-up are at most this much slower than the best
 
 Choices = tuple[Choice, ...]
 
@@ -18,7 +18,7 @@ class Incumbent:
     """What a search has found."""
 
     def __init__(self, problem: Problem, value: Value | None = None) -> None:
-        """From nothing, or from ``value``, which a choice that is kept elsewhere reaches."""
+        """``value`` is that of a choice which is kept elsewhere; None if there is none yet."""
         self.choices: Choices = ()
         self.value = value
         self._problem = problem
@@ -26,12 +26,12 @@ class Incumbent:
 
     @property
     def seconds(self) -> float:
-        """Sum of phases and optimizer of the best choice; infinite before there is one."""
+        """The time of phases and optimizer of the best choice; infinite before there is one."""
         return np.inf if self.value is None else self.value.objective_s - self._problem.fixed_s
 
     @property
     def target_s(self) -> float:
-        """What a choice must stay below to be worth finding."""
+        """The time that a choice must stay below to be worth finding."""
         return self.seconds * (1 - RELATIVE_EPSILON)
 
     def offer(self, choices: Choices | None) -> bool:
@@ -46,6 +46,6 @@ class Incumbent:
         return True
 
     def runners_up(self) -> Sequence[Choices]:
-        """What came closest to the best choice, in order."""
-        ranked = sorted(self._met, key=lambda each: self._met[each])  # equal ones as they came
+        """The choices that came closest to the best one, in order."""
+        ranked = sorted(self._met, key=lambda each: self._met[each])  # ties keep their order
         return tuple(each for each in ranked if each != self.choices)[:NUM_RUNNERS_UP]

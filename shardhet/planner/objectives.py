@@ -1,20 +1,20 @@
-"""Other things to want of a plan than the highest throughput.
+"""Objectives of a plan other than the highest throughput.
 
 ``largest_batch``  the largest global batch that fits, and its fastest plan
-``least_memory``   the smallest part u of its budget that every device, or each of some, can
-                   do with at a throughput:  minimise u  such that  bytes_i <= u budget_i for
-                   all these i,  samples per second >= the demanded
+``least_memory``   the smallest fraction u of the memory budgets at a demanded throughput:
+                   minimise u  such that  bytes_i <= u budget_i for all (or the given)
+                   devices i,  samples per second >= the demanded throughput
 
-The largest batch runs in microbatches of one sample, which need least.  Beside b samples,
-recomputing c, a device has room for a_c - p_c b elements of the state.  So of the n_c devices
-of a group that take choice c only the sum B_c of their batches counts, and of their shares
-the sum s_c (choice 0 computes nothing, m_0 = 0):
+The largest batch runs in microbatches of one sample, which need the least memory.  A device
+that computes b samples and recomputes c has room for a_c - p_c b elements of the state.  So
+for the n_c devices of a group that take choice c, only the sum B_c of their batches and the
+sum s_c of their shares matter (choice 0 computes nothing):
 
     maximise    sum B_c
     such that   least_c n_c <= B_c <= most_c n_c,     sum_c n_c = N   for every group,
                 low_c n_c <= s_c <= cap_c n_c,   s_c <= a_c n_c - p_c B_c,   sum s_c >= S
 
-a small integer programme, whatever the number of devices.
+This is an integer programme whose size does not depend on the number of devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,9 +33,9 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import RankPlan
 
-MEMORY_PRECISION = 1e-3  # of the part of the budget
+MEMORY_PRECISION = 1e-3  # of the budget fraction
 LARGEST_SEARCHED_BATCH = 2**17  # candidates are listed by batch
-NUM_SMALLER_BATCHES = 8  # tried below the largest where rounding to rows leaves no plan for it
+NUM_SMALLER_BATCHES = 8  # tried if the largest has no plan after rounding to rows
 VARIABLES_PER_OPTION = 3  # devices, samples, share of the state
 
 
@@ -45,7 +45,7 @@ def largest_batch(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
-    """The fastest plan of the largest global batch that fits; ``PlanError`` where none does."""
+    """The fastest plan of the largest global batch that fits; ``PlanError`` if none does."""
     demands.check(setting.cluster.world_size)
     largest = largest_batch_size(CostModel(setting), demands)
     if largest > LARGEST_SEARCHED_BATCH:
@@ -73,18 +73,18 @@ class _Option:
     """What a device of a group may do, in microbatches of one sample."""
 
     group: int
-    num_members: int  # devices that act as one
-    least: float  # samples of a device
+    num_members: int  # devices in each set of equal devices
+    least: float  # samples on a device
     most: float
-    start_numel: float  # a: room beside no sample
+    start_numel: float  # a: room without any sample
     numel_per_sample: float  # p
     least_numel: float  # of state on a device
     cap_numel: float
 
 
 def largest_batch_size(model: CostModel, demands: Demands) -> int:
-    """The most samples that fit at once beside the state; 0 where not even one does."""
-    from scipy.optimize import LinearConstraint, milp  # here: no other plan needs it
+    """The most samples that fit at once besides the state; 0 if not even one does."""
+    from scipy.optimize import LinearConstraint, milp  # imported here: rarely needed
 
     bundles: dict[tuple[int, tuple[Role, ...]], int] = {}
     all_roles = demands.roles(model.cluster)
@@ -115,7 +115,7 @@ def largest_batch_size(model: CostModel, demands: Demands) -> int:
 def _constraints(
     options: Sequence[_Option], counts: Sequence[int]
 ) -> tuple[Floats, Floats, Floats]:
-    """Rows of the programme over (n, B, s) of every option, and between what they lie.
+    """Rows of the programme over (n, B, s) of every option, and their lower and upper bounds.
 
     Shares are in units of the whole state.
     """
@@ -154,7 +154,7 @@ class _OptionList:
         self._even_numel = builder.stored_numel
 
     def of_group(self, group: int, size: int, roles: Sequence[Role]) -> Iterator[_Option]:
-        """Idle, then every choice of what is recomputed that all roles allow and fit."""
+        """Idle, then every recompute choice that all roles allow and that fits."""
         stated = [role.limits.rank_batch_size for role in roles]
         fixed = {each for each in stated if each is not None}
         claims = {role.limits.recomputes for role in roles} - {None}
@@ -181,7 +181,7 @@ class _OptionList:
                 )
 
     def _start_numel(self, role: Role, patterns: tuple[str, ...] | None) -> float:
-        """Room beside no sample; with patterns, but for the samples of one that computes."""
+        """Room for state without samples, of an idle (None) or of a computing device."""
         model = self._model
         rank = _recomputing(patterns or ())
         batch = int(patterns is not None)
@@ -195,7 +195,7 @@ class _OptionList:
         return model.bytes_per_sample(_recomputing(patterns)) / model.bytes_per_stored_numel
 
     def _most(self, start: float, slope: float) -> int:
-        """Samples beside which there is room, for an even share where that is demanded."""
+        """The most samples that leave room, for the even share if that is demanded."""
         room = start - (self._even_numel or 0.0)
         if room < 0:
             return 0
@@ -203,7 +203,7 @@ class _OptionList:
         return min(limit, int(room / slope)) if slope else limit
 
     def _cap_numel(self, role: Role) -> float:
-        """What a device may store: all that fits, or as much as is demanded."""
+        """The most elements that a device may store: all of the state, or a demanded share."""
         if self._even_numel is not None:
             return self._even_numel - self._row_numel
         limits = role.limits
@@ -219,11 +219,11 @@ def _recomputing(patterns: tuple[str, ...]) -> RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
-    """A plan with the proof of how little memory it needs."""
+    """A plan with a bound on how little memory any plan needs."""
 
     solution: PlanSolution
-    budget_fraction: float  # u: none of the devices uses more than this part of its budget
-    lower_bound: float  # no plan with the throughput has a smaller u
+    budget_fraction: float  # u: no counted device uses more than this part of its budget
+    lower_bound: float  # no plan with the demanded throughput has a smaller u
 
 
 def least_memory(
@@ -237,8 +237,8 @@ def least_memory(
 ) -> LeastMemory:
     """The plan whose fullest device is least full, among those that are fast enough.
 
-    Only ``devices`` (positions) count, all if it is empty; others may fill their budgets.
-    ``PlanError`` where even the fastest plan is too slow.
+    Only ``devices`` (positions) count, or all if it is empty; the others may fill their
+    budgets.  Raises ``PlanError`` if even the fastest plan is too slow.
     """
     demands.check(setting.cluster.world_size)
     for i in devices:
@@ -262,7 +262,7 @@ def least_memory(
         return max(ranks[i].memory.total_bytes / max(1, budgets[i]) for i in spared)
 
     def attempt(fraction: float) -> tuple[PlanSolution | None, bool]:
-        """A plan that is fast enough, if one was found; and whether none can be."""
+        """A plan that is fast enough, if one was found, and whether none can exist."""
         try:
             found = solved(fraction)
         except PlanError as error:
@@ -285,7 +285,7 @@ def least_memory(
             best, high = found, fraction_of(found)
         else:
             low, proven = middle, middle if is_impossible else proven
-    while low - proven > MEMORY_PRECISION:  # what is neither found nor impossible lies between
+    while low - proven > MEMORY_PRECISION:  # neither found nor impossible in between
         middle = (proven + low) / 2
         if attempt(middle)[1]:
             proven = middle

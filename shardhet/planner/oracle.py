@@ -1,17 +1,17 @@
-"""Can the batch be done within given limits?  The question that the search asks.
+"""The oracle of the search: can the batch be computed within given limits?
 
-With limits on every phase and on the optimizer, candidates are allowed or not, and what is
-left is to reach the batch with as much room for state as possible:
+Limits on every phase and on the optimizer decide which candidates are allowed.  It remains to
+reach the batch with as much room for state as possible:
 
     R = max sum n_gc a_gc   such that   sum n_gc b_gc >= B,   sum_c n_gc = N_g
 
-One multiplier on the batch takes it apart into groups,
+A multiplier lambda on the batch separates the problem into groups,
 
     R <= L(lambda) = sum_g N_g max_c (a_gc + lambda b_gc) - lambda B,
 
-and min L over lambda >= 0 is R's linear relaxation: R loses at most what one device loses
-between two neighbours of its hull.  L(lambda) < S for any lambda proves that nothing fits;
-the two choices that meet at the minimum, mixed, are nearly always a plan.
+and min L over lambda >= 0 is the linear relaxation of R.  R is lower by at most what one device
+loses between two neighbours of its hull.  L(lambda) < S for any lambda proves that nothing
+fits.  A mixture of the two choices that meet at the minimum is nearly always a plan.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import numpy as np
 
 from shardhet.planner.problem import Bools, Choice, Floats, Ints, Limits, Problem
 
-CALL_OVERHEAD = 2e4  # a call of numpy takes as long as looking at so many candidates
+CALL_OVERHEAD = 2e4  # a NumPy call takes as long as looking at this many candidates
 MAX_TRIMS = 16  # moves of single devices that make a mixture meet the batch exactly
 
 
@@ -34,7 +34,7 @@ class _Point:
 
 
 class Oracle:
-    """Answers for one problem; counts what it looks at, to measure effort alike everywhere."""
+    """Answers for one problem; it counts candidates, a measure of effort on any machine."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -43,7 +43,7 @@ class Oracle:
         self._scored = np.empty_like(problem.batch)  # a + lambda b of the call in progress
 
     def is_feasible(self, limits: Limits) -> bool:
-        """Whether the relaxation fits; false is a proof that no plan does."""
+        """Whether the relaxation fits; false proves that no plan does."""
         allowed, room = self.problem.allowed(limits), self.problem.room_within(limits)
         return self._meet(allowed, room, stops_early=True) is not None
 
@@ -79,7 +79,7 @@ class Oracle:
     def _meet(
         self, allowed: Bools, room: Floats, *, stops_early: bool
     ) -> tuple[_Point, _Point] | None:
-        """The two choices that meet at the best multiplier; None where the state cannot fit."""
+        """The two choices that meet at the best multiplier; None if the state cannot fit."""
         problem = self.problem
         self.num_scanned += problem.batch.size * problem.num_phases + CALL_OVERHEAD
         demand, wanted = problem.state_numel, problem.global_batch_size
@@ -114,7 +114,7 @@ class Oracle:
         return left, right
 
     def _mix(self, left: _Point, right: _Point, rounds_up: bool) -> dict[tuple[int, int], int]:
-        """Devices move from the left choice to the right one until the batch is reached."""
+        """Move devices from the left choice to the right one until the batch is reached."""
         problem = self.problem
         missing = problem.global_batch_size - left.batch
         mixture: dict[tuple[int, int], int] = {}
@@ -133,7 +133,7 @@ class Oracle:
     def _trim(
         self, mixture: dict[tuple[int, int], int], allowed: Bools, room: Floats
     ) -> dict[tuple[int, int], int] | None:
-        """The same with single devices changed until the batch is met exactly."""
+        """Change single devices of a mixture until the batch is met exactly."""
         problem = self.problem
         surplus = sum(n * problem.batch[g, c] for (g, c), n in mixture.items())
         surplus -= problem.global_batch_size
@@ -146,7 +146,8 @@ class Oracle:
                 fits = allowed[g] & (change * surplus > 0) & (abs(change) <= abs(surplus))
                 if not fits.any():
                     continue
-                # The whole surplus if one device can, else as much as possible; then room.
+                # Remove the whole surplus if one device can, else as much as possible; among
+                # equal changes, keep the most room.
                 largest = abs(change[fits]).max()
                 fits &= abs(change) == largest
                 to = int(np.where(fits, room[g], -1.0).argmax())

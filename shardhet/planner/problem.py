@@ -1,19 +1,19 @@
 """The assignment problem behind a plan: devices in groups, candidates, one batch, one state.
 
-Devices that must do the same count as one: its batch and room are theirs together, its cost
-is that of the slowest.
+Devices that must do the same count as one device, with the sum of their batches and rooms and
+the cost of the slowest.
 
 Devices of a group are interchangeable.  Each takes one candidate c: a batch b_c, a cost
-t_dc in every phase d, and room a_c for state that is left beside it.  With n_gc the number
+t_dc in every phase d, and the room a_c that it leaves for state.  With n_gc the number
 of devices of group g that take candidate c, and s their shares of the state,
 
     minimise    sum_d T_d + T_optimizer + fixed
     such that   T_d >= t_dc                 wherever n_gc > 0
                 T_optimizer >= o_g s        on every device
-                T_optimizer >= what devices take whose share is demanded exactly
+                T_optimizer >= the time of devices whose exact share is demanded
                 sum n_gc b_c = B,   sum s = S,   s <= a_c,   sum_c n_gc = N_g
 
-S is what such demands leave of the state.
+S is the state without these exact shares.
 
 Given which candidates are used, T_d and T_optimizer follow (``Problem.evaluate``).
 """
@@ -33,17 +33,17 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """Interchangeable devices, or sets of equal devices, and what each of them may do."""
+    """Interchangeable devices, or sets of equal devices, and the candidates of each."""
 
     count: int
     batch: Ints  # [C] samples
     costs: Floats  # [D, C] seconds
-    room: Floats  # [C] elements of state that fit beside it; never negative
+    room: Floats  # [C] elements of state that fit besides it; never negative
     optimizer_s_per_numel: float
-    num_members: int = 1  # devices that each of the ``count`` stands for
+    num_members: int = 1  # devices in each of the ``count`` sets
 
     def sorted(self) -> tuple["Group", Ints]:
-        """Largest batch first, then most room, and where each candidate was before."""
+        """The group with the largest batch first, then the most room; and the permutation."""
         order = np.lexsort((-self.room, -self.batch))
         group = replace(
             self, batch=self.batch[order], costs=self.costs[:, order], room=self.room[order]
@@ -75,24 +75,24 @@ class Limits:
 
     phases_s: tuple[float, ...]
     optimizer_s: float = inf
-    totals_s: Floats | None = None  # [G, C] what all phases take at least if it is used
+    totals_s: Floats | None = None  # [G, C] the least sum of phases if a candidate is used
     total_s: float = inf  # candidates with larger totals are not allowed
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All groups, padded to matrices [G, C] whose rows are sorted as ``Group.sorted`` does."""
+    """All groups, padded to matrices [G, C] with rows in the order of ``Group.sorted``."""
 
     groups: tuple[Group, ...]
     global_batch_size: int
     state_numel: float  # S
     fixed_s: float = 0.0
-    row_numel: float = 0.0  # of a device's room; only ``rounded`` takes it off
-    fixed_optimizer_s: float = 0.0  # for what devices store besides, by demand
+    row_numel: float = 0.0  # of a device's room; only ``rounded`` subtracts it
+    fixed_optimizer_s: float = 0.0  # for exact shares that are demanded
 
     @property
     def num_phases(self) -> int:
-        """D."""
+        """D, the number of phases."""
         return self.groups[0].costs.shape[0]
 
     @cached_property
@@ -120,7 +120,7 @@ class Problem:
 
     @cached_property
     def numel_per_optimizer_s(self) -> Floats:
-        """[G] elements that the optimizer updates in a second; inf where it is not counted."""
+        """[G] elements that the optimizer updates per second; inf if it is not counted."""
         per_numel = np.array([group.optimizer_s_per_numel for group in self.groups])
         with np.errstate(divide="ignore"):
             return np.where(per_numel > 0, 1 / per_numel, np.inf)
@@ -137,12 +137,12 @@ class Problem:
 
     @cached_property
     def least_optimizer_s(self) -> float:
-        """The optimizer's time if memory were no limit: o_g s_g equal on all devices."""
+        """The optimizer's time if memory did not limit it: o_g s_g is equal on all devices."""
         rate = float(self.counts @ self.numel_per_optimizer_s)
         return max(self.fixed_optimizer_s, self.state_numel / rate)
 
     def rounded(self) -> "Problem":
-        """The problem with what rounding to rows may take taken off all room."""
+        """The problem with all room reduced by what rounding to rows may take."""
         groups = tuple(
             replace(
                 group, room=np.maximum(0.0, group.room - self.row_numel * group.num_members)
@@ -152,7 +152,7 @@ class Problem:
         return replace(self, groups=groups, row_numel=0.0)
 
     def within(self, limits: Sequence[float]) -> tuple["Problem", tuple[Ints, ...]]:
-        """The problem without candidates beyond the limits, and which are left."""
+        """The problem without candidates beyond the limits, and the indices of the rest."""
         kept = tuple(
             np.flatnonzero((group.costs <= np.array(limits)[:, None]).all(axis=0))
             for group in self.groups
@@ -181,9 +181,9 @@ class Problem:
         return np.minimum(self.room, caps[:, None])
 
     def least_phases_s(self) -> tuple[float, ...]:
-        """What each phase takes at least, if memory were no limit and samples were divisible.
+        """A lower bound on each phase, as if memory were unlimited and samples divisible.
 
-        Within T_d a device of group g computes no more than T_d max_c b_c / t_dc samples.
+        Within T_d a device of group g computes at most T_d max_c b_c / t_dc samples.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             rates = [np.where(self.batch > 0, self.batch / cost, 0.0) for cost in self.costs]
@@ -192,7 +192,7 @@ class Problem:
         )
 
     def totals_above(self, least_s: Sequence[float]) -> Floats:
-        """[G, C] sum over phases of max(least, cost): what a step takes if one is used."""
+        """[G, C] sum over phases of max(least, cost): a bound on steps that use a candidate."""
         totals = np.zeros_like(self.batch)
         for cost, least in zip(self.costs, least_s, strict=True):
             totals += np.maximum(cost, least)
@@ -206,7 +206,7 @@ class Problem:
         return matrix
 
     def evaluate(self, choices: Sequence[Choice]) -> Value | None:
-        """The exact objective of integers; None where the state does not fit beside them."""
+        """The exact objective of a choice; None if the state does not fit."""
         group = [choice.group for choice in choices]
         candidate = [choice.candidate for choice in choices]
         number = np.array([choice.count for choice in choices], dtype=np.float64)
@@ -226,7 +226,7 @@ class Problem:
 def fill_level(room: Floats, rate: Floats, number: Floats, demand: float) -> float | None:
     """The least u with  sum_j number_j min(room_j, u rate_j) >= demand;  None if there is none.
 
-    The left side is concave and piecewise linear in u with kinks at room_j / rate_j.
+    The left side is concave and piecewise linear in u, with kinks at room_j / rate_j.
     """
     if float(number @ room) < demand:
         return None
@@ -240,7 +240,7 @@ def fill_level(room: Floats, rate: Floats, number: Floats, demand: float) -> flo
     order = np.argsort(kinks, kind="stable")
     full = np.concatenate(([0.0], np.cumsum((number * room)[order])))
     rates = np.concatenate((np.cumsum((number * rate)[order][::-1])[::-1], [0.0]))
-    # Between kink i-1 and kink i: those before are full, the others take u rate_j.
+    # Between kink i-1 and kink i: those before i are full, the others take u rate_j.
     reached = full[1:] + kinks[order] * rates[1:]
     i = min(int(np.searchsorted(reached, demand)), len(kinks) - 1)
     return float((demand - full[i]) / rates[i])

@@ -1,8 +1,8 @@
-"""What a device may recompute: which units, and how a plan names them.
+"""The choices of what a device may recompute: which units, and how a plan names them.
 
-Ranks meet at every unit, so what they recompute is nested: kind after kind of unit, and of a
-kind with many units the first quarter, the first half, and so on.  Ranks that recompute
-different parts then differ in few classes of turns.
+Ranks meet at every unit, so the choices are nested: one kind of unit after the other, and
+for a kind with many units the first quarter, the first half, and so on.  Ranks with different
+choices then differ in few classes of turns.
 """
 
 from fnmatch import fnmatchcase
@@ -12,9 +12,10 @@ from shardhet.records.plan import EVERY_UNIT
 
 
 def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...], ...]:
-    """Nothing, then more and more until everything is recomputed, as patterns of unit names.
+    """The choices from nothing to everything recomputed, as patterns of unit names.
 
-    Kinds that free most bytes per FLOP come first, of a kind the units that run first.
+    The kinds that free the most bytes per FLOP come first; within a kind, the units that run
+    first.
     """
     workload = model.workload
     kinds = [kind for kind in workload.kinds if workload.num_units_by_kind[kind.name]]
@@ -30,7 +31,7 @@ def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...]
 
 
 def _patterns(model: CostModel, chosen: set[str]) -> tuple[str, ...]:
-    """Patterns that match these units and no others, few where units are numbered."""
+    """Patterns that match these units and no others; only a few if units are numbered."""
     fqns = [unit.fqn for unit in model.visited_units]
     wanted = [fqn for fqn in fqns if fqn in chosen]
     if wanted == fqns:
@@ -53,12 +54,12 @@ def _patterns(model: CostModel, chosen: set[str]) -> tuple[str, ...]:
 
 
 def _numbers_below(stop: int) -> list[str]:
-    """Patterns of the decimal numbers 0 ... stop - 1: below 26, ``[0-9] 1[0-9] 2[0-5]``."""
+    """Patterns of the decimal numbers 0 ... stop - 1; for 26, ``[0-9] 1[0-9] 2[0-5]``."""
     patterns = []
     for length in range(1, len(str(stop - 1)) + 1):
         largest = str(min(stop, 10**length) - 1)  # of this length
         for i, digit in enumerate(largest):
-            # Equal to the largest before digit i, less there; at the last digit equal too.
+            # Equal to the largest before digit i, less at i; the last digit may be equal too.
             low = int(i == 0 and length > 1)
             high = int(digit) - (i < length - 1)
             if low <= high:

@@ -1,7 +1,7 @@
 """The best choice of candidates for every device, with a bound that proves how good it is.
 
-Fix a limit T_d on every phase: whether the batch can be done within them is the oracle's
-question, and the answer is monotone.  So the search is over boxes of limits, lowest bound
+Given a limit T_d on every phase, the oracle says whether the batch can be computed within them.
+The answer is monotone in the limits.  So the search splits boxes of limits, lowest bound
 first.  For a box [lo, hi]:
 
     nothing fits hi                  -> the box is empty
@@ -18,8 +18,8 @@ first.  For a box [lo, hi]:
         |  lo
         +---------------- T_forward
 
-A box of one point leaves only the optimizer's time open, which grows with the largest part
-of the state; there a dynamic programme settles what rounding leaves open.
+A box of one point leaves only the optimizer's time open, which grows with the largest share
+of the state; a dynamic programme then settles what rounding leaves open.
 """
 
 import heapq
@@ -36,19 +36,19 @@ from shardhet.planner.incumbent import RELATIVE_EPSILON, Choices, Incumbent
 from shardhet.planner.oracle import Oracle
 from shardhet.planner.problem import Choice, Limits, Problem, Value
 
-RAY_STEPS = 24  # bisections along the diagonal of a box for an incumbent, at most
-RAY_PRECISION = 1e-3  # of the sum of phases; boxes do the rest better
-SMALL_ADDITIONS = 1e5  # of a dynamic programme that is asked at every turn
+RAY_STEPS = 24  # at most so many bisections along a box's diagonal for an incumbent
+RAY_PRECISION = 1e-3  # of the sum of phases; splitting boxes does the rest better
+SMALL_ADDITIONS = 1e5  # a dynamic programme this small is used in every feasibility test
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
 TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How finely is searched, and when to stop unproven; the same on every machine."""
+    """How fine the search is, and when it stops without a proof; the same on every machine."""
 
-    recompute_steps: int = 4  # in which the units of a kind are added to what is recomputed
-    relative_gap: float = 0.0  # good enough
+    recompute_steps: int = 4  # steps in which the units of a kind become recomputed
+    relative_gap: float = 0.0  # the search stops once it is this small
     max_scanned: float = 4e9  # candidates looked at by the oracle
     max_exact_additions: float = 3e8  # by dynamic programmes
 
@@ -58,7 +58,7 @@ DEFAULT_EFFORT = Effort()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best choices found and what no choice can beat."""
+    """The best choice found, and a bound that no choice can beat."""
 
     choices: Choices
     value: Value
@@ -73,7 +73,7 @@ class Found:
 
 
 class NothingFitsError(Exception):
-    """No choice meets the batch and the state; without limits on time."""
+    """No choice meets the batch and the state, even without limits on time."""
 
 
 class Bracket(NamedTuple):
@@ -91,13 +91,13 @@ class Bracket(NamedTuple):
 def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
     """The best choice of candidates; deterministic.
 
-    Raises ``NothingFitsError`` where not even unlimited time is enough.
+    Raises ``NothingFitsError`` if nothing fits even in unlimited time.
     """
     first = _Search(problem, effort)
     box = first.root()
     if box is None:
         return first.found(np.inf)
-    # What is slower than the first incumbent allows cannot be part of a better one.
+    # A candidate beyond the first incumbent's limits cannot be part of a better choice.
     smaller, kept = problem.within(first.grid.at(box.hi))
     second = _Search(
         smaller, effort, value=first.best.value, num_scanned=first.oracle.num_scanned
@@ -118,7 +118,7 @@ def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
 
 
 class _Search:
-    """One search: what it may still spend, what it has found, and its questions."""
+    """One search: its effort so far, its incumbent, and the questions it asks."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Search:
         value: Value | None = None,
         num_scanned: float = 0.0,
     ) -> None:
-        """Of a search that goes on from another, ``value`` is what that has reached."""
+        """``value`` and ``num_scanned`` are those of the search that this one continues."""
         self.problem = problem
         self.effort = effort
         self.best = Incumbent(problem, value)
@@ -139,7 +139,7 @@ class _Search:
         self.is_small = exact.effort(problem) <= SMALL_ADDITIONS
 
     def root(self) -> Box | None:
-        """A first incumbent, and where something better may be; None if nowhere."""
+        """Find a first incumbent; returns the box that may hold a better one, or None."""
         last = self.grid.last
         unlimited = Limits(self.grid.at(last))
         if not self.oracle.is_feasible(unlimited):
@@ -158,11 +158,11 @@ class _Search:
         return self.tightened(tight)
 
     def box_within(self, box: Box, other: "_Search") -> Box:
-        """The box of another search of this problem, whose upper corner is the last here."""
+        """A box of ``other``, a search of the same problem, in the indices of this search."""
         return replace(box, lo=self.grid.index_of(other.grid.at(box.lo)), hi=self.grid.last)
 
     def found(self, bound_s: float) -> Found:
-        """The result, given what the search has proven."""
+        """The result, given the bound that the search has proven."""
         if self.best.value is None:
             raise NothingFitsError
         return Found(
@@ -174,7 +174,7 @@ class _Search:
         )
 
     def search_boxes(self, root: Box) -> float:
-        """Split until nothing can beat the incumbent; returns the bound that was reached."""
+        """Split boxes until none can beat the incumbent; returns the bound reached."""
         order = count()
         boxes = [(root.bound_s, next(order), root)]
         unresolved_s = np.inf  # least bound of points that could not be settled
@@ -198,7 +198,7 @@ class _Search:
     # Boxes #
 
     def tightened(self, box: Box) -> Box | None:
-        """The part of the box that may hold something better; None where nothing does."""
+        """The part of the box that may hold something better; None if there is none."""
         lo, hi = box.lo, box.hi
         least_s = sum(self.grid.at(lo))
         total_s = max(box.total_s, least_s)
@@ -224,7 +224,7 @@ class _Search:
     def limits(
         self, lo: Sequence[int], hi: Sequence[int], total_s: float, optimizer_s: float
     ) -> Limits:
-        """What a choice in a box must stay within to beat the incumbent.
+        """The limits that a choice in a box must stay within to beat the incumbent.
 
         Using a candidate costs at least ``max(lo_d, its cost)`` in every phase.
         """
@@ -270,13 +270,13 @@ class _Search:
         return True
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
-        """Whether the state fits beside the choices and their optimizers keep the limit."""
+        """Whether the state fits besides the choices and the optimizer stays in its limit."""
         room = self.problem.room_within(limits)
         total = sum(each.count * room[each.group, each.candidate] for each in choices)
         return bool(total >= self.problem.state_numel)
 
     def least_index(self, d: int, first: int, hi: tuple[int, ...], limits: Limits) -> int:
-        """The least limit on phase ``d`` that fits, the others at ``hi``, which fits."""
+        """The least limit on phase ``d`` that fits with the others at ``hi``; ``hi`` fits."""
 
         def fits(index: int) -> bool:
             return self.fits(replace(limits, phases_s=self.grid.at(with_entry(hi, d, index))))
@@ -289,7 +289,7 @@ class _Search:
         return int(bracket.high)
 
     def least_optimizer_s(self, limits: Limits, least_s: float) -> float:
-        """A bound on the optimizer's time within the limits, which fit."""
+        """A lower bound on the optimizer's time within the limits, which must fit."""
         if limits.optimizer_s == np.inf or self.fits(
             replace(limits, optimizer_s=least_s * (1 + 1e-9))
         ):
@@ -300,10 +300,10 @@ class _Search:
         return bracket.low
 
     def least_total_s(self, limits: Limits, least_s: float) -> float:
-        """A bound on the sum of all phases within the limits, which fit.
+        """A lower bound on the sum of all phases within the limits, which must fit.
 
-        Where phases go together, as those of different units do, it is much higher than the
-        sum of what each phase could be alone.
+        If phases grow together, as those of different units do, it is much higher than the
+        sum of the bounds on each phase alone.
         """
         if limits.totals_s is None or self.fits(replace(limits, total_s=least_s)):
             return least_s
@@ -325,7 +325,7 @@ class _Search:
         near = 0.0
         fitting = [1.0, 0.0] if self.oracle.is_feasible(limits(0.0)) else [1.0]
         # Costs differ by orders of magnitude between good and bad candidates, so the
-        # first steps shrink the way by factors.
+        # first steps shorten the way by factors.
         for step in range(RAY_STEPS):
             far = fitting[-1]
             width_s = (far - near) * float((high - low).sum())

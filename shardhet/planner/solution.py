@@ -1,4 +1,4 @@
-"""A plan with the proof of how good it is."""
+"""A plan with a proof of how good it is."""
 
 from dataclasses import dataclass
 
@@ -12,18 +12,18 @@ class PlanError(ValueError):
 
 
 class NoRoomForRowsError(PlanError):
-    """Shares of any size would fit, but none was found that does once rounded to rows."""
+    """Shares of any size would fit, but none were found that fit after rounding to rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSolution:
-    """The best plan found, what it is predicted to cost, and what no plan can beat."""
+    """The best plan found, its predicted cost, and a bound that no plan can beat."""
 
     plan: Plan
     predicted: StepCost  # of the plan as it will run: shares rounded to rows
     lower_bound_s: float  # of the step time of any plan among the candidates
-    assignment: Assignment  # of candidates to devices, and who has chosen it
-    simulated_step_time_s: float | None = None  # where several plans were told apart by it
+    assignment: Assignment  # of candidates to devices, and whether HiGHS chose it
+    simulated_step_time_s: float | None = None  # if simulation decided between several plans
 
     @property
     def relative_gap(self) -> float:

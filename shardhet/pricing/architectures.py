@@ -1,7 +1,7 @@
 """Workloads of the encoders in ``shardhet.models.encoder``, as counts, without torch.
 
-Their blocks are the transformer of ``Workload.transformer`` in its form with LayerNorm and
-GELU, but for the biases, of which only the norms have any.
+Their blocks are those of ``Workload.transformer`` with LayerNorm and GELU, except that only
+the norms have biases.
 """
 
 from dataclasses import replace
@@ -54,7 +54,7 @@ def vit(
 ) -> Workload:
     """A vision transformer as ``shardhet.models.encoder.Vit`` builds it; a token is an image.
 
-    Raises ``ValueError`` where patches do not tile the image.
+    Raises ``ValueError`` if the patches do not tile the image.
     """
     if patch_side < 1 or image_side % patch_side:
         raise ValueError(
@@ -91,7 +91,7 @@ def vit(
         forward_flops=2 * num_classes * width,
         backward_flops=4 * num_classes * width,
         input_bytes=residual_bytes,
-        # the norm's statistics, the mean over places and the log-probabilities
+        # the norm's statistics, the mean over patches and the log-probabilities
         activation_bytes=2 * num_patches * FLOAT32_BYTES
         + width * itemsize
         + num_classes * FLOAT32_BYTES,
@@ -102,7 +102,7 @@ def vit(
 
 
 def _block(base: Workload, width: int, hidden_width: int) -> UnitKind:
-    """The block without the biases of its matrices."""
+    """The block kind with no biases on its matrices."""
     norm = ((width,), (width,))
     attention = ((3 * width, width), (width, width))
     mlp = ((hidden_width, width), (width, hidden_width))

@@ -1,16 +1,17 @@
-"""What a step of a plan takes and what its ranks hold: the one price of a plan.
+"""The predicted cost of a plan: the time of a step and the memory of its ranks.
 
-With C_i the compute of rank i in a turn, g what the collectives beside it take, and e_i how
-much longer the compute of i takes per second of them (``overlap_excess``), the turn takes
+Let C_i be the compute time of rank i in a turn, g the time of the collectives that overlap
+the turn, and e_i the seconds that the compute of i loses per second of those collectives
+(``overlap_excess``).  The turn takes
 
     max(g,  max_i C_i + e_i g)
 
 Turns that are alike (the blocks) are added up first, so the predicted step is
 
     sum over classes of turns of max(g, max_i C_i + e_i g)
-      + the first gather and the last reduction, which nothing hides
+      + the first gather and the last reduction, which overlap no compute
       + max_i (seconds per element of the optimizer) * (elements stored by i)
-      + the runtime's own time in every turn, where the host does not run ahead of its device
+      + the runtime's own time in every turn, if the host does not run ahead of its device
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ class CostModel(TurnPrices, MemoryPrices):
     """What a plan costs in a setting."""
 
     def predict(self, plan: Plan) -> StepCost:
-        """The step that the plan makes, with every share rounded to rows as the runtime does.
+        """The cost of one step of the plan, with shares rounded to rows as in the runtime.
 
         Devices are those of the cluster, in its order.
         """
@@ -66,8 +67,10 @@ class CostModel(TurnPrices, MemoryPrices):
     def _turn_costs(
         self, turns: Turns, parts: Mapping[str | None, Sequence[Sequence[tuple[float, float]]]]
     ) -> Iterator[TurnCost]:
-        """Every class of turns in both phases; ``parts`` is compute by kind of device, and of
-        its ranks by class and phase.
+        """The cost of every class of turns in both phases.
+
+        ``parts`` maps each kind of device to one entry per distinct rank, which holds the
+        compute seconds by class and phase.
         """
         for j, each in enumerate(turns.classes):
             both_comm_s = (each.forward_comm_s, each.backward_comm_s)

@@ -1,8 +1,8 @@
-"""A profile from specifications, for a cluster that nobody here has measured.
+"""A profile from specifications, for a cluster that has not been measured.
 
-Every figure it gives is labelled as derived.  A unit takes the larger of what its FLOPs and
-its bytes take (the roofline of Williams, Waterman and Patterson, 2009), each at a stated
-fraction of the peak, and something to get it started.
+All figures are labelled as derived.  The time of a unit is the larger of the times for its
+FLOPs and its bytes (the roofline of Williams, Waterman and Patterson, 2009), each at a stated
+fraction of the peak, plus the launch time of its kernels.
 """
 
 from math import ceil, log2
@@ -22,9 +22,9 @@ from shardhet.records.workload import UnitKind, Workload
 
 COMPUTE_FRACTION = 0.5  # of the peak that matrix products of training reach (PaLM: 0.46-0.58)
 MEMORY_FRACTION = 0.8  # of the memory's bandwidth that streaming kernels reach
-# Point-to-point figures overstate a ring on PCIe hosts 2.7 times (measured on Cephalo's host).
+# On PCIe hosts a ring reaches 1 / 2.7 of the point-to-point bandwidth (measured on Cephalo's).
 LINK_FRACTION = 0.37
-# Compute beside collectives takes 1.126 times as long, Cephalo's published coefficient.
+# Compute that overlaps collectives takes 1.126 times as long: Cephalo's published coefficient.
 OVERLAP_EXCESS = 1 - 1 / 1.126
 LAUNCH_S = 1e-5  # per kernel
 KERNELS_PER_UNIT = 20  # of a transformer block, forward
@@ -43,7 +43,7 @@ def derive_profile(
     compute_fraction: float = COMPUTE_FRACTION,
     link_fraction: float = LINK_FRACTION,
 ) -> Profile:
-    """The profile that the cluster's specifications promise at the stated fractions."""
+    """The profile that follows from the cluster's specifications at the stated fractions."""
     kinds = dict.fromkeys(device.kind for device in cluster.devices)
     return Profile(
         devices=tuple(
@@ -96,7 +96,7 @@ def _points(
 
 
 def _collectives(cluster: Cluster, link_fraction: float) -> Collectives:
-    """A ring over all devices: it is as fast as its slowest link and crosses each once."""
+    """Times of a ring over all devices, which is as fast as its slowest link."""
     world_size = cluster.world_size
     if world_size == 1:
         return Collectives(source=Source.DERIVED, points=(), note="one device")

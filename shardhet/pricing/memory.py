@@ -1,11 +1,12 @@
-"""Bytes: what a rank needs beside the state that it stores, and how much state then fits.
+"""Memory of a rank: what it needs besides the state that it stores, and how much state fits.
 
-With b samples in microbatches of m, S stored elements and the patterns c of what is recomputed,
+For b samples in microbatches of m, S stored elements and the patterns c of what is recomputed,
 
     bytes = reserved + sigma S + [b > 0] (unsharded + gradients + running_c(m)) + b p_c
 
-p_c are the inputs of every unit and the graphs that are not recomputed; running_c(m) is what
-the running microbatch needs besides.  Arrays of b and m give arrays of bytes.
+sigma is the bytes per stored element, p_c the bytes per sample of the inputs of every unit
+and of the graphs that are not recomputed, and running_c(m) what the running microbatch needs
+in addition.  Arrays of b and m give arrays of bytes.
 """
 
 from collections import Counter
@@ -32,8 +33,8 @@ class MemoryPrices(Priced):
     def bytes_per_stored_numel(self) -> float:
         """Bytes that a rank needs per element that it stores, buffers included.
 
-        Of the largest unit's shard there are two copies in flight where parameters travel in
-        another dtype, and one where gradients are summed in another.
+        The buffers are copies of the largest unit's shard: two if parameters are gathered in
+        a dtype other than float32, and one more if gradients are reduced in one.
         """
         workload = self.workload
         numels = [workload.kind_of(unit).numel for unit in workload.units]
@@ -43,7 +44,7 @@ class MemoryPrices(Priced):
 
     @cached_property
     def unsharded_bytes(self) -> int:
-        """Gathered parameters of the root and of two neighbours in the order of execution."""
+        """Gathered parameters of the root and of two units that run one after the other."""
         return (self._max_of_neighbours + self.root_numel) * self.workload.param_itemsize
 
     @cached_property
@@ -65,7 +66,7 @@ class MemoryPrices(Priced):
         return sum(kind.input_bytes for kind in kinds) + 2 * max(k.input_bytes for k in kinds)
 
     def kept_bytes_per_sample(self, rank: RankPlan) -> int:
-        """Graphs of the units that the rank does not recompute."""
+        """Bytes per sample of the graphs of the units that the rank does not recompute."""
         runs = self._runs_of(rank.recomputed_units)
         return sum(
             number * self.workload.kind_by_name[kind].activation_bytes
@@ -74,7 +75,7 @@ class MemoryPrices(Priced):
         )
 
     def running_bytes(self, rank: RankPlan, device_kind: str | None, size: int) -> int:
-        """What the running microbatch needs besides graphs that are kept anyway."""
+        """Bytes that the running microbatch needs besides the graphs that are kept anyway."""
         runs, known = self._runs_of(rank.recomputed_units), self._known_running_bytes
         key = (tuple(runs), device_kind, size)
         if key not in known:
@@ -87,9 +88,10 @@ class MemoryPrices(Priced):
     def working_bytes(
         self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
     ) -> Floats:
-        """Everything but state and its buffers, of batches in microbatches of ``sizes``.
+        """Bytes of everything but state and its buffers, for each batch and microbatch size.
 
-        ``rank`` says what is recomputed.  [..., len(sizes)] for ``batches`` [..., 1].
+        ``rank`` says what is recomputed.  The result is [..., len(sizes)] for ``batches``
+        [..., 1].
         """
         running = np.array(
             [float(self.running_bytes(rank, device_kind, int(size))) for size in sizes]
@@ -103,16 +105,16 @@ class MemoryPrices(Priced):
         return used
 
     def bytes_per_sample(self, rank: RankPlan) -> int:
-        """What each sample of a rank's batch adds, however it is cut into microbatches."""
+        """Bytes that each sample of a rank's batch adds, whatever the microbatch size."""
         return self.boundary_bytes_per_sample + self.kept_bytes_per_sample(rank)
 
     def room_numel(self, budget_bytes: float, working_bytes: Floats) -> Floats:
-        """Elements of state that fit into a budget beside what a device works with."""
+        """Elements of state that fit into a budget besides the working memory."""
         room: Floats = (budget_bytes - working_bytes) / self.bytes_per_stored_numel
         return room
 
     def _runs_of(self, recomputed_units: tuple[str, ...]) -> Mapping[tuple[str, bool], int]:
-        """How many units there are of each kind that are recomputed, and that are not."""
+        """The number of recomputed and of not recomputed units of each kind."""
         known = self._known_runs
         if recomputed_units not in known:
             rank = RankPlan(
@@ -142,7 +144,7 @@ class MemoryPrices(Priced):
         return peak if is_recomputed else max(0, peak - graph)
 
     def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
-        """Everything that a rank holds which stores this many elements."""
+        """The memory of a rank that stores this many elements, by purpose."""
         workload, device_kind = self.workload, rank.device.kind
         batch, sizes = rank.rank_batch_size, rank.microbatch_sizes
         buffers = self.bytes_per_stored_numel - workload.state_bytes_per_element

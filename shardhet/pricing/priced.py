@@ -1,4 +1,4 @@
-"""What prices of seconds and of bytes have in common: a setting."""
+"""The common base of the prices of seconds and of bytes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,32 +11,32 @@ from shardhet.records.workload import Unit, Workload
 
 @dataclass(frozen=True)
 class Priced:
-    """Something that prices what happens in a setting."""
+    """Base class: a setting and what follows from it."""
 
     setting: Setting
 
     @property
     def cluster(self) -> Cluster:
-        """That of the setting."""
+        """The cluster of the setting."""
         return self.setting.cluster
 
     @property
     def workload(self) -> Workload:
-        """That of the setting."""
+        """The workload of the setting."""
         return self.setting.workload
 
     @property
     def profile(self) -> Profile:
-        """That of the setting."""
+        """The profile of the setting."""
         return self.setting.profile
 
     @cached_property
     def visited_units(self) -> tuple[Unit, ...]:
-        """The units that compute, in order of execution."""
+        """The units that compute (all but the root), in order of execution."""
         return tuple(unit for unit in self.workload.units if unit.fqn)
 
     @cached_property
     def root_numel(self) -> int:
-        """Elements that are unsharded for the whole step."""
+        """Elements of the root, which is unsharded for the whole step."""
         kinds = [self.workload.kind_of(unit) for unit in self.workload.units if not unit.fqn]
         return sum(kind.numel for kind in kinds)

@@ -1,4 +1,4 @@
-"""What every price is of: this cluster, this workload, these measurements."""
+"""The input of every price: a cluster, a workload and measurements."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE = "cluster.json", "workload.json", "pr
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where what is trained, and how fast and large it was measured (or derived) to be."""
+    """A cluster, the workload it trains, and their measured (or derived) profile."""
 
     cluster: Cluster
     workload: Workload
@@ -21,9 +21,9 @@ class Setting:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """From the three files of a folder that ``shardhet measure`` has written.
+        """Read the three files that ``shardhet measure`` writes into a folder.
 
-        Raises ``ValueError`` and ``OSError`` as their own ``load`` do.
+        Raises ``ValueError`` and ``OSError`` as the ``load`` of each record does.
         """
         path = Path(folder)
         return cls(
@@ -33,7 +33,7 @@ class Setting:
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write the three files; the folder is made where there is none."""
+        """Write the three files; the folder is created if it does not exist."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self.cluster.save(path / CLUSTER_FILE)

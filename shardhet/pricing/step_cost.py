@@ -1,6 +1,6 @@
-"""What a step costs, as predicted: seconds and bytes of turns, ranks and the whole.
+"""The predicted cost of a step: seconds and bytes of its turns, its ranks and the whole.
 
-``shardhet.pricing.cost`` makes these records.
+``shardhet.pricing.cost`` creates these records.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from shardhet.records.schedule import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """Bytes that one rank holds at its fullest moment, by what they are for."""
+    """Bytes that one rank holds at its fullest moment, by purpose."""
 
     state_bytes: int  # parameters, gradients and optimizer state that it stores
-    shard_buffer_bytes: int  # copies of its shards that are on their way
+    shard_buffer_bytes: int  # copies of its shards that are being communicated
     unsharded_bytes: int  # gathered parameters of the current and the next unit
     grad_bytes: int  # unsharded gradients of the current unit and the one being reduced
     boundary_bytes: int  # inputs of every unit for the whole rank batch, and their gradients
     activation_bytes: int  # graphs that are kept, and what the running microbatch needs
-    reserved_bytes: int  # taken before any tensor
+    reserved_bytes: int  # of the process besides its tensors
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return (
             self.state_bytes
             + self.shard_buffer_bytes
@@ -37,7 +37,7 @@ class MemoryParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCost:
-    """What one rank does and holds in a step, as predicted."""
+    """The predicted time and memory of one rank in a step."""
 
     forward_s: float  # compute only
     backward_s: float  # compute only, recomputation included
@@ -48,29 +48,29 @@ class RankCost:
 
     @property
     def fits(self) -> bool:
-        """Whether it stays within its budget."""
+        """Whether the rank stays within its memory budget."""
         return self.memory.total_bytes <= self.memory_budget_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCost:
-    """All turns of one class in one phase together: who sets their pace."""
+    """The cost of all turns of one class in one phase together."""
 
     unit_kind: str
     phase: Phase
     compute_s: float  # of the slowest rank
-    comm_s: float  # what is sent beside it
-    seconds: float  # what they take
+    comm_s: float  # of the collectives that overlap it
+    seconds: float  # of the turns, compute and communication overlapped
 
     @property
     def is_paced_by_links(self) -> bool:
-        """Whether the turns last as long as what is sent beside them."""
+        """Whether the turns last as long as the collectives that overlap them."""
         return self.seconds <= self.comm_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """A whole step, as predicted."""
+    """The predicted cost of a whole step."""
 
     turns: tuple[TurnCost, ...]
     optimizer_s: float
@@ -95,7 +95,7 @@ class StepCost:
         return self.forward_s + self.backward_s + beside_s
 
     def within(self, budgets: Sequence[int]) -> "StepCost":
-        """The same under these budgets, one per rank, where they differ from the cluster's."""
+        """The same cost with these memory budgets, one per rank, instead of the cluster's."""
         ranks = tuple(
             replace(rank, memory_budget_bytes=budget)
             for rank, budget in zip(self.ranks, budgets, strict=True)

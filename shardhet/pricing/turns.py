@@ -1,8 +1,7 @@
-"""Seconds: what ranks compute in a turn, and which collectives run beside it.
+"""Seconds of a turn: the compute of its ranks and the collectives that overlap it.
 
-A turn is one visit of a unit in one phase.  Ranks meet at every turn, because each gather takes
-something from all of them, and beside a turn's compute run the collectives that
-``Schedule.beside`` names.
+A turn is one visit of a unit in one phase.  Ranks meet at every turn, because all of them take
+part in each gather.  The collectives that ``Schedule.beside`` lists overlap a turn's compute.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,25 +17,25 @@ from shardhet.records.workload import UnitKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClass:
-    """Units that are alike in kind and in who recomputes them, and what runs beside them."""
+    """Units of one kind that the same ranks recompute, and the collectives beside them."""
 
     kind: UnitKind
     num_units: int
-    unit_fqn: str  # of one of them: who recomputes it recomputes all
-    forward_comm_s: float  # beside all their forward turns together
+    unit_fqn: str  # of one of them: a rank that recomputes it recomputes all
+    forward_comm_s: float  # overlaps all their forward turns together
     backward_comm_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """All classes of turns of a step, and the communication that nothing hides."""
+    """All classes of turns of a step, and the communication that overlaps no compute."""
 
     classes: tuple[TurnClass, ...]
     exposed_comm_s: float
 
     @property
     def comm_s(self) -> float:
-        """All communication of the step, hidden or not."""
+        """All communication of the step, overlapped or not."""
         beside = sum(each.forward_comm_s + each.backward_comm_s for each in self.classes)
         return beside + self.exposed_comm_s
 
@@ -53,7 +52,7 @@ class TurnPrices(Priced):
     def unit_seconds(
         self, device_kind: str | None, unit_kind: str, microbatch_sizes: Iterable[int]
     ) -> tuple[float, float]:
-        """Forward and backward of one unit on a rank's microbatches, nothing recomputed."""
+        """Seconds of one unit's forward and backward on a rank's microbatches."""
         unit = self.profile.unit(device_kind, unit_kind)
         sizes = list(microbatch_sizes)
         return (
@@ -62,14 +61,18 @@ class TurnPrices(Priced):
         )
 
     def beside_comm_s(self, device_kind: str | None, compute_s: float, comm_s: float) -> float:
-        """How long a device computes what takes ``compute_s`` alone beside ``comm_s``."""
+        """Seconds of compute while ``comm_s`` of collectives overlap it.
+
+        ``compute_s`` is what the same compute takes alone.
+        """
         return compute_s + self.profile.device(device_kind).overlap_excess * comm_s
 
     def unevenness(self, shares: Sequence[float], computes: Sequence[bool]) -> float:
-        """What the busiest port moves when owners send directly, over what a ring moves.
+        """The bytes at the busiest port with direct messages, relative to those of a ring.
 
         With R devices of which R' receive, owner i sends s_i (R' - r_i) and receives
-        r_i (1 - s_i) of a unit's bytes; a ring moves (R - 1) / R of them past every device.
+        r_i (1 - s_i) of a unit's bytes (r_i is 1 if i receives, else 0); a ring moves
+        (R - 1) / R of them past every device.
         """
         world_size = len(shares)
         if world_size == 1:
@@ -90,8 +93,8 @@ class TurnPrices(Priced):
     ) -> Turns:
         """The classes of turns of a step.
 
-        ``recomputed`` holds the different patterns that ranks recompute by; units are of one
-        class where all of them agree.
+        ``recomputed`` holds the distinct lists of patterns that ranks recompute by.  Units of
+        one kind form a class if every list treats them alike.
         """
         gather_s, reduce_s = self._collective_seconds(unevenness)
         forward_s, backward_s = (
@@ -126,7 +129,7 @@ class TurnPrices(Priced):
         return self._collective_seconds(self.unevenness(shares, computes))
 
     def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Indices of units that agree in kind and in who recomputes them."""
+        """Indices of units of one kind that the same ranks recompute, class by class."""
         ranks = [
             RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=tuple(patterns))
             for patterns in recomputed
@@ -138,9 +141,9 @@ class TurnPrices(Priced):
         return list(members.values())
 
     def _mean_by_kind(self, seconds: Sequence[float]) -> list[float]:
-        """Of every visited unit what its kind has in the mean.
+        """For every visited unit, the mean over the units of its kind.
 
-        So a step takes as long however turns that are alike are put into classes.
+        The time of a step then does not depend on how like turns are put into classes.
         """
         by_kind: dict[str, list[float]] = {}
         for unit, each in zip(self.visited_units, seconds, strict=True):
@@ -148,7 +151,7 @@ class TurnPrices(Priced):
         return [fmean(by_kind[unit.kind]) for unit in self.visited_units]
 
     def _collective_seconds(self, unevenness: float) -> tuple[list[float], list[float]]:
-        """Gather and reduction of every visited unit."""
+        """Seconds of the gather and of the reduction of every visited unit."""
         kinds = [self.workload.kind_of(unit) for unit in self.visited_units]
         gather_s = [self._collective_s(kind.numel, True, unevenness) for kind in kinds]
         reduce_s = [self._collective_s(kind.numel, False, unevenness) for kind in kinds]
@@ -168,7 +171,7 @@ class TurnPrices(Priced):
     def _beside(
         self, gather_s: Sequence[float], reduce_s: Sequence[float], reshard_after_forward: bool
     ) -> tuple[list[float], list[float]]:
-        """What is communicated beside the forward and the backward turn of each unit."""
+        """Seconds of the collectives that overlap each unit's forward and backward turn."""
         num_units = len(gather_s)
         schedule = straight_schedule(num_units, reshard_after_forward=reshard_after_forward)
         seconds_of = {"gather": gather_s, "reduce": reduce_s}
@@ -179,5 +182,5 @@ class TurnPrices(Priced):
         return forward_s, backward_s
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
-        """Elements that each device stores once every border lies between rows."""
+        """Elements that each device stores, with every border between rows."""
         return stored_numels(self.workload.layouts(), state_shares)

@@ -1,7 +1,7 @@
-"""From what every rank measured to one profile and one cluster: pure functions.
+"""Combine the measurements of all ranks into one profile and one cluster; pure functions.
 
-Devices of one kind are interchangeable to the planner, and ranks meet at every unit, so the
-slowest rank of a kind stands for all of it, with its own samples.
+Devices of one kind are interchangeable to the planner, and ranks meet at every unit.  So the
+samples of the slowest rank of a kind stand for the whole kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ from shardhet.records.profiles import (
 )
 from shardhet.records.workload import Workload
 
-WEIGHT_STEPS = 100  # of the unevenness weights, which lie between 0 and 1
+WEIGHT_STEPS = 100  # resolution of the unevenness weights, which lie between 0 and 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank measured of itself."""
+    """What one rank measured about itself."""
 
-    device: DeviceSpec  # as it is announced, with the memory that this rank may use
+    device: DeviceSpec  # as announced, with the memory that this rank may use
     alone: Samples
     together: Samples  # while all ranks compute
     optimizer_s_per_element: list[float]
@@ -48,7 +48,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficReport:
-    """What all ranks measured of the links; the same on each."""
+    """What all ranks measured about the links; the same on each."""
 
     collectives: list[CollectiveSamples]
     pairs: list[PairSamples]
@@ -57,7 +57,7 @@ class TrafficReport:
 
 
 def make_cluster(ranks: Sequence[DeviceSpec], pairs: Sequence[PairSamples]) -> Cluster:
-    """The devices by host, in the order of their ranks, with the slowest link of each host."""
+    """The cluster: devices by host in the order of their ranks, and the slowest links."""
     hosts = list(dict.fromkeys(device.host or "" for device in ranks))
     within: dict[str, list[PairSamples]] = {host: [] for host in hosts}
     between: list[PairSamples] = []
@@ -97,7 +97,7 @@ def make_profile(
     *,
     is_together: bool,
 ) -> Profile:
-    """The profile of the ranks computing all at once, or each alone."""
+    """The profile with all ranks computing at once, or with each rank computing alone."""
     by_kind: dict[str, list[RankReport]] = {}
     excesses: dict[str, list[float]] = {}
     for report, excess in zip(reports, traffic.overlap_excesses, strict=True):
@@ -163,7 +163,7 @@ def _device_profile(
 
 
 def _comparable_s(own: Samples, reports: Sequence[RankReport], is_together: bool) -> float:
-    """Mean seconds of the cases that every rank of the kind has measured."""
+    """Mean seconds over the cases that every rank of the kind has measured."""
     every = [report.together if is_together else report.alone for report in reports]
     total = 0.0
     for kind, unit in own.items():
@@ -178,10 +178,10 @@ def unevenness_weights(
     cluster: Cluster,
     workload: Workload,
 ) -> tuple[float, float]:
-    """Where between a ring (0) and direct messages (1) gathers and reductions lie.
+    """Where gathers and reductions lie between a ring (0) and direct messages (1).
 
-    The weight w in [0, 1] that minimises the squared logarithm of measured over predicted
-    seconds of the uneven cut, predicted as t(n (1 - w + w u)) with the even curve t and the
+    Each weight w in [0, 1] minimises the squared logarithm of measured over predicted seconds
+    of the uneven cut.  The prediction is t(n (1 - w + w u)), with the even curve t and the
     cut's unevenness u.
     """
     shares = uneven_shares(cluster.world_size)

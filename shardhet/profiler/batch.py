@@ -1,4 +1,4 @@
-"""An example batch, stretched or cut to any number of samples."""
+"""An example batch, repeated or cut to any number of samples."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def first_length(tree: Any) -> int:
-    """Dim 0 of the first tensor that has one; 0 where there is none."""
+    """The length of dim 0 of the first tensor that has one; 0 if there is none."""
     lengths = (t.shape[0] for t in tree_leaves(tree) if isinstance(t, Tensor) and t.dim())
     return next(lengths, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleBatch:
-    """What a model is called with; dim 0 of the first tensor is the batch.
+    """An example of a model's inputs; dim 0 of the first tensor is the batch.
 
-    Only shapes and dtypes matter, and that indices are in range: random tokens will do.
+    Only shapes and dtypes matter, but indices must be in range: random tokens will do.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    loss_inputs: tuple[Any, ...] = ()  # for ``loss_fn``, where the model returns logits
+    loss_inputs: tuple[Any, ...] = ()  # for ``loss_fn``, if the model returns logits
 
     def __post_init__(self) -> None:
         if not self.num_samples:
@@ -35,17 +35,17 @@ class ExampleBatch:
 
     @property
     def num_samples(self) -> int:
-        """Dim 0 of the first tensor."""
+        """The length of dim 0 of the first tensor."""
         return first_length((self.args, dict(self.kwargs), self.loss_inputs))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors in it."""
+        """All tensors in the batch."""
         leaves = tree_leaves((self.args, dict(self.kwargs), self.loss_inputs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def of_size(self, num_samples: int) -> Self:
-        """The same with so many samples: its own, again and again."""
+        """A batch of ``num_samples`` samples, made by repeating this one's."""
         own = self.num_samples
 
         def stretch(tensor: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class ExampleBatch:
         return self.map(stretch)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor replaced by what ``function`` makes of it."""
+        """The same batch with ``function`` applied to every tensor."""
         args, kwargs, loss_inputs = tree_map_only(
             Tensor, function, (self.args, dict(self.kwargs), self.loss_inputs)
         )

@@ -1,8 +1,8 @@
 """Forward and backward seconds of every kind of unit at many microbatch sizes, on one rank.
 
-All cases are run once per round, so that a disturbance of the machine touches all of them.
-Between the forward of a case and its backward others run, as in a real step, so that a unit
-does not find what it saved still in a cache.
+All cases run once per round, so that a disturbance of the machine affects all of them.  Other
+cases run between the forward of a case and its backward, as in a real step, so that what a
+unit saved is no longer in a cache.
 """
 
 import time
@@ -22,31 +22,32 @@ from shardhet.training.emulation import EmulatedDevice
 from shardhet.training.optim import OptimizerSpec
 
 NUM_WARM_UP_RUNS = 3  # the first take several times as long as later ones
-MIN_ROUNDS = 3  # fewer have no deciles
+MIN_ROUNDS = 3  # fewer give no deciles
 USED_PART_OF_MEMORY = 0.8  # of what is free; the rest is for kernels' own buffers
-# So much waits for its backward, or what a step of so many of the largest microbatches keeps:
-# caches of servers' processors have up to 2**28 bytes, which are shared.
+# This many bytes of graphs wait for their backward, but no more than a step of
+# ``STEP_MICROBATCHES`` of the largest microbatches keeps.  Server processors have shared caches
+# of up to 2**28 bytes.
 CACHE_BYTES = 2**28
 STEP_MICROBATCHES = 2
 WAITING_PART_OF_MEMORY = 0.25
-FILLING_PART = 0.25  # of the time, at most, until so much waits
-# Larger shards take proportionally longer.  On an accelerator they have to be so large that
-# launching its kernels takes less than they do.
+FILLING_PART = 0.25  # at most this part of the time is spent until so many bytes wait
+# Larger shards take proportionally longer.  On an accelerator they must be large enough that
+# its kernels take longer than launching them.
 MAX_OPTIMIZED_NUMEL = 2**24
 MAX_OPTIMIZED_NUMEL_OF_ACCELERATOR = 2**28
-OPTIMIZED_PART_OF_MEMORY = 0.1  # of all; units run beside it
+OPTIMIZED_PART_OF_MEMORY = 0.1  # of all memory; the rest is for units that run in between
 OPTIMIZED_TENSORS = 4  # parameter, gradient and two moments
 
 
 @dataclass(slots=True)
 class UnitSamples:
-    """All that was measured of one kind of unit: (forward, backward) seconds by size."""
+    """All measurements of one kind of unit: (forward, backward) seconds by size."""
 
     seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     peak_bytes: dict[int, int | None] = field(default_factory=dict)
 
     def to_record(self, unit_kind: str) -> UnitProfile:
-        """The samples as curves."""
+        """The samples as a ``UnitProfile``."""
         points = tuple(
             ComputePoint(
                 microbatch_size=size,
@@ -63,32 +64,32 @@ Samples = dict[str, UnitSamples]  # by kind of unit
 
 
 def candidate_sizes(max_microbatch_size: int) -> list[int]:
-    """Powers of two, and the largest."""
+    """The powers of two up to ``max_microbatch_size``, and that size itself."""
     powers = [2**i for i in range(max_microbatch_size.bit_length())]
     return sorted({*powers, max_microbatch_size})
 
 
 @dataclass(slots=True)
 class _Case:
-    """Microbatches between their forward and their backward."""
+    """Microbatches of one unit between their forward and their backward."""
 
     runner: UnitRunner
     started: Started
     nbytes: int  # of its graphs
-    taken: list[tuple[float, float]]  # where its seconds go
+    taken: list[tuple[float, float]]  # the list that its seconds are appended to
 
     def finish(self) -> None:
         self.taken.append(self.runner.backward(self.started))
 
 
 class _Waiting:
-    """Cases that wait for their backward, the oldest of which is the next."""
+    """A queue of cases that wait for their backward; the oldest is next."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._nbytes = 0
         self._cases: deque[_Case] = deque()
-        self.has_room = True  # so far nothing had to be finished
+        self.has_room = True  # until a case has to be finished to make room
 
     def add(self, case: _Case) -> None:
         self._cases.append(case)
@@ -100,7 +101,7 @@ class _Waiting:
             self._finish_oldest()
 
     def stay_as_full(self) -> None:
-        """Let no more wait than does now: memory that is new takes longer than computing."""
+        """Let no more bytes wait than now: allocating memory takes longer than computing."""
         if self._cases:
             self._most_bytes = self._nbytes
 
@@ -159,11 +160,11 @@ class ComputeMeasurement:
         return [kind for kind in self._workload.kinds if counts[kind.name]]
 
     def runner(self, kind: str) -> UnitRunner:
-        """The unit of this kind, to be run beside something else."""
+        """The runner of this kind of unit, for other measurements."""
         return self._runners[kind]
 
     def sizes(self, kind: str) -> list[int]:
-        """The microbatch sizes that are measured of this kind."""
+        """The microbatch sizes that are measured for this kind."""
         return self._sizes[kind]
 
     def warm_up(
@@ -177,7 +178,7 @@ class ComputeMeasurement:
         round_s = 0.0
         peaks: dict[str, dict[int, int | None]] = {kind: {} for kind in self._runners}
         for i, size in enumerate(sorted(set().union(*self._sizes.values()))):
-            larger_s = 0.0  # of the next sizes, if a sample takes as long
+            larger_s = 0.0  # of the next sizes, if their samples take as long
             for kind, runner in self._runners.items():
                 if size not in self._sizes[kind]:
                     continue
@@ -193,9 +194,10 @@ class ComputeMeasurement:
         return round_s, peaks
 
     def run_rounds(self, seconds: float, min_rounds: int = MIN_ROUNDS) -> Samples:
-        """Rounds until ``seconds`` are over, and at least ``min_rounds``.
+        """Run rounds until ``seconds`` are over, and at least ``min_rounds``.
 
-        Not a number of rounds: ranks that run together are to disturb each other to the end.
+        The end is a time, not a number of rounds, so that ranks that run together disturb
+        each other until the end.
         """
         samples = {kind: UnitSamples() for kind in self._runners}
         waiting = _Waiting(self._waiting_bytes)
@@ -211,12 +213,12 @@ class ComputeMeasurement:
         return samples
 
     def _run_round(self, waiting: _Waiting, samples: Samples) -> None:
-        """Every case once; those without a place in ``samples`` are not kept."""
+        """Run every case once; times are dropped if ``samples`` is empty."""
         for kind, runner in self._runners.items():
             for size in self._sizes[kind]:
                 num_microbatches = runner.num_microbatches(size)
                 nbytes = num_microbatches * size * self._activation_bytes(kind)
-                waiting.make_room(nbytes)  # before it begins: memory is there for so much
+                waiting.make_room(nbytes)  # first: memory suffices for just so many bytes
                 case = runner.forward(size, num_microbatches)
                 taken = samples[kind].seconds.setdefault(size, []) if samples else []
                 waiting.add(_Case(runner, case, nbytes, taken))
@@ -226,7 +228,7 @@ class ComputeMeasurement:
 
     @property
     def _waiting_bytes(self) -> int:
-        """What a step of two of the largest microbatches keeps for its backward, at most."""
+        """The most bytes that may wait: at most those of a step of the largest microbatches."""
         counts = self._workload.num_units_by_kind
         kept = sum(
             counts[kind] * STEP_MICROBATCHES * sizes[-1] * self._activation_bytes(kind)
@@ -237,9 +239,9 @@ class ComputeMeasurement:
     def optimizer_seconds(
         self, optimizer: OptimizerSpec, share: float, num_repeats: int
     ) -> list[float]:
-        """Seconds per element of an optimizer step, each of a step of its own.
+        """Seconds per element of an optimizer step; each entry is a separate step.
 
-        The parameters are those that a rank which stores ``share`` of every unit would have.
+        The parameters are those of a rank that stores ``share`` of every unit.
         """
         dtype = orig_dtype(self._model.module)
         max_numel = MAX_OPTIMIZED_NUMEL
@@ -257,12 +259,12 @@ class ComputeMeasurement:
         numel = sum(param.numel() for param in params)
         seconds = []
         for _ in range(num_repeats + 2):
-            for kind, runner in self._runners.items():  # a step does not find its state cached
+            for kind, runner in self._runners.items():  # so that the state is not cached
                 runner.run(self._sizes[kind][-1])
             with self._stopwatch.running():
                 stepper.step()
             seconds.append(self._stopwatch.seconds / numel)
-        return seconds[2:]  # the first make the state
+        return seconds[2:]  # the first steps create the state
 
 
 def _shard_shapes(workload: Workload, share: float, max_numel: int) -> list[tuple[int, ...]]:
@@ -280,7 +282,7 @@ def _shard_shapes(workload: Workload, share: float, max_numel: int) -> list[tupl
 
 
 def peaks_into(samples: Samples, peaks: Mapping[str, Mapping[int, int | None]]) -> Samples:
-    """The samples with the peak bytes of each case."""
+    """The samples, with the peak bytes of each case added."""
     for kind, unit in samples.items():
         unit.peak_bytes = {size: peaks[kind].get(size) for size in unit.seconds}
     return samples

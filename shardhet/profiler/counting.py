@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Queries times keys and weights times values, the whole square."""
+    """FLOPs of queries times keys and weights times values, over the full square."""
     batch, num_heads, num_queries, width = query
     num_keys, value_width = key[-2], value[-1]
     return 2 * batch * num_heads * num_queries * num_keys * (width + value_width)
@@ -32,11 +32,11 @@ def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any)
 def _attention_backward_flops(
     _grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any
 ) -> int:
-    """Two products for each of forward's; what a fused kernel computes again is not counted."""
+    """FLOPs of two products for each one of forward, without what fused kernels recompute."""
     return 2 * _attention_flops(query, key, value)
 
 
-# torch does not count attention on CPU, and counts what CUDA's kernels compute again.
+# torch does not count attention on CPU, and it counts what the CUDA kernels recompute.
 FLOPS_BY_OPERATION = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
@@ -48,7 +48,7 @@ FLOPS_BY_OPERATION = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What one unit costs for some number of samples."""
+    """The cost of one unit for some number of samples."""
 
     forward_flops: int = 0
     backward_flops: int = 0
@@ -57,7 +57,7 @@ class Counts:
     peak_bytes: int = 0  # the most that is alive in forward and backward, the graph included
 
     def __add__(self, other: "Counts") -> "Counts":
-        """Of two calls of one unit: both graphs are kept, and run one after the other."""
+        """The counts of two calls of one unit, which run in turn and keep both graphs."""
         return Counts(
             forward_flops=self.forward_flops + other.forward_flops,
             backward_flops=self.backward_flops + other.backward_flops,
@@ -78,7 +78,7 @@ def count_unit(
     loss_fn: LossFn | None,
     device: torch.device,
 ) -> Counts:
-    """What the unit costs for ``num_samples``."""
+    """Count what the unit costs for ``num_samples`` samples."""
     total = Counts()
     for call in unit.calls:
         function = call.function(sketch.model, param_dtype=param_dtype, loss_fn=loss_fn)
@@ -139,9 +139,10 @@ def count_loss_outside(
     loss_fn: LossFn,
     device: torch.device,
 ) -> int:
-    """Bytes that wait for backward after the head: its output and all that follows it.
+    """Bytes kept for backward after the head: its output and everything computed from it.
 
-    For a model that computes on with what its last unit returns; ``loss_fn`` gets its logits.
+    This is for a model that goes on computing with the output of its last unit; ``loss_fn``
+    gets the model's logits.
     """
     live = LiveBytes()
     modes = ExitStack()
@@ -172,7 +173,7 @@ def count_loss_outside(
 
 @contextmanager
 def casting_units(sketch: ModelSketch, param_dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, units get their inputs in the dtype of parameters in flight."""
+    """Context in which units get their inputs cast to ``param_dtype``."""
     cast = casting(lambda *args, **kwargs: (args, kwargs), param_dtype)
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -187,7 +188,7 @@ def casting_units(sketch: ModelSketch, param_dtype: torch.dtype | None) -> Itera
 
 
 def logits_of(output: Any) -> Any:
-    """What a model predicts: its only result, or the field that is called so."""
+    """The logits in a model's output: the output itself, or its field ``logits``."""
     return getattr(output, "logits", output)
 
 
@@ -196,7 +197,7 @@ def _drop_grad(param: Tensor) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, follows the memory of all that operations return, until it is freed."""
+    """A mode that tracks the memory of everything that operations return, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -211,7 +212,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and add storages that are new."""
+        """Run the operation and count new storages."""
         before = {id(_storage(each)) for each in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):

@@ -1,4 +1,4 @@
-"""``describe``: a model as counts and bytes, in seconds and without its memory."""
+"""``describe``: count a model's FLOPs and bytes without allocating it; takes seconds."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from shardhet.records.workload import Unit, UnitKind, Workload
 CPU = torch.device("cpu")
 ADAM_MOMENTS = 2
 
-# What a sample costs is the difference of these.  So large that gradients of parameters,
-# which do not grow with the batch, are at no size the most that is alive.
+# The cost of a sample is the difference between these two batch sizes.  They are so large that
+# gradients of parameters, which do not grow with the batch, never set the peak memory.
 SIZES = (1024, 1025)
 
 
@@ -34,22 +34,23 @@ def describe(
     num_moments: int = ADAM_MOMENTS,
     device: torch.device = CPU,
 ) -> Workload:
-    """The workload of training ``model``, with the units that HetFSDP makes of it.
+    """The workload of training ``model``, with the units that HetFSDP would make of it.
 
     ``model`` may be on the meta device; nothing is allocated or computed.  ``units``,
     ``loss_fn``, ``param_dtype`` and ``reduce_dtype`` are those of HetFSDP.
 
-    ``loss_is_outside``: the model computes on with what its last unit returns, so that HetFSDP
-    has no ``loss_fn`` and the loss follows the model; all logits are then counted.
+    ``loss_is_outside`` means that the model goes on computing with the output of its last
+    unit, so HetFSDP has no ``loss_fn`` and the loss follows the model; all logits are then
+    counted.
 
-    ``batch`` is an example of what the model is called with.  ``tokens_per_sample`` is for
-    throughput; None is the length of the first tensor's rows if it holds indices, else 1.
-    ``num_moments`` is how many tensors the optimizer keeps per parameter.  ``device`` says
-    whose kernels are counted; fused attention keeps less than a plain one.
+    ``batch`` is an example of the model's inputs.  ``tokens_per_sample`` is for throughput;
+    None means the length of the first tensor's rows if it holds indices, else 1.
+    ``num_moments`` is the number of tensors that the optimizer keeps per parameter.
+    ``device`` says whose kernels are counted; fused attention keeps less than plain attention.
 
     FLOPs are those of matrix products, convolutions and attention (two per multiplication
-    and addition).  Bytes are of one sample: what grows with the batch, so a table that
-    every microbatch shares is not in them.
+    and addition).  Bytes are per sample: only what grows with the batch is counted, so a
+    table that all microbatches share is not included.
     """
     sketch = sketch_model(
         model, batch, units=units, loss_fn=loss_fn, param_dtype=param_dtype, device=device
@@ -104,7 +105,7 @@ def describe_sketch(
                 )
                 for size in SIZES
             ]
-            # As a unit's inputs it is of the whole rank batch, whatever is recomputed.
+            # Like a unit's inputs, it is kept for the whole rank batch even with recomputation.
             kind = replace(kind, input_bytes=kind.input_bytes + more - few)
         kinds.append(kind)
     in_flight = param_dtype or orig_dtype
@@ -126,7 +127,7 @@ def _pass_on(output: Any, *_loss_inputs: Any) -> Any:
 def _state_bytes_per_element(
     sketch: ModelSketch, orig_dtype: torch.dtype, num_moments: int
 ) -> int:
-    """Parameter, gradient and moments, on average: frozen parameters have only themselves."""
+    """Mean bytes of parameter, gradient and moments; a frozen parameter has only itself."""
     slots = [slot for unit in sketch.units for slot in unit.draft.slots]
     numel = sum(slot.shape.numel() for slot in slots)
     trained = sum(slot.shape.numel() for slot in slots if slot.is_trainable)

@@ -1,9 +1,9 @@
-"""``measure``: this machine and this model, as a cluster, a workload and a profile.
+"""``measure``: measure this machine and model as a cluster, a workload and a profile.
 
-All ranks call it together.  Each computes alone first, the others of its host asleep, and
-then all at once, which is what happens in training and what is planned with: ranks that
-share a host's memory and caches slow each other down.  Then come optimizer, collectives,
-links, and compute beside collectives.
+All ranks call it together.  First each rank computes alone while the others on its host sleep.
+Then all compute at once, as in training, because ranks that share a host's memory and caches
+slow each other down; plans use these times.  Then the optimizer, collectives, links, and
+compute that overlaps collectives are measured.
 """
 
 import platform
@@ -33,8 +33,8 @@ from shardhet.records.workload import Workload
 from shardhet.training.emulation import EmulatedDevice
 from shardhet.training.optim import AdamW, OptimizerSpec, Sgd
 
-MAX_PAIRS = 28  # all pairs of eight ranks; of more, each rank with the next
-OnProgress = Callable[[str, float], None]  # what is done next, and the fraction done
+MAX_PAIRS = 28  # all pairs of eight ranks; with more ranks, each with the next one only
+OnProgress = Callable[[str, float], None]  # the next activity, and the fraction done so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class MeasuringEffort:
 
     max_microbatch_size: int = 32
     num_repeats: int = 10
-    time_limit_s: float = 60.0  # about; slow devices still run every case some times
+    time_limit_s: float = 60.0  # approximate; slow devices still run every case a few times
 
     # Parts of the time limit.
     alone: float = 0.25  # all ranks of a host together
@@ -52,9 +52,9 @@ class MeasuringEffort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was measured; the same on every rank."""
+    """The result of ``measure``; the same on every rank."""
 
-    setting: Setting  # its profile with all ranks computing at once: what to plan with
+    setting: Setting  # measured with all ranks computing at once; use it to plan
     alone: Profile  # each rank of a host computing alone
     pairs: tuple[PairSamples, ...]
 
@@ -75,11 +75,11 @@ def measure(
     effort: MeasuringEffort | None = None,
     on_progress: OnProgress = lambda _text, _fraction: None,
 ) -> Measurement:
-    """The cluster of the ranks of ``group``, the workload, and how fast they are.  Collective.
+    """Measure the ranks of ``group`` and the workload of ``model``.  Collective.
 
-    ``group`` None is the default group, or no group at all for one process.  ``device_spec``
-    is what this rank announces itself as; None asks the driver.  A failure on one rank
-    raises on all.
+    If ``group`` is None, the default group is used, or no group for a single process.
+    ``device_spec`` is how this rank describes its device; None asks the driver.  A failure on
+    one rank raises on all.
     """
     group = default_group(group)
     device = device or torch.device("cpu")
@@ -182,7 +182,7 @@ class _Session:
         )
 
     def _workload(self, sketch: ModelSketch) -> Workload:
-        """Counted once, by the first rank."""
+        """The workload, counted once by the first rank."""
         model, workload = self._model, None
         if self._channels.control.position == 0:
             workload = describe_sketch(
@@ -284,23 +284,23 @@ class _Session:
 
 
 def _num_moments(optimizer: OptimizerSpec) -> int:
-    """Tensors that it keeps per parameter."""
+    """The number of tensors that the optimizer keeps per parameter."""
     if isinstance(optimizer, Sgd):
         return 1 if optimizer.momentum else 0
     return 2
 
 
 def has_own_memory(emulated: EmulatedDevice | None) -> bool:
-    """Whether the emulation counts memory from what the process has already."""
+    """Whether the emulated memory comes on top of what the process already has."""
     return emulated is not None and emulated.memory_bytes is not None
 
 
 def _own_spec(
     found: DeviceSpec, emulated: EmulatedDevice | None, num_sharing: int
 ) -> DeviceSpec:
-    """The device with the memory that this rank may use; processes of a host share it.
+    """The device with the memory that this rank may use; processes of a host share memory.
 
-    Which card it is does not matter to a plan, so that is left out.
+    The uuid is left out, because a plan does not depend on the individual card.
     """
     memory_bytes = found.memory_capacity_bytes
     if emulated is not None and emulated.memory_bytes is not None:

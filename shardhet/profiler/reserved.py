@@ -1,9 +1,8 @@
 """Memory that a process takes from its device besides PyTorch's tensors.
 
-On an accelerator that is the driver's context, kernels that were loaded, and what libraries
-allocate by themselves, buffers of communicators above all.  Other processes' memory is not
-part of it, as far as that can be known: the driver counts by process, but inside a container
-it may not know the process by its own number.
+On an accelerator this is the driver's context, loaded kernels, and what libraries allocate by
+themselves, mainly communicator buffers.  Memory of other processes is excluded where possible:
+the driver counts by process, but inside a container it may know this process by another number.
 """
 
 import os
@@ -28,7 +27,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Bytes, and in words what was counted."""
+    """Reserved bytes, and a description of what was counted."""
 
     nbytes: int
     counted: str
@@ -36,7 +35,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """What a rank knows of the accelerator that it uses."""
+    """What a rank knows about the memory of its accelerator."""
 
     uuid: str
     cached_bytes: int  # by PyTorch's allocator in this process
@@ -44,7 +43,7 @@ class CardUse:
 
 
 def find_reserved(device: torch.device, control: Channel) -> Reserved:
-    """What this process holds now besides tensors.  Collective over ``control``."""
+    """The memory that this process now holds besides tensors.  Collective over ``control``."""
     own = _card_use(device) if device.type == "cuda" else None
     all_ranks: list[CardUse | None] = control.exchange_objects(own)
     if own is None:
@@ -56,7 +55,11 @@ def find_reserved(device: torch.device, control: Channel) -> Reserved:
 def reserved_on_card(
     own: CardUse, all_ranks: Sequence[CardUse], process_bytes: int | None
 ) -> Reserved:
-    """``process_bytes`` are this process's by the driver, tensors included; None: not known."""
+    """The memory besides tensors of one process on a card.
+
+    ``process_bytes`` is what the driver counts for this process, tensors included, or None if
+    unknown.
+    """
     if process_bytes is not None and process_bytes >= own.cached_bytes:
         return Reserved(
             process_bytes - own.cached_bytes, "memory of this process, by the driver"
@@ -70,7 +73,7 @@ def reserved_on_card(
 
 
 def listed_bytes(listing: str, *, pid: int, uuid: str) -> int | None:
-    """What ``LIST_PROCESSES`` says of a process on a card; None if it says nothing."""
+    """Bytes of a process on a card in the output of ``LIST_PROCESSES``; None if not listed."""
     for line in listing.splitlines():
         match [cell.strip() for cell in line.split(",")]:
             case [listed_pid, card, mib] if listed_pid == str(pid) and card.endswith(uuid):
@@ -84,7 +87,7 @@ def _list_processes() -> str:
             LIST_PROCESSES, capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return ""  # not installed here, or the driver does not answer it
+        return ""  # not installed here, or the driver does not respond
     return done.stdout
 
 

@@ -1,7 +1,7 @@
-"""How a model calls its units: found by one forward on tensors that hold no memory.
+"""How a model calls its units, found by a forward pass on tensors without memory.
 
-Fake tensors are meta tensors that say which device they are on, so that the same kernels are
-chosen as on that device: on plain meta tensors attention would keep its scores.
+Fake tensors are meta tensors that claim to be on a device, so that torch chooses the same
+kernels as on that device; on plain meta tensors, attention would keep its scores.
 """
 
 import copy
@@ -38,7 +38,7 @@ from shardhet.profiler.batch import ExampleBatch
 
 LossFn = Callable[..., tuple[Tensor, Tensor]]
 
-# Two sizes tell what grows with the batch.  One sample is no typical batch: dimensions of
+# Two batch sizes show what grows with the batch.  A single sample is not typical: dimensions of
 # length 1 are broadcast, and copied where others are not.
 SIZES = (2, 3)
 
@@ -48,19 +48,19 @@ class TensorInput:
     """One tensor that a unit is called with."""
 
     shape_of_one: tuple[int, ...]  # for one sample
-    axis: BatchAxis | None  # where it holds the samples; None: nowhere
+    axis: BatchAxis | None  # the dimension that holds the samples; None: there is none
     dtype: torch.dtype
     requires_grad: bool
-    source: int | None  # which tensor of the example batch it is; None: computed
+    source: int | None  # its index in the example batch; None: computed
 
     def shape(self, num_samples: int) -> tuple[int, ...]:
-        """Its shape for so many samples."""
+        """Its shape for ``num_samples`` samples."""
         if self.axis is None:
             return self.shape_of_one
         return self.axis.shape(self.shape_of_one, num_samples)
 
     def nbytes(self, num_samples: int) -> int:
-        """Its bytes for so many samples."""
+        """Its bytes for ``num_samples`` samples."""
         return torch.Size(self.shape(num_samples)).numel() * self.dtype.itemsize
 
 
@@ -69,9 +69,9 @@ class UnitCall:
     """One call of a module of a unit; tensors among the arguments are described."""
 
     module_fqn: str
-    leaves: tuple[Any, ...]  # TensorInput, or what is no tensor
-    rules: VisitRules  # of (args, kwargs), the loss inputs of the head being the first argument
-    is_head: bool  # the loss is computed from what it returns
+    leaves: tuple[Any, ...]  # a TensorInput for each tensor; other values as they are
+    rules: VisitRules  # for (args, kwargs); for the head, the loss inputs come first
+    is_head: bool  # the loss is computed from its output
 
     @property
     def tensor_inputs(self) -> list[TensorInput]:
@@ -81,7 +81,7 @@ class UnitCall:
     def arguments(
         self, make: Callable[[TensorInput], Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments, with ``make`` giving the tensors."""
+        """Positional and keyword arguments, with tensors made by ``make``."""
         leaves = [make(leaf) if isinstance(leaf, TensorInput) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.rules.arguments.spec)
         return args, kwargs
@@ -89,7 +89,7 @@ class UnitCall:
     def function(
         self, model: nn.Module, *, param_dtype: torch.dtype | None, loss_fn: LossFn | None
     ) -> Callable[..., Any]:
-        """What the runtime runs for it, with the modules of ``model``."""
+        """The function that the runtime runs for the call, with the modules of ``model``."""
         forward = casting(model.get_submodule(self.module_fqn).forward, param_dtype)
         if not self.is_head:
             return forward
@@ -109,7 +109,7 @@ class UnitSketch:
 
     fqn: str
     kind: str  # units of one kind are alike
-    draft: UnitDraft  # in a model whose tensors are fake
+    draft: UnitDraft  # of a model with fake tensors
     calls: tuple[UnitCall, ...]
 
 
@@ -120,7 +120,7 @@ class ModelSketch:
     model: nn.Module  # a copy, all fake
     fake_mode: FakeTensorMode
     units: tuple[UnitSketch, ...]
-    head_fqn: str | None  # of the module that the loss follows, where there is a ``loss_fn``
+    head_fqn: str | None  # the module that the loss follows, if there is a ``loss_fn``
 
     @property
     def unit_by_kind(self) -> dict[str, UnitSketch]:
@@ -139,8 +139,8 @@ def sketch_model(
 ) -> ModelSketch:
     """The units that HetFSDP would make of ``model``, in the order in which it calls them.
 
-    ``model`` may be on the meta device and is not touched.  Raises ``ValueError`` where an
-    input of a unit depends on the batch in another way than by its dim 0.
+    ``model`` may be on the meta device and is not changed.  Raises ``ValueError`` if an input
+    of a unit depends on the batch other than through one dimension of samples.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -187,9 +187,9 @@ def copy_with(
     *,
     param_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """A copy of the model whose tensors are those that ``make`` gives; nothing is copied.
+    """A copy of the model with tensors from ``make``; no tensor data is copied.
 
-    Floating-point parameters get ``param_dtype``, as they travel.
+    Floating-point parameters get ``param_dtype``, as when they are gathered.
     """
     memo: dict[int, Any] = {}
     for param in model.parameters():
@@ -203,7 +203,7 @@ def copy_with(
 
 @dataclass(slots=True)
 class _Seen:
-    """A call as it was seen for one batch."""
+    """A call as it was recorded for one batch."""
 
     unit: int
     module_fqn: str
@@ -215,7 +215,7 @@ class _Seen:
 
 
 class _Recorder:
-    """Runs a model and writes down how its units are called."""
+    """Runs a model and records how its units are called."""
 
     def __init__(
         self, model: nn.Module, drafts: Sequence[UnitDraft], *, loss_fn: LossFn | None
@@ -269,7 +269,7 @@ class _Recorder:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Inside, torch does not log what fails on fake tensors: the exception says it."""
+    """Context in which torch does not log failures on fake tensors; exceptions report them."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -283,14 +283,14 @@ def _needs_values(seen: Sequence[_Seen], reason: str) -> ValueError:
     running = [call.module_fqn for call in seen if call.output is None]
     where = f"unit {running[-1]!r}" if running else "the model, outside of its units"
     return ValueError(
-        f"{where}: it cannot be run on tensors without values, and so neither be counted nor "
-        f"timed: {reason}. Train it by a plan that needs no measurement (plan=even, "
+        f"{where}: it cannot be run on tensors without values, so it can be neither counted "
+        f"nor timed: {reason}. Train it by a plan that needs no measurement (plan=even, "
         "plan=proportional, Plan.by_hand); tokens routed to experts are one such case."
     )
 
 
 def _merged(one: _Seen, two: _Seen) -> UnitCall:
-    """The call, with what differs between two sizes of batch found to be batched."""
+    """Merge the recordings for two batch sizes; what differs between them is batched."""
     leaves: list[Any] = []
     for leaf, other, source in zip(one.leaves, two.leaves, one.sources, strict=True):
         if not isinstance(leaf, Tensor):
@@ -336,7 +336,7 @@ def _axis(what: str, small: Tensor, large: Tensor) -> BatchAxis | None:
 def _named_by_kind(
     drafts: Sequence[UnitDraft], calls_by_unit: dict[int, list[UnitCall]]
 ) -> tuple[UnitSketch, ...]:
-    """The units in order of execution; those that look alike share the name of a kind."""
+    """The units in order of execution; units that look alike share a kind."""
     name_by_look: dict[Any, str] = {}
     sketches = []
     for i, calls in calls_by_unit.items():
@@ -356,7 +356,7 @@ def _named_by_kind(
 
 
 def _look(draft: UnitDraft, calls: Sequence[UnitCall]) -> tuple[Any, ...]:
-    """Equal for units that cost the same."""
+    """A description that is equal for units that cost the same."""
     params = [
         (tuple(slot.shape), str(slot.current.dtype), slot.is_trainable) for slot in draft.slots
     ]
@@ -369,7 +369,7 @@ def _look(draft: UnitDraft, calls: Sequence[UnitCall]) -> tuple[Any, ...]:
 
 
 def _look_of(leaf: Any) -> Any:
-    """What of an argument decides the cost: everything but where it comes from."""
+    """The part of an argument that decides the cost: everything except its source."""
     if isinstance(leaf, TensorInput):
         return replace(leaf, source=None)
     is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)

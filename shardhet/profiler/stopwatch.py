@@ -1,4 +1,4 @@
-"""Seconds of what a device does, and what is kept of many such measurements."""
+"""Time what a device does, and summarise many such measurements."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ from shardhet.training.emulation import EmulatedDevice
 
 
 class Stopwatch:
-    """``seconds`` of what happened inside ``running()`` last, stretched if emulated."""
+    """Times what runs inside ``running()``; ``seconds`` is the last time, as emulated."""
 
     def __init__(self, device: torch.device, emulated: EmulatedDevice | None = None) -> None:
         self.seconds = 0.0
-        self.waits_for_device = True  # else nothing is timed on an accelerator
+        self.waits_for_device = True  # if false, nothing is timed on an accelerator
         self._is_cuda = device.type == "cuda"
         self._stretch = None if emulated is None else emulated.observer()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Time what is inside; on an accelerator by its own clock, until it is done.
+        """Time what runs inside; on an accelerator by the device's clock, until it is done.
 
-        There it begins with an idle device, so a single short kernel is mostly its launch:
-        have several things done inside, so that the host runs ahead as it does in training.
+        An accelerator starts idle, so a single short kernel would mostly measure its launch.
+        Run several things inside, so that the host runs ahead as in training.
         """
         if self._is_cuda and not self.waits_for_device:
             yield
@@ -50,19 +50,19 @@ class Stopwatch:
         self.seconds = seconds + time.perf_counter() - stop_s
 
 
-# A sample further above the median than so many times the last decile is a rare event of the
-# machine, which most steps do not meet.
+# A sample that exceeds the median by more than this many times what the last decile does is a
+# rare event of the machine, which most steps do not meet.
 FURTHEST = 3.0
 
 
 def typical_mean(samples: Sequence[float]) -> float:
-    """The mean of at least one sample; those far above the others count less."""
+    """The mean of one or more samples; those far above the others count less."""
     median, p90 = (float(q) for q in np.quantile(samples, [0.5, 0.9]))
     return float(np.minimum(samples, median + FURTHEST * (p90 - median)).mean())
 
 
 def timing_of(samples_s: Sequence[float]) -> Timing:
-    """Mean, median, first and last decile of at least one sample."""
+    """Mean, median, first and last decile of one or more samples."""
     p10, median, p90 = (float(q) for q in np.quantile(samples_s, [0.1, 0.5, 0.9]))
     return Timing(
         mean_s=typical_mean(samples_s),

@@ -1,7 +1,7 @@
-"""What links and collectives take: measured through those that training uses.
+"""Measure the time of links and collectives, with the same collectives that training uses.
 
-All ranks take part in everything here, in the same order.  A collective has ended when its
-last rank has, so every figure is the slowest rank's.
+All ranks take part in everything here, in the same order.  A collective ends when its last
+rank ends, so every figure is that of the slowest rank.
 """
 
 import time
@@ -25,47 +25,47 @@ from shardhet.records.workload import Workload
 
 SMALLEST_NBYTES = 2**14
 LARGEST_NBYTES = 2**28
-CALL_S = 5e-3  # collectives are repeated until a sample takes so long, then divided
+CALL_S = 5e-3  # collectives are repeated to fill this time; the sample is then divided
 MAX_CALLS = 32
-MAX_CASE_S = 2.0  # slow collectives are repeated less often, but at least ...
+MAX_CASE_S = 2.0  # slow collectives are repeated less often, but at least MIN_REPEATS times
 MIN_REPEATS = 3
 PAIR_NBYTES = 2**22
 LATENCY_NBYTES = 64
 MAX_BESIDE = 8
-BESIDE_S = 2e-2  # of communication beside compute, and ...
-MAX_BESIDE_S = 5.0  # for all of it, where devices are slow
-COMPUTE_PER_COMM = 3  # ... so much longer the compute, so that all of it lies beside
-LARGEST_SHARE = 0.75  # of the uneven cut
+BESIDE_S = 2e-2  # of communication that overlaps compute
+MAX_BESIDE_S = 5.0  # for the whole overlap measurement, if devices are slow
+COMPUTE_PER_COMM = 3  # compute is this many times longer, so that it covers all communication
+LARGEST_SHARE = 0.75  # in the uneven cut
 
-Launch = Callable[[], Callable[[], None]]  # starts a collective, returns what waits for it
+Launch = Callable[[], Callable[[], None]]  # starts a collective, returns its wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """The process groups that are measured, as HetFSDP makes them."""
+    """The process groups to measure, created as in HetFSDP."""
 
-    group: dist.ProcessGroup | None  # that they were made for; None: one process
+    group: dist.ProcessGroup | None  # the group they were created from; None: one process
     gather: Channel
     reduce: Channel
     control: Channel
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.control.world_size
 
     def wait_for_all(self) -> None:
-        """Until every rank has come here; asleep, so that the others are not disturbed."""
+        """Sleep until every rank has arrived here, without disturbing the others."""
         self.control.exchange([0.0])
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """For each entry that of the rank where it is largest."""
+        """The maximum over all ranks of each entry."""
         return [max(column) for column in zip(*self.control.exchange(seconds), strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSamples:
-    """One size: seconds of gathers and reductions, with even shares and with uneven ones."""
+    """Seconds of gathers and reductions of one size, with even and with uneven shares."""
 
     nbytes: int
     gather_s: list[float]
@@ -76,7 +76,7 @@ class CollectiveSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSamples:
-    """What two ranks can send each other, in one direction."""
+    """Times of sending from one rank to another, in one direction."""
 
     sender: int
     receiver: int
@@ -85,18 +85,18 @@ class PairSamples:
 
 
 def even_shares(world_size: int) -> list[float]:
-    """Everybody stores the same."""
+    """Shares with which every rank stores the same."""
     return [1 / world_size] * world_size
 
 
 def uneven_shares(world_size: int) -> list[float]:
-    """The first stores most."""
+    """Shares with which the first rank stores most."""
     rest = (1 - LARGEST_SHARE) / max(1, world_size - 1)
     return [LARGEST_SHARE, *([rest] * (world_size - 1))]
 
 
 def sizes_to_measure(workload: Workload) -> list[int]:
-    """Bytes of collectives: those of the units, and some around and between them."""
+    """Bytes of the collectives to measure: those of the units, and some around and between."""
     kinds = [kind for kind in workload.kinds if kind.numel]
     of_units = {kind.numel * workload.param_itemsize for kind in kinds}
     of_units |= {kind.numel * workload.reduce_itemsize for kind in kinds}
@@ -109,7 +109,7 @@ def sizes_to_measure(workload: Workload) -> list[int]:
 
 
 class Traffic:
-    """Collectives over all ranks, timed."""
+    """Times collectives over all ranks."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Traffic:
         *,
         orig_dtype: torch.dtype,
     ) -> None:
-        """``orig_dtype`` is that of stored parameters."""
+        """``orig_dtype`` is the dtype of stored parameters."""
         self._channels = channels
         self._orig_dtype = orig_dtype
         self._device = device
@@ -129,7 +129,7 @@ class Traffic:
         self._comm.receivers = tuple(range(channels.world_size))
 
     def collectives(self, nbytes: int, num_repeats: int) -> CollectiveSamples:
-        """Gathers and reductions of this many bytes."""
+        """Time gathers and reductions of ``nbytes`` bytes."""
         world_size = self._channels.world_size
         launches = [
             launch
@@ -149,7 +149,7 @@ class Traffic:
         )
 
     def seconds(self, call: Callable[[], None], num_repeats: int) -> list[float]:
-        """Of one call, ``num_repeats`` times; short ones are called many times in a row."""
+        """Seconds of one call, ``num_repeats`` times; short calls are timed many in a row."""
         call()
         first_s = self._timed(call, 1)
         num_calls = min(MAX_CALLS, max(1, round(CALL_S / first_s)))
@@ -164,7 +164,7 @@ class Traffic:
         return self._channels.slowest([(time.perf_counter() - start_s) / num_calls])[0]
 
     def _flat(self, numel: int, shares: Sequence[float]) -> FlatTensor:
-        """A unit's flat tensor as HetFSDP has it, with one parameter of one dimension."""
+        """A unit's flat tensor as in HetFSDP, with a single one-dimensional parameter."""
         module = nn.Module()
         param = nn.Parameter(torch.zeros(numel, device=self._device, dtype=self._orig_dtype))
         module.register_parameter("flat", param)
@@ -186,7 +186,7 @@ class Traffic:
         return flat
 
     def _gather(self, flat: FlatTensor) -> Launch:
-        """What a gather takes, memory for the whole tensor included."""
+        """A launch of a gather, which also allocates memory for the whole tensor."""
 
         def launch() -> Callable[[], None]:
             flat.unshard()
@@ -201,7 +201,7 @@ class Traffic:
         return launch
 
     def _reduce(self, flat: FlatTensor) -> Launch:
-        """What a reduction takes, from the unit's gradient to the shard's."""
+        """A launch of a reduction, from the unit's gradient to that of the shard."""
 
         def launch() -> Callable[[], None]:
             flat.begin_backward()
@@ -220,13 +220,13 @@ class Traffic:
     def overlap_excesses(
         self, runner: UnitRunner, num_samples: int, nbytes: int, num_repeats: int
     ) -> list[float]:
-        """Seconds that compute loses per second of collectives beside it, by position.
+        """Seconds that compute loses per second of overlapping collectives, by position.
 
-        A slow device may lose more: where the host's processor does the sending, that is as
-        slow as its computing.  Compute and communication are timed alone and then together, as
-        turns of training: some collectives are launched, then some microbatches computed.
-        Launching counts: on a CPU a thread that it wakes may take the processor at once; the
-        host of an accelerator runs ahead, as it does in training.
+        A slow device may lose more: if the host's processor does the sending, its sending is
+        as slow as its computing.  Compute and communication are timed alone and then together,
+        like turns of training: some collectives are launched, then some microbatches computed.
+        The time of launching counts: on a CPU, a thread that it wakes may take the processor
+        at once; the host of an accelerator runs ahead, as in training.
         """
         numel = nbytes // self._param_dtype.itemsize
         shares = even_shares(self._channels.world_size)
@@ -242,7 +242,7 @@ class Traffic:
         comm_s = typical_mean(self.seconds(partial(_complete, launches), num_repeats))
         wanted_s = COMPUTE_PER_COMM * comm_s / num_turns
         run_s = sum(runner.run(num_samples))
-        # Equally long for all ranks: a collective begins when the last one has launched it.
+        # Turns are equally long on all ranks: a collective begins once all have launched it.
         while (turn_s := self._channels.slowest([run_s])[0]) > wanted_s and num_samples > 1:
             num_samples //= 2
             run_s = sum(runner.run(num_samples))
@@ -253,7 +253,7 @@ class Traffic:
         )
 
         def seconds(turns: Sequence[Sequence[Launch]]) -> float:
-            """Of all turns' compute, and of launching what runs beside it."""
+            """Seconds of all turns' compute and of launching the overlapping collectives."""
             self._channels.wait_for_all()
             start_s = time.perf_counter()
             waits = []
@@ -276,7 +276,7 @@ class Traffic:
         return [max(0.0, excess) for (excess,) in rows]
 
     def pair(self, sender: int, receiver: int, num_repeats: int) -> PairSamples:
-        """Two positions alone; the others wait."""
+        """Time messages between two positions while the others wait."""
         channel = self._channels.gather
         is_receiver = channel.position == receiver
 
@@ -314,6 +314,6 @@ class Traffic:
 
 
 def _complete(launches: Sequence[Launch]) -> None:
-    """Launch all, then wait for all."""
+    """Launch all collectives, then wait for all."""
     for wait in [launch() for launch in launches]:
         wait()

@@ -1,4 +1,4 @@
-"""What a visit of a unit takes besides computing and waiting: the runtime's own time."""
+"""Measure the runtime's own time: a visit of a unit without its computing and waiting."""
 
 import time
 from statistics import median
@@ -14,18 +14,18 @@ from shardhet.records.schedule import Phase
 
 NUM_UNITS = 24
 NUM_MICROBATCHES = 5
-NUM_WARMUP_STEPS = 2  # the first finds the order of units
+NUM_WARMUP_STEPS = 2  # the first step records the order of units
 
 
 def turn_overhead_seconds(
     group: dist.ProcessGroup | None, device: torch.device, num_repeats: int
 ) -> float:
-    """Host seconds per unit and phase that are in no microbatch and in no wait.  Collective.
+    """Host seconds per unit and phase outside of microbatches and waits.  Collective.
 
-    Taken from training steps of a chain of units that compute next to nothing, of one
-    microbatch and of several: what grows with their number belongs to them, and is in the
-    times of units.  On an accelerator it is 0: there the host runs ahead, and this time hides
-    behind the device's.
+    Measured in training steps of a chain of units that compute next to nothing, with one
+    microbatch and with several: what grows with the number of microbatches belongs to them and
+    is part of the times of units.  On an accelerator it is 0, because the host runs ahead and
+    the device's work hides this time.
     """
     world_size = 1 if group is None else group.size()
     model = HetFSDP(

@@ -1,10 +1,10 @@
-"""One unit on one device, run as the runtime runs a microbatch of it, with nobody else.
+"""Run one unit on one device as the runtime runs a microbatch of it, without other ranks.
 
 [Note: How a microbatch is timed]
-As a part of a visit of several, as in training.  On an accelerator that is what its kernels
-take, or what launching them takes where that is longer; the host waits for the device only
-before and after the visit.  On a CPU it is the unit's own work and the runtime's beside it:
-cutting off inputs, joining outputs, calling autograd.
+A microbatch is timed as part of a visit of several, as in training.  On an accelerator the time
+is that of its kernels, or of launching them if that takes longer; the host waits for the device
+only before and after the visit.  On a CPU it is the unit's own work plus that of the runtime:
+detaching inputs, joining outputs, calling autograd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from shardhet.records.layout import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A model and how it is trained: what HetFSDP would be given."""
+    """A model and how it is trained, as it would be passed to HetFSDP."""
 
     module: nn.Module  # may be on the meta device
     batch: ExampleBatch
@@ -44,8 +44,8 @@ class TrainedModel:
     seed: int = 0
 
 
-# Of a visit that is timed as a whole: two show what the runtime does for each, more let the
-# host of an accelerator run ahead.
+# Microbatches in a visit, which is timed as a whole: two show what the runtime does for each;
+# more let the host of an accelerator run ahead.
 MAX_MICROBATCHES, MAX_MICROBATCHES_OF_ACCELERATOR = 2, 8
 
 
@@ -61,8 +61,8 @@ class Started:
 class UnitRunner:
     """A unit with its parameters on the device, ready to be run on microbatches.
 
-    It runs what ``fsdp.layered`` runs: the inputs are cut off, the graph is kept, gradients
-    are added to those of the microbatches before, as all but the first of a step are.
+    It runs what ``fsdp.layered`` runs: the inputs are detached, the graph is kept, and
+    gradients are added to those of earlier microbatches, as for all but the first of a step.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class UnitRunner:
         ]
 
     def num_microbatches(self, num_samples: int) -> int:
-        """How many microbatches of so many samples are to be run in a visit that is timed."""
+        """The number of microbatches of ``num_samples`` samples to run in a timed visit."""
         if not all(call.unit_call.rules.is_batched for call in self._calls):
             return 1
         is_cpu = self._device.type == "cpu"
@@ -98,12 +98,12 @@ class UnitRunner:
         return max(1, min(most, self._max_samples // num_samples))
 
     def run(self, num_samples: int) -> tuple[float, float]:
-        """Seconds of a forward and a backward of one microbatch, nothing recomputed."""
+        """Seconds of the forward and backward of one microbatch, without recomputation."""
         return self.backward(self.forward(num_samples))
 
     @contextmanager
     def running_ahead(self) -> Iterator[None]:
-        """Inside, the host of an accelerator waits for nothing, and ``run`` does not time."""
+        """Context in which an accelerator's host waits for nothing; ``run`` does not time."""
         self._stopwatch.waits_for_device = False
         try:
             yield
@@ -111,9 +111,9 @@ class UnitRunner:
             self._stopwatch.waits_for_device = True
 
     def forward(self, num_samples: int, num_microbatches: int = 1) -> Started:
-        """Run a forward of microbatches of so many samples; their graphs wait for ``backward``.
+        """Run a forward of microbatches of ``num_samples``; graphs are kept for ``backward``.
 
-        Together they may have the ``max_samples`` that the runner was made for.
+        Together they may have at most the ``max_samples`` that the runner was created for.
         """
         started = Started((num_samples,) * num_microbatches)
         batch = num_samples * num_microbatches
@@ -128,7 +128,7 @@ class UnitRunner:
         return started
 
     def backward(self, started: Started) -> tuple[float, float]:
-        """Run the backward of a forward; seconds of both of one microbatch."""
+        """Run the backward; returns forward and backward seconds of one microbatch."""
         backward_s = 0.0
         while started.outputs:
             outputs, grads = started.outputs.pop()
@@ -139,7 +139,7 @@ class UnitRunner:
         return started.forward_s, backward_s / len(started.microbatch_sizes)
 
     def peak_bytes(self, num_samples: int) -> int | None:
-        """The most that one run allocates; None where nobody counts (on the CPU)."""
+        """The most bytes that one run allocates; None on the CPU, which does not count them."""
         if self._device.type != "cuda":
             return None
         self.run(num_samples)
@@ -169,7 +169,7 @@ class UnitRunner:
         )
 
     def _accumulate_in(self, reduce_dtype: torch.dtype | None, draft: UnitDraft) -> None:
-        # In their own dtype autograd itself adds gradients to those that are there.
+        # In the parameters' own dtype, autograd itself accumulates gradients.
         for slot in draft.slots:
             param = slot.current
             if slot.is_trainable and reduce_dtype not in (None, param.dtype):
@@ -178,7 +178,7 @@ class UnitRunner:
 
 
 class _PreparedCall:
-    """A call's arguments for any number of samples, made before the clock runs."""
+    """A call's arguments for any number of samples, prepared before timing starts."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _PreparedCall:
             self._tensors[id(leaf)] = _values(leaf, known, max_samples, device)
 
     def arguments(self, num_samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the unit is called with; batched tensors are the first rows of larger ones."""
+        """The arguments of the call; batched tensors are the first rows of larger ones."""
 
         def first_rows(leaf: TensorInput) -> Tensor:
             rows = self._tensors[id(leaf)]
@@ -208,7 +208,7 @@ class _PreparedCall:
         return self.unit_call.arguments(first_rows)
 
     def output_grads(self, num_samples: int, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients to begin backward with; the same for every run."""
+        """The gradients that backward starts from; the same for every run."""
         if num_samples not in self._grads:
             self._grads[num_samples] = [torch.ones_like(output) for output in outputs]
         return self._grads[num_samples]
@@ -217,7 +217,7 @@ class _PreparedCall:
 def _values(
     leaf: TensorInput, known: Tensor | None, max_samples: int, device: torch.device
 ) -> Tensor:
-    """The example's own values, else noise; zeros for indices that the model computes."""
+    """The example's values if known, else noise; zeros for indices that the model computes."""
     if known is not None:
         return known.to(device)
     shape = leaf.shape(max_samples)
@@ -258,7 +258,7 @@ def _add_grad(into: Tensor, param: Tensor) -> None:
 
 
 class _SeededAlone(Surroundings):
-    """A unit by itself has random numbers around it, and no turn."""
+    """The surroundings of a single unit: random state, but no turn."""
 
     def __init__(self, random: RandomStates, fqn: str, is_training: bool) -> None:
         self._random = random

@@ -1,1 +1,1 @@
-"""Clusters, workloads, profiles and plans as files, and what follows from them alone."""
+"""Clusters, workloads, profiles and plans as files, and what follows from them."""

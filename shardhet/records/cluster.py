@@ -10,22 +10,22 @@ from typing import Any, Self
 from shardhet.records.fields import Fields, parse_json, read_document
 
 CLUSTER_VERSION = 1
-MAX_COUNT = 100_000  # of nodes or devices in one line of a description
+MAX_COUNT = 100_000  # nodes or devices in one entry of a description
 USABLE_MEMORY_FRACTION = 0.9  # of the capacity; the rest is the allocator's slack
 MEMORY_TOLERANCE = 0.02  # drivers of different versions reserve different amounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """What is known of one device; ``None`` means "not stated" and fits anything."""
+    """What is known about one device; ``None`` means "not stated" and matches anything."""
 
     host: str | None = None  # name of the node
     kind: str | None = None  # "NVIDIA A100-SXM4-80GB", as the driver spells it
     memory_capacity_bytes: int | None = None
-    uuid: str | None = None  # of this very card
+    uuid: str | None = None  # identifies one physical card
 
     def accepts(self, found: "DeviceSpec") -> bool:
-        """Whether a device announced as ``found`` may play the part described by ``self``."""
+        """Whether the device ``found`` matches the description ``self``."""
         wanted_bytes = self.memory_capacity_bytes or 0
         return (
             self.host in (None, found.host)
@@ -45,7 +45,7 @@ class DeviceSpec:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Only what is stated, ready for JSON."""
+        """The stated fields only, ready for JSON."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @classmethod
@@ -71,7 +71,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """The specification of one kind of device, with where the figures come from."""
+    """The specification of one kind of device, and the source of its figures."""
 
     kind: str
     memory_capacity_bytes: int
@@ -80,7 +80,7 @@ class DeviceKind:
     source: str
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in ``dtype``; raises ``ValueError`` where the device lacks it."""
+        """Peak FLOP/s in ``dtype``; raises ``ValueError`` if the device does not support it."""
         peaks = dict(self.peak_flops_per_s)
         if not peaks.get(dtype):
             has = ", ".join(name for name, flops in peaks.items() if flops)
@@ -93,7 +93,7 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins two devices, nodes or regions, in one direction."""
+    """A connection between two devices, nodes or regions, in one direction."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -102,7 +102,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host: its devices and what joins them."""
+    """One host: its devices and the link between them."""
 
     host: str
     devices: tuple[DeviceSpec, ...]
@@ -115,7 +115,7 @@ class Cluster:
     """All devices and links, in plan order."""
 
     nodes: tuple[Node, ...]
-    kinds: tuple[DeviceKind, ...] = ()  # specifications; not needed where all is measured
+    kinds: tuple[DeviceKind, ...] = ()  # specifications; not needed if everything is measured
     between_nodes: Link | None = None
     between_regions: Link | None = None
     usable_memory_fraction: float = USABLE_MEMORY_FRACTION
@@ -140,11 +140,11 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self.devices)
 
     def memory_budget_bytes(self, position: int) -> int:
-        """What a plan may use of one device's memory."""
+        """How much of one device's memory a plan may use."""
         device = self.devices[position]
         if device.memory_capacity_bytes is None:
             raise ValueError(
@@ -154,7 +154,7 @@ class Cluster:
         return int(device.memory_capacity_bytes * self.usable_memory_fraction)
 
     def kind(self, name: str | None) -> DeviceKind:
-        """The specification of a kind; raises ``ValueError`` naming those there are."""
+        """The specification of a kind; raises ``ValueError`` listing the known kinds."""
         for kind in self.kinds:
             if kind.kind == name:
                 return kind
@@ -165,7 +165,7 @@ class Cluster:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The links that a collective over all devices crosses, without repetition."""
+        """The distinct links that a collective over all devices crosses."""
         links = [node.link for node in self.nodes if len(node.devices) > 1]
         links += [self.between_nodes] if len(self.nodes) > 1 else []
         if len({node.region for node in self.nodes}) > 1:
@@ -178,7 +178,7 @@ class Cluster:
         return tuple(dict.fromkeys(link for link in links if link is not None))
 
     def to_json(self) -> str:
-        """The cluster as JSON text, versioned."""
+        """The cluster as versioned JSON text."""
         document = {"version": CLUSTER_VERSION, **_stated(asdict(self))}
         for kind in document["kinds"]:
             kind["peak_flops_per_s"] = dict(kind["peak_flops_per_s"])
@@ -186,15 +186,15 @@ class Cluster:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster") -> Self:
-        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        """The inverse of ``to_json``; error messages name ``source`` as the file."""
         return cls.from_document(parse_json(text, source=source), source=source)
 
     @classmethod
     def from_document(cls, document: Any, *, source: str) -> Self:
-        """From what a file holds; raises ``ValueError`` with file and field.
+        """Build a cluster from a parsed file; raises ``ValueError`` with file and field.
 
-        Written by hand a file may be shorter: a node with ``count: 4`` stands for four of
-        them (host "a" becomes "a-0" to "a-3"), and so does a device.
+        Hand-written files can use a shorthand: a node with ``count: 4`` stands for four such
+        nodes (host "a" becomes "a-0" to "a-3"), and the same holds for a device.
         """
         kinds = Fields(document, source)
         described = {}
@@ -234,15 +234,15 @@ class Cluster:
             raise ValueError(f"{source}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the cluster as JSON."""
         Path(path).write_text(self.to_json(), encoding="ascii")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what ``save`` wrote, or a shorter description in YAML.
 
-        There ``kinds`` may name another file, relative to this one, that lists kinds for
-        several clusters; those that this cluster has are taken.
+        In a YAML description, ``kinds`` may name another file, relative to this one, that
+        lists kinds for several clusters; only the kinds that this cluster uses are read.
         """
         return cls.from_description(
             read_document(path), source=str(path), folder=Path(path).parent
@@ -250,12 +250,12 @@ class Cluster:
 
     @classmethod
     def from_description(cls, document: Any, *, source: str, folder: Path) -> Self:
-        """From what a description holds; files that it names lie in ``folder``."""
+        """Build a cluster from a parsed description; ``folder`` holds the files it names."""
         if isinstance(document, dict) and isinstance(document.get("kinds"), str):
             listed = folder / document["kinds"]
             if not listed.is_file():
                 raise ValueError(
-                    f"{source}: kinds names {listed}, which is no file. Mend the path."
+                    f"{source}: kinds names {listed}, which is no file. Fix the path."
                 )
             kinds = Fields({"kinds": read_document(listed)}, str(listed)).take_objects("kinds")
             described = {kind.kind: kind for kind in map(_kind_from, kinds)}
@@ -306,7 +306,7 @@ def _optional_link(fields: Fields, key: str) -> Link | None:
 
 
 def _nodes(fields: Fields, capacities: dict[str, int]) -> list[Node]:
-    """The node, or the nodes, that an entry describes."""
+    """The node or nodes that an entry describes."""
     host = fields.take("host", str)
     count = fields.take_int("count", minimum=1, maximum=MAX_COUNT) if fields.has("count") else 1
     link = _optional_link(fields, "link")

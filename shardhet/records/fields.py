@@ -1,4 +1,4 @@
-"""Reading a document from a file: every field is taken by name, and an error names it."""
+"""Read a document from a file; fields are taken by name, and errors name the field."""
 
 import json
 import sys
@@ -9,24 +9,24 @@ from typing import Any
 
 
 def read_document(path: str | Path) -> Any:
-    """What a ``.json``, ``.yaml`` or ``.yml`` file holds, not yet checked."""
+    """The unchecked content of a ``.json``, ``.yaml`` or ``.yml`` file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text ({error}). Give a JSON or YAML file.") from None
     if Path(path).suffix not in (".yaml", ".yml"):
         return parse_json(text, source=str(path))
-    import yaml  # here: most files are JSON, and JSON needs nothing installed
+    import yaml  # imported here: most files are JSON, which needs no extra package
 
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not YAML ({reason}). Mend the line it names.") from None
+        raise ValueError(f"{path}: not YAML ({reason}). Fix the line it names.") from None
 
 
 def parse_json(text: str, *, source: str) -> Any:
-    """The document in ``text``; ``source`` is the file that errors name."""
+    """The document in ``text``; error messages name ``source`` as the file."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -34,13 +34,13 @@ def parse_json(text: str, *, source: str) -> Any:
 
 
 def named(error: ValueError, source: str) -> ValueError:
-    """The error, beginning with the file that it is about."""
+    """The same error with the file name as a prefix."""
     message = str(error)
     return ValueError(message if message.startswith(source) else f"{source}: {message}")
 
 
 class Fields:
-    """An object whose fields are taken one by one, each with a check that names it."""
+    """An object whose fields are taken one by one and checked; errors name the field."""
 
     def __init__(self, entry: Any, where: str) -> None:
         if not isinstance(entry, dict):
@@ -51,19 +51,19 @@ class Fields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that are given; raises ``ValueError`` for one that is no text."""
+        """The names of the given fields; raises ``ValueError`` if one is not a string."""
         for key in self._entry:
             if not isinstance(key, str):
                 raise ValueError(f"{self.where}: field {key!r} is no text. Put it in quotes.")
         return tuple(self._entry)
 
     def has(self, key: str) -> bool:
-        """Whether a field is given that may be left out."""
+        """Whether an optional field is given."""
         self._taken.append(key)
         return key in self._entry and self._entry[key] is not None
 
     def take(self, key: str, kind: type) -> Any:
-        """The field's value; an integer serves where a float is wanted."""
+        """The field's value; an integer is accepted where a float is expected."""
         self._taken.append(key)
         if key not in self._entry:
             raise ValueError(f"{self.where}: field {key!r} is missing. Add it.")
@@ -115,18 +115,18 @@ class Fields:
         return tuple(values)
 
     def take_objects(self, key: str) -> tuple["Fields", ...]:
-        """A list of objects, each ready to be taken apart."""
+        """A list of objects, each as ``Fields``."""
         entries = self.take(key, list)
         return tuple(
             Fields(each, f"{self.where}: {key}[{i}]") for i, each in enumerate(entries)
         )
 
     def take_object(self, key: str) -> "Fields":
-        """An object, ready to be taken apart."""
+        """An object, as ``Fields``."""
         return Fields(self.take(key, dict), f"{self.where}: {key}")
 
     def take_version(self, version: int) -> None:
-        """Refuse a document written in another form."""
+        """Refuse a document of another version."""
         found = self.take("version", int)
         if found != version:
             raise ValueError(
@@ -135,7 +135,7 @@ class Fields:
             )
 
     def refuse_unknown(self) -> None:
-        """Refuse fields that nobody took: a misspelt one must not be ignored."""
+        """Refuse fields that were never taken, so that a misspelt name is not ignored."""
         unknown = sorted(str(key) for key in set(self._entry) - set(self._taken))
         if unknown:
             raise ValueError(

@@ -2,11 +2,11 @@
 
 The parameters of a unit that share a dtype and are all trainable (or all frozen) lie
 end to end in one flat tensor.  Each starts at a multiple of ``ALIGNMENT_NUMEL``, so that
-kernels find it aligned; those whose length is no such multiple come last, so that gaps
-are few.  Device ``i`` (in plan order) stores the half-open span ``[start_i, stop_i)`` of
-the flat tensor.  Spans are contiguous, may be empty, cover the flat tensor exactly, and
-their borders lie between rows (dim 0) of a parameter: what a device stores of a
-parameter is a box of whole rows.
+kernels find it aligned; parameters whose length is not a multiple of it come last, so that
+there are few gaps.  Device ``i`` (in plan order) stores the half-open span
+``[start_i, stop_i)`` of the flat tensor.  Spans are contiguous, may be empty, cover the flat
+tensor exactly, and their borders lie between rows (dim 0) of a parameter: a device stores
+whole rows of a parameter.
 
     flat       |------- weight -------|-- other --|- bias -|gap|
     device 0   |-------|
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-ALIGNMENT_NUMEL = 8  # 16 bytes of the narrowest dtype that travels (bf16)
+ALIGNMENT_NUMEL = 8  # 16 bytes of the narrowest dtype that is communicated (bf16)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,11 +39,11 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """How many positions it holds."""
+        """The number of positions in the range."""
         return self.stop - self.start
 
     def intersect(self, other: "Span") -> "Span":
-        """The overlap with ``other``; empty (``numel == 0``) where they are apart."""
+        """The overlap with ``other``; empty (``numel == 0``) if they do not overlap."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -53,13 +53,13 @@ class FlatLayout:
     """Where each parameter sits in the flat tensor and which device stores what."""
 
     param_shapes: tuple[tuple[int, ...], ...]  # in module order
-    param_spans: tuple[Span, ...]  # in module order; gaps belong to none
+    param_spans: tuple[Span, ...]  # in module order; gaps belong to no parameter
     shard_spans: tuple[Span, ...]  # in plan order; cover [0, numel)
     numel: int  # gaps included
 
     @classmethod
     def of_shapes(cls, param_shapes: Sequence[Sequence[int]]) -> Self:
-        """The layout of parameters of these shapes, all of it on one device."""
+        """The layout of parameters with these shapes, stored on a single device."""
         shapes = tuple(tuple(shape) for shape in param_shapes)
         numels = [prod(shape) for shape in shapes]
         spans = [Span(0, 0)] * len(shapes)
@@ -101,8 +101,8 @@ class FlatLayout:
     def cut(self, wanted_numels: Sequence[float]) -> "FlatLayout":
         """The same parameters cut so that each device stores about ``wanted_numels[i]``.
 
-        Every border is the row border nearest to where the wanted numels put it; a device
-        that wants nothing gets nothing.
+        Every border is rounded to the nearest border between rows; a device that wants
+        nothing gets nothing.
         """
         return self._cut_at(self._borders(np.asarray(wanted_numels, dtype=np.float64)))
 
@@ -111,13 +111,13 @@ class FlatLayout:
         return FlatLayout(self.param_shapes, self.param_spans, spans, self.numel)
 
     def _borders(self, wanted_numels: Floats) -> Ints:
-        """Where the shards of devices that want this begin, and where the last one ends."""
+        """Where each device's shard begins, and where the last one ends."""
         borders = np.full(len(wanted_numels) + 1, self.numel, dtype=np.int64)
         wanting = np.flatnonzero(wanted_numels > 0)
         if not len(wanting):
             return borders
         borders[0] = 0
-        inner = slice(0, int(wanting[-1]))  # the end goes to who wants something
+        inner = slice(0, int(wanting[-1]))  # the last wanting device ends at numel
         scale = self.numel / np.cumsum(wanted_numels)[-1]
         targets = np.cumsum(wanted_numels * scale)[inner]
         starts, ends, stops, row_numels = self._slots()
@@ -130,8 +130,8 @@ class FlatLayout:
         return borders
 
     def _slots(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Of the parameters that hold elements, in the order in which they lie: where each
-        starts and ends, where the gap behind it ends, and the elements of one row.
+        """For each non-empty parameter, in storage order: where it starts and ends, where the
+        gap behind it ends, and the number of elements in one row.
         """
         order = sorted(
             (i for i, span in enumerate(self.param_spans) if span.numel),
@@ -153,8 +153,8 @@ def cut_by_shares(
 ) -> tuple[FlatLayout, ...]:
     """Every layout cut so that device ``i`` stores ``state_shares[i]`` of all of them together.
 
-    What rounding to rows gives a device too much in one layout it is given less of in the
-    next, so shares are met over the whole model to within a row of its largest parameter.
+    If rounding to rows gives a device too much of one layout, it gets less of the next, so
+    over the whole model shares are met to within a row of the largest parameter.
     """
     all_borders = _borders_by_shares(layouts, state_shares)
     return tuple(
@@ -163,7 +163,7 @@ def cut_by_shares(
 
 
 def stored_numels(layouts: Sequence[FlatLayout], state_shares: Sequence[float]) -> list[int]:
-    """How many elements each device stores once the layouts are cut by these shares."""
+    """How many elements each device stores after the layouts are cut by these shares."""
     stored = np.zeros(len(state_shares), dtype=np.int64)
     for borders in _borders_by_shares(layouts, state_shares):
         stored += np.diff(borders)

@@ -1,4 +1,4 @@
-"""Who computes what and who stores what: where planning ends and training starts."""
+"""Plans: what each device computes and stores.  Planning writes them, training reads them."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from shardhet.records.cluster import DeviceSpec
 from shardhet.records.fields import Fields
 
 PLAN_VERSION = 1
-SHARES_TOLERANCE = 1e-6  # hand-written thirds need not sum to one in the last digit
+SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 EVERY_UNIT = ("*",)
 
 
@@ -28,12 +28,12 @@ class RankPlan:
 
     @property
     def rank_batch_size(self) -> int:
-        """Samples of the global batch that this device computes."""
+        """The number of samples of the global batch that this device computes."""
         return sum(self.microbatch_sizes)
 
     @property
     def num_microbatches(self) -> int:
-        """Forward (and backward) passes through each unit per step."""
+        """The number of forward (and backward) passes through each unit per step."""
         return len(self.microbatch_sizes)
 
     def recomputes(self, unit_fqn: str) -> bool:
@@ -88,17 +88,17 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """How many devices, and so how many ranks, it is for."""
+        """The number of devices, and so of ranks, that the plan is for."""
         return len(self.ranks)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one optimizer step, all devices together."""
+        """The number of samples in one optimizer step, over all devices."""
         return sum(rank.rank_batch_size for rank in self.ranks)
 
     @property
     def state_shares(self) -> tuple[float, ...]:
-        """Each device's part of the state, in plan order; sums to one."""
+        """Each device's share of the state, in plan order; the shares sum to one."""
         total = sum(rank.state_share for rank in self.ranks)
         return tuple(rank.state_share / total for rank in self.ranks)
 
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Equal for equal plans."""
+        """A hash of the plan; equal plans have equal digests."""
         return sha256(self.to_json().encode()).hexdigest()[:16]
 
     @classmethod
@@ -125,9 +125,10 @@ class Plan:
     ) -> Self:
         """A plan from one entry per device.
 
-        Give either ``num_microbatches`` (all of them whole) or ``rank_batch_sizes`` (the last
-        microbatch may be smaller); without both, every device with a microbatch size runs one.
-        ``recompute`` is one claim for all devices, or per device a claim or unit patterns.
+        Give either ``num_microbatches`` (all microbatches are full) or ``rank_batch_sizes``
+        (the last microbatch may be smaller); with neither, every device with a microbatch size
+        runs one microbatch.  ``recompute`` is one bool for all devices, or one bool or list of
+        unit patterns per device.
         """
         world_size = len(microbatch_sizes)
         if num_microbatches is not None and rank_batch_sizes is not None:
@@ -168,7 +169,7 @@ class Plan:
         num_microbatches: int = 1,
         recompute: bool = False,
     ) -> Self:
-        """What stock FSDP does: every device computes and stores the same."""
+        """The plan of stock FSDP: every device computes and stores the same."""
         return cls.by_hand(
             microbatch_sizes=[microbatch_size] * world_size,
             num_microbatches=[num_microbatches] * world_size,
@@ -186,7 +187,10 @@ class Plan:
         state_shares: Sequence[float] | None = None,
         recompute: bool = False,
     ) -> Self:
-        """Batches in proportion to ``speeds`` (largest remainders), state even or as given."""
+        """Batches in proportion to ``speeds``, state even or as given.
+
+        Batches are rounded by the largest-remainder method.
+        """
         if not speeds or not all(isfinite(v) and v >= 0 for v in speeds) or not sum(speeds):
             raise ValueError(
                 f"plan: speeds {list(speeds)} must be finite, at least zero and not all zero."
@@ -205,7 +209,7 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """The plan as JSON text, versioned; equal plans give equal text."""
+        """The plan as versioned JSON text; equal plans give equal text."""
         ranks = [
             {
                 "device": rank.device.to_dict(),
@@ -226,7 +230,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Self:
-        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        """The inverse of ``to_json``; error messages name ``source`` as the file."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -255,12 +259,12 @@ class Plan:
             raise ValueError(f"{source}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         Path(path).write_text(self.to_json(), encoding="ascii")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote; raises ``ValueError`` with file, field and mend."""
+        """Read what ``save`` wrote; a ``ValueError`` names file, field and remedy."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -355,7 +359,7 @@ def _ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
 def _patterns(claim: bool | Sequence[str]) -> tuple[str, ...]:
     if isinstance(claim, bool):
         return EVERY_UNIT if claim else ()
-    if isinstance(claim, str):  # a sequence too, of its letters
+    if isinstance(claim, str):  # a str is also a sequence, of its letters
         raise ValueError(
             f"plan: recompute is {claim!r} for a device but must be True, False or a list of "
             f"patterns. Write [{claim!r}]."

@@ -1,8 +1,8 @@
-"""Measured seconds and bytes per kind of device and kind of unit; looked up, affine beyond.
+"""Measured seconds and bytes per kind of device and unit, with interpolation between them.
 
 A profile is *measured* (by the profiler), *imported* from a table that somebody else
-measured, or *derived* from a specification.  It says which, everywhere: a derived figure is
-a guess with a source and not a measurement.
+measured, or *derived* from a specification.  Every part of a profile says which: a derived
+figure is a sourced estimate, not a measurement.
 """
 
 import json
@@ -19,11 +19,11 @@ from shardhet.records.fields import Fields, named, parse_json, read_document
 
 PROFILE_VERSION = 3
 
-# How a layer's time goes on beyond the sizes that were measured.  Chosen on the 424 curves of
-# Cephalo's published profiles (sizes 1-5 predicting the largest); leaving one kind of GPU out
-# of the choice: median error 2.9 %, p90 14.5 % (plain least squares: 3.8 and 15.8).
-# experiments/layer_time
-PROPORTIONAL_PART = 0.1  # of the slope; the rest is that of the fit
+# How a layer's time is extrapolated beyond the measured sizes.  Chosen on the 424 curves of
+# Cephalo's published profiles (sizes 1-5 predict the largest).  With one kind of GPU held out:
+# median error 2.9 %, p90 14.5 % (plain least squares: 3.8 and 15.8).
+# See experiments/layer_time.
+PROPORTIONAL_PART = 0.1  # weight of the proportional slope; the fit's slope has the rest
 SLOPE_GROWTH = 1.02  # devices under sustained load slow down a little
 
 
@@ -37,11 +37,11 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One duration; ``num_samples`` is 0 where nobody measured it.
+    """One duration; ``num_samples`` is 0 if it was not measured here.
 
     Steps are predicted from ``mean_s``: they are sums of hundreds of such durations, and the
-    mean of a sum is the sum of the means.  That of the medians is less, because what disturbs
-    a computation only makes it longer.
+    mean of a sum is the sum of the means.  The sum of the medians is too small, because
+    disturbances only make a computation longer.
     """
 
     mean_s: float
@@ -62,7 +62,7 @@ class Timing:
 
     @classmethod
     def single(cls, seconds: float) -> Self:
-        """A figure without samples: read from a table or computed."""
+        """A figure without samples, read from a table or computed."""
         return cls(
             mean_s=seconds, median_s=seconds, p10_s=seconds, p90_s=seconds, num_samples=0
         )
@@ -70,7 +70,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values at measured positions: looked up there, linear between, affine beyond."""
+    """Values at measured positions: linear between them, affine beyond the last."""
 
     positions: tuple[float, ...]  # ascending, positive
     values: tuple[float, ...]
@@ -84,7 +84,7 @@ class Curve:
         x, y = self.positions[i], self.values[i]
         if x == position:
             return y
-        # Below the first a latency remains, as far as the fit shows one.
+        # Below the first position the line ends at the fit's intercept: a latency remains.
         x0, y0 = (
             (self.positions[i - 1], self.values[i - 1]) if i else (0.0, self.intercept_at_zero)
         )
@@ -92,8 +92,10 @@ class Curve:
 
     @cached_property
     def slope_beyond(self) -> float:
-        """Growth per unit of position after the last: that of a fit weighted by position,
-        drawn a little towards proportional.
+        """Growth per unit of position beyond the last one.
+
+        It is the slope of a fit weighted by position, mixed with a little of the proportional
+        slope.
         """
         proportional = self.values[-1] / self.positions[-1]
         fitted = self._fit[1] if len(self.positions) > 1 else proportional
@@ -102,12 +104,12 @@ class Curve:
 
     @cached_property
     def intercept_at_zero(self) -> float:
-        """What remains at position 0; between nothing and the first value."""
+        """The value at position 0, clamped between zero and the first value."""
         return min(max(0.0, self._fit[0]), self.values[0]) if len(self.positions) > 1 else 0.0
 
     @cached_property
     def relative_error(self) -> float:
-        """How far the last point lies from where the others put it; inf without others."""
+        """Relative error of predicting the last point from the others; inf if too few."""
         if len(self.positions) < 3 or not self.values[-1]:
             return inf
         others = Curve(self.positions[:-1], self.values[:-1])
@@ -128,17 +130,17 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePoint:
-    """One unit run forward and backward on one microbatch, nothing recomputed."""
+    """One unit run forward and backward on one microbatch, without recomputation."""
 
     microbatch_size: int
     forward: Timing
     backward: Timing
-    peak_bytes: int | None = None  # highest use above what was there before; None: not known
+    peak_bytes: int | None = None  # peak use above what was allocated before; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitProfile:
-    """All microbatch sizes measured of one kind of unit on one kind of device."""
+    """Measurements of one kind of unit on one kind of device, at all microbatch sizes."""
 
     unit_kind: str
     points: tuple[ComputePoint, ...]
@@ -153,17 +155,17 @@ class UnitProfile:
 
     @cached_property
     def forward_s(self) -> Curve:
-        """Seconds of a forward against the microbatch size."""
+        """Seconds of a forward pass as a function of the microbatch size."""
         return self._curve([point.forward.mean_s for point in self.points])
 
     @cached_property
     def backward_s(self) -> Curve:
-        """Seconds of a backward against the microbatch size."""
+        """Seconds of a backward pass as a function of the microbatch size."""
         return self._curve([point.backward.mean_s for point in self.points])
 
     @cached_property
     def peak_bytes(self) -> Curve | None:
-        """Bytes against the microbatch size; None where nobody measured them."""
+        """Peak bytes as a function of the microbatch size; None if not measured."""
         peaks = [point.peak_bytes for point in self.points]
         known = [float(peak) for peak in peaks if peak is not None]
         return self._curve(known) if len(known) == len(peaks) else None
@@ -175,17 +177,17 @@ class UnitProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """What one kind of device does with every kind of unit."""
+    """How one kind of device performs on every kind of unit."""
 
     device_kind: str
     source: Source
     units: tuple[UnitProfile, ...]
     optimizer_seconds_per_element: float = 0.0
-    # Seconds that compute loses per second of collectives beside it.  Above 1 where the host's
-    # processor carries the data and computes: then it does both in turn.
+    # Seconds that compute loses per second of concurrent collectives.  It exceeds 1 where the
+    # host's processor both computes and moves the data, because it does them in turn.
     overlap_excess: float = 0.0
-    reserved_bytes: int = 0  # of a process besides its tensors: the driver's context, libraries
-    note: str = ""  # versions and date, the table's address, or the specification's
+    reserved_bytes: int = 0  # a process's memory besides tensors: driver context, libraries
+    note: str = ""  # versions and date, or the address of the table or the specification
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_excess < inf:
@@ -196,13 +198,13 @@ class DeviceProfile:
 
     @cached_property
     def unit_by_kind(self) -> dict[str, UnitProfile]:
-        """Its profiles by the kind of unit."""
+        """The unit profiles by kind of unit."""
         return {unit.unit_kind: unit for unit in self.units}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint:
-    """Gather and reduction of one unit's flat tensor with even shards."""
+    """Times of the gather and the reduction of one unit's flat tensor with even shards."""
 
     nbytes: int  # of the whole tensor
     gather: Timing
@@ -211,11 +213,11 @@ class CollectivePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """What the links do with a unit's flat tensor.
+    """How long the links take for a unit's flat tensor.
 
-    A pipelined ring moves the whole tensor past every device, however it is cut; direct
-    messages make the owner of the largest shard send it to every receiver.  The unevenness
-    weight says where between the two (0 and 1) the collectives at hand were measured.
+    A pipelined ring moves the whole tensor past every device, however it is cut.  With direct
+    messages, the owner of the largest shard sends it to every receiver.  The unevenness weight
+    says where between the two (0 and 1) the measured collectives lie.
     """
 
     source: Source
@@ -234,12 +236,12 @@ class Collectives:
 
     @cached_property
     def gather_s(self) -> Curve | None:
-        """Seconds of an even gather against bytes; None where communication is not counted."""
+        """Seconds of an even gather by bytes; None if communication is not counted."""
         return self._curve([point.gather.mean_s for point in self.points])
 
     @cached_property
     def reduce_s(self) -> Curve | None:
-        """Seconds of an even reduction against bytes; None where it is not counted."""
+        """Seconds of an even reduction by bytes; None if communication is not counted."""
         return self._curve([point.reduce.mean_s for point in self.points])
 
     def _curve(self, values: Sequence[float]) -> Curve | None:
@@ -249,11 +251,11 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Everything the planner knows of how fast and how large things are."""
+    """Everything the planner knows about speeds and sizes."""
 
     devices: tuple[DeviceProfile, ...]
     collectives: Collectives
-    turn_overhead_s: float = 0.0  # host time per unit and phase, in no microbatch or wait
+    turn_overhead_s: float = 0.0  # host time per unit and phase, outside microbatches and waits
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -271,7 +273,7 @@ class Profile:
             )
 
     def device(self, device_kind: str | None) -> DeviceProfile:
-        """The profile of one kind of device; raises ``ValueError`` naming those there are."""
+        """The profile of one kind of device; raises ``ValueError`` listing the known kinds."""
         for device in self.devices:
             if device.device_kind == device_kind:
                 return device
@@ -282,7 +284,7 @@ class Profile:
         )
 
     def unit(self, device_kind: str | None, unit_kind: str) -> UnitProfile:
-        """One kind of unit on one kind of device; raises ``ValueError`` where it is missing."""
+        """One kind of unit on one kind of device; raises ``ValueError`` if it is missing."""
         device = self.device(device_kind)
         if unit_kind not in device.unit_by_kind:
             known = ", ".join(device.unit_by_kind)
@@ -299,18 +301,18 @@ class Profile:
         return Source.DERIVED not in sources
 
     def to_json(self) -> str:
-        """The profile as JSON text, versioned."""
+        """The profile as versioned JSON text."""
         document = {"version": PROFILE_VERSION, **asdict(self)}
         return json.dumps(document, indent=1, default=lambda source: source.value) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "profile") -> Self:
-        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        """The inverse of ``to_json``; error messages name ``source`` as the file."""
         return cls.from_document(parse_json(text, source=source), source=source)
 
     @classmethod
     def from_document(cls, document: Any, *, source: str) -> Self:
-        """From what a JSON or YAML file holds; raises ``ValueError`` with file and field."""
+        """Build a profile from a parsed file; raises ``ValueError`` with file and field."""
         fields = Fields(document, source)
         fields.take_version(PROFILE_VERSION)
         try:
@@ -326,12 +328,12 @@ class Profile:
         return profile
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote, or the same as YAML."""
+        """Read what ``save`` wrote, or a YAML file with the same content."""
         return cls.from_document(read_document(path), source=str(path))
 
     @classmethod
@@ -344,8 +346,10 @@ class Profile:
         peak_bytes: Sequence[int] | None = None,
         overlap_excess: float = 0.0,
     ) -> Self:
-        """From a table: forward and backward seconds of one kind of unit at microbatch sizes
-        1, 2, ..., per kind of device.  Communication and the optimizer are not counted.
+        """Build a profile from a table of one kind of unit's times.
+
+        The table holds, per kind of device, forward and backward seconds at microbatch sizes
+        1, 2, ....  Communication and the optimizer are not counted.
         """
         devices = []
         for device_kind, (forward_s, backward_s) in seconds_by_device.items():

@@ -1,11 +1,11 @@
-"""In which order a step visits the units, and which collectives it launches when.
+"""The order in which a step visits the units, and when it launches each collective.
 
 The execution order is a list of segments: the visits of forward, one after the other.  A
-unit may be visited several times (tied embedding and head, shared blocks).  From it
-follows one list of turns for the whole step, the same on every rank, and from that the
-launch order of all collectives.  The gather of the next turn is launched when a turn
-begins, so that it overlaps the turn's compute; a reduction when the unit's last backward
-turn ends.  For units a, b, c that are resharded after forward:
+unit may be visited several times (tied embedding and head, shared blocks).  The segments
+determine one list of turns for the whole step, the same on every rank, and the turns
+determine the launch order of all collectives.  The gather of the next turn is launched when
+a turn begins, so that it overlaps the turn's compute.  A reduction is launched when the
+unit's last backward turn ends.  For units a, b, c that are resharded after forward:
 
     forward             backward
     a      b      c     c      b      a        the units' turns
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
-AHEAD = 1  # turns whose gathers are launched before they begin
-MAX_REDUCTIONS_IN_FLIGHT = 1  # besides the unit whose gradients accumulate
+AHEAD = 1  # how many later turns' gathers are launched when a turn begins
+MAX_REDUCTIONS_IN_FLIGHT = 1  # not counting the unit whose gradients accumulate
 
 
 class Phase(Enum):
@@ -37,7 +37,7 @@ class Segment:
     """One visit of a unit in forward."""
 
     unit: int  # index into the model's units
-    needs_backward: bool  # false where neither inputs nor parameters need a gradient
+    needs_backward: bool  # false if neither inputs nor parameters need a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Turn:
     segment: int  # index into the segments
     unit: int
     phase: Phase
-    gathers: bool  # the unit is sharded before and is gathered for this turn
+    gathers: bool  # the unit is sharded before it and is gathered for this turn
     reshards: bool  # the unit is sharded again after it
     reduces: bool  # its gradients are complete after it and are reduced
 
@@ -57,22 +57,22 @@ class Launch(NamedTuple):
 
     kind: Literal["gather", "reduce"]
     unit: int
-    turn: int  # the gather is for this turn, or the gradients are complete after it
+    turn: int  # the turn that a gather is for, or after which the gradients are complete
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """All turns of a step, forward and then backward, and the launches around each.
 
-    The order of collectives is made here and nowhere else.
+    This is the only place that decides the order of collectives.
     """
 
     turns: tuple[Turn, ...]
-    num_forward: int  # all of them for a forward without gradients
+    num_forward: int  # number of forward turns; equals len(turns) if no gradients are needed
 
     def gathers_by(self, cursor: int) -> tuple[Launch, ...]:
-        """The gathers that have been launched when the turn at ``cursor`` computes, but those
-        of earlier turns: its own and the next turn's.
+        """The gathers launched by the time the turn at ``cursor`` computes: its own and the
+        next turn's.  Gathers of earlier turns are not listed.
         """
         return tuple(
             Launch("gather", turn.unit, i)
@@ -81,19 +81,19 @@ class Schedule:
         )
 
     def reduction_after(self, cursor: int) -> tuple[Launch, ...]:
-        """The reduction that is launched when the turn at ``cursor`` ends, if there is one."""
+        """The reduction that is launched when the turn at ``cursor`` ends, if any."""
         reduces = cursor >= 0 and self.turns[cursor].reduces
         return (Launch("reduce", self.turns[cursor].unit, cursor),) if reduces else ()
 
     def beside(self, cursor: int) -> tuple[Launch, ...]:
-        """The collectives that the compute of the turn at ``cursor`` hides: the gathers of
-        later turns, and the reduction of the turn before.
+        """The collectives that overlap the compute of the turn at ``cursor``: the gathers of
+        later turns, and the reduction of the previous turn.
         """
         ahead = tuple(each for each in self.gathers_by(cursor) if each.turn > cursor)
         return (*ahead, *self.reduction_after(cursor - 1))
 
     def launches(self) -> tuple[Launch, ...]:
-        """All collectives of units in launch order (the root's come before and after)."""
+        """All collectives of units in launch order; the root's come before and after them."""
         order: dict[Launch, None] = {}
         for i in range(len(self.turns)):
             order |= dict.fromkeys((*self.gathers_by(i), *self.reduction_after(i)))
@@ -108,8 +108,8 @@ def make_schedule(
 ) -> Schedule:
     """The turns of a step that visits ``segments`` in forward and returns in reverse.
 
-    At most the unit of the current turn and of those ``AHEAD`` are unsharded, unless
-    ``reshard_after_forward`` is false, which keeps each until its last backward turn.
+    Only the units of the current turn and of the next ``AHEAD`` turns are unsharded.  If
+    ``reshard_after_forward`` is false, each unit stays unsharded until its last backward turn.
     """
     visits = [(i, segment.unit, Phase.FORWARD) for i, segment in enumerate(segments)]
     visits += [
@@ -140,7 +140,7 @@ def make_schedule(
 
 
 def straight_schedule(num_units: int, *, reshard_after_forward: bool) -> Schedule:
-    """That of a model which visits each of its units once, all of them trainable."""
+    """The schedule of a model that visits each of its units once, all of them trainable."""
     return make_schedule(
         [Segment(i, needs_backward=True) for i in range(num_units)],
         trainable_units=frozenset(range(num_units)),

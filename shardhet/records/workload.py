@@ -1,7 +1,7 @@
-"""What is trained, as counts and bytes: the units of a model and what one sample costs in each.
+"""The model to train, as counts and bytes: its units and what one sample costs in each.
 
 Units of one kind (the blocks of a transformer) are alike and are described once.  The
-numbers are of one sample, so that they fit any microbatch; what does not grow with the
+numbers are per sample, so that they apply to any microbatch; what does not grow with the
 microbatch (parameters, gradients) follows from the shapes.
 """
 
@@ -26,7 +26,7 @@ _FIGURES = (
 )
 ITEMSIZE_BY_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INDEX_BYTES = 8  # of a token or a target, an int64
-MAX_PARAM_NUMEL = 2**48  # far beyond any model; larger ones are slips of the pen
+MAX_PARAM_NUMEL = 2**48  # far beyond any model; larger values are typing errors
 FLOAT32_BYTES = 4  # of norms' statistics and of everything in the loss
 
 
@@ -36,11 +36,11 @@ class UnitKind:
 
     name: str
     param_shapes: tuple[tuple[int, ...], ...]  # in module order
-    forward_flops: int  # of one sample
-    backward_flops: int  # of one sample, recomputation not included
-    input_bytes: int  # of one sample: kept from forward to backward whatever is recomputed
-    activation_bytes: int  # of one sample: what the unit's graph holds besides its inputs
-    transient_bytes: int  # of one sample: what a running microbatch needs besides its graph
+    forward_flops: int  # per sample
+    backward_flops: int  # per sample, recomputation not included
+    input_bytes: int  # per sample: kept from forward to backward even if recomputed
+    activation_bytes: int  # per sample: what the unit's graph holds besides its inputs
+    transient_bytes: int  # per sample: what a running microbatch needs besides its graph
 
     def __post_init__(self) -> None:
         for shape in self.param_shapes:
@@ -48,23 +48,23 @@ class UnitKind:
                 raise ValueError(
                     f"workload: kind {self.name!r} has a parameter of shape {shape} but no "
                     f"dimension may be negative, and at most {MAX_PARAM_NUMEL} elements are in "
-                    "one parameter. Mend the shape."
+                    "one parameter. Fix the shape."
                 )
         for key in _FIGURES:
             if getattr(self, key) < 0:
                 raise ValueError(
                     f"workload: kind {self.name!r} has {key} {getattr(self, key)} but it must "
-                    "be at least 0. Mend the figure."
+                    "be at least 0. Fix the figure."
                 )
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters of one unit."""
+        """The number of elements in all parameters of one unit."""
         return sum(prod(shape) for shape in self.param_shapes)
 
     @property
     def max_row_numel(self) -> int:
-        """Elements in the longest row that is stored whole."""
+        """The number of elements in the longest row; rows are never split."""
         return max((max(1, prod(shape[1:])) for shape in self.param_shapes), default=1)
 
 
@@ -78,13 +78,13 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and the precision it is trained in, in order of execution."""
+    """A model, its units in order of execution, and the precision it is trained in."""
 
     kinds: tuple[UnitKind, ...]
     units: tuple[Unit, ...]
     tokens_per_sample: int = 1  # for throughput
     param_dtype: str = "float32"  # of parameters in flight and of compute
-    reduce_dtype: str = "float32"  # of gradients while they are summed
+    reduce_dtype: str = "float32"  # of gradients while they are reduced
     state_bytes_per_element: int = 16  # float32 parameter and gradient, two Adam moments
 
     def __post_init__(self) -> None:
@@ -113,11 +113,11 @@ class Workload:
 
     @cached_property
     def kind_by_name(self) -> dict[str, UnitKind]:
-        """The kinds by their names."""
+        """The kinds by name."""
         return {kind.name: kind for kind in self.kinds}
 
     def kind_of(self, unit: Unit) -> UnitKind:
-        """What the unit costs."""
+        """The unit's kind, which says what it holds and costs."""
         return self.kind_by_name[unit.kind]
 
     @cached_property
@@ -130,37 +130,37 @@ class Workload:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters of the model."""
+        """The number of elements in all parameters of the model."""
         return sum(self.kind_of(unit).numel for unit in self.units)
 
     @property
     def param_itemsize(self) -> int:
-        """Bytes of a parameter in flight."""
+        """Bytes of a parameter element when it is communicated."""
         return ITEMSIZE_BY_DTYPE[self.param_dtype]
 
     @property
     def reduce_itemsize(self) -> int:
-        """Bytes of an element of a gradient while it is summed."""
+        """Bytes of a gradient element while it is reduced."""
         return ITEMSIZE_BY_DTYPE[self.reduce_dtype]
 
     def layouts(self) -> tuple[FlatLayout, ...]:
-        """The flat tensor of each unit, in execution order, all of it on one device."""
+        """The flat layout of each unit, in execution order, stored on a single device."""
         by_kind = {kind.name: FlatLayout.of_shapes(kind.param_shapes) for kind in self.kinds}
         return tuple(by_kind[unit.kind] for unit in self.units)
 
     def to_json(self) -> str:
-        """The workload as JSON text, versioned."""
+        """The workload as versioned JSON text."""
         document = {"version": WORKLOAD_VERSION, **asdict(self)}
         return json.dumps(document, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "workload") -> Self:
-        """The inverse of ``to_json``; ``source`` is the file that errors name."""
+        """The inverse of ``to_json``; error messages name ``source`` as the file."""
         return cls.from_document(parse_json(text, source=source), source=source)
 
     @classmethod
     def from_document(cls, document: Any, *, source: str) -> Self:
-        """From what a JSON or YAML file holds; raises ``ValueError`` with file and field."""
+        """Build a workload from a parsed file; raises ``ValueError`` with file and field."""
         fields = Fields(document, source)
         fields.take_version(WORKLOAD_VERSION)
         try:
@@ -187,12 +187,12 @@ class Workload:
             raise ValueError(f"{source}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the workload as JSON."""
         Path(path).write_text(self.to_json(), encoding="ascii")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote, or the same as YAML."""
+        """Read what ``save`` wrote, or a YAML file with the same content."""
         return cls.from_document(read_document(path), source=str(path))
 
     @classmethod
@@ -214,10 +214,10 @@ class Workload:
     ) -> Self:
         """A decoder as ``shardhet.models.decoder`` builds it: embedding, blocks, head.
 
-        ``is_gated`` is SwiGLU (three matrices in the MLP), without it two matrices and GELU;
-        ``has_biases`` is the form of GPT-2: biases everywhere and LayerNorm.  FLOPs are two
-        per matrix element and token forward, the attention's whole T x T square, and twice
-        that backward (PaLM, appendix B).
+        ``is_gated`` selects SwiGLU (three matrices in the MLP) over GELU (two matrices);
+        ``has_biases`` selects the form of GPT-2: biases everywhere and LayerNorm.  Forward
+        takes two FLOPs per matrix element and token, with attention over the full T x T
+        square; backward takes twice as many (PaLM, appendix B).
         """
         for key, value in (("num_layers", num_layers), ("width", width), ("seq_len", seq_len)):
             if value < 1:
@@ -268,11 +268,11 @@ class _Shape:
 
     @property
     def residual_bytes(self) -> int:
-        """One sample of the residual stream, [T, D]."""
+        """Bytes of one sample of the residual stream, [T, D]."""
         return self.seq_len * self.width * self.itemsize
 
     def embedding(self) -> UnitKind:
-        """A row per token."""
+        """The token embedding, one row per token."""
         return UnitKind(
             name="embedding",
             param_shapes=((self.vocab_size, self.width),),
@@ -284,7 +284,7 @@ class _Shape:
         )
 
     def block(self) -> UnitKind:
-        """Attention and MLP, each normed before."""
+        """Attention and MLP, each after a norm."""
         qkv_width = self.width + 2 * self.kv_width
         up_width = (2 if self.is_gated else 1) * self.hidden_width
         matrices = [
@@ -304,8 +304,9 @@ class _Shape:
             backward_flops=2 * (matrix_flops + 2 * score_flops),
             input_bytes=self.residual_bytes,
             activation_bytes=self._block_activation_bytes(qkv_width, up_width),
-            # of the gated hidden layer the gradients of its halves, each padded to the whole,
-            # and their sum; of an ungated one its gradient before and after the nonlinearity
+            # A gated hidden layer needs the gradients of its halves, each padded to the full
+            # width, and their sum; an ungated one its gradient before and after the
+            # nonlinearity.
             transient_bytes=(3 if self.is_gated else 2)
             * self.seq_len
             * up_width
@@ -313,13 +314,15 @@ class _Shape:
         )
 
     def _block_activation_bytes(self, qkv_width: int, up_width: int) -> int:
-        """What backward needs of a block besides its input, for one sample (read off what
-        autograd saves, with an attention that keeps no scores).
+        """What a block saves for backward besides its input, in bytes per sample.
 
-        Of each norm its output and what ``_norm_bytes`` says; the residual stream between
-        attention and MLP, unless the norm keeps a copy in float32 instead; q, k and v, and q
-        and k once more where they are rotated; what the attention returns and a sum per head;
-        the hidden layer before and after its nonlinearity, and the product where it is gated.
+        It is what autograd saves with an attention that does not keep its scores:
+
+        - what each norm keeps (``_norm_bytes``);
+        - the residual stream between attention and MLP, unless the norm keeps a float32 copy;
+        - q, k and v, and q and k once more if they are rotated;
+        - the output of the attention and one sum per head;
+        - the hidden layer before and after its nonlinearity, and the product if it is gated.
         """
         residual = 0 if self._upcasts_norms else self.width
         rotated = 0 if self.has_biases else self.width + self.kv_width
@@ -330,7 +333,7 @@ class _Shape:
 
     @property
     def wide_itemsize(self) -> int:
-        """Bytes of a number in norms' statistics and in the loss: at least float32."""
+        """Bytes of a number in the norms' statistics and in the loss: at least float32."""
         return max(self.itemsize, FLOAT32_BYTES)
 
     @property
@@ -338,10 +341,11 @@ class _Shape:
         return not self.has_biases and self.itemsize < FLOAT32_BYTES
 
     def _norm_bytes(self) -> int:
-        """What a norm leaves in the graph besides its input, for one sample.
+        """What a norm keeps in the graph besides its input, in bytes per sample.
 
-        LayerNorm its output and two statistics; RMSNorm (as torch composes it on CPU) one,
-        its output before it is scaled, and of narrow inputs a copy in float32.
+        LayerNorm keeps its output and two statistics.  RMSNorm (as torch composes it on CPU)
+        keeps its output before and after scaling, one statistic, and a float32 copy of inputs
+        that are narrower than float32.
         """
         if self.has_biases:
             return self.residual_bytes + 2 * self.seq_len * self.wide_itemsize
@@ -359,7 +363,7 @@ class _Shape:
             forward_flops=matrix_flops,
             backward_flops=2 * matrix_flops,
             input_bytes=self.residual_bytes + self.seq_len * INDEX_BYTES,
-            # log-probabilities, and the targets with those masked that do not count
+            # the norm, the log-probabilities, and the targets with the ignored ones masked
             activation_bytes=self._norm_bytes()
             + logits * self.wide_itemsize
             + self.seq_len * INDEX_BYTES,
@@ -367,8 +371,10 @@ class _Shape:
         )
 
     def _head_transient_bytes(self) -> int:
-        """The fuller of two moments of backward, each with what was freed before it: two
-        gradients of the logits, or (of few logits) those inside the norm.
+        """Transient bytes at the fuller of two moments of backward, less what is freed by then.
+
+        Either two gradients of the logits are alive, or (with few logits) the gradients
+        inside the norm.
         """
         wide = self.wide_itemsize
         in_loss = 2 * self.vocab_size * wide - INDEX_BYTES

@@ -1,1 +1,1 @@
-"""A step event by event, and the timeline of what each device did when."""
+"""Simulate a step event by event, and record what each device does when."""

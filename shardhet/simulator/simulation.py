@@ -1,18 +1,18 @@
-"""One step of a plan, event by event: who computes, who waits, what is sent and held when.
+"""Simulate one step of a plan, event by event: compute, waits, collectives and memory.
 
-Ranks walk the turns of ``shardhet.records.schedule``, which the runtime walks too:
+Ranks go through the turns of ``shardhet.records.schedule``, as in the runtime:
 
     begin turn   launch its gather and the next turn's; wait for its own
-    compute      all microbatches; slower by kappa while something is sent
-    end turn     where gradients are complete: wait until at most the last reduction is
-                 under way, launch this one
-    between      forward and backward, and after the last reduction, all ranks agree
+    compute      all microbatches; slowed by ``overlap_excess`` during a collective
+    end turn     if the gradients are complete: wait until the earlier reductions leave room
+                 for one more in flight, then launch this one
+    between      all ranks agree between forward and backward, and after the last reduction
 
-A collective starts when all ranks have launched it, the links are free, and those launched
-before it on its stream are done; gathers and reductions share the links one after the other.
+A collective starts when all ranks have launched it, the links are free, and the collectives
+launched before it on its stream are done.  Gathers and reductions share the links in turn.
 
-Ranks that do the same are simulated once.  The loop looks for the next thing to end, moves
-the clock there, and lets every rank go on as far as it can.
+Ranks that do the same are simulated once.  The loop finds the next thing to end, moves the
+clock there, and lets every rank go on as far as it can.
 """
 
 from collections import deque
@@ -39,9 +39,9 @@ class _State(Enum):
     WAIT_GATHER = auto()  # until the turn's gather is done
     COMPUTE = auto()  # until nothing remains
     END = auto()  # of a turn: launch the reduction
-    WAIT_REDUCE = auto()  # until the reduction before is done
+    WAIT_REDUCE = auto()  # until the previous reduction is done
     FLUSH = auto()  # until the last reduction is done
-    AGREE = auto()  # until all ranks have come
+    AGREE = auto()  # until all ranks have arrived
     OPTIMIZE = auto()  # until nothing remains
     DONE = auto()
 
@@ -62,7 +62,7 @@ class _Collective:
 
 @dataclass
 class _Actor:
-    """Ranks that do the same."""
+    """A set of ranks that do the same."""
 
     rank: RankPlan
     positions: list[int]
@@ -80,7 +80,7 @@ class _Actor:
 
 
 class _Simulation:
-    """The clock, the links, and all actors."""
+    """The state of the simulation: the clock, the links and all actors."""
 
     def __init__(self, model: CostModel, plan: Plan) -> None:
         self.model = model
@@ -112,7 +112,7 @@ class _Simulation:
         self.sent: list[Event] = []
 
     def run(self) -> Timeline:
-        """Until every rank is done."""
+        """Run until every rank is done; returns the timeline."""
         for actor in self.actors:
             self.hold(actor, self._resting_bytes(actor))
         self.settle()
@@ -120,7 +120,7 @@ class _Simulation:
             self.pass_time()
             self.settle()
         for actor in self.actors:
-            self.leave(actor, Work.AGREE)  # the next step begins when the slowest rank comes
+            self.leave(actor, Work.AGREE)  # the next step begins when the slowest rank is done
         actors = {i: actor for actor in self.actors for i in actor.positions}
         ranks = tuple(
             RankTimeline(
@@ -135,7 +135,7 @@ class _Simulation:
     # The loop #
 
     def settle(self) -> None:
-        """Everything that happens without time passing."""
+        """Do everything that can happen without time passing."""
         goes_on = True
         while goes_on:
             goes_on = self.start_sending()
@@ -145,8 +145,8 @@ class _Simulation:
     def pass_time(self) -> None:
         """Move the clock to the next end of a computation or of a collective."""
         computing = [actor for actor in self.actors if actor.state in TIMED]
-        # Below zero where carrying the data takes longer than the collective, and computing
-        # has to catch up when that is over.
+        # A speed is negative if moving the data costs the processor more time than the
+        # collective lasts: compute then has more left to do when the collective ends.
         speeds = [1.0 - actor.overlap_excess * bool(self.sending) for actor in computing]
         ends_s = [
             actor.remaining_s / speed
@@ -184,7 +184,7 @@ class _Simulation:
         return False
 
     def finish_sending(self) -> None:
-        """The collective on the links is done."""
+        """Mark the collective on the links as done."""
         assert self.sending is not None
         self.sending.is_done = True
         self.sent.append(
@@ -200,7 +200,7 @@ class _Simulation:
     # One rank #
 
     def advance(self, actor: _Actor) -> bool:
-        """Whether the rank could leave its state."""
+        """Leave the rank's state if it can; returns whether it could."""
         state, turn = actor.state, self._turn(actor)
         if state is _State.BEGIN:
             assert turn is not None
@@ -240,18 +240,18 @@ class _Simulation:
         return True
 
     def end_turn(self, actor: _Actor) -> None:
-        """On to the next turn, or to what comes between phases."""
+        """Go on to the next turn, or to what comes between phases."""
         actor.turn += 1
         if actor.turn == len(self.schedule.turns):
             self.enter(actor, _State.FLUSH)
         elif actor.turn == self.schedule.num_forward:
-            self.launch_ahead(actor)  # while the loss is shared
+            self.launch_ahead(actor)  # overlaps the exchange of the loss
             self.enter(actor, _State.AGREE)
         else:
             self.enter(actor, _State.BEGIN)
 
     def advance_between(self, actor: _Actor) -> bool:
-        """The states outside of turns."""
+        """The part of ``advance`` for states outside of turns."""
         if actor.state is _State.FLUSH and all(r.is_done for r in self.reductions.values()):
             self.leave(actor, Work.WAIT_REDUCE)
             self.enter(actor, _State.AGREE)
@@ -265,7 +265,7 @@ class _Simulation:
         return False
 
     def agree(self, actor: _Actor) -> bool:
-        """Go on once every rank has come this far."""
+        """Go on if every rank has come this far; returns whether it has."""
         is_last = actor.turn == len(self.schedule.turns)
         if any(other.turn < actor.turn for other in self.actors):
             return False
@@ -276,20 +276,20 @@ class _Simulation:
         return True
 
     def launch_ahead(self, actor: _Actor) -> None:
-        """Launch the gathers of this turn and the next, unless that has happened already."""
+        """Launch the gathers of this turn and the next, unless already launched."""
         for launch in self.schedule.gathers_by(actor.turn):
             if launch.turn > actor.last_launched:
                 self.gathers[launch.turn].num_launched += 1
                 actor.last_launched = launch.turn
 
     def has_room_for_reduction(self, actor: _Actor) -> bool:
-        """Whether few enough reductions before this one are under way."""
+        """Whether few enough earlier reductions are in flight."""
         before = [self.reductions[i] for i in sorted(self.reductions) if i < actor.turn]
         under_way = [each for each in before if not each.is_done]
         return len(under_way) < MAX_REDUCTIONS_IN_FLIGHT
 
     def begin_compute(self, actor: _Actor, turn: Turn) -> None:
-        """All microbatches of the turn."""
+        """Start computing all microbatches of the turn."""
         unit = self.units[turn.unit]
         is_backward = turn.phase is Phase.BACKWARD
         seconds = actor.seconds[unit.kind, turn.phase]
@@ -301,7 +301,7 @@ class _Simulation:
         self.enter(actor, _State.COMPUTE)
 
     def end_compute(self, actor: _Actor, turn: Turn) -> None:
-        """Free what ran; keep or free what lies between forward and backward."""
+        """Free the running memory; keep or free what lives from forward to backward."""
         if not actor.rank.rank_batch_size:
             return
         kept = self._kept_bytes(actor, turn)
@@ -309,12 +309,12 @@ class _Simulation:
         self.hold(actor, change - self._running_bytes(actor, turn))
 
     def enter(self, actor: _Actor, state: _State) -> None:
-        """Begin a state now."""
+        """Enter a state now."""
         actor.state = state
         actor.since_s = self.clock_s
 
     def leave(self, actor: _Actor, work: Work) -> None:
-        """Note what the time since the state began was spent on."""
+        """Record what the time since the state began was spent on."""
         turn = self._turn(actor)
         unit = self.units[turn.unit].fqn if turn and work is not Work.AGREE else ""
         actor.events.append(
@@ -322,11 +322,11 @@ class _Simulation:
         )
 
     def hold(self, actor: _Actor, change: int) -> None:
-        """Hold so many bytes more from now on."""
+        """Hold ``change`` more bytes from now on."""
         actor.held_bytes += change
         actor.memory.append(MemoryPoint(time_s=self.clock_s, nbytes=actor.held_bytes))
 
-    # What is known before #
+    # Fixed before the run #
 
     def _turn(self, actor: _Actor) -> Turn | None:
         turns = self.schedule.turns
@@ -353,12 +353,12 @@ class _Simulation:
         return list(actors.values())
 
     def _resting_bytes(self, actor: _Actor) -> int:
-        """What is held throughout: state, and what the runtime reserves."""
+        """Bytes held throughout: the state, and what the runtime reserves."""
         memory = self.predicted.ranks[actor.positions[0]].memory
         return memory.state_bytes + memory.shard_buffer_bytes + memory.reserved_bytes
 
     def _running_bytes(self, actor: _Actor, turn: Turn) -> int:
-        """Parameters, gradients and the running microbatch of a turn, with its neighbours."""
+        """Bytes of a turn's running microbatch, with the parameters and gradients it needs."""
         memory = self.predicted.ranks[actor.positions[0]].memory
         kind = self.model.workload.kind_of(self.units[turn.unit])
         grads = memory.grad_bytes if turn.phase is Phase.BACKWARD else 0
@@ -374,7 +374,7 @@ class _Simulation:
         return memory.unsharded_bytes + grads + gradients_of_inputs + running
 
     def _kept_bytes(self, actor: _Actor, turn: Turn) -> int:
-        """What lies between a unit's forward and its backward."""
+        """Bytes that a unit keeps from forward to backward."""
         unit = self.units[turn.unit]
         kind = self.model.workload.kind_of(unit)
         graph = 0 if actor.rank.recomputes(unit.fqn) else kind.activation_bytes

@@ -1,4 +1,4 @@
-"""What every rank does and holds over one step, as a record and as a Chrome trace."""
+"""The work and the memory of every rank over one step, as a record and as a Chrome trace."""
 
 import json
 from bisect import bisect_right
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class Work(Enum):
-    """What a span of time was spent on; the names are those that a real run reports."""
+    """What a span of time was spent on; a real run reports the same names."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # recomputation included
     OPTIMIZER = "optimizer"
     WAIT_GATHER = "wait_gather"
     WAIT_REDUCE = "wait_reduce"
-    AGREE = "agree"  # until the slowest rank comes
+    AGREE = "agree"  # until the slowest rank arrives
     OVERHEAD = "overhead"  # the runtime's own
     GATHER = "gather"  # on the links
     REDUCE = "reduce"
@@ -33,20 +33,20 @@ STREAMS = ("compute", "gather", "reduce")
 class Event:
     """One piece of work or wait."""
 
-    unit: str  # fqn; "" where it is of no unit
+    unit: str  # fqn; "" if it belongs to no unit
     work: Work
     start_s: float
     end_s: float
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration of the event."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoint:
-    """From this moment on the rank holds so much."""
+    """The memory that a rank holds from one moment on."""
 
     time_s: float
     nbytes: int
@@ -61,7 +61,7 @@ class RankTimeline:
     memory: tuple[MemoryPoint, ...]
 
     def seconds(self, kinds: frozenset[Work]) -> float:
-        """Time spent on these."""
+        """Time spent on these kinds of work."""
         return sum(event.seconds for event in self.events if event.work in kinds)
 
     @property
@@ -76,7 +76,7 @@ class RankTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most it holds at any moment."""
+        """The most bytes that the rank holds at any moment."""
         return max((point.nbytes for point in self.memory), default=0)
 
 
@@ -89,16 +89,16 @@ class Timeline:
     step_time_s: float
 
     def idle_fraction(self, position: int) -> float:
-        """The part of the step in which a rank computes nothing."""
+        """The fraction of the step in which a rank computes nothing."""
         return 1 - self.ranks[position].busy_s / self.step_time_s
 
     def exposed_comm_s(self, position: int) -> float:
-        """Time in which a rank waits while something is being sent.
+        """Time in which a rank waits while a collective is running.
 
-        The rest of its waiting is for ranks that are slower.
+        The rest of its waiting is for slower ranks.
         """
         waits = [e for e in self.ranks[position].events if e.work in WAITING]
-        # Both are in order of time, and neither overlaps itself.
+        # Waits and collectives are both in order of time, and neither overlap among themselves.
         ends_s = [sent.end_s for sent in self.collectives]
         seconds = 0.0
         for wait in waits:
@@ -109,10 +109,9 @@ class Timeline:
         return seconds
 
     def to_chrome_trace(self) -> str:
-        """JSON that Perfetto opens: a process per rank, a thread per stream.
+        """The step as JSON for Perfetto, with a process per rank and a thread per stream.
 
-        The format is the one that ``torch.profiler`` writes: complete events ("X"), times in
-        microseconds.
+        The format is that of ``torch.profiler``: complete events ("X"), times in microseconds.
         """
         events: list[dict[str, Any]] = []
         for position, rank in enumerate(self.ranks):
@@ -128,12 +127,12 @@ class Timeline:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
     def save_chrome_trace(self, path: str | Path) -> None:
-        """Write the trace."""
+        """Write the Chrome trace to a file."""
         Path(path).write_text(self.to_chrome_trace(), encoding="ascii")
 
 
 def merged(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events in order of time, without empty ones."""
+    """The non-empty events in order of time."""
     kept = [event for event in events if event.end_s > event.start_s]
     return tuple(sorted(kept, key=lambda event: (event.start_s, event.end_s)))
 

@@ -1,1 +1,1 @@
-"""What a training run needs besides the model: data, optimizer, loop, compiler."""
+"""The parts of a training run besides the model: data, optimizer, loop and compiler."""

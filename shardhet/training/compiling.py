@@ -1,8 +1,8 @@
-"""torch.compile of a model's units, on the ranks whose machine can do it.
+"""torch.compile of a model's units, on the ranks whose machine supports it.
 
 Each unit is compiled by itself, below the runtime: collectives, microbatches and recomputation
-stay outside.  Compiled and eager ranks may train one model together, for they compute the same
-sums up to rounding; only dropout draws differ between the two.
+stay outside.  Compiled and eager ranks may train one model together, because they compute the
+same sums up to rounding; only dropout draws differ between the two.
 
     compile_units(module, device)      # before HetFSDP
     model = HetFSDP(module, plan)
@@ -26,8 +26,8 @@ Backend = str | Callable[..., Any]  # of torch.compile
 logger = logging.getLogger(__name__)
 
 # Variants of one unit: with and without gradients, in training and evaluation, for one sample
-# and for more, for whole and for growing texts.  torch's own limit of 8 would fall back to
-# eager in the middle of a run.
+# and for more, for whole and for growing texts.  With torch's own limit of 8, it would fall
+# back to eager in the middle of a run.
 MAX_VARIANTS = 64
 
 
@@ -36,8 +36,8 @@ def compile_units(
 ) -> str | None:
     """Compile the forward of every unit that HetFSDP will find in ``module``.
 
-    Returns None, or why it cannot be done here; the module is then as it was.  Compilation
-    itself happens at the first call; a unit for which it fails there runs eagerly.
+    Returns None, or the reason why it is not possible here; the module is then unchanged.
+    Compilation itself happens at the first call; a unit for which it fails runs eagerly.
     """
     reason = why_not(device, backend)
     if reason is None:
@@ -48,7 +48,7 @@ def compile_units(
 
 
 def why_not(device: torch.device, backend: Backend = "inductor") -> str | None:
-    """What the compiler says where it fails at a sum; None where it works."""
+    """Try to compile a sum; returns the compiler's error, or None if it works."""
     try:
         torch.compile(_increment, backend=backend)(torch.zeros(1, device=device))
     except TorchDynamoException as error:
@@ -64,7 +64,7 @@ class CompiledForward:
     """A module's forward, compiled once for all numbers of samples."""
 
     def __init__(self, fqn: str, forward: Callable[..., Any], backend: Backend) -> None:
-        update_wrapper(self, forward)  # it is asked for its signature
+        update_wrapper(self, forward)  # callers inspect its signature
         self._fqn = fqn
         self._forward = forward
         self._is_eager = False
@@ -80,11 +80,11 @@ class CompiledForward:
             if isinstance(leaf, Tensor) and leaf.dim():
                 torch._dynamo.maybe_mark_dynamic(leaf, 0)  # microbatches may be ragged
         try:
-            # Random numbers as in eager mode: what is recomputed draws what forward drew.
+            # Random numbers as in eager mode, so that recomputation draws the same as forward.
             with inductor_config.patch(fallback_random=True):
                 output = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            if self._has_run:  # what ran compiled must not be recomputed eagerly
+            if self._has_run:  # a compiled forward must not be recomputed eagerly
                 error.add_note(f"{self._fqn} cannot be compiled. Set compile=false.")
                 raise
             logger.warning("%s runs eagerly: %s", self._fqn, _first_line(error))
@@ -95,7 +95,7 @@ class CompiledForward:
 
 
 def _first_line(error: Exception) -> str:
-    """What went wrong; the first line may only say where ("backend='inductor' raised:")."""
+    """The line that says what went wrong, not where ("backend='inductor' raised:")."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     num_lines = 2 if lines and lines[0].endswith(":") else 1
     return " ".join(lines[:num_lines])

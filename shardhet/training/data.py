@@ -1,11 +1,11 @@
-"""Bytes that every machine has, cut into the same global batches under every plan.
+"""Training text that every machine has, cut into the same global batches under every plan.
 
-The corpus is the running interpreter's standard library: about 9 MB of source text that
-needs no download, no tokenizer and no licence but Python's own.  Where a token is a byte, a
+The default corpus is the running interpreter's standard library: about 9 MB of source text
+that needs no download, no tokenizer and no licence but Python's own.  If a token is a byte, a
 loss in nats per token divided by ln 2 is bits per byte.
 
 A global batch is a pure function of (corpus, seed, step).  A plan only says which of its
-samples a rank takes, so two runs under different plans, or one run that changes its plan
+samples a rank takes.  So two runs under different plans, or one run that changes its plan
 between two steps, see the same samples in the same order:
 
     global batch    | s0 s1 s2 s3 s4 | s5 s6 | s7 |
@@ -29,8 +29,8 @@ from shardhet.records.plan import Plan
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte between two documents; no source file contains it
 
-# Not source that people wrote to be read: installed packages, test suites, and what is
-# generated (character tables; pydoc's topics, one file as long as all held-out ones).
+# Skipped, because it is not source written to be read: installed packages, test suites, and
+# generated files (character tables; pydoc's topics, a file as long as all held-out ones).
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__"}
     | {"idle_test", "test", "tests"}
@@ -41,14 +41,14 @@ HELD_OUT_PERCENT = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Text to train on and text to be judged by, as bytes or larger tokens."""
+    """Training text and held-out text, as bytes or larger tokens."""
 
     train: npt.NDArray[Any]  # [tokens], unsigned integers
     held_out: npt.NDArray[Any]
 
     @property
     def digest(self) -> str:
-        """The same on two machines exactly if their corpora are."""
+        """A hash that is equal on two machines exactly if their corpora are equal."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             digest.update(part.size.to_bytes(8, "little"))
@@ -63,10 +63,10 @@ class PySource:
     root: Path = field(default_factory=lambda: Path(sysconfig.get_paths()["stdlib"]))
 
     def load(self, cache_dir: Path | None = None) -> Corpus:
-        """The corpus; from ``cache_dir`` if it has been there before.
+        """The corpus; read from ``cache_dir`` if it was saved there before.
 
-        Python releases differ in their text.  A run that must see the same bytes on
-        another machine or after an upgrade takes its ``cache_dir`` along.
+        Python releases differ in their text.  To see the same bytes on another machine or
+        after an upgrade, copy ``cache_dir`` there.
         """
         if cache_dir is None:
             return self._read()
@@ -95,7 +95,7 @@ class PySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDir:
-    """All files below ``root`` whose names fit ``pattern``, held out by a hash of the path."""
+    """All files below ``root`` that match ``pattern``, held out by a hash of the path."""
 
     root: Path
     pattern: str = "*.txt"
@@ -152,7 +152,7 @@ def _write_corpus(path: Path, corpus: Corpus) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
         np.savez(file, train=corpus.train, held_out=corpus.held_out)
-    # Ranks that start together may all write; each reader finds a whole file.
+    # Ranks that start together may all write; every reader finds a complete file.
     Path(file.name).replace(path)
 
 
@@ -160,25 +160,25 @@ def _write_array(path: Path, array: npt.NDArray[np.uint8]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npy", delete=False) as file:
         np.save(file, array)
-    Path(file.name).replace(path)  # whole for every reader, as above
+    Path(file.name).replace(path)  # complete for every reader, as above
 
 
 class Batch(Protocol):
-    """Samples in global order, as the arrays that a model is called with."""
+    """Samples in global order, as the arrays that are the model's inputs."""
 
     @property
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """The model's positional arguments; dim 0 of each is the samples."""
+        """The model's positional arguments; dim 0 of each indexes the samples."""
         ...
 
     @property
     def num_samples(self) -> int:
-        """How many samples it has."""
+        """The number of samples."""
         ...
 
     @property
     def num_targets(self) -> int:
-        """How many predictions its loss is summed over."""
+        """The number of predictions that its loss is summed over."""
         ...
 
     def samples(self, span: Span) -> Self:
@@ -194,17 +194,17 @@ class Batches(Protocol):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in each of them."""
+        """The number of samples in each batch."""
         ...
 
     def __getitem__(self, step: int) -> Batch:
-        """The batch of the step that follows ``step`` finished ones."""
+        """The batch for the next step after ``step`` finished steps."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Samples in global order: at each place the token that is read and the one to predict."""
+    """Samples in global order: at each place, the input token and the token to predict."""
 
     tokens: npt.NDArray[np.int64]  # [samples, seq_len]
     targets: npt.NDArray[np.int64]  # [samples, seq_len]
@@ -228,7 +228,7 @@ class TokenBatch:
 
 
 def windows(text: npt.NDArray[Any], starts: npt.NDArray[np.int64], seq_len: int) -> TokenBatch:
-    """The ``seq_len`` tokens from each start, and as targets the same moved by one."""
+    """The ``seq_len`` tokens from each start, and as targets the same shifted by one."""
     positions = starts[:, None] + np.arange(seq_len + 1)
     window = text[positions].astype(np.int64)
     return TokenBatch(tokens=window[:, :-1], targets=window[:, 1:])
@@ -238,8 +238,8 @@ def windows(text: npt.NDArray[Any], starts: npt.NDArray[np.int64], seq_len: int)
 class GlobalBatches:
     """``batches[step]``: windows of the training text at places drawn for (seed, step).
 
-    Places are drawn with replacement by a counter-based generator, so any step can be asked
-    for at any time and nothing has to be saved to resume.
+    Places are drawn with replacement by a counter-based generator, so the batch of any step
+    can be computed at any time and nothing has to be saved to resume.
     """
 
     corpus: Corpus
@@ -251,8 +251,8 @@ class GlobalBatches:
         _check_long_enough(self.corpus.train, self.seq_len)
 
     def __getitem__(self, step: int) -> TokenBatch:
-        # The raw words of Philox are the same in every numpy release; what Generator makes
-        # of them is not promised.
+        # The raw words of Philox are the same in every NumPy release; the streams of
+        # Generator are not guaranteed to be.
         words = np.random.Philox(key=[self.seed, step]).random_raw(self.global_batch_size)
         num_starts = self.corpus.train.size - self.seq_len
         starts = (words % np.uint64(num_starts)).astype(np.int64)
@@ -280,8 +280,8 @@ def _check_long_enough(text: npt.NDArray[Any], seq_len: int) -> int:
 def deal(batch: BatchT, plan: Plan, position: int) -> BatchT:
     """The samples of the global batch that the plan's entry ``position`` computes.
 
-    Of a batch that is smaller than the plan's, as at the end of an evaluation, the last
-    positions get less, or nothing.
+    If a batch is smaller than the plan's, as at the end of an evaluation, the last positions
+    get fewer samples or none.
     """
     if batch.num_samples > plan.global_batch_size:
         raise ValueError(
@@ -295,7 +295,7 @@ def deal(batch: BatchT, plan: Plan, position: int) -> BatchT:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableScores:
-    """What counting alone achieves: the bar that a model has to pass."""
+    """The scores that counting alone achieves, as a baseline for a model."""
 
     unigram_bits_per_byte: float
     bigram_bits_per_byte: float

@@ -1,19 +1,18 @@
 """Emulated devices: ordinary CPU processes that behave like slower or smaller ones.
 
-Time is stretched where computing happens: what the thread has just spent t seconds of the
-processor on lasts t / speed, the rest of it asleep.  So the stretched device runs the same
-code on the same data and only its clock differs, and what the code really costs, its noise
-and its progress from one version to the next stay visible: nothing is filled up to a time
-that somebody wrote down.  Counting the processor's seconds and not those of the clock keeps
-other processes of the machine out of it: while one has to wait for a core, a slow device
-would have computed.  Memory is capped by the kernel, so that an allocation too many fails as
-it would on a small device.
+Computing is stretched in time: work that takes t seconds of processor time lasts t / speed,
+and the thread sleeps for the difference.  An emulated device runs the same code on the same
+data; only its clock differs.  The real cost of the code, its noise and its progress from one
+version to the next stay visible, because no durations are prescribed.  Processor time is
+counted instead of wall-clock time to exclude the effect of other processes: while this one
+waits for a core, a slow device would have computed.  Memory is capped by the kernel, so that
+an allocation beyond the cap fails as on a small device.
 
-Speeds are relative to one process of this machine.  Together they should not exceed its
-cores: else the processes wait for cores as well as for their emulated selves.  Where there are
-more processes than cores each is kept on one core, so that speeds on a core add up to no more
-than it has: all begin a turn at the same moment, and left to the system a device of 0.9 lost a
-fifth of its time to slower ones that were put beside it.
+Speeds are relative to one process of this machine.  Their sum should not exceed the number of
+cores; otherwise the processes wait for cores as well as for their emulated slowness.  If there
+are more processes than cores, each is pinned to one core, so that the speeds on a core add up
+to at most one.  Without pinning, a device of speed 0.9 lost a fifth of its time to slower ones
+that the system put on its core, because all devices begin a turn at the same moment.
 """
 
 import os
@@ -32,14 +31,14 @@ from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Observed, Observer
 
 THREAD_STACK_BYTES = 2**20  # instead of the system's 8 MiB
-MAX_CREDIT_S = 0.02  # a few turns of the system's scheduler
-ROUNDING = 1e-9  # of parts of a core that are added up
+MAX_CREDIT_S = 0.02  # a few time slices of the system's scheduler
+ROUNDING = 1e-9  # on sums of parts of a core
 STRETCHED = (Activity.FORWARD, Activity.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """What an ordinary process is to be like.
+    """The speed and memory that an ordinary process is to emulate.
 
     device = EmulatedDevice(speed=0.5, memory_bytes=2**30)
     device.cap_memory()                  # before the model is built
@@ -47,8 +46,8 @@ class EmulatedDevice:
     device.slow_down(model, optimizer)   # before other observers are added
     """
 
-    speed: float = 1.0  # of this process's own
-    memory_bytes: int | None = None  # for all that it allocates from now on; None: no cap
+    speed: float = 1.0  # relative to this process's own
+    memory_bytes: int | None = None  # for everything it allocates from now on; None: no cap
 
     def __post_init__(self) -> None:
         if not 0 < self.speed <= 1:
@@ -63,11 +62,11 @@ class EmulatedDevice:
             )
 
     def slowed(self) -> AbstractContextManager[None]:
-        """Be in the context for 1 / speed times what its contents need of the processor."""
+        """Context that lasts 1 / speed times the processor time of what runs inside."""
         return nullcontext() if self.speed == 1 else _Stretch(self.speed).around()
 
     def observer(self) -> Observer:
-        """What stretches every computation that it is told of, in the thread that did it.
+        """An observer that stretches every reported computation, in the thread that did it.
 
         Observers that are added to a model after this one see the stretched times.
         """
@@ -76,8 +75,8 @@ class EmulatedDevice:
     def slow_down(self, model: HetFSDP, optimizer: Optimizer) -> None:
         """Stretch forward, backward and optimizer steps from now on.
 
-        To be called before other observers are added, which then see the stretched times.
-        At speed 1 nothing is added, and nothing costs anything.
+        Call it before other observers are added, so that they see the stretched times.  At
+        speed 1 nothing is added and there is no overhead.
         """
         if self.speed == 1:
             return
@@ -89,12 +88,12 @@ class EmulatedDevice:
     def cap_memory(self) -> int:
         """Let this process allocate ``memory_bytes`` more than it has, and no more.
 
-        Counted is what it asks for, used or not, as a device's allocator counts; stacks of
-        new threads are counted too (those of Python's threads are made small), so process
+        All memory that the process requests counts, used or not, as in a device's allocator.
+        Stacks of new threads count too (those of Python's threads are made small), so process
         groups should exist already.  The C library's allocator leaves gaps: a budget of 0.7
-        of the cap can be relied on.  Beyond the cap
-        PyTorch raises its ordinary RuntimeError, "can't allocate memory".  Returns the bytes
-        that are resident now, which are not the emulated device's (0 if nothing is capped).
+        of the cap is safe.  Beyond the cap PyTorch raises its usual RuntimeError, "can't
+        allocate memory".  Returns the bytes that are resident now, which are not part of the
+        emulated device (0 if nothing is capped).
         """
         if self.memory_bytes is None:
             return 0
@@ -108,7 +107,7 @@ class EmulatedDevice:
 def memory_of_process(key: str) -> int:
     """Bytes of this process, as proc(5) names them.
 
-    VmData is private writable memory that was asked for, used or not; VmRSS is resident.
+    VmData is the private writable memory requested, used or not; VmRSS is resident memory.
     """
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
@@ -120,8 +119,10 @@ def memory_of_process(key: str) -> int:
 
 
 def packed(cores: Sequence[float]) -> list[int | None]:
-    """One of this process's cores for each part of a core, so that none is promised more than
-    once; None for all where that cannot be done.  The largest first, each to the emptiest.
+    """Assign each part of a core to one of this process's cores, without overloading any.
+
+    The largest part is assigned first, each to the emptiest core.  The result is None for all
+    parts if they do not fit.
     """
     taken = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
     found: list[int | None] = [None] * len(cores)
@@ -133,13 +134,13 @@ def packed(cores: Sequence[float]) -> list[int | None]:
 
 
 def stay_on(core: int | None) -> None:
-    """Run this thread, and those that it starts from now on, on this core only, if any."""
+    """Pin this thread, and threads that it starts from now on, to ``core`` (None: to none)."""
     if core is not None:
         os.sched_setaffinity(0, {core})
 
 
 def cores_for(speeds: Sequence[float]) -> list[int | None]:
-    """Where each process is to stay; None for all where every one can have a core anyway."""
+    """The core to pin each process to; None for all if there are enough cores."""
     if not hasattr(os, "sched_getaffinity"):  # not on macOS
         return [None] * len(speeds)
     has_enough = len(speeds) <= len(os.sched_getaffinity(0))
@@ -147,10 +148,10 @@ def cores_for(speeds: Sequence[float]) -> list[int | None]:
 
 
 class _Stretch:
-    """Sleeps for what computations owe.
+    """Sleeps for the time by which computations are to be stretched.
 
-    A sleep that was too long, and waiting for a core for longer than there was to sleep, count
-    for what comes next, up to a limit.
+    Time lost by sleeping too long, or by waiting for a core for longer than the sleep due, is
+    credited to the next computations, up to a limit.
     """
 
     def __init__(self, speed: float) -> None:
@@ -159,7 +160,7 @@ class _Stretch:
         self._optimizer_began = (0.0, 0.0)
 
     def after(self, seconds: float, cpu_s: float) -> None:
-        """Pay for ``cpu_s`` of computing, which took ``seconds`` by the clock."""
+        """Sleep after ``cpu_s`` of computing, which took ``seconds`` by the clock."""
         self._owed_s += cpu_s / self._speed - seconds
         if self._owed_s > 0:
             start_s = time.perf_counter()
@@ -174,7 +175,7 @@ class _Stretch:
         self.after(time.perf_counter() - start_s, time.thread_time() - start_cpu_s)
 
     def observe(self, event: Observed) -> None:
-        # These never contain each other: a unit's recomputation is part of its backward.
+        # These events are never nested: a unit's recomputation is part of its backward.
         if event.activity in STRETCHED:
             seconds = event.end_s - event.start_s
             self.after(seconds, seconds if event.cpu_s is None else event.cpu_s)

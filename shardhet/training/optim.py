@@ -7,8 +7,8 @@ A schedule maps the number of finished steps to a fraction of the peak learning 
     Cosine             1 ....... 1/2 ....... 0      half a cosine
     WarmupStableDecay  1 .. 1 ....... 1 .... 0      a straight line over the last steps
 
-All of them rise in equal stairs over the first ``num_warmup_steps``, the last of which is at
-the peak, and may end at a ``final_fraction`` instead of zero.
+All of them rise in equal steps over the first ``num_warmup_steps``, the last of which is at
+the peak.  They may end at a ``final_fraction`` instead of zero.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Samples for models that look both ways: masked text, and small images with labels.
+"""Samples for bidirectional models: masked text, and small images with labels.
 
 As with plain text, the global batch of a step is a pure function of (data, seed, step).
 """
@@ -13,17 +13,17 @@ import numpy.typing as npt
 from shardhet.records.layout import Span
 from shardhet.training.data import Batches, TokenBatch
 
-MASK_TOKEN = 256  # no byte
+MASK_TOKEN = 256  # not a byte
 NUM_DIGIT_CLASSES = 10
 DIGIT_SIDE = 8  # pixels
-HELD_OUT_EVERY = 5  # one image in so many is kept from training
-NOT_A_STEP = 2**63  # of the generator, for masks that belong to no step
+HELD_OUT_EVERY = 5  # one image in five is held out from training
+NOT_A_STEP = 2**63  # seeds the generator for masks that belong to no step
 
 
 def masked(
     batch: TokenBatch, *, fraction: float, seed: int, step: int, mask_token: int = MASK_TOKEN
 ) -> TokenBatch:
-    """Each token hidden with probability ``fraction``; only hidden ones are to be predicted."""
+    """Mask each token with probability ``fraction``; only masked tokens are predicted."""
     words = np.random.Philox(key=[seed + 1, step]).random_raw(batch.tokens.size)
     is_hidden = (words / 2.0**64 < fraction).reshape(batch.tokens.shape)
     return TokenBatch(
@@ -34,7 +34,7 @@ def masked(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedBatches:
-    """The batches of ``text``, each masked in its own way."""
+    """The batches of ``text``, each with its own random mask."""
 
     text: Batches
     fraction: float
@@ -58,7 +58,7 @@ class MaskedBatches:
 
 
 def second_half(batch: TokenBatch) -> TokenBatch:
-    """Only the second half of each sample is to be predicted."""
+    """Keep only the targets in the second half of each sample."""
     targets = batch.targets.copy()
     targets[:, : targets.shape[1] // 2] = -1
     return TokenBatch(tokens=batch.tokens, targets=targets)
@@ -66,7 +66,7 @@ def second_half(batch: TokenBatch) -> TokenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondHalfBatches:
-    """The batches of ``text``, of which the second half is to be predicted."""
+    """The batches of ``text``, with targets only in the second half of each sample."""
 
     text: Batches
 
@@ -82,7 +82,7 @@ class SecondHalfBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageBatch:
-    """Images in global order, with their classes."""
+    """Images in global order, with their class labels."""
 
     images: npt.NDArray[np.float32]  # [samples, side, side], between 0 and 1
     labels: npt.NDArray[np.int64]  # [samples]
@@ -107,14 +107,14 @@ class ImageBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digits:
-    """Handwritten digits that come with scikit-learn: no download."""
+    """The handwritten digits that come with scikit-learn, without a download."""
 
     train: ImageBatch
     held_out: ImageBatch
 
     @property
     def digest(self) -> str:
-        """The same on two machines exactly if their images and labels are."""
+        """A hash that is equal on two machines exactly if their images and labels are."""
         digest = hashlib.sha256()
         for array in (*self.train.arrays, *self.held_out.arrays):
             digest.update(f"{array.dtype.str}{array.shape}".encode())
@@ -123,7 +123,7 @@ class Digits:
 
     @classmethod
     def load(cls) -> "Digits":
-        """All 1797 of them; every fifth is held out."""
+        """Load all 1797 digits; every fifth is held out."""
         from sklearn.datasets import load_digits
 
         found = load_digits()

@@ -1,4 +1,4 @@
-"""A little text from a decoder while its parameters stay where they are."""
+"""Sample a little text from a decoder whose parameters stay sharded."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def sample_tokens(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> list[int]:
-    """``num_tokens`` tokens that the model puts after ``prompt``.  Collective.
+    """Sample ``num_tokens`` tokens that continue ``prompt``.  Collective.
 
-    Every rank that computes runs the same one sample; the first of them draws.
+    Every rank that computes runs the same single sample; the first of them draws the tokens.
     """
     ranks = model.plan.ranks
     drawer = next(i for i, rank in enumerate(ranks) if rank.rank_batch_size)

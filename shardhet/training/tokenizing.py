@@ -1,8 +1,8 @@
 """From bytes to tokens and back: each byte by itself, or byte-pair encoding.
 
 A corpus is bytes.  Byte-pair encoding (Sennrich et al., 2016) is learned on its training part
-alone and works on bytes, one character each, so that every file can be encoded and comes back
-exactly.  Tokens never reach over the border of two documents or of two words.
+alone.  It works on bytes, one character each, so that every file can be encoded and decoded
+without loss.  Tokens never cross the border between two documents or two words.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ PIECES = (
 
 
 class Tokenizer(Protocol):
-    """Bytes to tokens and back, without loss."""
+    """Converts bytes to tokens and back, without loss."""
 
     @property
     def digest(self) -> str:
-        """The same exactly for tokenizers that do the same."""
+        """A hash that is equal exactly for tokenizers that do the same."""
         ...
 
     def encode(self, text: bytes) -> list[int]:
@@ -45,13 +45,13 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of ``tokens``; tokens that were never learned have none."""
+        """The bytes of ``tokens``; tokens that were not learned have none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """A token is a byte."""
+    """A tokenizer with one token per byte."""
 
     @property
     def digest(self) -> str:
@@ -72,7 +72,7 @@ class BpeTokenizer:
 
     @classmethod
     def learn(cls, train: npt.NDArray[np.uint8], *, vocab_size: int) -> "BpeTokenizer":
-        """At most ``vocab_size`` tokens, the 256 bytes first; fewer where text is short."""
+        """Learn at most ``vocab_size`` tokens, the 256 bytes first; fewer if text is short."""
         from tokenizers import Regex, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
 
@@ -99,7 +99,7 @@ class BpeTokenizer:
 
     @cached_property
     def bytes_by_token(self) -> list[bytes]:
-        """What each token stands for."""
+        """The bytes that each token stands for."""
         names = (self._backend.id_to_token(i) for i in range(self._backend.get_vocab_size()))
         return [name.encode(ENCODING) for name in names]
 
@@ -125,10 +125,10 @@ class BpeTokenizer:
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """The tokenizer that a model was taught with, in the JSON of the package ``tokenizers``.
+    """The tokenizer that a model was trained with, in the JSON of the package ``tokenizers``.
 
-    Its text is UTF-8; what is not is read as a sign of replacement, and some tokenizers change
-    letters, so that not every byte comes back.
+    Its text is UTF-8.  Invalid bytes become the replacement character, and some tokenizers
+    normalise letters, so decoding does not restore every byte.
     """
 
     state: str
@@ -145,7 +145,7 @@ class ModelTokenizer:
 
     @property
     def num_token_kinds(self) -> int:
-        """Rows of the embedding that it needs."""
+        """The number of embedding rows that it needs."""
         return int(max(self._backend.get_vocab().values())) + 1
 
     @property
@@ -153,7 +153,7 @@ class ModelTokenizer:
         return hashlib.sha256(f"{self.end} {self.state}".encode()).hexdigest()
 
     def token(self, *names: str) -> int | None:
-        """The first of these that it has."""
+        """The id of the first of these tokens that the vocabulary has."""
         found = (self._backend.token_to_id(name) for name in names)
         return next((token for token in found if token is not None), None)
 
@@ -189,7 +189,7 @@ def _documents(text: npt.NDArray[np.uint8]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """A corpus as tokens, and the tokenizer that made them, in a folder of their own."""
+    """A corpus as tokens, and the tokenizer that made them, saved in a folder."""
 
     tokenizer: BpeTokenizer | ModelTokenizer
     corpus: Corpus  # [tokens], mapped from disk
@@ -203,11 +203,10 @@ class TokenFile:
         vocab_size: int,
         tokenizer: ModelTokenizer | None = None,
     ) -> "TokenFile":
-        """What lies in ``folder``; made from ``text`` if there is nothing.
+        """Load the tokens in ``folder``; they are created from ``text`` if it does not exist.
 
-        Without ``tokenizer`` byte pairs are learned on the text.
-
-        Raises ``ValueError`` where it was made from another text or has been changed since.
+        Without ``tokenizer``, byte pairs are learned on the text.  Raises ``ValueError`` if
+        the tokens were made from another text or have been changed since.
         """
         if not folder.exists():
             cls._make(folder, text, vocab_size, tokenizer)
@@ -246,7 +245,7 @@ class TokenFile:
         np.save(draft / "train.npy", corpus.train)
         np.save(draft / "held_out.npy", corpus.held_out)
         try:
-            draft.rename(folder)  # at once, so that nobody finds half of it
+            draft.rename(folder)  # atomic, so that nobody finds half of it
         except OSError:
             if not folder.exists():
                 raise

@@ -25,35 +25,35 @@ COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) on either
 
 
-# Calls the model with this rank's samples: (loss_sum, num_targets), and num_correct where the
-# model counts it.
+# Calls the model with this rank's samples; returns (loss_sum, num_targets), and num_correct if
+# the model counts it.
 Run = Callable[[HetFSDP, Sequence[Tensor]], Sequence[Any]]
 
 
 def run_plainly(model: HetFSDP, tensors: Sequence[Tensor]) -> Any:
-    """Of a model that takes the batch's tensors and returns its loss."""
+    """``Run`` for a model that takes the batch's tensors and returns its loss."""
     return model(*tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One finished optimizer step, the same on every rank but for the clock."""
+    """Metrics of one optimizer step; the same on every rank except for ``step_time_s``."""
 
     step: int  # counts from 1
     mean_loss: float | None  # nats per target; None if no sample had one
     grad_norm: float  # before clipping
     learning_rate: float  # of the first parameter group
     num_targets: int  # tokens, or labels, of all ranks
-    step_time_s: float  # the host's; an accelerator may end a step while the next begins
+    step_time_s: float  # on the host; an accelerator may still run while the next step begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Sums over all ranks, so that it does not depend on who computed what."""
+    """Sums over all ranks, which do not depend on how samples were distributed."""
 
     loss_sum: float  # nats
     num_targets: int
-    num_correct: int | None  # None where the model's head does not count them
+    num_correct: int | None  # None if the model's head does not count them
 
     @property
     def mean_loss(self) -> float:
@@ -62,23 +62,23 @@ class Evaluation:
 
     @property
     def bits_per_target(self) -> float:
-        """Bits per byte where a target is a byte."""
+        """Bits per target; bits per byte if a target is a byte."""
         return self.mean_loss / math.log(2)
 
     @property
     def accuracy(self) -> float | None:
-        """Fraction of the targets that are predicted first."""
+        """The fraction of targets that the model ranks first."""
         return None if self.num_correct is None else self.num_correct / self.num_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """What one device did since the last look, as fractions of the time of its steps."""
+    """What one device did since the last call, as fractions of the time of its steps."""
 
-    # By the device's own clock: where the host, which runs ahead, waits for a peer while the
-    # device still has work, nothing is lost and nothing is counted.
+    # By the device's own clock.  If the host runs ahead and waits for a peer while the device
+    # still has work, no time is lost and none is counted.
     busy_share: float  # in forward and backward
-    waiting_share: float  # for parameters, gradients or news of other ranks
+    waiting_share: float  # for parameters, gradients or messages of other ranks
     peak_memory_bytes: int  # allocated on an accelerator; resident of a process on a CPU
 
 
@@ -106,11 +106,11 @@ class Trainer:
         memory_level_bytes: int = 0,
         run: Run = run_plainly,
     ) -> None:
-        """Remember what to train on; the optimizer's present learning rates are the peaks.
+        """Create a trainer; the optimizer's current learning rates are the peaks.
 
         ``run`` calls the model with a batch's tensors and returns what ``Run`` says.
 
-        ``memory_level_bytes`` of the process's memory are not said to be the device's.
+        ``memory_level_bytes`` is the process's memory that is not counted as the device's.
         """
         if batches.global_batch_size != model.plan.global_batch_size:
             raise ValueError(
@@ -127,9 +127,9 @@ class Trainer:
         self._run = run
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._seconds = dict.fromkeys(Activity, 0.0)
-        self._steps_s = 0.0  # time of the steps since the last look at the devices
+        self._steps_s = 0.0  # time of the steps since the last ``look_at_devices``
         self._is_in_step = False
-        self._events: list[Observed] = []  # of this step, until the device is past them
+        self._events: list[Observed] = []  # of this step, until the device has completed them
         model.add_observer(self._observe, times_device=True)
         self.forget_peak_memory()
 
@@ -147,7 +147,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._is_in_step = False
-        # The host waits here, while the device has the optimizer to run.
+        # The host waits here, while the device still has the optimizer step to run.
         grad_norm = float(norm.read())
         self._count_events()
         step_time_s = time.perf_counter() - start_s
@@ -169,11 +169,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, judged: Batch) -> Evaluation:
-        """The loss over all samples of ``judged``, dealt out as training batches are.
+        """The loss over all samples of ``judged``, dealt out like training batches.
 
-        The last part may be smaller than a global batch; ranks at the end get none of it.
+        The last batch may be smaller than a global batch; the last ranks then get fewer
+        samples or none.
         """
-        sums = [0.0, 0.0, 0.0, 0.0]  # loss, targets, correct, whether anybody counts those
+        sums = [0.0, 0.0, 0.0, 0.0]  # loss, targets, correct, whether any rank counts correct
         size = self.model.plan.global_batch_size
         self.model.eval()
         for start in range(0, judged.num_samples, size):
@@ -192,7 +193,7 @@ class Trainer:
         )
 
     def look_at_devices(self) -> tuple[DeviceUse, ...]:
-        """What each device did in the steps since the last look, in plan order."""
+        """What each device did in the steps since the last call, in plan order."""
         busy_s = sum(self._seconds[activity] for activity in COMPUTE)
         waiting_s = sum(self._seconds.values()) - busy_s
         steps_s = max(self._steps_s, sys.float_info.min)
@@ -206,14 +207,14 @@ class Trainer:
         )
 
     def forget_peak_memory(self) -> None:
-        """Let the record of the most memory begin again from what is held now.
+        """Reset the peak memory to what is held now.
 
-        Done once when the trainer is made: building a model is not training it.
+        The trainer does it once when it is created, to exclude the building of the model.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with suppress(OSError):  # only Linux can; elsewhere the record stays
+            with suppress(OSError):  # works on Linux only; elsewhere the peak stays
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
 
     def _observe(self, event: Observed) -> None:
@@ -221,7 +222,7 @@ class Trainer:
             self._events.append(event)
 
     def _count_events(self) -> None:
-        """Add up this step's events; the device is past all that came before the norm."""
+        """Add up this step's events; the device has completed all work before the norm."""
         for event in self._events:
             self._seconds[event.activity] += event.seconds
         self._events.clear()
@@ -229,13 +230,13 @@ class Trainer:
     def _my_part(self, batch: Batch) -> list[Tensor]:
         """This rank's samples on its device; no rows if it has none."""
         mine = deal(batch, self.model.plan, self.model.position)
-        # Embeddings and losses read strided indices at a loss of 1 % of a step.
+        # Contiguous, because embeddings and losses on strided indices cost 1 % of a step.
         arrays = map(np.ascontiguousarray, mine.arrays)
         return [to_device(torch.from_numpy(array), self._device) for array in arrays]
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was allocated on ``device``, or resident on a CPU, in this record."""
+    """The most bytes allocated on ``device``, or resident on a CPU, since the last reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT_BYTES
