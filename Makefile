@@ -15,8 +15,9 @@ help: ## this list
 demo: $(INSTALLED) ## train a small model on emulated unequal devices and compare
 	@$(BIN)/python -m shardhet.apps.demo
 
-test: lint ## lint, then all tests
-	@$(BIN)/python -m pytest
+test: lint ## lint, then all tests, those that time things apart
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	@$(BIN)/python -m pytest -m alone
 
 lint: $(INSTALLED) ## style, types and import contracts
 	@$(BIN)/ruff check .

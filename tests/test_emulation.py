@@ -30,6 +30,8 @@ from shardhet.training.emulation import (
 )
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 
 
