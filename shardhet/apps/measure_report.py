@@ -72,7 +72,7 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
         console.print(f"\ncollectives over {setting.cluster.world_size} devices", style="bold")
         console.print(collectives_table(setting.profile.collectives))
         console.print(
-            "computing beside them loses "
+            "compute that overlaps them loses "
             + ", ".join(
                 f"{device.overlap_excess:.0%} of their time on {device.device_kind}"
                 for device in setting.profile.devices

@@ -73,7 +73,7 @@ def refuse(error: ConfigError, env: RankEnv | None) -> SystemExit:
 
 
 def _tell_torchrun(error: ConfigError, env: RankEnv | None) -> None:
-    """Raise the error inside ``record``, so that torchrun's own final report shows it."""
+    """Record the error for torchrun's own report, which is the last thing shown."""
     if env is not None:
         try:
             raise error  # the report has a traceback, whose last line is the message
