@@ -1,1 +1,1 @@
-"""The programs: each a short door to the library."""
+"""The command-line programs, each a thin layer over the library."""

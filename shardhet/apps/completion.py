@@ -2,7 +2,7 @@
 
     eval "$(shardhet train -sc install=bash)"
 
-Hydra answers what may follow, but its own script completes programs without commands, and
+Hydra knows what may follow, but its own script only completes programs without subcommands and
 changes how bash splits words everywhere.
 """
 
@@ -14,7 +14,7 @@ CONFIGURED_COMMANDS = (
     "measure",
     "plan",
     "simulate",
-)  # those that hydra composes a configuration for
+)  # commands for which Hydra composes a configuration
 
 _INSTALL = """\
 _shardhet_complete()

@@ -1,10 +1,10 @@
-"""Measure, plan, simulate, train: the whole of shardhet on four emulated devices of this CPU.
+"""Measure, plan, simulate, train: all of shardhet on four emulated devices of this CPU.
 
     python -m shardhet.apps.demo [--out DIR] [--steps N] [--quick]
 
-Runs the commands that a user would type, one after the other, and shows each before it runs.
-The text is the interpreter's own standard library, so nothing is downloaded; everything that
-is written lies in one folder.
+It runs the commands that a user would type, one after the other, and shows each before it
+runs.  The text is the interpreter's own standard library, so nothing is downloaded.  All
+output is written to one folder.
 """
 
 import argparse
@@ -24,7 +24,7 @@ GLOBAL_BATCH_SIZE = 48
 MEASURED_SIZES = "max_microbatch_size=32"  # as large as plans for this cluster use
 NUM_STEPS = 200
 QUICK_NUM_STEPS = 8
-TRACE_FROM = 20  # steps; by then the run is in its stride
+TRACE_FROM = 20  # the first traced step; by then step times are steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Part:
 
 
 def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]:
-    """What is run, in this order."""
+    """The parts of the demo, in order."""
     sizes = ("max_microbatch_size=4", "num_repeats=3") if is_quick else (MEASURED_SIZES,)
     measured, plan = folder / "measured", folder / "plan.json"
     return [
@@ -86,12 +86,12 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
 
 
 def _picture(path: Path) -> list[str]:
-    """The override that draws one, where that is possible."""
+    """The override that draws a picture, if that is possible."""
     return [f"picture={path}"] if find_spec("matplotlib") else []
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all parts; the first that fails ends the demo with its exit status."""
+    """Run all parts; if one fails, the demo ends with its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m shardhet.apps.demo",
         description=(__doc__ or "").partition("\n")[0],

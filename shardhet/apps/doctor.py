@@ -1,11 +1,11 @@
-"""``shardhet doctor``: what is here, and what would be in the way of training with it.
+"""``shardhet doctor``: shows what is here, and what would be in the way of training with it.
 
     shardhet doctor                                        this host, with ranks of its own
     torchrun --nnodes=2 ... -m shardhet.apps.doctor        ranks and links of several hosts
 
-Versions, host and devices are looked at; then ranks are started as ``shardhet train`` starts
-them, measure their links, and take a step of a small model with uneven batches and shards,
-whose loss must be that of one process.
+It checks versions, host and devices.  Then it starts ranks as ``shardhet train`` does, measures
+their links, and trains a small model with uneven batches and shards, whose losses must be those
+of a single process.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder, versions
 
 GIB = 2**30
-LEAST_FREE_BYTES = GIB  # two ranks on a CPU have imported torch and met in that
+LEAST_FREE_BYTES = GIB  # enough for two ranks on a CPU to import torch and connect
 LEAST_OPEN_FILES = 1024  # the usual limit; ranks of a host open some for each other
-# Of a GPU's memory, and at least a GiB: the driver and a desktop take less.
+# Others may use this part of a GPU's memory, or a GiB: the driver and a desktop take less.
 OTHERS_PART_OF_GPU = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as torch sees it."""
+    """One GPU, as reported by torch."""
 
     name: str
     memory_bytes: int
@@ -57,29 +57,29 @@ class Facts:
     torch_for: str  # "CUDA 13.0", "ROCm 6.4" or "CPUs"
     has_nccl: bool
     has_driver: bool  # for NVIDIA's devices
-    has_device_files: bool  # of them: absent in a container that was given none
+    has_device_files: bool  # for them; a container may have been given none
     hides_gpus: bool  # CUDA_VISIBLE_DEVICES is set
     gpus: tuple[Gpu, ...]
-    gpu_errors: tuple[str, ...]  # of those that could not be asked
+    gpu_errors: tuple[str, ...]  # from GPUs that could not be queried
     processor: str
     num_cores: int  # that this process may use
     memory_bytes: int
     free_bytes: int
     open_files: int
-    has_address: bool  # for the host's name, or an interface is named
+    has_address: bool  # the host's name has an address, or an interface is named
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something worth knowing, and how to mend it."""
+    """Something worth knowing, and how to fix it."""
 
     what: str
     mend: str
-    is_in_the_way: bool = True  # False: training works all the same
+    is_in_the_way: bool = True  # False: training works anyway
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Look and tell; ends with 1 where training would fail."""
+    """Check and report; the exit status is 1 if training would fail."""
     parser = argparse.ArgumentParser(
         prog="shardhet doctor",
         description="What is here, and what would be in the way of training with it.",
@@ -118,13 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _ranks_work(console: RankConsole, num_ranks: int) -> bool:
-    """Start ranks and let them check each other; what they find they print."""
+    """Start ranks that check each other and print what they find; returns whether they work."""
     console.print(f"\nstarting {num_ranks} rank{'s' * (num_ranks > 1)} ...")
     folder = Path(tempfile.mkdtemp(prefix="shardhet_doctor_"))
     try:
         start_ranks(RunFolder(folder), num_ranks, worker_module="shardhet.apps.doctor_rank")
     except RunFailedExit as exit_:
-        if exit_.code != 1:  # stopped, or nobody reads on: that says nothing of the ranks
+        if exit_.code != 1:  # stopped, or output closed: this says nothing about the ranks
             shutil.rmtree(folder, ignore_errors=True)
             raise
         # The cause was shown; the logs stay.
@@ -135,12 +135,12 @@ def _ranks_work(console: RankConsole, num_ranks: int) -> bool:
 
 
 def _check_as_launched(env: RankEnv) -> None:
-    """Be a rank that torchrun or srun has started; a failure is told by the rank itself."""
+    """Run as a rank that torchrun or srun has started; the rank itself reports a failure."""
     from shardhet.apps.doctor_rank import check_as_rank
 
     env.publish()
     folder = Path(tempfile.mkdtemp(prefix="shardhet_doctor_"))
-    errors = os.dup(sys.stderr.fileno())  # ranks above zero print into their logs
+    errors = os.dup(sys.stderr.fileno())  # kept, because ranks above zero print into their logs
     try:
         check_as_rank(RunFolder(folder), env)
     except Exception as error:
@@ -156,7 +156,7 @@ def _check_as_launched(env: RankEnv) -> None:
 
 
 def find_facts() -> Facts:
-    """Ask packages, driver and system."""
+    """Query packages, driver and system."""
     import torch
     import torch.distributed as dist
 
@@ -185,7 +185,7 @@ def _torch_for(cuda: str | None, hip: str | None) -> str:
 
 
 def _find_gpus(count: int) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Asked in a process of its own, whose contexts on the devices end with it."""
+    """Query the GPUs in a separate process, whose contexts on the devices end with it."""
     if not count:
         return (), ()
     try:
@@ -231,7 +231,7 @@ def _num_cores() -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Of the host, or of the container (control groups v2): all, and what is free."""
+    """Total and free memory of the host, or of the container (control groups v2)."""
     all_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free_bytes = all_bytes
     meminfo = Path("/proc/meminfo")  # proc(5), in KiB
@@ -255,7 +255,7 @@ def _has_address(host: str) -> bool:
 
 
 def table_of(facts: Facts) -> Table:
-    """What is here."""
+    """A table of the facts."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
@@ -294,7 +294,7 @@ def gpu_findings(facts: Facts) -> list[Finding]:
     if facts.has_driver and not facts.gpus and not facts.gpu_errors:
         findings.append(_why_no_gpu(facts))
     if facts.gpus and not facts.has_nccl:
-        what = "torch has no NCCL, which GPUs speak through."
+        what = "torch has no NCCL, which GPUs communicate through."
         findings.append(Finding(what, "Install another build."))
     for i, gpu in enumerate(facts.gpus):
         taken_bytes = gpu.memory_bytes - gpu.free_bytes
@@ -309,7 +309,7 @@ def gpu_findings(facts: Facts) -> list[Finding]:
 
 
 def _why_no_gpu(facts: Facts) -> Finding:
-    """There is a driver, but torch sees no device."""
+    """Why torch sees no device although there is a driver."""
     if facts.torch_for == "CPUs":
         return Finding(
             "there is an NVIDIA driver, but torch is a build for CPUs.",
@@ -336,7 +336,7 @@ def host_findings(facts: Facts) -> list[Finding]:
         findings.append(Finding(what, "End other programs, or give the container more."))
     if facts.open_files < LEAST_OPEN_FILES:
         what = f"a process may open {facts.open_files} files, too few for many ranks."
-        findings.append(Finding(what, "Say ulimit -n 4096.", is_in_the_way=False))
+        findings.append(Finding(what, "Run ulimit -n 4096.", is_in_the_way=False))
     if not facts.has_address:
         what = f"the host's name {socket.gethostname()!r} has no address that others could use."
         mend = "For several hosts put it into /etc/hosts, or set GLOO_SOCKET_IFNAME."

@@ -1,4 +1,4 @@
-"""One rank of ``shardhet doctor``: do ranks meet, how fast are their links, is a step right?"""
+"""One rank of ``shardhet doctor``: checks that ranks connect, their links, and a step."""
 
 import sys
 from collections import Counter
@@ -24,24 +24,24 @@ from shardhet.training.optim import AdamW
 NUM_REPEATS = 5
 WIDTH, NUM_BLOCKS, SAMPLES_PER_RANK = 64, 3, 2
 MOST_TOLD_GB_S = 1e3
-TOLERANCE = 1e-4  # of float32 losses whose samples are summed in another order
+TOLERANCE = 1e-4  # on float32 losses whose samples are summed in another order
 NUM_STEPS = 3
 
 
 def main() -> None:
-    """Check as one of the ranks that were launched on the folder."""
+    """Check as one of the ranks that were launched for the folder."""
     env = RankEnv.from_environment()
     assert env is not None, "the rank is started by shardhet doctor"
-    with suppress(KeyboardInterrupt):  # the launcher says so
+    with suppress(KeyboardInterrupt):  # the launcher reports it
         try:
             check_as_rank(RunFolder(Path(sys.argv[1])), env)
         except Exception:
-            # The launcher shows the cause of all; this rank's traceback is in its log.
+            # The launcher shows the root cause; this rank's traceback is in its log.
             raise SystemExit(1) from None
 
 
 def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
-    """This process's part; the first rank prints."""
+    """Run this rank's part of the checks; the first rank prints."""
     with joined(ClusterConf(), folder, env) as device:
         console = RankConsole(quiet=env.rank != 0, highlight=False, soft_wrap=True)
         _check_hosts(console, env, device)
@@ -57,7 +57,7 @@ def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
 
 
 def _check_hosts(console: RankConsole, env: RankEnv, device: torch.device) -> None:
-    """Print who has come; raise where their versions differ.  Collective."""
+    """Print the hosts of all ranks; raise if their versions differ.  Collective."""
     everyone = Channel.of_world()
     spec = local_device_spec(device)
     come = Counter(everyone.exchange_objects((spec.host, spec.kind)))
@@ -69,7 +69,7 @@ def _check_hosts(console: RankConsole, env: RankEnv, device: torch.device) -> No
 
 
 def _check_links(console: RankConsole, device: torch.device) -> None:
-    """Print how each rank reaches the next.  Collective."""
+    """Print how fast each rank reaches the next.  Collective."""
     group = dist.group.WORLD
     assert group is not None
     members = Members.meet(
@@ -107,7 +107,7 @@ def _described(pairs: list[PairSamples]) -> str:
     fastest_gb_s = max(pair.bandwidth_bytes_per_s for pair in pairs) / 1e9
     latency_us = max(pair.latency_s for pair in pairs) * 1e6
     slowest_gb_s = slowest.bandwidth_bytes_per_s / 1e9
-    # A few MiB cannot tell more from the latency of launching them.
+    # A few MiB cannot resolve higher bandwidths: launching takes longer than sending.
     upper = f"{fastest_gb_s:.2f}" if fastest_gb_s < MOST_TOLD_GB_S else "more than it can tell"
     return (
         f"{slowest_gb_s:.2f} (from rank {slowest.sender} to {slowest.receiver}) to {upper} "
@@ -123,7 +123,7 @@ class _Model(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` of [samples, WIDTH]; its loss and how many numbers that is of."""
+        """The summed loss of ``x`` [samples, WIDTH] and the number of summed values."""
         y = x
         for block in self.blocks:
             y = block(y)
@@ -131,7 +131,7 @@ class _Model(nn.Module):
 
 
 def _check_step(env: RankEnv, device: torch.device) -> None:
-    """Raise ``RuntimeError`` where HetFSDP's losses are not those of one process."""
+    """Raise ``RuntimeError`` if the losses of HetFSDP are not those of one process."""
     plan = _uneven_plan(env.world_size)
     generator = torch.Generator().manual_seed(1)
     samples = torch.randn(plan.global_batch_size, WIDTH, generator=generator).to(device)
@@ -166,7 +166,7 @@ def _model(device: torch.device) -> _Model:
 
 
 def _uneven_plan(world_size: int) -> Plan:
-    """Rank i computes and stores in proportion to i + 1."""
+    """A plan with which rank i computes and stores in proportion to i + 1."""
     speeds = range(1, world_size + 1)
     return Plan.by_hand(
         microbatch_sizes=[SAMPLES_PER_RANK] * world_size,

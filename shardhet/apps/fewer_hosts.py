@@ -1,8 +1,9 @@
-"""Whether a cluster is faster without some of its nodes, by prediction.
+"""Predict whether a cluster is faster without some of its nodes.
 
-A ring over all devices passes the slowest link, and one kind of device without bfloat16 puts
-all in float32, whatever the plan gives them to do.  So types of nodes and whole regions are
-left out one after the other, the most useful first, as long as that makes the step shorter.
+A ring over all devices crosses the slowest link, and one kind of device without bfloat16 forces
+all to float32, whatever the plan gives them to do.  So types of nodes and whole regions are
+left out one after the other, starting with the one whose removal helps most, as long as the
+step becomes shorter.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +14,12 @@ from shardhet.planner import PlanError, solve
 from shardhet.planner.search import Effort
 from shardhet.records.cluster import Cluster, Node
 
-LEAST_GAIN = 1.02  # derived times are not so exact that less were worth a word
+LEAST_GAIN = 1.02  # smaller gains are within the error of derived times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewerHosts:
-    """A faster step on a part of the cluster."""
+    """A part of the cluster on which the step is faster."""
 
     hosts: tuple[str, ...]  # patterns of those that stay
     left_out: tuple[str, ...]  # types of nodes, or regions
@@ -33,9 +34,10 @@ def faster_on_fewer(
     global_batch_size: int,
     effort: Effort,
 ) -> FewerHosts | None:
-    """The fastest part of the cluster that was found; None where all of it is.
+    """The fastest part of the cluster that was found; None if no part beats the whole.
 
-    ``derived`` makes workload and profile for a cluster; ``step_time_s`` is that of all nodes.
+    ``derived`` creates workload and profile for a cluster; ``step_time_s`` is the step time on
+    all nodes.
     """
     best_s, left = step_time_s / LEAST_GAIN, inputs.setting.cluster
     left_out: tuple[str, ...] = ()
@@ -55,7 +57,7 @@ def faster_on_fewer(
 
 
 def _smaller(cluster: Cluster) -> list[tuple[str, Cluster]]:
-    """The cluster without each of its types of nodes and regions, by what is left out."""
+    """The clusters without one type of node or one region each, with what is left out."""
     names: dict[str, set[str]] = {}
     for node in cluster.nodes:
         names.setdefault(node_type(node), set()).add(node.host)
@@ -70,7 +72,7 @@ def _smaller(cluster: Cluster) -> list[tuple[str, Cluster]]:
 
 
 def _seconds(inputs: Inputs, global_batch_size: int, effort: Effort) -> float | None:
-    """Of the best plan's step; None where none fits."""
+    """The step time of the best plan; None if no plan fits."""
     try:
         found = solve(
             inputs.setting, global_batch_size=global_batch_size, effort=effort, num_rescored=1
@@ -81,7 +83,7 @@ def _seconds(inputs: Inputs, global_batch_size: int, effort: Effort) -> float | 
 
 
 def node_type(node: Node) -> str:
-    """What nodes that a description counts have in common: "a" of "a-0" and "a-1"."""
+    """The name that counted nodes of a description share: "a" for "a-0" and "a-1"."""
     name, _, number = node.host.rpartition("-")
     return name if name and number.isdecimal() else node.host
 

@@ -1,4 +1,4 @@
-"""The console script: ``shardhet COMMAND ...``, each command a door of its own."""
+"""The console script ``shardhet COMMAND ...``; each command has a module of its own."""
 
 import sys
 from importlib import import_module
@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Hand the command line on to the command's own module."""
+    """Pass the command line to the command's own module."""
     command, *arguments = sys.argv[1:] or ["--help"]
     script = bash_script(arguments, COMMANDS)
     if script is not None:
@@ -30,7 +30,7 @@ def main() -> None:
         return
     lines = [f"  shardhet {name:8} {purpose}" for name, (_, purpose) in COMMANDS.items()]
     is_help = command in ("-h", "--help")
-    problem = [] if is_help else [f"{command!r} is no command of shardhet."]
+    problem = [] if is_help else [f"{command!r} is not a command of shardhet."]
     text = "\n".join([*problem, *lines, "Each command explains itself with --help."])
     Console(stderr=not is_help, highlight=False, soft_wrap=True).print(text)
     raise SystemExit(0 if is_help else 2)

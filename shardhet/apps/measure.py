@@ -1,9 +1,9 @@
-"""Measuring from a command line: how fast these devices are with this model.
+"""Measure from a command line how fast these devices are with this model.
 
     shardhet measure key=value ... out=DIR                              starts its own ranks
     torchrun --nproc-per-node=4 -m shardhet.apps.measure key=value ...  is one of the ranks
 
-Ranks are started, and tell of failures, as those of ``shardhet train``.  DIR then holds
+Ranks are started, and report failures, as in ``shardhet train``.  DIR then contains
 cluster.json, workload.json and profile.json, which ``shardhet plan measured=DIR`` reads.
 """
 
@@ -39,7 +39,7 @@ USAGE = """\
                                         the same program, started by torchrun
 
 Each rank computes alone and then all at once; then come optimizer, collectives and links.
-No data is read: of data=... only the shapes count.  Then:
+No data is read: only the shapes of data=... matter.  Then:
 
 [bold]shardhet plan measured=DIR global_batch_size=64[/]
 """
@@ -54,7 +54,7 @@ def _measure(cfg: DictConfig) -> None:
     context = HydraConfig.get()
     if env is not None and context.mode is RunMode.MULTIRUN:
         raise SystemExit(
-            "--multirun inside torchrun: ranks of different jobs would meet. Say shardhet "
+            "--multirun inside torchrun: ranks of different jobs would meet. Run shardhet "
             "measure -m ..., which starts one torchrun per job."
         )
     cfg.out = context.runtime.output_dir
@@ -80,7 +80,7 @@ def _measure(cfg: DictConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure; hydra reads the command line."""
+    """Measure; Hydra reads the command line."""
     if arguments is not None:
         sys.argv = ["shardhet measure", *arguments]
     register_measure_schemas()

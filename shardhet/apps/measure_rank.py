@@ -34,21 +34,21 @@ NUM_EXAMPLES = 32
 
 
 def main() -> None:
-    """Measure as one of the ranks that were launched on the folder."""
+    """Measure as one of the ranks that were launched for the folder."""
     env = RankEnv.from_environment()
     assert env is not None, "the rank is started by shardhet measure"
     folder = RunFolder(Path(sys.argv[1]))
     conf = MeasureConf.load(folder.config_path)
-    with suppress(KeyboardInterrupt):  # the launcher says so
+    with suppress(KeyboardInterrupt):  # the launcher reports it
         try:
             measure_as_rank(conf, folder, env)
         except Exception:
-            # The launcher shows the cause of all; this rank's traceback is in its log.
+            # The launcher shows the root cause; this rank's traceback is in its log.
             raise SystemExit(1) from None
 
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
-    """This process's part, from process group to the files that the first rank writes."""
+    """Run this rank's part, from process group to the files that the first rank writes."""
     with joined(conf.cluster, folder, env, transport=conf.transport) as device:
         console = RankConsole(quiet=env.rank != 0, highlight=False)
         with Progress(console) as progress:

@@ -1,4 +1,4 @@
-"""What the first rank shows of a measurement: how far it is, and what was found."""
+"""What the first rank shows about a measurement: its progress and its results."""
 
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +13,11 @@ from rich.table import Table
 from shardhet.profiler.measure import Measurement
 from shardhet.records.profiles import Collectives, DeviceProfile, UnitProfile
 
-MAX_ROWS = 8  # sizes in a table; all of them are in the file
+MAX_ROWS = 8  # sizes in a table; the file has all of them
 
 
 class Progress:
-    """A bar on a terminal, a line for each thing done anywhere else."""
+    """A progress bar on a terminal, or one line per activity anywhere else."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -45,14 +45,14 @@ class Progress:
             self._bar.stop()
 
     def show(self, text: str, fraction: float) -> None:
-        """What comes next, and how much is done."""
+        """Show the next activity and the fraction done so far."""
         self._bar.update(self._task, description=text, completed=fraction)
         if not self._console.is_terminal:
             self._console.print(f"{fraction:4.0%}  {text}", soft_wrap=True)
 
 
 def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:
-    """Tables of it, where it lies, and what to type next."""
+    """Show the measurement as tables, its folder, and what to type next."""
     setting = measured.setting
     for device, alone in zip(setting.profile.devices, measured.alone.devices, strict=True):
         console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
@@ -72,7 +72,7 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
         console.print(f"\ncollectives over {setting.cluster.world_size} devices", style="bold")
         console.print(collectives_table(setting.profile.collectives))
         console.print(
-            "computing beside them loses "
+            "compute that overlaps them loses "
             + ", ".join(
                 f"{device.overlap_excess:.0%} of their time on {device.device_kind}"
                 for device in setting.profile.devices
@@ -138,7 +138,7 @@ def _total_s(measured: UnitProfile, like: UnitProfile) -> float:
 
 
 def _some(sizes: list[int]) -> list[int]:
-    """At most ``MAX_ROWS`` of the sizes, the smallest and the largest among them."""
+    """At most ``MAX_ROWS`` of the sizes, including the smallest and the largest."""
     every = sorted(set(sizes))
     if len(every) <= MAX_ROWS:
         return every

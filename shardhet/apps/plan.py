@@ -1,4 +1,4 @@
-"""``shardhet plan``: the best plan for a cluster and a model, and what limits it."""
+"""``shardhet plan``: finds the best plan for a cluster and a model, and what limits it."""
 
 import time
 from collections.abc import Sequence
@@ -37,22 +37,22 @@ shardhet plan key=value ...
   shardhet plan objective=least_memory spared=[0]    on the device with the screen
   shardhet plan certify=true           small problems a second time, by HiGHS alone""",
 )
-# Enough to compare with: the plan itself is searched until it is proven.
+# Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A plan, and what its objective is worth to the explanation."""
+    """A plan, and its objective for the explanation."""
 
     solution: PlanSolution
     value: float
-    objective: Objective | None  # None: too slow to ask often
+    objective: Objective | None  # None: too slow to evaluate often
     note: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan and show; ends with 2 where the input is wrong and 1 where no plan exists."""
+    """Plan and show; the exit status is 2 if the input is wrong, and 1 if no plan exists."""
     request = read_request(DOOR, arguments or [])
     if request is None:
         return
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PlanError as error:
         errors.print(str(error), markup=False)
         raise SystemExit(1) from None
-    except ValueError as error:  # a ConfigError, or files that do not go together
+    except ValueError as error:  # a ConfigError, or files that do not match
         errors.print(f"{error}\nNothing was planned.", markup=False)
         raise SystemExit(2) from None
     console = wide_console()
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanReport:
-    """The plan with everything that is said about it."""
+    """The plan with everything that is reported about it."""
     answer = _answer(conf, inputs, demands)
     plan = answer.solution.plan
     explanation: Explanation | None = None
@@ -104,7 +104,7 @@ def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanRepo
 
 
 def _fewer(conf: PlannerConf, inputs: Inputs, answer: _Answer) -> FewerHosts | None:
-    """Nodes without which the step is shorter; only asked where it is plain what that means."""
+    """A part of the cluster with a shorter step; only for unrestricted, described clusters."""
     is_described = conf.measured is None and not (conf.limits or conf.equal)
     if not is_described or conf.objective != "throughput" or conf.max_microbatch_size:
         return None
@@ -118,9 +118,9 @@ def _fewer(conf: PlannerConf, inputs: Inputs, answer: _Answer) -> FewerHosts | N
 
 
 def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int) -> str:
-    """What HiGHS alone says of the same problem.
+    """What HiGHS alone says about the same problem.
 
-    Raises ``RuntimeError`` where it contradicts the search: one of them is wrong.
+    Raises ``RuntimeError`` if it contradicts the search, because one of them is then wrong.
     """
     if conf.objective == "least_memory":
         raise ConfigError(
@@ -167,7 +167,7 @@ def _what_is_certified(certificate: Certificate, found: Found, took: str) -> str
 
 
 def _comparison_note(demands: Demands) -> str:
-    """Which demands the simpler plans cannot keep."""
+    """Which demands the simpler plans cannot meet."""
     limits = demands.limits.values()
     if not (limits or demands.equal):
         return ""
@@ -181,7 +181,7 @@ def _comparison_note(demands: Demands) -> str:
 
 
 def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
-    """The plan by the objective that is asked for."""
+    """The best plan for the requested objective."""
     setting = inputs.setting
     if conf.objective == "largest_batch":
         solution = largest_batch(setting, demands=demands)
@@ -259,7 +259,7 @@ def _alternatives(
 
 
 def _check_outputs(conf: PlannerConf) -> None:
-    """Raise before any work where something could not be written."""
+    """Raise before any work if an output could not be written."""
     for key in ("out", "picture"):
         path = getattr(conf, key)
         if path is not None and not Path(path).resolve().parent.is_dir():
@@ -271,19 +271,19 @@ def _check_outputs(conf: PlannerConf) -> None:
 
 
 def check_picture(path: str) -> None:
-    """Raise ConfigError where no picture can be drawn there."""
+    """Raise ConfigError if no picture can be drawn to ``path``."""
     try:
         import matplotlib  # noqa: F401 -- only to see whether it is here
     except ImportError:
         raise ConfigError(
-            "picture: matplotlib is not installed. Say pip install 'shardhet[plots]'."
+            "picture: matplotlib is not installed. Run pip install 'shardhet[plots]'."
         ) from None
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"picture: {path!r} must end in .png, .svg or .pdf.")
 
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
-    """What was asked for as files."""
+    """Write the requested files."""
     if conf.out is not None:
         report.solution.plan.save(conf.out)
         console.print(f"written to {conf.out}", markup=False, soft_wrap=True)

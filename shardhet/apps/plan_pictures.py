@@ -1,4 +1,4 @@
-"""From a plan and its simulated step to figures."""
+"""Draw a plan and its simulated step as figures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def draw_report(report: PlanReport, path: Path) -> None:
-    """The plan's devices and the timeline of its step."""
+    """Draw the plan's devices and the timeline of its step."""
     found = rows(report)
     bars = [
         DeviceBar(
@@ -33,7 +33,7 @@ def draw_report(report: PlanReport, path: Path) -> None:
 
 
 def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
-    """One per row of devices that do the same, and one for the links."""
+    """One lane per row of devices that do the same, and one for the links."""
     drawn = []
     for row in found:
         rank = timeline.ranks[row.positions[0]]

@@ -1,4 +1,4 @@
-"""What ``shardhet plan`` says of a plan: who does what, what limits it, what else there is."""
+"""The report of ``shardhet plan``: what each device does, what limits it, and alternatives."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -27,13 +27,13 @@ class Alternative:
     """Another way to plan for the same batch."""
 
     name: str
-    step_time_s: float | None  # None where it has no plan
-    reason: str = ""  # why it has none
+    step_time_s: float | None  # None if it has no plan
+    reason: str = ""  # why it has no plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """Everything that is said of a plan."""
+    """Everything that is reported about a plan."""
 
     inputs: Inputs
     solution: PlanSolution
@@ -44,7 +44,7 @@ class PlanReport:
     note: str  # on the objective
     comparison_note: str  # on the alternatives
     certificate: str = ""  # what HiGHS alone says
-    fewer: FewerHosts | None = None  # a part of the cluster that is faster than all of it
+    fewer: FewerHosts | None = None  # a part of the cluster that is faster than the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Row:
     kind: str
     rank: RankPlan
     cost: RankCost
-    share: float  # of the state, of one of them
-    busy: float  # part of the step
+    share: float  # of the state, on one of them
+    busy: float  # fraction of the step
 
     @property
     def label(self) -> str:
@@ -66,13 +66,13 @@ class Row:
 
 
 def rows(report: PlanReport) -> list[Row]:
-    """The plan's devices in plan order, alike neighbours together."""
+    """The plan's devices in plan order; neighbours that do the same share a row."""
     solution = report.solution
     return rows_of(solution.plan, solution.predicted, report.timeline)
 
 
 def rows_of(plan: Plan, predicted: StepCost, timeline: Timeline) -> list[Row]:
-    """The same of any plan."""
+    """The rows of a plan with this prediction and timeline."""
     costs = predicted.ranks
     total = sum(cost.stored_numel for cost in costs)
 
@@ -99,14 +99,14 @@ def rows_of(plan: Plan, predicted: StepCost, timeline: Timeline) -> list[Row]:
 
 
 def wide_console() -> Console:
-    """For tables: a terminal's own width, and enough where the output goes to a file."""
+    """A console for tables: as wide as the terminal, or wide enough in a file."""
     console = Console(highlight=False)
     is_sized = console.is_terminal or "COLUMNS" in os.environ
     return console if is_sized else Console(highlight=False, width=FILE_COLUMNS)
 
 
 def show_report(report: PlanReport, console: Console) -> None:
-    """Print all of it."""
+    """Print the whole report."""
     for line in _heading(report):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_devices_table(report))
@@ -154,7 +154,7 @@ def microbatches(sizes: Sequence[int]) -> str:
 
 
 def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
-    """What of these units is recomputed, in few words: ``12 of 24 blocks, head``."""
+    """Which of these units are recomputed, in few words: ``12 of 24 blocks, head``."""
     if not rank.microbatch_sizes or not rank.recomputed_units:
         return "-"
     if rank.recomputed_units == EVERY_UNIT:
@@ -192,7 +192,7 @@ def _devices_table(report: PlanReport) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """With the unit that fits."""
+    """The duration as text, in a suitable unit."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
@@ -208,7 +208,7 @@ def _result(report: PlanReport) -> Iterator[str]:
         yield f"No plan is predicted to be more than {solution.relative_gap:.2%} faster."
     if not solution.assignment.is_by_highs:
         yield (
-            "The search's own assignment stands: within its limits HiGHS did not end on "
+            "The search's own assignment is used: HiGHS did not finish within its limits on "
             f"{solution.assignment.num_variables:,} candidates."
         )
     if report.certificate:
@@ -256,14 +256,14 @@ def limit_lines(explanation: Explanation) -> Iterator[str]:
     """What limits the plan, in words."""
     step_s = explanation.step_time_s
     overhead = (
-        f" {explanation.overhead_s / step_s:.0%} are the runtime's own."
+        f" {explanation.overhead_s / step_s:.0%} is the runtime's own time."
         if explanation.overhead_s
         else ""
     )
     yield (
-        f"Of the step {explanation.compute_s / step_s:.0%} go at the pace of computing "
-        f"devices, {explanation.links_s / step_s:.0%} at that of links, "
-        f"{explanation.optimizer_s / step_s:.0%} at that of optimizers.{overhead}"
+        f"Compute sets the pace for {explanation.compute_s / step_s:.0%} of the step, "
+        f"links for {explanation.links_s / step_s:.0%}, and "
+        f"the optimizer for {explanation.optimizer_s / step_s:.0%}.{overhead}"
     )
     limit, endless = explanation.limit, explanation.endless_memory
     slowest, fullest = (

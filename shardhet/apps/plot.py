@@ -14,7 +14,7 @@ from shardhet.apps.common.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the run; SystemExit with the mend where that is not possible."""
+    """Draw the run; SystemExit with a remedy if that is not possible."""
     parser = argparse.ArgumentParser(
         prog="shardhet plot", description="Draw loss, throughput and device use of a run."
     )
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         import matplotlib  # noqa: F401 -- only to see whether it is here
     except ImportError:
-        parser.error("matplotlib is not installed. Say pip install 'shardhet[plots]'.")
+        parser.error("matplotlib is not installed. Run pip install 'shardhet[plots]'.")
     if not folder.metrics_path.is_file():
         parser.error(f"{folder.path} has no metrics.jsonl. Give the folder of a run.")
     draw_run(figure_of(folder), path)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def figure_of(folder: RunFolder) -> RunFigure:
-    """What is to be drawn of the run."""
+    """The data of the run's figure."""
     lines = folder.metrics_path.read_text(encoding="utf-8").splitlines()
     entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
     names = [device_name(i, device) for i, device in enumerate(folder.load_devices())]

@@ -1,4 +1,4 @@
-"""What a plan was expected to do, beside what it did."""
+"""Compare what a plan was predicted to do with what it did."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from shardhet.simulator.simulation import simulate
 from shardhet.training.trainer import DeviceUse
 
 MEASURED_FILES = ("cluster.json", "workload.json", "profile.json")  # of `shardhet measure`
-NUM_WARM_UP_STEPS = 3  # that no prediction is made for
+NUM_WARM_UP_STEPS = 3  # first steps, which predictions do not cover
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One step of a plan, as simulated from what was measured."""
+    """One step of a plan, simulated from measurements."""
 
     step_time_s: float
     busy_shares: tuple[float, ...]  # by device, of the step
@@ -33,9 +33,9 @@ class Prediction:
 
     @classmethod
     def of(cls, plan: Plan, measured_dir: str | Path) -> Self:
-        """From the three files that ``shardhet measure`` writes.
+        """Simulate from the three files that ``shardhet measure`` writes.
 
-        Raises ``ValueError`` where they are of another model or of other devices.
+        Raises ``ValueError`` if they belong to another model or to other devices.
         """
         folder = Path(measured_dir)
         cluster = Cluster.load(folder / MEASURED_FILES[0])
@@ -64,27 +64,27 @@ class Prediction:
 
 
 class Outcome:
-    """What the steps of a run took, for the comparison at its end."""
+    """What the steps of a run took, for the comparison at the end."""
 
     def __init__(self) -> None:
         self._step_times_s: list[float] = []
         self._looks: list[Sequence[DeviceUse]] = []
 
     def add_step(self, step_time_s: float) -> None:
-        """One more step."""
+        """Add the time of one step."""
         self._step_times_s.append(step_time_s)
 
     def add_look(self, uses: Sequence[DeviceUse]) -> None:
-        """What all devices did since the last look."""
+        """Add what all devices did since the last call."""
         self._looks.append(uses)
 
     @property
     def median_step_time_s(self) -> float:
-        """Without the first steps, unless there are no others."""
+        """The median step time, without the first steps unless there are no others."""
         return median(self._step_times_s[NUM_WARM_UP_STEPS:] or self._step_times_s)
 
     def beside(self, prediction: Prediction) -> str:
-        """One line for the step time."""
+        """One line that compares the step time with the prediction."""
         predicted_s, measured_s = prediction.step_time_s, self.median_step_time_s
         return (
             f"a step was predicted to take {1000 * predicted_s:.0f} ms and took "
@@ -93,7 +93,7 @@ class Outcome:
         )
 
     def table(self, plan: Plan, prediction: Prediction) -> Table:
-        """Per device, measured and predicted."""
+        """A table with measured and predicted values of each device."""
         table = Table(box=box.ASCII)
         table.add_column("device", no_wrap=True)
         for name in ("busy", "predicted", "peak memory", "predicted"):

@@ -1,4 +1,4 @@
-"""``shardhet simulate``: one step of a plan, event by event."""
+"""``shardhet simulate``: simulates one step of a plan, event by event."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate and show; ends with 2 where the input is wrong."""
+    """Simulate and show; the exit status is 2 if the input is wrong."""
     request = read_request(DOOR, arguments or [])
     if request is None:
         return

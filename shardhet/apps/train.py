@@ -1,12 +1,12 @@
-"""Training from a command line.
+"""Train from a command line.
 
     shardhet train key=value ...                                       starts its own ranks
     torchrun --nproc-per-node=4 -m shardhet.apps.train key=value ...   is one of the ranks
     srun --ntasks=4 shardhet train key=value ...                       likewise
 
-Hydra composes the configuration.  Without ranks around, that happens once, here, and the
-workers load the result from the run folder; under torchrun or srun every rank composes, in a
-run folder whose name the ranks have agreed on before.
+Hydra composes the configuration.  Without a launcher, this happens once, here, and the workers
+load the result from the run folder.  Under torchrun or srun every rank composes it, in a run
+folder whose name the ranks have agreed on before.
 """
 
 import sys
@@ -45,7 +45,7 @@ def _train(cfg: DictConfig) -> None:
     context = HydraConfig.get()
     if env is not None and context.mode is RunMode.MULTIRUN:
         raise SystemExit(
-            "--multirun inside torchrun or srun: ranks of different jobs would meet. Say "
+            "--multirun inside torchrun or srun: ranks of different jobs would meet. Run "
             "shardhet train -m ..., which starts one torchrun per job."
         )
     cfg.run_dir = context.runtime.output_dir
@@ -71,9 +71,9 @@ def _train(cfg: DictConfig) -> None:
 
 
 def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:
-    """The plan, if the configuration can be run here at all.
+    """The plan, after checking that the configuration can be run here.
 
-    ``num_launched`` is how many ranks there are; None where they are yet to be started.
+    ``num_launched`` is the number of running ranks; None if they have yet to be started.
     """
     check_logger(conf.logger)
     conf.check_device()
@@ -82,7 +82,7 @@ def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train; hydra reads the command line."""
+    """Train; Hydra reads the command line."""
     if arguments is not None:
         sys.argv = ["shardhet train", *arguments]
     register_schemas()

@@ -2,8 +2,8 @@
 
     python -m shardhet.apps.worker RUN_FOLDER
 
-is what ``shardhet train`` starts once per device; it loads the configuration that was written
-there and nothing else.
+is what ``shardhet train`` starts once per device.  It loads only the configuration that was
+written there.
 """
 
 import logging
@@ -43,21 +43,21 @@ SAMPLE_PROMPT = b"def "
 
 
 def main() -> None:
-    """Train as one of the ranks that were launched on the run folder."""
+    """Train as one of the ranks that were launched for the run folder."""
     env = RankEnv.from_environment()
     assert env is not None, "the worker is started by shardhet train"
     folder = RunFolder(Path(sys.argv[1]))
     conf = folder.load_config()
-    with suppress(KeyboardInterrupt):  # the launcher says so
+    with suppress(KeyboardInterrupt):  # the launcher reports it
         try:
             run_rank(conf, folder, env)
         except Exception:
-            # The launcher shows the cause of all; this rank's traceback is in its log.
+            # The launcher shows the root cause; this rank's traceback is in its log.
             raise SystemExit(1) from None
 
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
-    """This process's part of the run, from process group to last metric.  Collective."""
+    """Run this rank's part, from process group to last metric.  Collective."""
     with joined(conf.cluster, folder, env, transport=conf.transport) as device:
         run = Run(conf, folder, env, device)
         run.train()
@@ -65,7 +65,7 @@ def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
 
 
 class Run:
-    """Everything that one rank holds while it trains."""
+    """The objects of one rank while it trains."""
 
     def __init__(
         self, conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
@@ -136,16 +136,16 @@ class Run:
 
     @property
     def model(self) -> HetFSDP:
-        """What is trained."""
+        """The model that is trained."""
         return self._model
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the rank that shows and writes."""
+        """Whether this is the rank that prints and writes files."""
         return self._env.rank == 0
 
     def train(self) -> None:
-        """All steps, looks and evaluations."""
+        """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
         with self.begin(console) as display:
             for step in range(self._model.step + 1, self._conf.num_steps + 1):
@@ -161,7 +161,7 @@ class Run:
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     def begin(self, console: Console) -> Display:
-        """What comes before the first step: who does what, and where it is shown and kept."""
+        """Prepare the first step: show the plan, and open the display and the loggers."""
         logger.info(
             "rank %d plays position %d of the plan", self._env.rank, self._model.position
         )
@@ -194,7 +194,7 @@ class Run:
             console.print(device_table(plan, self._devices))
 
     def _say_who_compiles(self) -> str:
-        """On which devices torch.compile works, and why not elsewhere.  Collective."""
+        """On which devices torch.compile works, and why not on others.  Collective."""
         reason = self._why_eager
         if reason is not None:
             logger.warning("torch.compile does not work here: %s", reason)
@@ -206,7 +206,7 @@ class Run:
         return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
 
     def _show_text(self, console: Console) -> None:
-        """What the model writes by itself, if asked for."""
+        """Print a text that the model generates, if requested."""
         data, num_tokens = self._conf.data, self._conf.num_sampled_tokens
         if not num_tokens or not isinstance(data, TextConf):
             return
@@ -224,13 +224,13 @@ class Run:
         console.print(whole, markup=False, soft_wrap=True)
 
     def take_step(self, step: int, display: Display) -> None:
-        """One optimizer step with all that goes with it: metrics, looks, evaluations."""
+        """Run one optimizer step with its metrics, reports of device use and evaluations."""
         conf = self._conf
         if self._tracer is not None:
             self._tracer.before_step(step)
         metrics = self.trainer.train_step()
         if self._tracer is not None and self._tracer.after_step(step):
-            self.trainer.forget_peak_memory()  # what the profiler took is not the model's
+            self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
         values = {
             "loss": metrics.mean_loss,
             "grad_norm": metrics.grad_norm,
@@ -278,7 +278,7 @@ def save_whole(model: HetFSDP, path: Path) -> None:
     """Write the whole model under its own names; rank zero holds it meanwhile.  Collective."""
     tensors = model.state_dict()
     if tensors:
-        # Tied parameters stand under each of their names; the format wants no shared memory.
+        # Tied parameters appear under each of their names; the format allows no shared memory.
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
 
 

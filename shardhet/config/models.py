@@ -269,8 +269,8 @@ class TextConf(DataConf):
         check_above("data.vocab_size", self.num_token_kinds, NUM_BYTES)
         if find_spec("tokenizers") is None:
             raise ConfigError(
-                "data.tokenizer: BPE but the package tokenizers is not installed. Run "
-                "pip install 'shardhet[bpe]', or set data.tokenizer=BYTES."
+                "data.tokenizer: BPE but the package tokenizers is not installed. Use "
+                "pip install 'shardhet[bpe]', or data.tokenizer=BYTES."
             )
 
     @property

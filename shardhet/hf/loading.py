@@ -159,7 +159,7 @@ def _concrete(model_class: Any, config: PreTrainedConfig) -> Any:
 
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Keep in float32 the parameters that a low-precision model keeps in float32."""
+    """Convert to float32 the parameters that the model does not hold in low precision."""
     kept = model._get_dtype_plan(dtype)
     if not kept:
         return

@@ -328,7 +328,7 @@ class _RoleTimes:
             yield np.array(costs), self._room(rank, batches)
 
     def _room(self, rank: RankPlan, batches: Ints) -> Floats:
-        """Elements of state that fit beside each batch and microbatch size."""
+        """Elements of state that fit besides each batch and microbatch size."""
         model, role = self._builder.model, self._role
         used = model.working_bytes(role.device_kind, rank, batches[:, None], self._sizes)
         left = model.room_numel(role.budget_bytes, used)

@@ -140,7 +140,7 @@ def sketch_model(
     """The units that HetFSDP would make of ``model``, in the order in which it calls them.
 
     ``model`` may be on the meta device and is not changed.  Raises ``ValueError`` if an input
-    of a unit depends on the batch other than through one dimension of samples.
+    of a unit depends on the batch other than through a dimension that holds the samples.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -1,7 +1,7 @@
-"""How a rank ends before its time, and what is seen last then: the root cause, in one panel.
+"""Failures of ranks, and the panel that shows the root cause at the end of a failed run.
 
 Each rank that fails writes a ``Failure`` into the run folder.  Most of them only report that
-a peer is gone; the cause is the first that does not.
+a peer is gone; the root cause is the first that does not.
 """
 
 import json
@@ -22,17 +22,17 @@ from shardhet.comm.peers import LostPeerError
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as shells report a program that wrote to nobody
+OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as shells report a program killed by SIGPIPE
 
 
 class RankConsole(Console):
-    """What a rank prints on.  Where nobody reads on, as after ``| head``, the run ends."""
+    """The console of a rank.  If nobody reads its output, as after ``| head``, the run ends."""
 
     def on_broken_pipe(self) -> None:
         """End this process quietly, with ``OUTPUT_CLOSED``."""
         logger.info("nobody reads what this rank prints any more: the run ends")
         try:
-            super().on_broken_pipe()  # so that nothing is printed at exit either
+            super().on_broken_pipe()  # also prevents output at exit
         except SystemExit:
             raise SystemExit(OUTPUT_CLOSED) from None
 
@@ -43,14 +43,14 @@ class Failure:
 
     rank: int
     device: str
-    exception: str  # "ValueError: ..."; or how the process was ended
-    place: str  # file:line of the innermost frame that is not a library's
+    exception: str  # "ValueError: ...", or how the process ended
+    place: str  # file:line of the innermost frame outside of libraries
     at_s: float  # seconds since the epoch
     is_consequence: bool  # of a failure elsewhere
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, device: str) -> "Failure":
-        """What ``error`` says about the rank."""
+        """The failure of the rank that raised ``error``."""
         return cls(
             rank=rank,
             device=device,
@@ -63,14 +63,14 @@ class Failure:
         )
 
     def save(self, folder: RunFolder) -> None:
-        """Leave it where the launcher looks."""
+        """Write the failure to where the launcher looks for it."""
         path = folder.failure_path(self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of user code; of this package's or any other where there is none."""
+    """The innermost line of user code; without any, that of this package or any other."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename]
     if not frames:
@@ -80,16 +80,16 @@ def _place(error: BaseException) -> str:
 
 
 def read_failures(folder: RunFolder) -> list[Failure]:
-    """What the ranks left behind."""
+    """The failures that the ranks have written."""
     paths = sorted(folder.logs_dir.glob("rank*.failure.json"))
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def root_cause(said: Sequence[Failure], silent: Iterable[Failure]) -> Failure | None:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    ``said`` are of ranks that raised; ``silent`` of processes that ended without a word, in
-    the order in which they ended.
+    ``said`` are failures that ranks reported; ``silent`` are processes that ended without a
+    report, in the order in which they ended.
     """
     causes = [failure for failure in said if not failure.is_consequence]
     spoken = {failure.rank for failure in said}
@@ -102,7 +102,7 @@ def root_cause(said: Sequence[Failure], silent: Iterable[Failure]) -> Failure | 
 
 
 def crash_panel(failure: Failure, folder: RunFolder) -> Panel:
-    """The last thing a user sees."""
+    """The panel that a user sees last."""
     rows = [
         ("rank", f"{failure.rank} ({failure.device})"),
         ("error", failure.exception),

@@ -17,11 +17,11 @@ from shardhet.records.plan import Plan, RankPlan
 from shardhet.training.trainer import DeviceUse, StepMetrics
 
 REFRESHES_PER_S = 2
-NUM_STEPS_IN_MEAN = 20  # of step time, for throughput and the time that is left
+NUM_STEPS_IN_MEAN = 20  # for the mean step time, which gives throughput and remaining time
 
 
 class Display:
-    """Shows a run as it goes.  On a terminal its table is drawn below the lines."""
+    """Shows a run in progress.  On a terminal, the table is drawn below the lines."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Display:
             self._live.stop()
 
     def show_step(self, metrics: StepMetrics) -> None:
-        """A line every ``log_every`` steps; the live table has every step."""
+        """Print a line every ``log_every`` steps; the live table shows every step."""
         self._latest = metrics
         self._step_times_s.append(metrics.step_time_s)
         if metrics.step % self._log_every == 0 or metrics.step == self._num_steps:
             self.console.print(self._line(metrics), soft_wrap=True)
 
     def show_devices(self, uses: Sequence[DeviceUse]) -> None:
-        """Into the live table; elsewhere one line for all devices."""
+        """Update the live table, or print one line for all devices."""
         if self.console.is_terminal:
             self._draw_devices(uses)
         else:
@@ -85,7 +85,7 @@ class Display:
     def show_score(
         self, step: int, name: str, score: float, baselines: Mapping[str, float]
     ) -> None:
-        """How well the model does on samples it has not seen."""
+        """Show how well the model does on held-out samples."""
         beside = ", ".join(f"{each} {value:.3f}" for each, value in baselines.items())
         self.console.print(
             f"step {step:5d}   held-out {score:.3f} {name}"
@@ -112,7 +112,7 @@ class Display:
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
     def _draw_devices(self, uses: Sequence[DeviceUse]) -> None:
-        # Once per look: laid out at every refresh, the table would take 2 % of a short step.
+        # Built once per report: at every refresh, it would take 2 % of a short step.
         table = device_table(self._plan, self._devices, uses)
         self._drawn_devices = Segments(list(self.console.render(table)))
 
@@ -125,7 +125,7 @@ class Display:
 def device_table(
     plan: Plan, devices: Sequence[DeviceSpec], uses: Sequence[DeviceUse] = ()
 ) -> Table:
-    """Per device what it computes and stores and, once that is known, how busy it is."""
+    """For each device, what it computes and stores and, once known, how busy it is."""
     table = Table(box=box.ASCII)  # the same in a file as on a terminal
     table.add_column("device", no_wrap=True)
     names = ["microbatches", "state"] + (["busy", "waiting", "peak memory"] if uses else [])
@@ -143,7 +143,7 @@ def device_table(
 
 
 def device_name(position: int, device: DeviceSpec) -> str:
-    """What a device is called wherever a run is shown: ``1 Tesla T4``."""
+    """The name of a device in all output of a run: ``1 Tesla T4``."""
     return f"{position} {device.kind or 'device'}"
 
 

@@ -1,4 +1,4 @@
-"""What ``shardhet train --help`` says, and others: groups and choices, keys and values."""
+"""The ``--help`` of ``shardhet train`` and others: groups and choices, keys and values."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,9 +35,9 @@ def show_help(
     config_name: str = CONFIG_NAME,
     groups: Sequence[str] | None = None,
 ) -> None:
-    """Print it, with the values that ``overrides`` lead to; of all groups, or of some.
+    """Print the help for all groups or some, with the values that result from ``overrides``.
 
-    Choices in ``own_dir``, the user's folder, stand among those of conf/.
+    Choices in ``own_dir``, the user's folder, are listed among those of conf/.
     """
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         cfg = compose(config_name, list(overrides))  # raises before anything is printed
@@ -58,9 +58,9 @@ def show_help(
 
 
 def choices_by_group(folder: Path, own_dir: Path | None = None) -> dict[str, dict[str, str]]:
-    """Per group of ``folder`` its files, each with its first line of comment.
+    """The files of each group of ``folder``, each with its first comment line.
 
-    A file in ``own_dir`` takes the place of one of the same name.
+    A file in ``own_dir`` replaces one of the same name.
     """
     folders = [folder] if own_dir is None else [folder, own_dir]
     return {
@@ -68,7 +68,7 @@ def choices_by_group(folder: Path, own_dir: Path | None = None) -> dict[str, dic
             path.stem: _purpose(path.read_text(encoding="utf-8"))
             for path in sorted(
                 (path for each in folders for path in (each / group).glob("*.yaml")),
-                key=lambda path: path.stem,  # stable: own files come later, and stay
+                key=lambda path: path.stem,  # stable: own files come last and win
             )
         }
         for group in sorted(path.name for path in folder.iterdir() if path.is_dir())

@@ -1,7 +1,7 @@
-"""The way into a command that is an application of hydra: what is done before hydra reads on.
+"""The entry point of commands that are Hydra applications: the steps before Hydra takes over.
 
-Hydra itself wants all flags before all keys, looks into --config-dir after its own files, and
-shows a help of its own.
+Hydra itself needs all flags before all keys, searches --config-dir after its own files, and
+shows its own help.
 """
 
 import argparse
@@ -27,9 +27,9 @@ def enter(
     config_name: str,
     show_help: Callable[[Sequence[str], Path | None], None],
 ) -> None:
-    """Run ``application``, which reads ``sys.argv``; SystemExit with the mend if it cannot.
+    """Run ``application``, which reads ``sys.argv``; errors are SystemExit with a remedy.
 
-    ``show_help`` is told the overrides and the user's own folder.
+    ``show_help`` gets the overrides and the user's own folder.
     """
     env = RankEnv.from_environment()
     OmegaConf.register_new_resolver(
@@ -53,7 +53,7 @@ def enter(
             reasons = [str(each) for each in (error, error.__cause__) if each is not None]
             raise _refusal([*reasons, *hints(overrides, config_name)], env) from None
         except SystemExit as error:
-            if error.code == 1:  # hydra has said what, but not always what to do
+            if error.code == 1:  # Hydra has reported the error, but not always the remedy
                 raise _refusal(hints(overrides, config_name), env) from None
             raise
 
@@ -67,13 +67,13 @@ def _refusal(lines: Sequence[str], env: RankEnv | None) -> SystemExit:
 
 
 def refuse(error: ConfigError, env: RankEnv | None) -> SystemExit:
-    """What ends a process whose configuration cannot be run."""
+    """The SystemExit for a configuration that cannot be run."""
     _tell_torchrun(error, env)
     return SystemExit(f"{error}\nNothing was started.")
 
 
 def _tell_torchrun(error: ConfigError, env: RankEnv | None) -> None:
-    """So that it stands in torchrun's own report, which is what is seen last."""
+    """Record the error for torchrun's own report, which is the last thing shown."""
     if env is not None:
         try:
             raise error  # the report has a traceback, whose last line is the message
@@ -93,10 +93,10 @@ def own_config_dir(arguments: Sequence[str]) -> Path | None:
 
 
 def is_override(argument: str) -> bool:
-    """``key=value``, ``+key=value`` or ``~key``; no flag, nor a flag's value."""
+    """Whether ``argument`` is ``key=value``, ``+key=value`` or ``~key``, not part of a flag."""
     return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
 
 
 def flags_first(arguments: Sequence[str]) -> list[str]:
-    """Otherwise the same order; argparse takes ``key=value`` in one row only."""
+    """The arguments with flags first, because argparse needs all ``key=value`` in one row."""
     return sorted(arguments, key=is_override)

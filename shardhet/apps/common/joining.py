@@ -1,4 +1,4 @@
-"""Being one of the ranks of a program: its log, device and process group, and its failures."""
+"""Set up one rank of a program: its log, device and process group, and failure reports."""
 
 import faulthandler
 import logging
@@ -33,8 +33,9 @@ def joined(
     *,
     transport: TransportChoice = TransportChoice.AUTO,
 ) -> Iterator[torch.device]:
-    """Be one of the ranks: log into the folder, have a device and a process group; a failure
-    is left where the launcher looks.
+    """Context of one rank, with its log, device and process group.
+
+    A failure is written to where the launcher looks for it.
     """
     with _log_to(folder, env.rank):
         with _report_failure(folder, env, "no device"):
@@ -44,7 +45,7 @@ def joined(
             torch.set_num_threads(cluster.num_threads)
             if cluster.speeds:
                 stay_on(cores_for(cluster.speeds)[env.rank])
-            if transport is not TransportChoice.AUTO:  # or what the environment says
+            if transport is not TransportChoice.AUTO:  # else the environment decides
                 os.environ[SWITCH] = transport.value
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -55,7 +56,7 @@ def joined(
 
 
 def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
-    """The GPU of this process's local rank where GPUs are wanted, else the CPU."""
+    """The GPU of this process's local rank if GPUs are used, else the CPU."""
     num_gpus = torch.cuda.device_count()
     wanted = cluster.device
     if wanted is DeviceType.CPU or (wanted is DeviceType.AUTO and not num_gpus):
@@ -70,7 +71,7 @@ def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
 
 
 def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:
-    """What this rank says it is: what the driver says, but for what is named or emulated."""
+    """The device that this rank announces: that of the driver, unless named or emulated."""
     found = local_device_spec(device)
     emulated = cluster.emulated_device(env.rank)
     kind, memory_bytes = found.kind, found.memory_capacity_bytes
@@ -84,7 +85,7 @@ def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -
 
 @contextmanager
 def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Log into the run folder; above rank zero all that is printed goes there too."""
+    """Log into the run folder; on ranks above zero, everything printed goes there too."""
     folder.logs_dir.mkdir(parents=True, exist_ok=True)
     with folder.log_path(rank).open("a", encoding="utf-8", buffering=1) as file:
         if rank > 0:
@@ -96,7 +97,7 @@ def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
             logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
         )
         root = logging.getLogger()
-        handlers_before, root.handlers = root.handlers, [handler]  # hydra's prints
+        handlers_before, root.handlers = root.handlers, [handler]  # Hydra's handlers print
         root.setLevel(logging.INFO)
         try:
             yield
@@ -105,7 +106,7 @@ def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
 
 
 def _redirect(stream: TextIO, file: TextIO) -> None:
-    """At the level of the system, so that what C++ prints is kept too."""
+    """Redirect at the level of file descriptors, so that output of C++ is kept too."""
     stream.flush()
     os.dup2(file.fileno(), stream.fileno())
 

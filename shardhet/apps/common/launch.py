@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this host, and what is said when one of them fails."""
+"""Start the ranks of a run on this host, and report the cause if one of them fails."""
 
 import logging
 import os
@@ -19,11 +19,11 @@ from shardhet.apps.common.crash import (
 )
 from shardhet.apps.common.run_folder import RunFolder
 
-FILE_WIDTH = 200  # columns, so that no path breaks where the output is a file
+FILE_WIDTH = 200  # columns, so that paths are not wrapped if the output is a file
 
 
 class RunFailedExit(SystemExit):
-    """The end of a run that has begun and was told about already."""
+    """The end of a run that had started and whose failure was already reported."""
 
 
 def start_ranks(
@@ -35,7 +35,7 @@ def start_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # What the launcher has to say about signals is no news beside the panel.
+    # The launcher's messages about signals add nothing to the panel.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
     with TemporaryDirectory() as log_dir:  # the launcher's own; ranks log into the run folder
@@ -63,7 +63,7 @@ def start_ranks(
 
 
 def _show_cause(folder: RunFolder, failures: Mapping[int, Any]) -> None:
-    """One panel, from what the ranks wrote and how the launcher (by rank) saw them end."""
+    """Show one panel, from what the ranks wrote and how the launcher saw each rank end."""
     ended = sorted(failures.items(), key=lambda item: item[1].timestamp)
     silent = [
         Failure(

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always, and one more place if asked for."""
+"""Loggers of metrics: always metrics.jsonl, and one more if requested."""
 
 import csv
 import json
@@ -12,19 +12,19 @@ from shardhet.config.training import LoggerConf, LoggerKind
 
 
 class MetricsLogger(Protocol):
-    """Takes numbers by name, step by step."""
+    """Records numbers by name, step by step."""
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Keep what was measured at ``step``."""
+        """Record what was measured at ``step``."""
         ...
 
     def close(self) -> None:
-        """Everything is on disk after it."""
+        """Write everything to disk."""
         ...
 
 
 class JsonLinesLogger:
-    """One JSON object per line, as it was measured."""
+    """Writes one JSON object per line, as soon as it is logged."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
@@ -37,9 +37,9 @@ class JsonLinesLogger:
 
 
 class CsvLogger:
-    """One row per step that measured anything; a column per name, ready for a spreadsheet.
+    """Writes one row per step with any value and one column per name, for a spreadsheet.
 
-    Names that come later make new columns, so the file is written at the end.
+    Later names add new columns, so the file is written at the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class CsvLogger:
 
 
 class TensorBoardLogger:
-    """Event files that ``tensorboard --logdir`` shows."""
+    """Writes event files for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -75,7 +75,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A Weights & Biases run; offline ones are sent later with ``wandb sync``."""
+    """Logs to a Weights & Biases run; offline runs are uploaded later with ``wandb sync``."""
 
     def __init__(self, folder: RunFolder, conf: LoggerConf) -> None:
         import wandb
@@ -96,7 +96,7 @@ class WandbLogger:
 
 
 def check_logger(conf: LoggerConf) -> None:
-    """Raise where the package behind the chosen logger is not installed."""
+    """Raise if the package of the chosen logger is not installed."""
     package = {LoggerKind.TENSORBOARD: "tensorboard", LoggerKind.WANDB: "wandb"}.get(conf.kind)
     if package is None:
         return
@@ -104,13 +104,13 @@ def check_logger(conf: LoggerConf) -> None:
         __import__(package)
     except ImportError:
         raise ConfigError(
-            f"logger: {conf.kind.value} but the package {package} is not installed. Say "
-            f"pip install 'shardhet[{package}]', or logger=csv."
+            f"logger: {conf.kind.value} but the package {package} is not installed. Run "
+            f"pip install 'shardhet[{package}]', or set logger=csv."
         ) from None
 
 
 def open_loggers(conf: LoggerConf, folder: RunFolder) -> list[MetricsLogger]:
-    """metrics.jsonl, and what ``logger=`` asks for."""
+    """The logger of metrics.jsonl, and the one that ``logger=`` selects."""
     loggers: list[MetricsLogger] = [JsonLinesLogger(folder.metrics_path)]
     if conf.kind is LoggerKind.CSV:
         loggers.append(CsvLogger(folder.path / "metrics.csv"))
@@ -124,6 +124,6 @@ def open_loggers(conf: LoggerConf, folder: RunFolder) -> list[MetricsLogger]:
 def log_all(
     loggers: Sequence[MetricsLogger], step: int, values: Mapping[str, float | None]
 ) -> None:
-    """Tell every one of them."""
+    """Log the values to all loggers."""
     for each in loggers:
         each.log(step, values)

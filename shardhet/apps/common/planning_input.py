@@ -1,6 +1,6 @@
-"""From a command line to what ``shardhet plan`` and ``shardhet simulate`` are told.
+"""Read the command line of ``shardhet plan`` and ``shardhet simulate``.
 
-Hydra's composition without its application: nothing is written but what is asked for.
+It uses Hydra's composition without a Hydra application, so only requested files are written.
 """
 
 import argparse
@@ -43,25 +43,25 @@ Conf = TypeVar("Conf", bound=InputsConf)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A command line, taken apart."""
+    """A parsed command line."""
 
     overrides: tuple[str, ...]
-    files: tuple[str, ...]  # what is no key=value
+    files: tuple[str, ...]  # arguments that are not key=value
     config_dir: Path | None
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What tells one command from another."""
+    """The properties of one command."""
 
     command: str  # "shardhet plan"
     config_name: str
     usage: str
-    num_files: int = 0  # arguments that are no key=value
+    num_files: int = 0  # expected arguments that are not key=value
 
 
 def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
-    """The command line; None where it only asked for help or for the configuration."""
+    """Parse the command line; None if it only asked for help or for the configuration."""
     parser = argparse.ArgumentParser(prog=door.command, add_help=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
@@ -87,7 +87,7 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
 
 
 def _spelled_out(override: str) -> str:
-    """Short forms as hydra wants them."""
+    """An override with short forms spelled out for Hydra."""
     key, _, value = override.partition("=")
     if key == "cluster" and value.endswith(FILE_SUFFIXES):
         return f"cluster_file={value}"
@@ -97,7 +97,7 @@ def _spelled_out(override: str) -> str:
 
 
 def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
-    """The configuration and which file of each group was chosen; SystemExit with the mend."""
+    """The configuration and the file chosen for each group; errors are SystemExit."""
     overrides = [each for each in request.overrides if not each.startswith(LIMITS)]
     GlobalHydra.instance().clear()
     with (
@@ -116,7 +116,7 @@ def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
 
 
 def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """``limits.0.memory_gib=8``: hydra itself would refuse a key that is not there yet."""
+    """Apply ``limits.0.memory_gib=8``, because Hydra itself would refuse a new key."""
     for override in overrides:
         _, _, key = override.partition(".")
         name, _, assignment = key.partition(".")
@@ -137,7 +137,7 @@ def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
-    """What is wrong, with the keys or the choices that there are."""
+    """The SystemExit for an invalid command line, with the existing keys or choices."""
     plain = [each for each in request.overrides if not each.startswith(LIMITS)]
     mends = hints(plain, door.config_name)
     if any(each.startswith("limits=") for each in plain):
@@ -154,7 +154,7 @@ def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
 
 
 def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs]:
-    """The checked configuration and what it names; ConfigError with the mend."""
+    """The checked configuration and the inputs that it names; errors are ConfigError."""
     cfg, choices = composed(door, request)
     _refuse_ignored(request, cfg)
     conf = to_checked(cfg, schema)
@@ -201,7 +201,7 @@ def _descriptions() -> list[str]:
 
 
 def show_help(door: Door, request: Request, console: Console) -> None:
-    """How the command is used, what there is to choose from, and all keys with values."""
+    """Show how the command is used, the choices of each group, and all keys with values."""
     console.print(door.usage, markup=False, soft_wrap=True)
     table = Table(box=None, show_header=False, padding=(0, 1))
     groups = {
@@ -221,5 +221,5 @@ def show_help(door: Door, request: Request, console: Console) -> None:
 
 
 def indented(text: str) -> str:
-    """Every line moved to the right."""
+    """The text with every line indented."""
     return "".join(f"  {line}\n" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Figures from what runs have written; nothing is computed here but places on paper."""
+"""Figures from what runs have written; this module only does the drawing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 SIZE_INCHES = (8.0, 9.0)
 WIDTH_INCHES = 10.0
 LANE_INCHES = 0.35  # height of a device's bar
-# What a lane's spans are, in the order of the legend, and how they are drawn.
+# The colour of each kind of span in a lane, in the order of the legend.
 COLOR_BY_WORK = {
     "forward": "tab:blue",
     "backward": "tab:orange",
@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigure:
-    """What is drawn of a run: three panels that share the axis of steps."""
+    """The figure of a run: three panels with a common axis of steps."""
 
     title: str
     losses: Mapping[str, Series]  # by name: "loss", "held_out_loss"
@@ -47,7 +47,7 @@ class DeviceBar:
     label: str
     num_samples: int
     state_share: float
-    gib_by_part: Mapping[str, float]  # of memory, by what it is for
+    gib_by_part: Mapping[str, float]  # memory by purpose
     budget_gib: float
 
 
@@ -56,12 +56,12 @@ class Lane:
     """One line of a timeline."""
 
     label: str
-    spans: Sequence[tuple[str, float, float]]  # what it is spent on, start, seconds
-    memory_gib: Sequence[tuple[float, float]] = ()  # from this second on so much is held
+    spans: Sequence[tuple[str, float, float]]  # kind of work, start, seconds
+    memory_gib: Sequence[tuple[float, float]] = ()  # start in seconds, memory held from then on
 
 
 def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path: Path) -> None:
-    """Batches, shares and memory by device beside one another, the step's timeline below."""
+    """Draw batches, shares and memory by device side by side, and the step's timeline below."""
     plt = _pyplot()
     heights = [LANE_INCHES * len(bars) + 1.2, LANE_INCHES * len(lanes) + 1.2]
     drawing = plt.figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
@@ -82,7 +82,7 @@ def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path
 
 
 def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
-    """What every device does over a step, and what it holds."""
+    """Draw what every device does over a step, and the memory it holds."""
     plt = _pyplot()
     height = LANE_INCHES * len(lanes) + 1.2
     drawing, (axes, memory_axes) = plt.subplots(
@@ -115,7 +115,7 @@ def draw_lines(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Named lines of points, both axes logarithmic."""
+    """Draw named lines of points with both axes logarithmic."""
     plt = _pyplot()
     drawing, axes = plt.subplots(figsize=(WIDTH_INCHES / 2, 3.2), layout="constrained")
     for name, points in lines.items():
@@ -129,7 +129,7 @@ def draw_lines(
 
 
 def _draw_memory(axes: Any, bars: Sequence[DeviceBar]) -> None:
-    """Parts one after the other, the budget as a mark."""
+    """Draw stacked bars of the parts, with the budget as a mark."""
     labels = [bar.label for bar in bars]
     left = [0.0] * len(bars)
     for part in bars[0].gib_by_part:
@@ -143,7 +143,7 @@ def _draw_memory(axes: Any, bars: Sequence[DeviceBar]) -> None:
 
 
 def _draw_lanes(axes: Any, lanes: Sequence[Lane]) -> None:
-    """A bar per lane, coloured by what its time is spent on."""
+    """Draw a bar per lane, coloured by kind of work."""
     for work, color in COLOR_BY_WORK.items():
         label = work.replace("_", " ")
         for i, lane in enumerate(lanes):
@@ -160,7 +160,7 @@ def _draw_lanes(axes: Any, lanes: Sequence[Lane]) -> None:
 def _pyplot() -> Any:
     import matplotlib as mpl
 
-    mpl.use("agg")  # into a file, with or without a screen
+    mpl.use("agg")  # draws into a file, with or without a screen
     from matplotlib import pyplot as plt
 
     return plt
@@ -187,7 +187,7 @@ def draw_run(figure: RunFigure, path: Path) -> None:
 
 
 def _draw_use(axes: Any, figure: RunFigure) -> None:
-    """Busy shares as lines, waiting shares dashed in the same colour."""
+    """Draw busy shares as lines, and waiting shares dashed in the same colour."""
     for device, busy in figure.busy_shares.items():
         (line,) = axes.plot(busy.steps, busy.values, label=device)
         waiting = figure.waiting_shares[device]
@@ -199,6 +199,6 @@ def _draw_use(axes: Any, figure: RunFigure) -> None:
 
 
 def series_of(entries: Sequence[Mapping[str, Any]], key: str) -> Series:
-    """The values of ``key`` in the lines of a metrics.jsonl that have one."""
+    """The values of ``key`` in those lines of a metrics.jsonl that have it."""
     found = [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
     return Series(steps=tuple(s for s, _ in found), values=tuple(v for _, v in found))

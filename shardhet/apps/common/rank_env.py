@@ -10,19 +10,19 @@ from typing import Any, Self
 
 STAMP_KEY = "shardhet/run_stamp"
 
-# Where all ranks of a step of srun meet if MASTER_PORT says nothing else: below the ports that
-# systems give out by themselves, and another one for other jobs and steps.
+# The ports where the ranks of an srun step meet unless MASTER_PORT is set: below the ephemeral
+# ports of systems, and a different one for each job and step.
 FIRST_SRUN_PORT, NUM_SRUN_PORTS = 12_000, 20_000
 MAX_STEPS_APART = 7
 
-# Kept open until the process ends: where the first rank hosts the store itself, peers and the
-# process group that is made later speak to it.
+# Kept open until the process ends: if the first rank hosts the store itself, its peers and the
+# later process group use it.
 _stores: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """What torchrun (or anything that sets its variables) or srun says about this process."""
+    """The rank of this process, from the variables of torchrun (or compatible) or srun."""
 
     rank: int
     world_size: int
@@ -34,7 +34,7 @@ class RankEnv:
 
     @classmethod
     def from_environment(cls) -> Self | None:
-        """None in a process that nobody launched as a rank."""
+        """Read the environment; None if this process was not launched as a rank."""
         environment = os.environ
         if "RANK" in environment and "WORLD_SIZE" in environment:
             return cls(
@@ -47,7 +47,7 @@ class RankEnv:
                 == "True",
                 is_restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             )
-        # A batch script has the variables of a task too, but only srun counts the tasks of
+        # A batch script also has the variables of a task, but only srun counts the tasks of
         # a step; a step of one task starts its own ranks.
         if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
             return cls._of_srun(environment)
@@ -80,7 +80,7 @@ class RankEnv:
 
 
 def first_host(nodes: str) -> str:
-    """The first of the hosts in Slurm's short form: ``gpu[07-09,12]-a,cpu1`` has gpu07-a."""
+    """The first of the hosts in Slurm's short form: gpu07-a in ``gpu[07-09,12]-a,cpu1``."""
     found = re.match(r"(?P<head>[^\[,]*)(?:\[(?P<number>\d+)[^\]]*\](?P<tail>[^,]*))?", nodes)
     assert found is not None  # every part may be empty
     return "".join(part or "" for part in found.groups())
@@ -92,10 +92,10 @@ def new_stamp() -> str:
 
 
 def agree_on_stamp(env: RankEnv | None) -> str:
-    """The stamp of the rank that asked first; the same again after a restart.
+    """The stamp of the rank that asked first, for all ranks; unchanged after a restart.
 
-    Speaks through the launcher's store, because every rank needs the name of the run folder
-    before there is a process group.
+    It uses the launcher's store, because every rank needs the name of the run folder before
+    there is a process group.
     """
     if env is None or env.world_size == 1:
         return new_stamp()

@@ -30,7 +30,7 @@ PACKAGES = (
     "rich",
     "scikit-learn",
 )
-# Names of variables that change how a run computes or communicates.
+# Prefixes of environment variables that change how a run computes or communicates.
 VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "SLURM_")
 
 
@@ -39,12 +39,12 @@ class RunFolder:
     """The files of one run.
 
     config.yaml          every key with its value
-    config_sources.json  for each value that is no default: who set it
+    config_sources.json  for each value that is not a default: what set it
     run.json             versions, commit, environment, command line
-    plan.json            who computes and stores what
-    devices.json         what was found to play each position of the plan
-    metrics.jsonl        one line per step, look at the devices, and evaluation
-    logs/rank0.log ...   what each rank logged; of ranks above zero all they printed
+    plan.json            what each device computes and stores
+    devices.json         the device found for each position of the plan
+    metrics.jsonl        one line per step, report of device use, and evaluation
+    logs/rank0.log ...   the log of each rank; with all output of ranks above zero
     """
 
     path: Path
@@ -67,7 +67,7 @@ class RunFolder:
 
     @property
     def model_path(self) -> Path:
-        """The trained model, if the configuration asks for it."""
+        """The path of the trained model, which is saved if the configuration says so."""
         return self.path / "model.safetensors"
 
     @property
@@ -79,32 +79,32 @@ class RunFolder:
         return self.path / "logs"
 
     def log_path(self, rank: int) -> Path:
-        """The log of a rank."""
+        """The path of a rank's log."""
         return self.logs_dir / f"rank{rank}.log"
 
     def failure_path(self, rank: int) -> Path:
-        """Where a rank that fails says why."""
+        """The path where a failing rank writes its ``Failure``."""
         return self.logs_dir / f"rank{rank}.failure.json"
 
     def check_unused(self, *, is_restart: bool) -> None:
-        """Raise where another run has written already."""
+        """Raise if another run has already written here."""
         if self.metrics_path.exists() and not is_restart:
             raise ConfigError(f"run_dir: {self.path} holds a run already. Name another folder.")
 
     def remove_if_empty(self) -> None:
-        """Take back what hydra has made, if nothing came of it."""
+        """Remove the folder that Hydra created, if nothing was written to it."""
         with suppress(OSError):  # not empty, or not there
             self.path.rmdir()
 
     def begin(self, cfg: DictConfig, sources: dict[str, Any]) -> None:
-        """Make the folder and write what is known before any rank works."""
+        """Create the folder and write what is known before any rank starts."""
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         save_resolved(cfg, self.config_path)
         _write_json(self.path / "config_sources.json", sources)
         _write_json(self.path / "run.json", describe_process())
 
     def save_devices(self, devices: Sequence[DeviceSpec]) -> None:
-        """Write what plays each position of the plan."""
+        """Write the device found for each position of the plan."""
         _write_json(self.devices_path, [each.to_dict() for each in devices])
 
     def load_devices(self) -> list[DeviceSpec]:
@@ -124,7 +124,7 @@ class RunFolder:
 
 
 def describe_process() -> dict[str, Any]:
-    """With what, from which commit and how this process was started."""
+    """Versions, commit, environment and command line of this process."""
     variables = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIXES)}
     return {
         "command_line": sys.argv,
@@ -138,7 +138,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages that a run stands on; None for one that is not installed."""
+    """The versions of the packages that a run depends on; None if not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -157,7 +157,7 @@ def _git_state() -> dict[str, Any] | None:
     try:
         commit = _git(source_dir, "rev-parse", "HEAD")
         changed = _git(source_dir, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.CalledProcessError):  # no git here, or not ours to read
+    except (OSError, subprocess.CalledProcessError):  # no git here, or no permission to read
         return None
     return {"commit": commit, "changed_files": changed.splitlines()}
 

@@ -1,4 +1,4 @@
-"""Task: a model with the samples it learns from and those it is judged by."""
+"""Task: a model with its training samples and its held-out samples."""
 
 import math
 from collections.abc import Mapping
@@ -62,13 +62,13 @@ DIGEST_LENGTH_IN_NAMES = 12  # hexadecimal digits
 DTYPE_BY_PRECISION = {
     Precision.FP64: torch.float64,
     Precision.FP32: torch.float32,
-    Precision.BF16: torch.float32,  # as stored; in flight it is bfloat16
+    Precision.BF16: torch.float32,  # as stored; gathered as bfloat16
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is trained on what."""
+    """A model, its data, and how it is scored."""
 
     module: nn.Module  # on the meta device
     batches: Batches
@@ -76,16 +76,16 @@ class Task:
     data_digest: str  # equal on two machines exactly if their samples are
     score_name: str  # of what ``score`` returns
     target_name: str = "tokens"  # what throughput counts
-    baselines: Mapping[str, float] = field(default_factory=dict)  # by simpler means
+    baselines: Mapping[str, float] = field(default_factory=dict)  # scores of simpler methods
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
-    num_judged_bytes: int | None = None  # where a target may be more than one
-    model_name: str | None = None  # None: as the configuration calls its kind
+    num_judged_bytes: int | None = None  # set if a target may be more than one byte
+    model_name: str | None = None  # None: the name of its kind in the configuration
     loss_fn: LossFn | None = None  # of HetFSDP
     units: tuple[str, ...] | None = None  # of HetFSDP; None: found
     run: Run = run_plainly  # of the trainer
 
     def score(self, evaluation: Evaluation) -> float:
-        """The number that tells how good the model is."""
+        """The score of the model in this evaluation."""
         if evaluation.accuracy is not None:
             return evaluation.accuracy
         if self.num_judged_bytes is not None:
@@ -120,7 +120,7 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
 
 
 def _in_bytes(task: Task, text: Corpus) -> Task:
-    """The task with a score that does not depend on what a token is, beside those of tables."""
+    """The task scored in bits per byte, whatever a token is, with tables as baselines."""
     assert isinstance(task.judged, TokenBatch)
     judged_bytes = as_bytes(task.judged, task.tokenizer)
     scores = table_scores(text.train, judged_bytes)
@@ -136,7 +136,7 @@ def _in_bytes(task: Task, text: Corpus) -> Task:
 
 
 def make_files(conf: TrainConf, *, token_dir: Path) -> None:
-    """Write the files that all ranks of a host read; nothing where they are there."""
+    """Write the files that all ranks of a host read, unless they exist."""
     if isinstance(conf.data, TextConf):
         own = own_tokenizer(conf.model, conf.data) if isinstance(conf.model, HfConf) else None
         _as_tokens(conf.data, load_text(conf.data, token_dir), token_dir, own)
@@ -180,7 +180,7 @@ def _masked_task(
 def _hf_task(
     conf: TrainConf, model: HfConf, text: Corpus, global_batch_size: int, token_dir: Path
 ) -> Task:
-    """The folder's model on text, as tokens of its own or as bytes."""
+    """The folder's model on text, tokenized by its own tokenizer or as bytes."""
     assert isinstance(conf.data, TextConf)
     folder = model.folder()
     own = own_tokenizer(model, conf.data)
@@ -222,7 +222,7 @@ def _hf_task(
 
 
 def own_tokenizer(model: HfConf, data: TextConf) -> ModelTokenizer | None:
-    """The tokenizer that lies in the model's folder, where text is to be cut by it."""
+    """The tokenizer in the model's folder, if text is to be split by it."""
     if not model.reads_with_own_tokenizer(data):
         return None
     folder = model.folder()
@@ -235,7 +235,7 @@ def own_tokenizer(model: HfConf, data: TextConf) -> ModelTokenizer | None:
     if tokenizer.num_token_kinds > folder.vocab_size:
         raise ValueError(
             f"{folder.tokenizer_path}: {tokenizer.num_token_kinds} kinds of tokens but the "
-            f"model has {folder.vocab_size}. Say data.tokenizer=BYTES, or mend the folder."
+            f"model has {folder.vocab_size}. Set data.tokenizer=BYTES, or fix the folder."
         )
     return tokenizer
 
@@ -247,7 +247,7 @@ def _mask_token(own: ModelTokenizer | None) -> int:
     if token is None:
         raise ValueError(
             "tokenizer.json: it has neither [MASK] nor <mask>, but the model guesses masked "
-            "tokens. Say data.tokenizer=BYTES, or mend the folder."
+            "tokens. Set data.tokenizer=BYTES, or fix the folder."
         )
     return token
 
@@ -270,7 +270,7 @@ def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Tas
 def _batches(
     conf: TrainConf, corpus: Corpus, global_batch_size: int
 ) -> tuple[GlobalBatches, TokenBatch]:
-    """What is trained on, and what is judged."""
+    """The training batches, and the held-out samples for evaluations."""
     data = conf.data
     assert isinstance(data, TextConf)
     batches = GlobalBatches(
@@ -284,7 +284,7 @@ def _batches(
 
 
 def load_text(data: TextConf, token_dir: Path) -> Corpus:
-    """The text as bytes; large ones are mapped from files in ``token_dir``."""
+    """The text as bytes; large texts are mapped from files in ``token_dir``."""
     if isinstance(data, TextDirConf):
         return TextDir(root=Path(data.path), pattern=data.pattern).load(token_dir)
     assert isinstance(data, PySourceConf)

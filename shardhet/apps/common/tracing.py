@@ -1,6 +1,6 @@
-"""Tracer: what torch.profiler sees of chosen steps, one file per rank, for Perfetto.
+"""Tracer: records chosen steps with torch.profiler, one file per rank, for Perfetto.
 
-The runtime's own computations and waits stand in it by name, as "forward blocks.2 [1]" (unit,
+The trace shows the runtime's computations and waits by name, as "forward blocks.2 [1]" (unit,
 microbatch) or "wait_gather blocks.3".
 """
 
@@ -15,7 +15,7 @@ from shardhet.fsdp import HetFSDP
 
 
 class Tracer:
-    """Records the steps that ``conf`` names; told before and after every step."""
+    """Records the steps that ``conf`` names; call it before and after every step."""
 
     def __init__(self, conf: TraceConf, model: HetFSDP, path: Path) -> None:
         self._first_step = conf.first_step
@@ -25,7 +25,7 @@ class Tracer:
         self._profile: Any = None
 
     def before_step(self, step: int) -> None:
-        """Begin to record with the first of the steps."""
+        """Start recording at the first of the steps."""
         if step != self._first_step:
             return
         activities = [ProfilerActivity.CPU]
@@ -36,7 +36,7 @@ class Tracer:
         self._model.name_in_trace(is_traced=True)
 
     def after_step(self, step: int) -> bool:
-        """Write the file after the last of them, and say so."""
+        """Write the file after the last of the steps; returns whether it did."""
         if step != self._last_step or self._profile is None:
             return False
         self._model.name_in_trace(is_traced=False)
