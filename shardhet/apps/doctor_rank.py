@@ -23,7 +23,7 @@ from shardhet.training.optim import AdamW
 
 NUM_REPEATS = 5
 WIDTH, NUM_BLOCKS, SAMPLES_PER_RANK = 64, 3, 2
-MOST_TOLD_GB_S = 1e3
+MAX_REPORTED_GB_S = 1e3
 TOLERANCE = 1e-4  # on float32 losses whose samples are summed in another order
 NUM_STEPS = 3
 
@@ -108,7 +108,9 @@ def _described(pairs: list[PairSamples]) -> str:
     latency_us = max(pair.latency_s for pair in pairs) * 1e6
     slowest_gb_s = slowest.bandwidth_bytes_per_s / 1e9
     # A few MiB cannot resolve higher bandwidths: launching takes longer than sending.
-    upper = f"{fastest_gb_s:.2f}" if fastest_gb_s < MOST_TOLD_GB_S else "more than it can tell"
+    upper = (
+        f"{fastest_gb_s:.2f}" if fastest_gb_s < MAX_REPORTED_GB_S else "more than it can tell"
+    )
     return (
         f"{slowest_gb_s:.2f} (from rank {slowest.sender} to {slowest.receiver}) to {upper} "
         f"GB/s, latency {latency_us:.0f} us at most"

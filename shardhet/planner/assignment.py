@@ -24,7 +24,7 @@ MAX_VARIABLES = 20_000
 MAX_NODES = 2_000  # of branch and bound
 # HiGHS's tolerances are absolute, 1e-6 of a row and of the objective, so both are scaled up.
 SCALE = 1e4
-WORSE_AT_MOST = 1e-9  # relative to the objective found, through HiGHS's tolerance on rows
+OBJECTIVE_TOLERANCE = 1e-9  # relative to the objective found, through HiGHS's tolerance on rows
 ROUNDING = 1e-12
 
 
@@ -61,7 +61,7 @@ def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignm
         if n
     )
     worth = problem.evaluate(found)
-    if worth is None or worth.objective_s > value.objective_s * (1 + WORSE_AT_MOST):
+    if worth is None or worth.objective_s > value.objective_s * (1 + OBJECTIVE_TOLERANCE):
         return stays
     return Assignment(found, is_by_highs=True, num_variables=num_variables)
 

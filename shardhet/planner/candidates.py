@@ -24,7 +24,7 @@ from shardhet.records.workload import Workload
 MICROBATCHES_BEYOND_MEASURED = 2  # sizes up to this multiple of the largest measured one
 LEAST_MAX_MICROBATCH_SIZE = 16
 ROUNDING = 1e-12  # of sums of shares
-TIMES_OVER = 4  # the first cut allows this many times the compute of the whole batch
+FIRST_CUT_FACTOR = 4  # the first cut allows this many times the compute of the whole batch
 GIB = 2**30
 
 
@@ -142,7 +142,7 @@ class TableBuilder:
         )
         slowest_single = min(times.least_seconds for times in self._groups)
         compute_s = self.global_batch_size / rate + slowest_single
-        return self.turns.comm_s + self.model.overhead_s + TIMES_OVER * compute_s
+        return self.turns.comm_s + self.model.overhead_s + FIRST_CUT_FACTOR * compute_s
 
     def table(self, cut_s: float) -> CandidateTable:
         """All candidates that compute no longer than ``cut_s``, without dominated ones."""

@@ -24,7 +24,7 @@ from shardhet.records.profiles import (
 MORE = 0.1  # of compute, memory or links
 # Memory helps in jumps (a larger microbatch, less recomputation), so a tenth more may do
 # nothing although much more would help a lot.
-ENDLESS, ENDLESS_NAME = 8.0, "8 times as much"
+EIGHTFOLD, EIGHTFOLD_NAME = 8.0, "8 times as much"
 NEGLIGIBLE = 1e-3  # a relative gain below this counts as none
 SLOWEST_MARGIN = 0.02  # devices this close to the slowest also count as slowest
 GIB = 2**30
@@ -96,14 +96,14 @@ class Explanation:
     @property
     def limit(self) -> Gain | None:
         """The largest gain from a tenth more of one resource on all devices, if any."""
-        tenths = [g for g in self.gains if g.device_kind is None and g.amount != ENDLESS_NAME]
+        tenths = [g for g in self.gains if g.device_kind is None and g.amount != EIGHTFOLD_NAME]
         helpful = [gain for gain in tenths if gain.relative > NEGLIGIBLE]
         return max(helpful, key=lambda gain: gain.relative, default=None)
 
     @property
     def endless_memory(self) -> Gain:
         """The gain from practically unlimited memory on all devices."""
-        return next(gain for gain in self.gains if gain.amount == ENDLESS_NAME)
+        return next(gain for gain in self.gains if gain.amount == EIGHTFOLD_NAME)
 
 
 Objective = Callable[[Situation], float]  # larger is better; PlanError if nothing fits
@@ -156,7 +156,7 @@ def larger_situations(situation: Situation) -> list[Larger]:
     larger: list[Larger] = [
         (Resource.COMPUTE, None, f"{tenth} faster", _faster(situation, of_all)),
         (Resource.MEMORY, None, f"{tenth} more", _roomier(situation, of_all, 1 + MORE)),
-        (Resource.MEMORY, None, ENDLESS_NAME, _roomier(situation, of_all, ENDLESS)),
+        (Resource.MEMORY, None, EIGHTFOLD_NAME, _roomier(situation, of_all, EIGHTFOLD)),
     ]
     if profile.collectives.points and cluster.world_size > 1:
         links = replace(profile, collectives=_faster_links(profile.collectives))

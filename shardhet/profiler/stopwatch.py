@@ -52,13 +52,13 @@ class Stopwatch:
 
 # A sample that exceeds the median by more than this many times what the last decile does is a
 # rare event of the machine, which most steps do not meet.
-FURTHEST = 3.0
+OUTLIER_FACTOR = 3.0
 
 
 def typical_mean(samples: Sequence[float]) -> float:
     """The mean of one or more samples; those far above the others count less."""
     median, p90 = (float(q) for q in np.quantile(samples, [0.5, 0.9]))
-    return float(np.minimum(samples, median + FURTHEST * (p90 - median)).mean())
+    return float(np.minimum(samples, median + OUTLIER_FACTOR * (p90 - median)).mean())
 
 
 def timing_of(samples_s: Sequence[float]) -> Timing:

@@ -17,7 +17,7 @@ MASK_TOKEN = 256  # not a byte
 NUM_DIGIT_CLASSES = 10
 DIGIT_SIDE = 8  # pixels
 HELD_OUT_EVERY = 5  # one image in five is held out from training
-NOT_A_STEP = 2**63  # seeds the generator for masks that belong to no step
+STEPLESS_SEED = 2**63  # seeds the generator for masks that belong to no step
 
 
 def masked(

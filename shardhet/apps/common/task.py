@@ -40,8 +40,8 @@ from shardhet.training.data import (
 from shardhet.training.samples import (
     DIGIT_SIDE,
     MASK_TOKEN,
-    NOT_A_STEP,
     NUM_DIGIT_CLASSES,
+    STEPLESS_SEED,
     DigitBatches,
     Digits,
     MaskedBatches,
@@ -171,7 +171,7 @@ def _masked_task(
     return Task(
         module=make_module(model, conf.data, conf.precision),
         batches=MaskedBatches(text=batches, fraction=fraction, seed=conf.seed),
-        judged=masked(judged, fraction=fraction, seed=0, step=NOT_A_STEP),
+        judged=masked(judged, fraction=fraction, seed=0, step=STEPLESS_SEED),
         data_digest=batches.corpus.digest,
         score_name="bits per masked byte",
     )
@@ -194,7 +194,7 @@ def _hf_task(
             text=batches, fraction=fraction, seed=conf.seed, mask_token=mask_token
         )
         judged = masked(
-            judged, fraction=fraction, seed=0, step=NOT_A_STEP, mask_token=mask_token
+            judged, fraction=fraction, seed=0, step=STEPLESS_SEED, mask_token=mask_token
         )
     elif folder.objective is Objective.SECOND_HALF:
         batches, judged = SecondHalfBatches(text=batches), second_half(judged)
