@@ -23,6 +23,7 @@ from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.comm import collectives
 from shardhet.comm.shared_host.arena import PeerArena
 from shardhet.fsdp import flat as flat_module
+from shardhet.fsdp import flat_grad
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.prober import Prober
 from shardhet.records.schedule import Segment, make_schedule
@@ -85,7 +86,9 @@ def around_collectives(launch: Callable[[str, FlatTensor], None]) -> Iterator[No
     def watched(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not num_probes:
-                launch(kind, sys._getframe(1).f_locals["self"])  # the flat tensor that calls
+                # The flat tensor calls, or has its gradient call.
+                depth = 1 if kind == "gather" else 2
+                launch(kind, sys._getframe(depth).f_locals["self"])
             return collective(*args, **kwargs)
 
         return call
@@ -96,7 +99,7 @@ def around_collectives(launch: Callable[[str, FlatTensor], None]) -> Iterator[No
             flat_module, "all_gather_uneven", watched("gather", collectives.all_gather_uneven)
         ),
         mock.patch.object(
-            flat_module,
+            flat_grad,
             "reduce_scatter_uneven",
             watched("reduce", collectives.reduce_scatter_uneven),
         ),

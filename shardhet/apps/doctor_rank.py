@@ -108,9 +108,7 @@ def _described(pairs: list[PairSamples]) -> str:
     latency_us = max(pair.latency_s for pair in pairs) * 1e6
     slowest_gb_s = slowest.bandwidth_bytes_per_s / 1e9
     # A few MiB cannot resolve higher bandwidths: launching takes longer than sending.
-    upper = (
-        f"{fastest_gb_s:.2f}" if fastest_gb_s < MAX_REPORTED_GB_S else "more than it can tell"
-    )
+    upper = f"{fastest_gb_s:.2f}" if fastest_gb_s < MAX_REPORTED_GB_S else "too fast to tell"
     return (
         f"{slowest_gb_s:.2f} (from rank {slowest.sender} to {slowest.receiver}) to {upper} "
         f"GB/s, latency {latency_us:.0f} us at most"

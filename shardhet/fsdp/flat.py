@@ -1,14 +1,28 @@
 """One flat tensor of a unit through its lives: shard, gather, unsharded, gradient, reduction.
 
-What is alive when, for a flat tensor that this rank stores a part of and computes with:
+What is alive when, who writes and reads it on which stream, and who waits for whom, for a flat
+tensor that this rank stores a part of and computes with:
 
-    flat_shard         always; the optimizer writes it between steps
-    unsharded storage  from unshard() to reshard(); the parameters are views of it, so what
-                       autograd saved stays valid when it is freed and later refilled
-    unsharded_grad     from the unit's first backward turn until its reduction is finished
-    sharded_grad       from the end of the reduction until zero_grad
+    tensor               alive                       written by            read by
+    flat_shard           always                      optimizer (compute)   gather
+    cast of the shard    unshard .. wait_all_sent    gather                peers
+    unsharded storage    unshard .. reshard          gather, peers         compute
+    whole gradient       1st backward turn ..        compute               reduce, peers
+                         end of its reduction
+    part of the sum      reduce .. zero_grad         reduce                optimizer (compute)
 
-A rank that stores all of it needs no second copy: its shard *is* the unsharded tensor.
+    gather before it writes the unsharded storage   waits for compute_event: kernels that
+                                                    read it before, the optimizer's writes
+    compute before it reads parameters              waits for the gather (wait_for_unshard)
+    optimizer before it writes the shard            waits for peers to have read it
+                                                    (CommContext.wait_all_sent)
+    reduce before it reads the whole gradient       waits for compute (FlatGradient.reduce)
+    compute before it reads the part of the sum     waits for reduce (FlatGradient.finish),
+                                                    and only then lends the buffer anew
+
+The parameters are views of the unsharded storage, so what autograd saved stays valid when it
+is freed and later refilled.  A rank that stores all of a tensor needs no second copy: its
+shard *is* the unsharded tensor.  The states of the gradient are in ``flat_grad``.
 """
 
 from collections.abc import Sequence
@@ -18,9 +32,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.messages import Pending
 from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.flat_grad import FlatGradient, GradState, forget_autograds
 from shardhet.records.layout import FlatLayout, Span
 
 
@@ -90,9 +105,8 @@ class FlatTensor:
             for slot, param in zip(slots, self.sharded_params, strict=True):
                 param.register_post_accumulate_grad_hook(partial(_refuse_grad, slot.fqn))
 
-        self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
-        self._is_whole = own_numel == layout.numel  # this rank stores all of it
-        self._is_shard_itself = self._is_whole and self.param_dtype == orig_dtype
+        is_whole = own_numel == layout.numel  # this rank stores all of it
+        self._is_shard_itself = is_whole and self.param_dtype == orig_dtype
         self._unsharded = self.flat_shard
         if not self._is_shard_itself:
             self._unsharded = torch.empty(
@@ -113,14 +127,7 @@ class FlatTensor:
                 param.register_post_accumulate_grad_hook(partial(self._accumulate, i))
 
         self._gather: Pending | None = None
-        self._unsharded_grad: Tensor | None = None  # [layout.numel]
-        # By parameter, of the microbatches so far: views of _unsharded_grad, or what autograd
-        # made on a rank that is alone, which has no such buffer and keeps them for its shard.
-        self._sums: dict[int, Tensor] = {}
-        self._is_accumulating = False
-        self.has_grad = [False] * len(slots)  # of this rank, as reduce() found it
-        self._reduction: Pending | None = None
-        self._reduced: Tensor | None = None  # [own numel], reduce_dtype
+        self.grad = FlatGradient(layout, self._position, comm, self.reduce_dtype)
 
     # Geometry #
 
@@ -135,16 +142,6 @@ class FlatTensor:
         part = self._boxes[param]
         shape = (self.rows[param].numel, *self.slots[param].shape[1:])
         return shard[part.start : part.stop].view(shape)
-
-    @property
-    def _is_private(self) -> bool:
-        """Whether one rank alone contributes to and stores the gradient in this step."""
-        return len(self._owners) == 1 and self._comm.receivers == self._owners
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether this is that rank."""
-        return self._is_whole and self._is_private
 
     @torch.no_grad()
     def store_rows(self, param: int, full: Tensor) -> None:
@@ -211,98 +208,35 @@ class FlatTensor:
 
     def begin_backward(self) -> None:
         """Get ready to accumulate gradients of this rank's microbatches."""
-        if not self.is_trainable or self._is_accumulating:
-            return
-        self._is_accumulating = True
-        if not self._is_alone:
-            comm = self._comm
-            self._unsharded_grad = comm.buffers.lend(
-                self.layout.numel, dtype=self.reduce_dtype, device=comm.device
-            )
+        if self.is_trainable:
+            self.grad.begin()
 
     def _accumulate(self, index: int, param: Tensor) -> None:
-        # Called by autograd right after it has set param.grad, while that is still in cache.
-        if not self._is_accumulating:
+        # Called by autograd right after it has set param.grad.
+        if self.grad.state is not GradState.ACCUMULATING:
             raise RuntimeError(
                 f"{self.slots[index].fqn}: a gradient arrived outside of model.backward(). "
                 f"Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
             )
-        grad = param.grad
-        if grad is None:  # it goes into something that sends no gradient back
-            return
-        total = self._sums.get(index)
-        if total is None:
-            if self._unsharded_grad is None:
-                total = grad.to(self.reduce_dtype)
-            else:
-                total = self._unsharded_part(self._unsharded_grad, index)
-                total.copy_(grad)
-            self._sums[index] = total
-        elif total is not grad:
-            total.add_(grad)
-        # Autograd itself adds what comes next, where it can.
-        param.grad = total if total.dtype == param.dtype else None
+        self.grad.add(index, param)
 
     def _unsharded_part(self, flat: Tensor, param: int) -> Tensor:
         span = self.layout.param_spans[param]
         return flat[span.start : span.stop].view(self.slots[param].shape)
 
-    def _end_accumulating(self) -> None:
-        self._is_accumulating = False
-        for param in self.unsharded_params:
-            param.grad = None
-
     def reduce(self) -> None:
         """Start summing the gradients of all computing ranks into the shards' owners."""
-        comm = self._comm
-        self._end_accumulating()
-        self.has_grad = [i in self._sums for i in range(len(self.slots))]
-        grad = self._unsharded_grad
-        if grad is not None:
-            self._sums = {}
-            for gap in self.layout.gap_spans:
-                grad[gap.start : gap.stop].zero_()
-            for i, has_grad in enumerate(self.has_grad):
-                if not has_grad:
-                    self._unsharded_part(grad, i).zero_()
-        own_numel = self.layout.shard_numels[self._position]
-        if self._is_private:  # so there is no reduction, on any rank
-            if not own_numel:
-                self._reduced = torch.empty(0, dtype=self.reduce_dtype, device=comm.device)
-            return
-        comm.reduce_scatter_stream.wait_stream(comm.current_stream())
-        with comm.on_stream(comm.reduce_scatter_stream):
-            self._reduced = torch.empty(own_numel, dtype=self.reduce_dtype, device=comm.device)
-            self._reduction = reduce_scatter_uneven(
-                self._reduced,
-                grad,
-                self.layout.shard_numels,
-                channel=comm.reduce_channel,
-                contributors=comm.receivers,
-                scratch=comm.buffers,
-            )
+        forget_autograds(self.unsharded_params)
+        self.grad.reduce()
 
     def finish_reduce(self) -> None:
         """Until this rank's part of the sum is there and nobody reads its gradients."""
-        comm = self._comm
-        if self._reduction is not None:
-            with comm.on_stream(comm.reduce_scatter_stream):
-                self._reduction.wait()
-                self._reduction.wait_sent()
-                event = comm.record_event(comm.reduce_scatter_stream)
-            comm.current_stream().wait_event(event)
-            self._reduction = None
-            if self._unsharded_grad is not None:
-                # Only now: peers and the reduce stream were reading it.
-                comm.buffers.take_back(self._unsharded_grad)
-        self._unsharded_grad = None
+        self.grad.finish()
 
     @torch.no_grad()
     def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
         """Give the shards their gradients, added to those there; None where no rank has one."""
-        reduced, self._reduced = self._reduced, None
-        sums, self._sums = self._sums, {}
-        self.has_grad = [False] * len(self.slots)
+        reduced, sums = self.grad.take()
         if reduced is None and not sums:
             return  # the unit is never visited
         flat_grad = None if reduced is None else reduced.to(self.orig_dtype)
@@ -325,13 +259,8 @@ class FlatTensor:
 
     def drop_grads(self) -> None:
         """Forget gradients of an unfinished or invalid step."""
-        if self._unsharded_grad is not None:
-            self._comm.buffers.take_back(self._unsharded_grad)
-        self._unsharded_grad = None
-        self._end_accumulating()
-        self._sums = {}
-        self._reduced = None
-        self.has_grad = [False] * len(self.slots)
+        forget_autograds(self.unsharded_params)
+        self.grad.drop()
 
 
 def _refuse_grad(fqn: str, sharded_param: Tensor) -> None:

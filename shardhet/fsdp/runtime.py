@@ -316,7 +316,7 @@ class Runtime:
         """Which parameters have a gradient on any rank, by fqn.  Collective."""
         flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         names = [slot.fqn for flat in flats for slot in flat.slots]
-        mine = [float(has) for flat in flats for has in flat.has_grad]
+        mine = [float(has) for flat in flats for has in flat.grad.has_grad]
         with self.observers.watch("", Activity.AGREE):
             rows = self._control.exchange(mine)
         return {

@@ -205,7 +205,6 @@ class Traffic:
 
         def launch() -> Callable[[], None]:
             flat.begin_backward()
-            flat.has_grad = [True]  # as if backward had written it
             flat.reduce()
             return wait
 
