@@ -72,6 +72,7 @@ BAD = {
     "data=text_dir": ("data.path=...",),
     # values that make no sense
     "run_dir=/dev/null/run": ("run_dir: /dev/null/run", "/dev/null is no folder"),
+    "transport=smoke": ("transport", "smoke", "auto, gloo"),
     "num_steps=0": ("num_steps: 0", "at least 1"),
     "seed=-1": ("seed: -1", "at least 0"),
     "optim.lr=0": ("optim.lr: 0.0", "above 0"),

@@ -6,12 +6,12 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from shardhet.config.checks import check_above, check_at_least
+from shardhet.config.checks import check_above, check_at_least, check_is_one_of
 from shardhet.config.compose import load_checked, register_schemas
 from shardhet.config.models import DataConf, ModelConf
 from shardhet.config.train import (
+    TRANSPORTS,
     Precision,
-    TransportChoice,
     agreed_world_size,
     check_device,
     check_model_fits_data,
@@ -32,7 +32,7 @@ class MeasureConf:
     max_microbatch_size: int = 32  # larger ones are extrapolated
     num_repeats: int = 10  # of every measurement, if the time allows
     time_limit_s: float = 60.0  # approximate, for compute; collectives and links come on top
-    transport: TransportChoice = TransportChoice.AUTO
+    transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
     model: ModelConf = MISSING
     data: DataConf = MISSING  # only its shapes matter
     optim: OptimConf = MISSING
@@ -40,6 +40,7 @@ class MeasureConf:
 
     def __post_init__(self) -> None:
         check_at_least("seed", self.seed, 0)
+        check_is_one_of("transport", self.transport, TRANSPORTS)
         check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         check_at_least("num_repeats", self.num_repeats, 3)
         check_above("time_limit_s", self.time_limit_s, 0)

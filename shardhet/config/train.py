@@ -6,7 +6,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import ConfigError, check_above, check_at_least
+from shardhet.config.checks import ConfigError, check_above, check_at_least, check_is_one_of
 from shardhet.config.models import (
     PATCH_SIDES,
     DataConf,
@@ -39,11 +39,7 @@ class Precision(Enum):
     BF16 = "bfloat16"  # of gathered parameters and activations; stored in float32
 
 
-class TransportChoice(Enum):
-    """What carries collectives between ranks that compute on the CPU of one host."""
-
-    AUTO = "auto"  # the host's memory, if they can read each other's
-    GLOO = "gloo"
+TRANSPORTS = ("auto", "gloo")  # of shardhet.comm.transport, which imports torch
 
 
 @dataclass(kw_only=True)
@@ -72,7 +68,7 @@ class TrainConf:
     eval_every: int = 0  # steps between two evaluations; 0: only at the end
     num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
-    transport: TransportChoice = TransportChoice.AUTO
+    transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
     model: ModelConf = MISSING
@@ -86,6 +82,7 @@ class TrainConf:
     def __post_init__(self) -> None:
         check_at_least("seed", self.seed, 0)
         check_at_least("num_steps", self.num_steps, 1)
+        check_is_one_of("transport", self.transport, TRANSPORTS)
         check_above("max_grad_norm", self.max_grad_norm, 0)
         check_at_least("log_every", self.log_every, 1)
         check_at_least("eval_every", self.eval_every, 0)

@@ -18,7 +18,6 @@ from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.transport import SWITCH
-from shardhet.config.train import TransportChoice
 from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.training.emulation import cores_for, stay_on
 
@@ -31,7 +30,7 @@ def joined(
     folder: RunFolder,
     env: RankEnv,
     *,
-    transport: TransportChoice = TransportChoice.AUTO,
+    transport: str = "auto",
 ) -> Iterator[torch.device]:
     """Context of one rank, with its log, device and process group.
 
@@ -45,8 +44,8 @@ def joined(
             torch.set_num_threads(cluster.num_threads)
             if cluster.speeds:
                 stay_on(cores_for(cluster.speeds)[env.rank])
-            if transport is not TransportChoice.AUTO:  # else the environment decides
-                os.environ[SWITCH] = transport.value
+            if transport != "auto":  # otherwise the environment decides
+                os.environ[SWITCH] = transport
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 device_id=device if device.type == "cuda" else None,
