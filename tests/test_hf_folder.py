@@ -177,6 +177,7 @@ def load_under_watch(rank: int, folder: str) -> tuple[int, int, int]:
     return watch.grown_bytes, rows, max(unit.numel for unit in model.plan.units) * 4
 
 
+@pytest.mark.alone  # pages are shared out among all processes that map them
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux")  # noqa: PTH110
 def test_no_rank_holds_more_than_its_rows_and_two_units(tmp_path: Path) -> None:
     folder = tmp_path / "model"

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.comm.host_copy import HostCopy, to_device
-from shardhet.fsdp import module as fsdp_module
+from shardhet.fsdp import mean_backward
 from shardhet.fsdp.observer import Activity
 
 
@@ -33,7 +33,7 @@ def test_losses_set_out_before_backward_and_are_read_after_it(
             happened.append("read")
             return super().read()
 
-    monkeypatch.setattr(fsdp_module, "HostCopy", Noted)
+    monkeypatch.setattr(mean_backward, "HostCopy", Noted)
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model = HetFSDP(layers, Plan.even(1, microbatch_size=3), units=[nn.Linear])
     model.add_observer(
