@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shardhet.pricing.cost import CostModel
@@ -226,6 +227,21 @@ def test_recomputing_ranks_hold_one_microbatch_of_one_unit() -> None:
         CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(plan(recompute=True)).ranks
     )
     assert fast.memory.activation_bytes == 3 * (100 + 3)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_room_that_is_planned_with_is_what_the_parts_of_memory_leave(
+    recompute: bool,
+) -> None:
+    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
+    for planned, device in zip(plan(recompute=recompute).ranks, CLUSTER.devices, strict=True):
+        rank = replace(planned, device=device)
+        parts = model.memory(rank, 0)
+        batch, size = rank.rank_batch_size, max(rank.microbatch_sizes, default=1)
+        used = model.working_bytes(rank.device.kind, rank, np.array([batch]), np.array([size]))
+        assert used.tolist() == [parts.total_bytes]
+        room = model.room_numel(parts.total_bytes + model.bytes_per_stored_numel * 7, used)
+        assert room[0] == pytest.approx(7)
 
 
 def test_ranks_that_only_store_hold_state_and_nothing_else() -> None:

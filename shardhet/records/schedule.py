@@ -3,17 +3,20 @@
 The execution order is a list of segments: the visits of forward, one after the other.  A
 unit may be visited several times (tied embedding and head, shared blocks).  The segments
 determine one list of turns for the whole step, the same on every rank, and the turns
-determine the launch order of all collectives.  The gather of the next turn is launched when
-a turn begins, so that it overlaps the turn's compute.  A reduction is launched when the
-unit's last backward turn ends.  For units a, b, c that are resharded after forward:
+determine the launch order of all collectives.  The gathers of a turn and of the next one are
+launched by the time the turn begins, so that the next one overlaps the turn's compute.  A
+reduction is launched when the unit's last backward turn ends.  For units a, b, c that are
+resharded after forward:
 
-    forward             backward
-    a      b      c     c      b      a        the units' turns
-    G(a)                                       launched before the first turn
-    G(b)   G(c)         G(b)   G(a)            launched when a turn begins
-                        R(c)   R(b)   R(a)     launched when a turn ends
+           forward                       backward
+           a      b      c               c      b      a         the units' turns
+    G(a) G(b)     G(c)            G(b)          G(a)             launches of gathers
+                                            R(c)   R(b)   R(a)   launches of reductions
 
-c stays unsharded from forward to backward, so it is gathered once.
+G(a) and G(b) are launched before the first turn, G(c) when b begins, G(b) when forward ends
+(the loss is computed meanwhile), G(a) when b begins in backward; each reduction when its
+unit's turn ends.  c stays unsharded from forward to backward, so it is gathered once.  The
+moments are those of ``fsdp.turn_walk``, and of the end of forward in ``fsdp.runtime``.
 """
 
 from collections.abc import Sequence
