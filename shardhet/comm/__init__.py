@@ -1,1 +1,1 @@
-"""Ranks in the order of a plan: channels, uneven collectives, and how failures spread."""
+"""Communication in plan order: channels, uneven collectives and failure propagation."""

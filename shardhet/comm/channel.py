@@ -1,4 +1,4 @@
-"""A process group in plan order, and what its processes agree on."""
+"""A process group in plan order, and how its processes exchange values and agree on them."""
 
 import json
 import time
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.transport import Transport
 
-# To a call that ranks make right after another one they made together, and that is often
-# made by rank zero alone by mistake.
+# The limit for a call that all ranks make right after another collective call, but that is
+# often made on rank zero alone by mistake.
 SECONDS_FOR_ALL_TO_COME = 30.0
 COLLECTIVE_CALLS = (
     "model(...)",
@@ -35,44 +35,44 @@ COLLECTIVE_CALLS = (
     "unit_by_unit",
 )
 
-# All records that keep process groups alive, see groups.py.
+# All records that keep process groups alive (see groups.py).
 holders: list["ref[Any]"] = []
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Channel:
-    """A process group in plan order: position ``i`` is played by ``rank_by_position[i]``.
+    """A process group in plan order: rank ``rank_by_position[i]`` takes position ``i``.
 
-    ``group`` is None where there is only one process.
+    ``group`` is None if there is only one process.
     """
 
     group: dist.ProcessGroup | None
     rank_by_position: tuple[int, ...]  # ranks within ``group``
-    position: int  # this process's own
-    transport: Transport | None = None  # carries it in the place of ``group``
+    position: int  # of this process
+    transport: Transport | None = None  # carries the traffic in place of ``group``
 
     def __post_init__(self) -> None:
         holders.append(ref(self, holders.remove))
 
     @classmethod
     def of_world(cls) -> Self:
-        """All ranks in their own order, over the default group: no plan is needed for it."""
+        """Return a channel over the default group in rank order; it needs no plan."""
         assert dist.group.WORLD is not None, "init_process_group comes first"
         ranks = tuple(range(dist.get_world_size()))
         return cls(dist.group.WORLD, ranks, dist.get_rank())
 
     @property
     def world_size(self) -> int:
-        """How many processes speak through it."""
+        """The number of processes in the channel."""
         return len(self.rank_by_position)
 
     def exchange(
         self, values: Sequence[float], within_s: float | None = None
     ) -> list[list[float]]:
-        """Every process's ``values``, by position.  Blocks until all have called it.
+        """Return every process's ``values``, by position.  Blocks until all have called it.
 
-        Travels over the host (gloo), so no accelerator waits for it.  Raises
-        ``TimeoutError`` where they do not come ``within_s`` (None: the group's timeout).
+        The values travel over the host (gloo), so no accelerator waits for them.  Raises
+        ``TimeoutError`` if they do not arrive ``within_s`` (None: the group's timeout).
         """
         rows: list[list[float]] = self.gather_rows(
             torch.tensor(values, dtype=torch.float64), within_s
@@ -82,10 +82,10 @@ class Channel:
     def enter(
         self, call: str, values: Sequence[float] = (), *, within_s: float | None = None
     ) -> list[list[float]]:
-        """Every process's ``values`` (at most three), once all have entered the same call.
+        """Return every process's ``values`` (at most three) once all have entered ``call``.
 
-        Raises ``RuntimeError`` on all of them where they have not, and ``TimeoutError`` where
-        some do not come ``within_s``.
+        Raises ``RuntimeError`` on every process if they have entered different calls, and
+        ``TimeoutError`` if some do not arrive ``within_s``.
         """
         row = [float(COLLECTIVE_CALLS.index(call)), *values, 0.0, 0.0, 0.0]
         try:
@@ -105,7 +105,7 @@ class Channel:
         return [row[1 : 1 + len(values)] for row in rows]
 
     def gather_rows(self, row: torch.Tensor, within_s: float | None = None) -> torch.Tensor:
-        """Every process's ``row``, [n], stacked by position to [world_size, n]."""
+        """Return every process's ``row``, [n], stacked by position: [world_size, n]."""
         if self.group is None:
             return row[None]
         if self.transport is not None and row.device.type == "cpu":
@@ -127,7 +127,7 @@ class Channel:
         return torch.stack([gathered[rank] for rank in self.rank_by_position])
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """Every process's ``value`` (anything picklable), by position."""
+        """Return every process's ``value`` (anything picklable), by position."""
         if self.group is None:
             return [value]
         gathered: list[Any] = [None] * self.world_size
@@ -141,10 +141,10 @@ class Channel:
 def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
     """Raise ``ValueError`` on every rank unless ``value`` (JSON) is equal on all of them.
 
-    The message names the ranks that differ from the majority and the first difference.
+    The message names the ranks that differ from the majority and shows the first difference.
     """
     values = [json.dumps(each, sort_keys=True) for each in channel.exchange_objects(value)]
-    usual = max(values, key=values.count)  # the first where several are as frequent
+    usual = max(values, key=values.count)  # the first of several that are equally frequent
     odd = [i for i, each in enumerate(values) if each != usual]
     if odd:
         ranks = [channel.rank_by_position[i] for i in odd]

@@ -1,15 +1,15 @@
-"""All-gather and reduce-scatter whose shards differ in length, asynchronous and in place.
+"""Asynchronous, in-place all-gather and reduce-scatter with shards of different lengths.
 
-Both take the group as a ``Channel``, so shards lie in plan order whatever the ranks are.
+Both take the group as a ``Channel``, so shards are in plan order whatever the ranks are.
 Only *receivers* (the ranks that compute) get a gathered tensor, and only *contributors*
-give a gradient; a rank that only stores never holds more than its shard.  Nothing is padded
-and nothing is copied but a rank's own part.
+supply a gradient; a rank that only stores never holds more than its shard.  Nothing is
+padded, and only a rank's own part is copied.
 
-Which algorithm runs is decided in one place, ``_algorithms``.  For gloo on CPU it was
-measured (``experiments/uneven_collectives``): where the channel has a ``Transport`` it
-carries them; between hosts, point-to-point messages between all pairs beat
-gloo's own collectives, run on its transport thread while the caller computes, and let ranks
-stay out.  The others have not been compared.
+``_algorithms`` alone decides which algorithm runs.  For gloo on CPU the choice was
+measured (``experiments/uneven_collectives``).  If the channel has a ``Transport``, the
+transport carries the collectives.  Between hosts, point-to-point messages between all pairs
+are faster than gloo's own collectives; they run on gloo's transport thread while the caller
+computes, and ranks need not take part.  The other algorithms have not been compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 def all_gather_uneven(
-    output: Tensor | None,  # [sum(split_numels)]; None where this rank receives nothing
+    output: Tensor | None,  # [sum(split_numels)]; None if this rank receives nothing
     shard: Tensor,  # [split_numels[position]]; may be a view of output
     split_numels: Sequence[int],
     *,
     channel: Channel,
     receivers: Sequence[int],
 ) -> Pending:
-    """Concatenate every rank's ``shard``, in plan order, into ``output`` of the receivers.
+    """Concatenate every rank's ``shard``, in plan order, into the receivers' ``output``.
 
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
@@ -47,17 +47,17 @@ def all_gather_uneven(
 
 def reduce_scatter_uneven(
     output: Tensor,  # [split_numels[position]]
-    full: Tensor | None,  # [sum(split_numels)]; None where this rank contributes nothing
+    full: Tensor | None,  # [sum(split_numels)]; None if this rank contributes nothing
     split_numels: Sequence[int],
     *,
     channel: Channel,
     contributors: Sequence[int],
     scratch: BufferPool,
 ) -> Pending:
-    """Sum the contributors' ``full`` and keep this rank's part of the sum in ``output``.
+    """Sum the contributors' ``full`` and store this rank's part of the sum in ``output``.
 
-    Parts are added in plan order, so a repeat gives the same bits (on backends that sum by
-    themselves: as far as they promise it).  ``full`` is read until ``wait_sent`` returns.
+    Parts are added in plan order, so a repeated call gives the same bits; backends that do
+    the summation themselves may promise less.  ``full`` is read until ``wait_sent`` returns.
     """
     _check_splits(output, full, split_numels, channel)
     if channel.transport is not None and output.device.type == "cpu":
@@ -81,7 +81,7 @@ def _gather_by_send_recv(
         messages.send(shard, position)
     pending = messages.post()
     if output is not None:
-        # After posting: the peers' shards arrive meanwhile.
+        # Copy after posting, so that the peers' shards arrive in the meantime.
         own = pieces_of(output, split_numels)[channel.position]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -96,8 +96,8 @@ def _reduce_by_send_recv(
     contributors: Sequence[int],
     scratch: BufferPool,
 ) -> Pending:
-    # The first part to arrive from elsewhere lands in the output, the others in scratch;
-    # this rank's own is read where it lies.
+    # The first part from another rank is received into the output, the others into scratch
+    # buffers; this rank's own part is read in place.
     messages = Messages(channel)
     others = [i for i in contributors if i != channel.position] if output.numel() else []
     buffers = [
@@ -122,7 +122,10 @@ def _reduce_by_send_recv(
 
 
 def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
-    """``parts[0] + parts[1] + ...`` in that order; one of the first two may be ``output``."""
+    """Store ``parts[0] + parts[1] + ...``, added in that order, in ``output``.
+
+    One of the first two parts may be ``output`` itself.
+    """
     if not parts:
         output.zero_()
     elif len(parts) == 1:
@@ -141,7 +144,7 @@ def _gather_by_list(
     channel: Channel,
     receivers: Sequence[int],
 ) -> Pending:
-    """NCCL turns a list of unequal tensors into one group of broadcasts."""
+    """Gather with NCCL, which turns a list of unequal tensors into one group of broadcasts."""
     if output is None or len(receivers) < channel.world_size or 0 in split_numels:
         return _gather_by_send_recv(output, shard, split_numels, channel, receivers)
     if _is_even(split_numels, channel):
@@ -161,7 +164,7 @@ def _reduce_by_list(
     contributors: Sequence[int],
     scratch: BufferPool,
 ) -> Pending:
-    """NCCL turns a list of unequal tensors into one group of reductions."""
+    """Reduce with NCCL, which turns a list of unequal tensors into a group of reductions."""
     if full is None or len(contributors) < channel.world_size or 0 in split_numels:
         return _reduce_by_send_recv(output, full, split_numels, channel, contributors, scratch)
     if _is_even(split_numels, channel):
@@ -174,7 +177,7 @@ def _reduce_by_list(
 
 
 def _named(name: str, name_before: str) -> Callable[..., dist.Work]:
-    """A collective whose name is another in builds for CUDA that are older than torch 2.13."""
+    """Return a collective that has another name in CUDA builds older than torch 2.13."""
     collective: Callable[..., dist.Work] = getattr(dist, name, None) or getattr(
         dist, name_before
     )
@@ -182,9 +185,9 @@ def _named(name: str, name_before: str) -> Callable[..., dist.Work]:
 
 
 def _is_even(split_numels: Sequence[int], channel: Channel) -> bool:
-    """Whether the pieces lie as NCCL's own even collectives have them.
+    """Whether the pieces have the layout of NCCL's own even collectives.
 
-    Of its list forms those with equal pieces go through a buffer as large as the whole.
+    With equal pieces, NCCL's list collectives go through a buffer as large as the whole tensor.
     """
     in_order = tuple(channel.rank_by_position) == tuple(range(channel.world_size))
     return in_order and len(set(split_numels)) == 1
@@ -197,7 +200,7 @@ def _gather_by_all_to_all(
     channel: Channel,
     receivers: Sequence[int],
 ) -> Pending:
-    """For gloo with CUDA tensors, which has no point-to-point messages."""
+    """Gather with gloo and CUDA tensors, which gloo cannot send point to point."""
     counts_in = [shard.numel() * (i in receivers) for i in range(channel.world_size)]
     counts_out = list(split_numels) if output is not None else [0] * channel.world_size
     received, work = _exchange_pieces(
@@ -219,7 +222,7 @@ def _reduce_by_all_to_all(
     contributors: Sequence[int],
     scratch: BufferPool,
 ) -> Pending:
-    """For gloo with CUDA tensors, which has no point-to-point messages."""
+    """Reduce with gloo and CUDA tensors, which gloo cannot send point to point."""
     pieces = [output] * channel.world_size if full is None else pieces_of(full, split_numels)
     counts_in = [0] * channel.world_size if full is None else list(split_numels)
     counts_out = [output.numel() * (i in contributors) for i in range(channel.world_size)]
@@ -234,7 +237,7 @@ def _reduce_by_all_to_all(
 def _exchange_pieces(
     pieces: Sequence[Tensor], counts_in: list[int], counts_out: list[int], channel: Channel
 ) -> tuple[list[Tensor], dist.Work]:
-    """Send ``counts_in[i]`` elements of ``pieces[i]`` to position i; returns what comes."""
+    """Send ``counts_in[i]`` elements of ``pieces[i]`` to position i; return what arrives."""
     ordered = _in_rank_order(
         [piece[:count] for piece, count in zip(pieces, counts_in, strict=True)], channel
     )
@@ -276,7 +279,7 @@ _ALGORITHMS = {
 
 def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
     if channel.group is None:
-        return _SEND_RECV  # with nobody to send to
+        return _SEND_RECV  # there is nobody to send to
     backend = channel.group._get_backend(device).name()
     key = (backend, device.type)
     if key not in _ALGORITHMS:

@@ -1,4 +1,4 @@
-"""How a failure on one rank becomes the same message on every rank, within seconds."""
+"""Failure propagation: every rank reports one rank's failure, within seconds."""
 
 import json
 import os
@@ -17,18 +17,18 @@ SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class Lifeline:
-    """How a failure on one rank becomes the same message on every rank, within seconds.
+    """Turns a failure on one rank into the same message on every rank, within seconds.
 
-    The rank that fails writes what happened into the rendezvous store and then breaks its
-    connections.  Peers find their collectives ended, break their own connections so that
-    ranks further away learn of it, and look the cause up in the store.  Where nobody wrote
-    one, the ranks that do not sign off are those that died.
+    The failing rank writes what happened to the rendezvous store and then breaks its
+    connections.  Its peers see their collectives fail, break their own connections so that
+    ranks further away notice too, and look up the cause in the store.  If nobody wrote a
+    cause, the ranks that do not sign off are the ones that died.
     """
 
     def __init__(
         self, communicators: Communicators, channel: Channel, names: Sequence[str]
     ) -> None:
-        self.doing = "starting"  # what this rank is at; part of its message
+        self.doing = "starting"  # what this rank is doing; part of its message
         self._communicators = communicators
         self._channel = channel
         self._names = tuple(names)  # by position
@@ -39,7 +39,7 @@ class Lifeline:
 
     @contextmanager
     def guard(self, doing: str | None = None) -> Iterator[None]:
-        """Around everything that other ranks may wait for."""
+        """Guard a block of code that other ranks may wait for."""
         self.doing = doing or self.doing
         try:
             yield
@@ -67,7 +67,7 @@ class Lifeline:
             self._communicators.break_connections()
         try:
             return self._look_up_the_cause(error)
-        except RuntimeError:  # the store is gone, and with it the process that kept it
+        except RuntimeError:  # the store is gone, and so is the process that kept it
             return (
                 "The process that keeps the rendezvous store is gone while this rank was in "
                 f"{self.doing} ({error}). Look at the log and exit code of the rank or "
@@ -97,7 +97,7 @@ class Lifeline:
         )
 
     def _is_known_to_run(self, position: int) -> bool:
-        """Whether the rank is a living process of this host, busy with something else."""
+        """Whether the rank is a running process on this host, busy with something else."""
         host, pid = json.loads(self._store.get(f"shardhet_process_{position}"))
         return host == socket.gethostname() and is_running(pid)
 

@@ -1,4 +1,4 @@
-"""The process groups and transports that a model speaks through, made once per group."""
+"""The process groups and transports that a model communicates over, made once per group."""
 
 import atexit
 from contextlib import suppress
@@ -16,11 +16,11 @@ from shardhet.comm.transport import Transport, meet, timeout_of
 
 @atexit.register
 def _let_go_of_groups() -> None:
-    """End the threads of destroyed groups before the interpreter ends.
+    """End the threads of destroyed groups before the interpreter shuts down.
 
-    A gloo group that outlives ``destroy_process_group``, because a model still refers to it,
-    has threads that may want the interpreter while it is torn down, which aborts the process
-    (seen in 4 of 16 runs with torch 2.13).
+    A gloo group outlives ``destroy_process_group`` if a model still refers to it.  Its threads
+    may then need the interpreter while it is being torn down, which aborts the process (seen
+    in 4 of 16 runs with torch 2.13).
     """
     for holder in (each() for each in holders):
         for name in ("group", "gather", "reduce", "control"):
@@ -31,16 +31,16 @@ def _let_go_of_groups() -> None:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Communicators:
-    """The process groups that one HetFSDP speaks through, each with its own queue.
+    """The process groups that one HetFSDP communicates over, each with its own queue.
 
-    Gathers and reductions have a group each, so that one does not wait in line behind the
-    other; agreements between hosts travel over gloo whatever the device is.
+    Gathers and reductions have one group each, so that neither queues behind the other.
+    Agreements between hosts travel over gloo, whatever the device is.
     """
 
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
-    # For each of the three, where something else carries it.
+    # One for each of the three groups, if transports carry the traffic instead.
     transports: tuple[Transport, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -48,10 +48,10 @@ class Communicators:
 
     @classmethod
     def over(cls, group: dist.ProcessGroup | None, device: torch.device) -> Self:
-        """Groups over the ranks of ``group``, made on first use and kept as long as it lives.
+        """Return groups over the ranks of ``group``, made on first use and kept as long as it.
 
-        Collective over ``group``.  Models that share a group share them; the program that
-        destroys the process group destroys them with it.
+        Collective over ``group``.  Models that share ``group`` share the new groups too; a
+        program that destroys the process group destroys them with it.
         """
         if group is None or group.size() == 1:
             return cls(gather=None, reduce=None, control=None)
@@ -64,7 +64,7 @@ class Communicators:
         )
 
     def channels(self, seats: tuple[int, ...], rank: int) -> list[Channel]:
-        """For gathers, for reductions and for agreements, in the order of ``seats``."""
+        """Return the channels for gathers, reductions and agreements, ordered by ``seats``."""
         groups = (self.gather, self.reduce, self.control)
         position = seats.index(rank)
         return [
@@ -73,7 +73,7 @@ class Communicators:
         ]
 
     def break_connections(self) -> None:
-        """End every collective that any peer waits in, now or later, with an error."""
+        """Make every collective that a peer waits in, now or later, end with an error."""
         for each in self.transports or ():
             each.give_up()
         for group in (self.gather, self.reduce, self.control):
@@ -81,7 +81,7 @@ class Communicators:
                 _break(group)
 
 
-# None for the control group where the given group can serve: the value must not keep its key.
+# The control group is None if the given group can serve: the value must not keep its key alive.
 _Groups = tuple[
     dist.ProcessGroup,
     dist.ProcessGroup,
@@ -106,7 +106,7 @@ def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
         is_on_host = device.type == "cpu"
         return gather, reduce, None, meet(group, 3) if is_on_host else None
     for each in (gather, reduce):
-        # NCCL wants all ranks in a communicator's first call; later ones may be of pairs.
+        # NCCL needs all ranks in a communicator's first call; later calls may involve pairs.
         dist.all_reduce(torch.zeros(1, device=device), group=each)
     return gather, reduce, new_group("gloo"), None
 
@@ -116,9 +116,10 @@ def _break(group: dist.ProcessGroup) -> None:
         with suppress(RuntimeError):
             group.abort()
         return
-    # gloo's abort() leaves point-to-point waits alone; a receive that times out closes the
-    # connections to all peers, and their waits end at once (measured with torch 2.13).  One
-    # from a peer that is gone already fails at once and closes nothing, so all are tried.
+    # gloo's abort() does not end point-to-point waits.  A receive that times out does: it
+    # closes the connections to all peers, whose waits then end at once (measured with torch
+    # 2.13).  A receive from a peer that is already gone fails immediately and closes nothing,
+    # so this tries every peer.
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
@@ -126,5 +127,5 @@ def _break(group: dist.ProcessGroup) -> None:
 
 
 def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """``group``, else that of all processes; None where this is the only one."""
+    """Return ``group``, or else the group of all processes; None if this is the only one."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group

@@ -1,34 +1,35 @@
-"""Numbers on their way between host and device, while both go on with their work."""
+"""Copies between host and device that neither has to wait for."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A tensor of the device, on the host as soon as the device has made it.
+    """An asynchronous host copy of a device tensor, ready once the device has computed it.
 
     norm = HostCopy(model.clip_grad_norm_(1.0))
-    optimizer.step()                    # the device has this to do ...
-    print(norm.read())                  # ... while the host waits for what came before
+    optimizer.step()                    # the device works on this ...
+    print(norm.read())                  # ... while the host waits only for what came before
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        """Copy what ``tensor`` will hold when the current stream has come here."""
-        # Into pinned memory, or the host would wait here.
+        """Copy the value that ``tensor`` has at this point of the current stream."""
+        # The copy goes to pinned memory; otherwise the host would wait here.
         self._copy = tensor.detach().to("cpu", non_blocking=True)
         self._copied_event = torch.get_device_module(tensor.device).Event()
         self._copied_event.record()
 
     def read(self) -> Tensor:
-        """The values.  The host waits until the device has got to the copy, no further."""
+        """Return the values.  The host waits until the device has made the copy, no longer."""
         self._copied_event.synchronize()
         return self._copy
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of the host on ``device``, in the order of its current stream.
+    """Copy the host tensor ``tensor`` to ``device``, in the order of its current stream.
 
-    From ordinary memory the host would wait until the device has done all it was given.
+    The copy is made from pinned memory: with pageable memory, the host would wait until the
+    device has finished all queued work.
     """
     if device.type == "cpu":
         return tensor

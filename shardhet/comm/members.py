@@ -1,4 +1,4 @@
-"""Which process plays which device of a plan."""
+"""The assignment of processes to the devices of a plan."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from shardhet.records.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The processes of a plan, each in the seat that its device fits."""
+    """The processes of a plan, each in a position that its device fits."""
 
     gather: Channel
     reduce: Channel
@@ -34,9 +34,9 @@ class Members:
         device: torch.device,
         device_spec: DeviceSpec | None,
     ) -> Self:
-        """Find out who plays which device of ``plan``.  Collective over ``group``.
+        """Find out which rank takes which device of ``plan``.  Collective over ``group``.
 
-        Raises ``ValueError`` on every rank where plans differ or devices do not fit.
+        Raises ``ValueError`` on every rank if the plans differ or the devices do not fit.
         """
         communicators = Communicators.over(group, device)
         ranks = tuple(range(1 if group is None else group.size()))
@@ -57,7 +57,7 @@ class Members:
 
 
 def local_device_spec(device: torch.device) -> DeviceSpec:
-    """What this process's device is, asked of the driver (or of the system for a CPU)."""
+    """Describe this process's device, as the driver (for a CPU: the system) reports it."""
     host = socket.gethostname()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -74,10 +74,10 @@ def local_device_spec(device: torch.device) -> DeviceSpec:
 def match_devices(
     planned: Sequence[DeviceSpec], announced: Sequence[DeviceSpec]
 ) -> tuple[int, ...]:
-    """For each planned device the rank that plays it, whatever order the ranks came in.
+    """Return, for each planned device, the rank that takes it, whatever the ranks' order.
 
-    A rank keeps the position of its own number where nothing speaks against it.  Raises
-    ``ValueError`` with a table where the devices found do not fit the plan.
+    A rank takes the position of its own number wherever possible.  Raises ``ValueError`` with
+    a table if the devices found do not fit the plan.
     """
     if len(planned) != len(announced):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Point-to-point messages between positions of a channel, and what is in flight."""
+"""Point-to-point messages between positions of a channel, and operations in flight."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -12,10 +12,10 @@ from shardhet.comm.peers import LostPeerError
 
 
 class InFlight(Protocol):
-    """Something that another thread, process or stream is doing."""
+    """An operation that another thread, process or stream performs."""
 
     def wait(self) -> object:
-        """Until it is done; raises what went wrong."""
+        """Wait until the operation is done; raises its error if it failed."""
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -24,9 +24,9 @@ class InFlight(Protocol):
 class Pending:
     """A collective in flight, and the tensors it reads and writes.
 
-    ``wait`` ends when this rank's result is there; ``wait_sent`` when the peers have taken
-    what this rank sends, so that its input may be overwritten.  On an accelerator both make
-    the current stream wait, not the host (gloo excepted).
+    ``wait`` returns when this rank's result is complete.  ``wait_sent`` returns when the peers
+    have received what this rank sends, so that its input may be overwritten.  On an
+    accelerator both make the current stream wait, not the host (except with gloo).
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Pending:
         self._tensors = list(tensors)  # kept alive while the transport uses them
 
     def wait(self) -> None:
-        """Until the output of this rank is complete."""
+        """Wait until the output of this rank is complete."""
         wait_all(self._receiving)
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def wait_sent(self) -> None:
-        """Until nothing reads this rank's input any more."""
+        """Wait until nothing reads this rank's input any more."""
         wait_all(self._sending)
         self._tensors.clear()
 
@@ -60,7 +60,10 @@ class Pending:
 
 
 class Messages:
-    """Point-to-point messages to be posted together; never empty ones or to oneself."""
+    """Point-to-point messages to post together.
+
+    Empty messages and messages to this rank itself are left out.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -68,14 +71,15 @@ class Messages:
         self._sends: list[tuple[int, dist.P2POp]] = []
 
     def receive(self, tensor: Tensor, position: int) -> None:
-        """``tensor`` is filled by what the peer at ``position`` sends."""
+        """Fill ``tensor`` with what the peer at ``position`` sends."""
         if tensor.numel() and position != self._channel.position:
             self._receives.append(self._op(dist.irecv, tensor, position))
 
     def send(self, tensor: Tensor, position: int) -> None:
-        """The peer at ``position`` gets ``tensor``."""
+        """Send ``tensor`` to the peer at ``position``."""
         if tensor.numel() and position != self._channel.position:
-            # Each rank starts with its neighbour, so that no receiver is everybody's first.
+            # Each rank starts with its neighbour, so that not all ranks send to the same
+            # receiver first.
             distance = (position - self._channel.position) % self._channel.world_size
             self._sends.append((distance, self._op(dist.isend, tensor, position)))
 
@@ -86,7 +90,7 @@ class Messages:
         return dist.P2POp(op, tensor, group=self._channel.group, group_peer=peer)
 
     def post(self, *, finish: Callable[[], None] | None = None) -> Pending:
-        """Post them; ``finish`` runs when what is received has come."""
+        """Post the messages; ``finish`` runs when all receives have completed."""
         sends = [op for _, op in sorted(self._sends, key=lambda entry: entry[0])]
         ops = [*self._receives, *sends]
         works: list[dist.Work] = []
@@ -95,7 +99,7 @@ class Messages:
                 works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
                 raise LostPeerError(str(error)) from error
-        is_one_each = len(works) == len(ops)  # NCCL gives one for the whole group
+        is_one_each = len(works) == len(ops)  # NCCL returns one for the whole group
         num_receives = len(self._receives)
         return Pending(
             receiving=works[:num_receives] if is_one_each else works,
@@ -106,13 +110,13 @@ class Messages:
 
 
 def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
-    """The consecutive parts of ``flat``, one per split, as views."""
+    """Return the consecutive parts of ``flat``, one per split, as views."""
     stops = accumulate(split_numels)
     return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
 
 
 def wait_all(works: list[InFlight]) -> None:
-    """Wait for all and forget them; a failure means that a peer is lost."""
+    """Wait for all of ``works`` and empty the list; a failure means that a peer is lost."""
     try:
         while works:
             works[-1].wait()

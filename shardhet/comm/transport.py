@@ -1,8 +1,8 @@
-"""What may carry the traffic of a process group in its place.
+"""Transports, which carry the traffic of a process group in its place.
 
-Everything works over torch's process groups alone.  Where the ranks of a group share a host,
-a ``Transport`` carries their agreements and their uneven collectives without sockets; it is
-looked for in ``shared_host`` and nowhere else, and ``SHARDHET_TRANSPORT=gloo`` does without.
+Everything works over torch's process groups alone.  If the ranks of a group share a host,
+a ``Transport`` carries their agreements and their uneven collectives without sockets.  The
+only implementation is in ``shared_host``; ``SHARDHET_TRANSPORT=gloo`` disables it.
 """
 
 import os
@@ -33,10 +33,10 @@ class Transport(Protocol):
     def exchange(
         self, row: Sequence[float], within_s: float | None = None
     ) -> list[list[float]]:
-        """Every process's row, by rank in the group.  Rows are equally long.  Collective.
+        """Return every process's row, by rank in the group.  Collective.
 
-        Raises ``TimeoutError`` where they do not come ``within_s``, ``LostPeerError`` where
-        one is gone.
+        All rows have the same length.  Raises ``TimeoutError`` if they do not arrive
+        ``within_s``, and ``LostPeerError`` if a process is gone.
         """
 
     def gather(
@@ -47,7 +47,7 @@ class Transport(Protocol):
         channel: "Channel",
         receivers: Sequence[int],
     ) -> "Pending":
-        """``collectives.all_gather_uneven``.  Collective."""
+        """Perform ``collectives.all_gather_uneven``.  Collective."""
 
     def reduce(
         self,
@@ -57,17 +57,17 @@ class Transport(Protocol):
         channel: "Channel",
         contributors: Sequence[int],
     ) -> "Pending":
-        """``collectives.reduce_scatter_uneven``.  Collective."""
+        """Perform ``collectives.reduce_scatter_uneven``.  Collective."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], arbitrary content, where it travels fastest."""
+        """Allocate an uninitialized tensor [numel] in the memory that transfers fastest."""
 
     def give_up(self) -> None:
-        """Let all who wait for this process, now or later, end with an error."""
+        """Make every process that waits for this one, now or later, fail with an error."""
 
 
 def meet(group: dist.ProcessGroup, number: int) -> "tuple[Transport, ...] | None":
-    """``number`` transports among the ranks of ``group``; None on all where there is none.
+    """Return ``number`` transports among the ranks of ``group``; None on all if unavailable.
 
     Collective over ``group``.
     """
@@ -83,6 +83,6 @@ def meet(group: dist.ProcessGroup, number: int) -> "tuple[Transport, ...] | None
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """What it was made with."""
+    """Return the timeout that ``group`` was made with."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout

@@ -1,1 +1,1 @@
-"""A transport for ranks that share a host's memory; everything works without it."""
+"""An optional transport for ranks that share a host's memory."""

@@ -1,9 +1,9 @@
-"""Host memory that other processes of the same host can read as if it were theirs.
+"""Host memory that other processes on the same host can read as if it were their own.
 
-Every process has one arena: a sparse file without a name (memfd), as large as the machine's
-memory, of which only what is in use takes any.  A peer opens it through /proc, where the
-system permits that, and maps it for reading; from then on a tensor that lies in the arena is
-two numbers to the peer, where it begins and how long it is.
+Every process has one arena: a sparse anonymous file (memfd) as large as the machine's memory,
+of which only the parts in use take memory.  A peer opens it through /proc, if the system
+permits that, and maps it for reading.  From then on, the peer needs only two numbers to read
+a tensor in the arena: where it begins and how long it is.
 """
 
 import ctypes
@@ -27,27 +27,27 @@ MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class Arena:
-    """This process's own, from which tensors are cut."""
+    """This process's own arena, from which tensors are allocated."""
 
     def __init__(self) -> None:
-        """Raises ``OSError`` or ``AttributeError`` where the system has no such thing."""
+        """Raises ``OSError`` or ``AttributeError`` if the system does not support it."""
         self.pid = os.getpid()
         self.nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.fd = os.memfd_create("shardhet")
         os.ftruncate(self.fd, self.nbytes)
         self._map = mmap.mmap(self.fd, self.nbytes, flags=MAP_FLAGS)
-        self._map.madvise(mmap.MADV_REMOVE, 0, mmap.PAGESIZE)  # raises where there is no such
+        self._map.madvise(mmap.MADV_REMOVE, 0, mmap.PAGESIZE)  # raises if unsupported
         self.base = _address(self._map)
         self._free = [Span(0, self.nbytes)]  # ascending, never adjacent
-        # By whichever thread let go of them last, with what they were charged.
+        # Spans freed by the thread that dropped the last view, with the bytes charged for them.
         self._given_back: deque[tuple[Span, int]] = deque()
         self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], arbitrary content; its memory is given back when its last view is gone.
+        """Allocate an uninitialized tensor [numel], freed when its last view is gone.
 
-        Raises ``MemoryError`` where it does not fit, or not below the limit that is set to the
-        data of this process.
+        Raises ``MemoryError`` if it does not fit into the arena, or would exceed the limit on
+        this process's data.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -73,14 +73,14 @@ class Arena:
         return torch.frombuffer(block, dtype=dtype, count=numel)
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """Where in the arena it begins; None where it lies elsewhere."""
+        """Return the offset of ``tensor`` in the arena; None if it lies elsewhere."""
         offset = tensor.data_ptr() - self.base
         return offset if 0 <= offset < self.nbytes else None
 
     def _give_back(self, span: Span, charged_bytes: int) -> None:
         if os.getpid() != self.pid:
-            return  # in a process forked from this one, whose memory it is
-        # May run at any moment, also inside of empty(): so only what cannot be disturbed.
+            return  # in a forked child; the memory belongs to its parent
+        # This may run at any moment, even inside empty(), so it only does what is safe there.
         self._map.madvise(mmap.MADV_REMOVE, span.start, span.numel)
         self._given_back.append((span, charged_bytes))
 
@@ -97,7 +97,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """How a peer finds an arena, and knows it when it does."""
+    """How a peer finds an arena and recognizes it."""
 
     boot_id: str  # of the running system; containers on one host share it
     pid: int
@@ -113,12 +113,12 @@ class Whereabouts:
 
 
 class PeerArena:
-    """Another process's arena, to be read."""
+    """Another process's arena, opened for reading."""
 
     def __init__(self, whereabouts: Whereabouts) -> None:
-        """Raises ``OSError`` where it cannot be found or may not be read."""
+        """Raises ``OSError`` if the arena cannot be found or may not be read."""
         path = f"/proc/{whereabouts.pid}/fd/{whereabouts.fd}"
-        status = Path(path).stat()  # before opening: in another pid namespace it is anything
+        status = Path(path).stat()  # first: in another pid namespace it can be any file
         if (status.st_dev, status.st_ino) != whereabouts.file:
             raise OSError(f"{path} is another file than the peer's")
         self._fd = os.open(path, os.O_RDONLY)
@@ -131,8 +131,8 @@ class PeerArena:
     def copy_to(self, tensor: Tensor, offset: int) -> None:
         """Fill ``tensor``, which is contiguous, with the peer's memory from ``offset`` on.
 
-        Through the file and not through the map: mapping pages and letting them go again took
-        15 % of a gather over two to four processes and 30 % over 32 (experiments/LOG.md).
+        This reads the file rather than the mapping: mapping pages and releasing them took 15 %
+        of a gather over two to four processes and 30 % over 32 (experiments/LOG.md).
         """
         block = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         left = memoryview(block)
@@ -143,20 +143,23 @@ class PeerArena:
             left, offset = left[copied:], offset + copied
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of the peer's memory; only to be read, and only while this object lives."""
+        """Return a view [numel] of the peer's memory.
+
+        It must only be read, and only while this object is alive.
+        """
         block = (ctypes.c_char * (numel * dtype.itemsize)).from_address(self._base + offset)
         return torch.frombuffer(block, dtype=dtype)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Let the pages go that reading has mapped: they count as this process's otherwise."""
+        """Release the pages that reading has mapped; otherwise they count as this process's."""
         start = offset - offset % mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
 
 
 def own_arena() -> Arena | None:
-    """This process's, made on first use; None where the system has no such thing."""
+    """Return this process's arena, made on first use; None if the system has no support."""
     if not _own or (_own[0] is not None and _own[0].pid != os.getpid()):
-        _own.clear()  # nothing yet, or that of the process this one was forked from
+        _own.clear()  # empty, or the arena of the process this one was forked from
         try:
             _own.append(Arena())
         except (OSError, AttributeError):
@@ -172,10 +175,10 @@ def _address(mapped: mmap.mmap) -> int:
 
 
 def _move_data_limit(nbytes: int) -> int:
-    """Raise or lower the limit to this process's data, if there is one; by how much it fell.
+    """Raise or lower the limit on this process's data, if any; return by how much it fell.
 
-    The system does not count shared memory as data (setrlimit(2), RLIMIT_DATA), but to who
-    has set a limit the parameters are data, wherever they lie.
+    The system does not count shared memory as data (setrlimit(2), RLIMIT_DATA).  To a user
+    who has set a limit, however, parameters are data wherever they are stored.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft == resource.RLIM_INFINITY or not nbytes:

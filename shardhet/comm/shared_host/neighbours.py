@@ -1,15 +1,16 @@
-"""Processes of one host that speak through shared memory instead of through sockets.
+"""Processes on one host that communicate through shared memory instead of sockets.
 
-Every process has a board in its own arena, which it alone writes and the others read.  A
-board holds counters that only grow and what they promise: the k-th collective's tensor lies
-at this place, I have read all that I read in it, this is my row of the k-th exchange.  Who
-waits for a counter sleeps on it (futex) and looks now and then whether its owner still lives.
+Every process has a board in its own arena; only this process writes it, and the others read
+it.  A board holds counters that only grow, and the data that they announce: where the tensor
+of the k-th collective is, that this process has finished reading in the k-th collective, and
+its row of the k-th exchange.  A process that waits for a counter sleeps on it (futex) and
+checks now and then whether the counter's owner is still alive.
 
-The same over gloo took two threads' wake-ups and four system calls per message; where all
-cores compute, its transport threads spent 20 to 40 ms of a 500 ms step spinning for a lock
+With gloo, the same took wake-ups of two threads and four system calls per message.  With all
+cores busy, gloo's transport threads spent 20 to 40 ms of a 500 ms step spinning on a lock
 whose holder had been preempted (torch 2.13, two ranks on two cores).
 
-Only on x86-64, where stores become visible in the order in which they were made.
+This works only on x86-64, where stores become visible in the order in which they were made.
 """
 
 import ctypes
@@ -35,18 +36,18 @@ from shardhet.comm.transport import timeout_of
 SYS_FUTEX = 202  # on x86-64
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 EVERYBODY = 2**31 - 1
-SECONDS_BETWEEN_LOOKS = 0.05  # at whether the owner of a counter lives
+SECONDS_BETWEEN_LOOKS = 0.05  # between checks that the owner of a counter is alive
 
-# The words of a board; counters have a cache line each.
+# Offsets of the words of a board; each counter has a cache line of its own.
 BROKEN, PLACED, READ, EXCHANGED, PLACES = 0, 8, 16, 24, 32
-NUM_PLACES = 64  # collectives under way at once; the next one waits for the oldest
-ROW_WORDS = 256  # longer rows are exchanged piece by piece
+NUM_PLACES = 64  # collectives in flight at once; the next one waits for the oldest
+ROW_WORDS = 256  # longer rows are exchanged in pieces
 ROWS = PLACES + NUM_PLACES
 BOARD_WORDS = ROWS + 2 * ROW_WORDS
 
 
 class Board:
-    """What one process tells the others."""
+    """The shared memory in which one process publishes its state to the others."""
 
     def __init__(self, words: torch.Tensor, *, pid: int, patience_s: float) -> None:
         self._words: NDArray[np.int64] = words.numpy()
@@ -56,35 +57,37 @@ class Board:
         self._birth = birth(pid)
         self._patience_s = patience_s
 
-    # By its owner #
+    # Called by the owner #
 
     def put(self, counter: int, value: int) -> None:
-        """Raise a counter and wake those who wait for it."""
+        """Raise a counter and wake the processes that wait for it."""
         self._words[counter] = value
         self.wake(counter)
 
     def wake(self, counter: int) -> None:
-        """Let those who wait for it look again."""
+        """Make the processes that wait for a counter check it again."""
         _futex(self._address + 8 * counter, FUTEX_WAKE, EVERYBODY, None)
 
     def write_place(self, collective: int, place: int) -> None:
-        """Where the tensor of a collective lies; to be followed by ``put``."""
+        """Write the place of a collective's tensor; must be followed by ``put``."""
         self._words[PLACES + collective % NUM_PLACES] = place
 
     def write_row(self, exchange: int, row: Sequence[float]) -> None:
-        """At most ``ROW_WORDS`` numbers; to be followed by ``put``."""
+        """Write a row of at most ``ROW_WORDS`` numbers; must be followed by ``put``."""
         start = exchange % 2 * ROW_WORDS
         self._rows[start : start + len(row)] = row
 
-    # By the others #
+    # Called by the others #
 
     def has(self, counter: int, value: int) -> bool:
-        """Whether the counter has been raised so far."""
+        """Whether the counter has reached ``value``."""
         return bool(self._words[counter] >= value)
 
     def wait_for(self, counter: int, value: int, within_s: float | None = None) -> None:
-        """Until it has; raises ``LostPeerError`` if the owner gave up or is gone, and
-        ``TimeoutError`` if it lives and nothing comes ``within_s`` (None: its patience).
+        """Wait until the counter has reached ``value``.
+
+        Raises ``LostPeerError`` if the owner has given up or is gone, and ``TimeoutError`` if
+        the owner is alive but does not raise it ``within_s`` (None: the board's patience).
         """
         patience_s = self._patience_s if within_s is None else min(within_s, self._patience_s)
         timeout = _Timespec(0, int(1e9 * SECONDS_BETWEEN_LOOKS))
@@ -96,7 +99,7 @@ class Board:
                 try:
                     self._check_lives()
                 except LostPeerError:
-                    if self._words[counter] < value:  # or it was the last that it said
+                    if self._words[counter] < value:  # else the owner raised it just before
                         raise
                 deadline_s = deadline_s or time.monotonic() + patience_s
                 if time.monotonic() > deadline_s:
@@ -107,11 +110,11 @@ class Board:
                     )
 
     def place(self, collective: int) -> int:
-        """See ``write_place``."""
+        """Return what ``write_place`` wrote for a collective."""
         return int(self._words[PLACES + collective % NUM_PLACES])
 
     def row(self, exchange: int, numel: int) -> list[float]:
-        """See ``write_row``."""
+        """Return what ``write_row`` wrote for an exchange."""
         start = exchange % 2 * ROW_WORDS
         values: list[float] = self._rows[start : start + numel].tolist()
         return values
@@ -121,7 +124,7 @@ class Board:
             raise LostPeerError(f"process {self._pid} of this host has given up")
         try:
             now_born = birth(self._pid)
-        except OSError:  # no descriptor is left to look with, which says nothing of the peer
+        except OSError:  # out of file descriptors, which says nothing about the peer
             return
         if now_born is None or now_born != self._birth:
             raise LostPeerError(f"process {self._pid} of this host is gone")
@@ -130,7 +133,7 @@ class Board:
 class Neighbours:
     """The processes of one group, all on one host; positions are ranks in the group.
 
-    Collectives and exchanges are counted: all processes make them in the same order.
+    Collectives and exchanges are numbered: all processes make them in the same order.
     """
 
     def __init__(
@@ -147,17 +150,17 @@ class Neighbours:
         self._num_collectives = 0
         self._num_exchanges = 0
         self._offered: dict[int, tuple[int, Sequence[int]]] = {}  # collective, readers
-        # The same in order, with what they read, which must live until they have.
+        # The same in order, with the tensors being read, which must live until then.
         self._lent: deque[tuple[int, Sequence[int], torch.Tensor]] = deque()
 
     @classmethod
     def meet(
         cls, group: dist.ProcessGroup, number: int = 1, is_wanted: bool = True
     ) -> tuple[Self, ...] | None:
-        """``number`` times the same processes, each with boards of its own.
+        """Return ``number`` sets of neighbours over the same processes, each with own boards.
 
-        None if some cannot read the memory of others, or do not want to.  Collective over the
-        group; all ranks get neighbours, or all get None.
+        Returns None if some process cannot or should not read the memory of others.
+        Collective over the group; either all ranks get neighbours, or all get None.
         """
         is_possible = is_wanted and platform.machine() == "x86_64"
         arena = own_arena() if is_possible else None
@@ -166,7 +169,7 @@ class Neighbours:
         if arena is not None:
             with suppress(OSError, MemoryError):  # then nobody shares memory
                 own = [arena.empty(BOARD_WORDS, torch.int64).zero_() for _ in range(number)]
-                _never_freed.extend(own)  # a slow peer may look at them when we are through
+                _never_freed.extend(own)  # a slow peer may read them after we have finished
                 told = Whereabouts.of(arena), [each.data_ptr() - arena.base for each in own]
         heard: list[Any] = [None] * group.size()
         dist.all_gather_object(heard, told, group=group)
@@ -195,15 +198,15 @@ class Neighbours:
     # Collectives #
 
     def next_collective(self) -> int:
-        """The number of the collective that begins."""
+        """Return the number of the collective that begins."""
         self._num_collectives += 1
         return self._num_collectives
 
     def offer(
         self, collective: int, place: int, readers: Sequence[int], tensor: torch.Tensor
     ) -> None:
-        """Tell that this process's ``tensor`` lies at ``place`` of its arena."""
-        # The place that is overwritten must have been looked at.
+        """Announce that this process's ``tensor`` is at ``place`` in its arena."""
+        # Wait for the readers of the entry that this call overwrites.
         self.wait_for_readers(*self._offered.get(collective % NUM_PLACES, (0, ())))
         self._offered[collective % NUM_PLACES] = collective, readers
         self._lent.append((collective, readers, tensor))
@@ -211,16 +214,16 @@ class Neighbours:
         self._own.put(PLACED, collective)
 
     def wait_for_place(self, collective: int, owner: int) -> int:
-        """Where in its arena the owner's tensor lies."""
+        """Wait for the owner's tensor and return its place in the owner's arena."""
         self._boards[owner].wait_for(PLACED, collective)
         return self._boards[owner].place(collective)
 
     def say_read(self, collective: int) -> None:
-        """Tell that all that this process reads in the collective has been read."""
+        """Announce that this process has finished reading in the collective."""
         self._own.put(READ, collective)
 
     def wait_for_readers(self, collective: int, readers: Sequence[int]) -> None:
-        """Until they have read."""
+        """Wait until all of ``readers`` have finished reading."""
         for reader in readers:
             self._boards[reader].wait_for(READ, collective)
         while self._lent and self.have_read(*self._lent[0][:2]):
@@ -235,12 +238,12 @@ class Neighbours:
     def exchange(
         self, row: Sequence[float], within_s: float | None = None
     ) -> list[list[float]]:
-        """Every process's row, by rank.  Rows are equally long."""
+        """Return every process's row, by rank.  All rows have the same length."""
         rows: list[list[float]] = [[] for _ in self._boards]
         for start in range(0, len(row), ROW_WORDS):
             piece = row[start : start + ROW_WORDS]
             self._num_exchanges += 1
-            # Nobody reads the row before last any more: all have begun the last one.
+            # No process reads the row before last any more: all have begun the last exchange.
             self._own.write_row(self._num_exchanges, piece)
             self._own.put(EXCHANGED, self._num_exchanges)
             for board, whole in zip(self._boards, rows, strict=True):
@@ -251,7 +254,7 @@ class Neighbours:
     # Failures #
 
     def give_up(self) -> None:
-        """Let all who wait for this process, now or later, end with an error."""
+        """Make every process that waits for this one, now or later, fail with an error."""
         if os.getpid() != self.arena.pid:
             return  # in a process forked from this one
         self._own.put(BROKEN, 1)
@@ -264,7 +267,7 @@ class Neighbours:
 
 
 def _peer(its: Any, own: Any) -> PeerArena | None:
-    """What another process announced, mapped; None is this process itself."""
+    """Map the arena that another process announced; None stands for this process itself."""
     if its is None or own is None or its[0].boot_id != own[0].boot_id:
         raise OSError("a process that shares no memory")
     if its[0] == own[0]:
@@ -280,7 +283,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _futex(address: int, operation: int, value: int, timeout: _Timespec | None) -> bool:
-    """futex(2); False after a timeout or a signal."""
+    """Call futex(2); return False after a timeout or a signal."""
     result = _libc.syscall(
         ctypes.c_long(SYS_FUTEX),
         ctypes.c_void_p(address),

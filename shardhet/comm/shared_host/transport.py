@@ -1,14 +1,14 @@
-"""Uneven collectives among processes of one host that map each other's memory.
+"""Uneven collectives among processes on one host that map each other's memory.
 
-A peer's tensor is read where it lies, by the process that needs it: no socket, no copy on the
-sender's side, none through the kernel.  Over loopback the same bytes pass through the kernel
-twice and cost both processes time that they could compute in.
+The process that needs a peer's tensor reads it in place: there is no socket, no copy on the
+sender's side, and none through the kernel.  Over loopback, the same bytes pass through the
+kernel twice and cost both processes time in which they could compute.
 
     owner     place of its tensor ->                 may write the tensor again
     reader                           reads it, done ->
 
-A thread per channel does the reading in launch order, so that the caller computes meanwhile.
-A tensor that lies in no arena is copied into one first.
+One thread per channel does the reading in launch order, so that the caller can compute in the
+meantime.  A tensor that is not in an arena is copied into one first.
 """
 
 import queue
@@ -45,7 +45,7 @@ class SharedHost:
         return self.neighbours.exchange(row, within_s)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See ``Transport``; peers need no copy of what lies here."""
+        """See ``Transport``; peers read these tensors without a copy."""
         return self.neighbours.arena.empty(numel, dtype)
 
     def give_up(self) -> None:
@@ -114,7 +114,7 @@ class SharedHost:
 def meet(
     group: dist.ProcessGroup, number: int, is_wanted: bool
 ) -> tuple[SharedHost, ...] | None:
-    """``number`` transports, each with a queue of its own; None where one rank cannot.
+    """Return ``number`` transports, each with its own queue; None if a rank cannot take part.
 
     Collective over ``group``.
     """
@@ -123,7 +123,7 @@ def meet(
 
 
 def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
-    """``parts[0] + parts[1] + ...`` in that order."""
+    """Store ``parts[0] + parts[1] + ...``, added in that order, in ``output``."""
     numel = CHUNK_BYTES // output.element_size() if len(parts) > 2 else output.numel()
     for chunk, *rest in zip(*(each.split(numel) for each in (output, *parts)), strict=True):
         if len(rest) == 1:
@@ -166,7 +166,7 @@ class _Call:
         return place
 
     def owners(self, positions: Sequence[int]) -> list[int]:
-        """Those of ``positions`` that this rank reads from, nearest first."""
+        """Return the ``positions`` that this rank reads from, nearest first."""
         return self._others(positions)
 
     def copy_from(self, position: int, piece: Tensor) -> None:
@@ -176,14 +176,14 @@ class _Call:
 
     @contextmanager
     def part(self, position: int, like: Tensor, skipped_bytes: int = 0) -> Iterator[Tensor]:
-        """Of the peer's tensor what is as long and of the dtype of ``like``."""
+        """Yield the part of the peer's tensor that has the length and dtype of ``like``."""
         arena, place = self._find(position)
         place += skipped_bytes
         yield arena.view(place, like.numel(), like.dtype)
         arena.forget(place, like.nbytes)
 
     def _find(self, position: int) -> tuple[PeerArena, int]:
-        """Where the peer's tensor lies, once it has said so."""
+        """Wait for the peer's announcement and return where its tensor is."""
         rank = self._channel.rank_by_position[position]
         place = self._neighbours.wait_for_place(self._number, rank)
         arena = self._neighbours.peers[rank]
@@ -191,7 +191,7 @@ class _Call:
         return arena, place
 
     def pending(self, job: Callable[[], None] | None, read_by_peers: Tensor | None) -> Pending:
-        """The collective in flight; ``job`` reads."""
+        """Return the collective in flight; ``job`` does the reading."""
         reading = []
         if job is not None:
             reading.append(_reader_of(self._group).start(partial(self._read, job)))
@@ -203,14 +203,14 @@ class _Call:
         self._neighbours.say_read(self._number)
 
     def wait(self) -> None:
-        """Until all readers have read."""
+        """Wait until all readers have finished reading."""
         self._neighbours.wait_for_readers(self._number, self._readers)
         if self._staged is not None:
             _staging.take_back(self._staged)
             self._staged = None
 
     def is_completed(self) -> bool:
-        """Whether they have."""
+        """Whether all readers have finished reading."""
         return self._neighbours.have_read(self._number, self._readers)
 
     def _others(self, positions: Sequence[int]) -> list[int]:
@@ -228,7 +228,7 @@ _staging = BufferPool(_allocate)
 
 
 class _Job:
-    """What a reader does, as something to wait for."""
+    """A piece of work of a reader, which others can wait for."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
@@ -236,27 +236,27 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """On the reader's thread."""
+        """Run the job, on the reader's thread."""
         try:
             with torch.no_grad():
                 self._run()
-        except TimeoutError as error:  # nobody else knows of it
+        except TimeoutError as error:  # no other rank knows about it
             self._error = error
         except (RuntimeError, OSError) as error:
             self._error = LostPeerError(str(error))
-        except BaseException as error:  # whoever waits is told
+        except BaseException as error:  # raised in whichever thread waits
             self._error = error
         del self._run  # it holds tensors and the group, and the thread holds its last job
         self._is_done.set()
 
     def wait(self) -> None:
-        """Until it has run; raises ``LostPeerError`` if it failed."""
+        """Wait until the job has run; raises ``LostPeerError`` if it failed."""
         self._is_done.wait()
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether it has run."""
+        """Whether the job has run."""
         return self._is_done.is_set()
 
 
@@ -270,13 +270,13 @@ class _Reader:
         self._thread.start()
 
     def start(self, run: Callable[[], None]) -> _Job:
-        """Run it after all that was started before."""
+        """Queue ``run`` behind all jobs started before."""
         job = _Job(run)
         self.jobs.put(job)
         return job
 
     def close(self) -> None:
-        """Let the thread end, unless a lost peer keeps it."""
+        """End the thread, unless it is waiting for a lost peer."""
         self.jobs.put(None)
         if threading.current_thread() is not self._thread:  # which may drop the group last
             self._thread.join(timeout=1.0)
@@ -292,6 +292,6 @@ _readers: WeakKeyDictionary[dist.ProcessGroup, _Reader] = WeakKeyDictionary()
 def _reader_of(group: dist.ProcessGroup) -> _Reader:
     if group not in _readers:
         reader = _readers[group] = _Reader()
-        # Also at exit: a thread that is left to the end of the interpreter aborts it.
+        # This also runs at exit: a thread still running at interpreter shutdown aborts it.
         finalize(group, reader.close)
     return _readers[group]
