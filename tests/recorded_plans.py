@@ -42,7 +42,7 @@ def record_of(seed: int) -> RecordedPlan:
 
 
 def _digest_of(solution: PlanSolution) -> str:
-    return _digest(repr(solution.plan.ranks))
+    return solution.plan.digest
 
 
 def _digest(text: str) -> str:

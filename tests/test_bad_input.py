@@ -232,7 +232,7 @@ def test_a_malformed_plan_file_is_refused_everywhere_by_name(tmp_path: Path) -> 
     path = tmp_path / "plan.json"
     path.write_text(PLAN.to_json().replace("state_share", "state_shard"))
     outcomes = run_ranks_expecting_failure(wrap_with_plan_file, 3, str(path))
-    all_say(outcomes, "ValueError", f"{path}: ranks[0]: field 'state_share' is missing")
+    all_say(outcomes, "ValueError", f"{path}: ranks[0]: unknown fields ['state_shard']")
 
 
 def fail_to_wrap_on_one_rank(rank: int) -> None:

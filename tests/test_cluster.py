@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shardhet.records.cluster import MEMORY_TOLERANCE, DeviceSpec
+from shardhet.records.codec import from_document, to_document
 
 GIB = 2**30
 FOUND = DeviceSpec(host="node3", kind="NVIDIA T4", memory_capacity_bytes=15 * GIB, uuid="GPU-1")
@@ -58,8 +59,8 @@ def test_a_device_reads_like_a_phrase() -> None:
 
 @pytest.mark.parametrize("spec", [FOUND, DeviceSpec(), DeviceSpec(host="a")], ids=str)
 def test_a_device_survives_the_way_to_json_and_back(spec: DeviceSpec) -> None:
-    assert DeviceSpec.from_dict(spec.to_dict()) == spec
-    assert None not in spec.to_dict().values()
+    assert from_document(DeviceSpec, to_document(spec), source="device") == spec
+    assert None not in to_document(spec).values()
 
 
 @pytest.mark.parametrize(
@@ -80,4 +81,4 @@ def test_an_unknown_or_ill_typed_key_is_refused_by_name(
     stated: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"device: .*{key}"):
-        DeviceSpec.from_dict(stated)
+        from_document(DeviceSpec, stated, source="device")

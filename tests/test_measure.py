@@ -32,7 +32,6 @@ from shardhet.profiler.traffic import (
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import Started, TrainedModel
-from shardhet.records.profiles import PROFILE_VERSION
 from shardhet.records.workload import Unit, UnitKind
 from shardhet.training.emulation import EmulatedDevice
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -391,7 +390,9 @@ def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path:
     profile = Profile.load(folder / "profile.json")
     plan = find_plan(Setting(cluster, workload, profile), global_batch_size=4)
     assert [rank.device.kind for rank in plan.ranks] == ["big", "small"]
-    assert json.loads((folder / "profile.json").read_text())["version"] == PROFILE_VERSION
+    assert (
+        json.loads((folder / "profile.json").read_text())["version"] == Profile.document_version
+    )
     assert "all ranks computing at once" in done.stdout
     assert f"shardhet plan measured={folder}" in done.stdout
     again = run([*COMMAND, *TINY, "out=here"], tmp_path)

@@ -1,18 +1,15 @@
 """Plans: what each device computes and stores.  Planning writes them, training reads them."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from math import isfinite
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.fields import Fields
+from shardhet.records.codec import Document
 
-PLAN_VERSION = 1
 SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 EVERY_UNIT = ("*",)
 
@@ -21,10 +18,10 @@ EVERY_UNIT = ("*",)
 class RankPlan:
     """What one device does in a step and what it keeps between steps."""
 
+    device: DeviceSpec = DeviceSpec()
     microbatch_sizes: tuple[int, ...]  # samples in each microbatch; empty if it only stores
     state_share: float  # of all parameters, gradients and optimizer state
     recomputed_units: tuple[str, ...] = ()  # fnmatch patterns; ("*",) is every unit
-    device: DeviceSpec = DeviceSpec()
 
     @property
     def rank_batch_size(self) -> int:
@@ -58,16 +55,18 @@ class PlannedUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Document):
     """One entry per device, in an order that the plan itself defines.
 
     The global batch and every flat tensor are dealt in this order.  ``units`` says which
     model the plan was made for; a plan without it fits any model.
     """
 
+    document_name: ClassVar[str] = "plan"
+    document_version: ClassVar[int] = 1
+    reshard_after_forward: bool = True  # False keeps every unit unsharded until its backward
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
-    reshard_after_forward: bool = True  # False keeps every unit unsharded until its backward
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -207,94 +206,6 @@ class Plan:
             state_shares=state_shares or [1 / world_size] * world_size,
             recompute=recompute,
         )
-
-    def to_json(self) -> str:
-        """The plan as versioned JSON text; equal plans give equal text."""
-        ranks = [
-            {
-                "device": rank.device.to_dict(),
-                "microbatch_sizes": list(rank.microbatch_sizes),
-                "state_share": rank.state_share,
-                "recomputed_units": list(rank.recomputed_units),
-            }
-            for rank in self.ranks
-        ]
-        units = [{"fqn": unit.fqn, "numel": unit.numel} for unit in self.units]
-        document = {
-            "version": PLAN_VERSION,
-            "reshard_after_forward": self.reshard_after_forward,
-            "ranks": ranks,
-            "units": units,
-        }
-        return json.dumps(document, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "plan") -> Self:
-        """The inverse of ``to_json``; error messages name ``source`` as the file."""
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{source}: not JSON ({error}). Write it with Plan.save."
-            ) from None
-        fields = Fields(document, source)
-        if fields.take("version", int) != PLAN_VERSION:
-            raise ValueError(
-                f"{source}: version {document['version']} but this program reads version "
-                f"{PLAN_VERSION}. Make the plan again with this version of shardhet."
-            )
-        ranks = tuple(
-            _rank_from(Fields(entry, f"{source}: ranks[{i}]"))
-            for i, entry in enumerate(fields.take("ranks", list))
-        )
-        units = tuple(
-            _unit_from(Fields(entry, f"{source}: units[{i}]"))
-            for i, entry in enumerate(fields.take("units", list))
-        )
-        reshard_after_forward = fields.take("reshard_after_forward", bool)
-        fields.refuse_unknown()
-        try:
-            return cls(ranks=ranks, units=units, reshard_after_forward=reshard_after_forward)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json(), encoding="ascii")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote; a ``ValueError`` names file, field and remedy."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not text ({error}). Write it with Plan.save.") from None
-        return cls.from_json(text, source=str(path))
-
-
-def _rank_from(fields: Fields) -> RankPlan:
-    rank = RankPlan(
-        microbatch_sizes=fields.take_tuple("microbatch_sizes", int),
-        state_share=fields.take("state_share", float),
-        recomputed_units=fields.take_tuple("recomputed_units", str),
-        device=_device_from(fields),
-    )
-    fields.refuse_unknown()
-    return rank
-
-
-def _device_from(fields: Fields) -> DeviceSpec:
-    stated = fields.take("device", dict)
-    try:
-        return DeviceSpec.from_dict(stated)
-    except ValueError as error:
-        raise ValueError(f"{fields.where}: {error}") from None
-
-
-def _unit_from(fields: Fields) -> PlannedUnit:
-    unit = PlannedUnit(fqn=fields.take("fqn", str), numel=fields.take("numel", int))
-    fields.refuse_unknown()
-    return unit
 
 
 def _check_rank(i: int, rank: RankPlan) -> None:

@@ -5,19 +5,15 @@ measured, or *derived* from a specification.  Every part of a profile says which
 figure is a sourced estimate, not a measurement.
 """
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from math import inf, isfinite
-from pathlib import Path
-from typing import Any, Self
+from typing import ClassVar, Self
 
-from shardhet.records.fields import Fields, named, parse_json, read_document
-
-PROFILE_VERSION = 3
+from shardhet.records.codec import Count, Document, Fraction, NonNegative, PositiveInt, Seconds
 
 # How a layer's time is extrapolated beyond the measured sizes.  Chosen on the 424 curves of
 # Cephalo's published profiles (sizes 1-5 predict the largest).  With one kind of GPU held out:
@@ -44,11 +40,11 @@ class Timing:
     disturbances only make a computation longer.
     """
 
-    mean_s: float
-    median_s: float
-    p10_s: float
-    p90_s: float
-    num_samples: int
+    mean_s: Seconds
+    median_s: Seconds
+    p10_s: Seconds
+    p90_s: Seconds
+    num_samples: Count
 
     def __post_init__(self) -> None:
         ordered = 0 <= self.p10_s <= self.median_s <= self.p90_s
@@ -132,10 +128,10 @@ class Curve:
 class ComputePoint:
     """One unit run forward and backward on one microbatch, without recomputation."""
 
-    microbatch_size: int
+    microbatch_size: PositiveInt
     forward: Timing
     backward: Timing
-    peak_bytes: int | None = None  # peak use above what was allocated before; None: unknown
+    peak_bytes: Count | None = None  # peak use above what was allocated before; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +178,11 @@ class DeviceProfile:
     device_kind: str
     source: Source
     units: tuple[UnitProfile, ...]
-    optimizer_seconds_per_element: float = 0.0
+    optimizer_seconds_per_element: NonNegative = 0.0
     # Seconds that compute loses per second of concurrent collectives.  It exceeds 1 where the
     # host's processor both computes and moves the data, because it does them in turn.
-    overlap_excess: float = 0.0
-    reserved_bytes: int = 0  # a process's memory besides tensors: driver context, libraries
+    overlap_excess: NonNegative = 0.0
+    reserved_bytes: Count = 0  # a process's memory besides tensors: driver context, libraries
     note: str = ""  # versions and date, or the address of the table or the specification
 
     def __post_init__(self) -> None:
@@ -206,7 +202,7 @@ class DeviceProfile:
 class CollectivePoint:
     """Times of the gather and the reduction of one unit's flat tensor with even shards."""
 
-    nbytes: int  # of the whole tensor
+    nbytes: PositiveInt  # of the whole tensor
     gather: Timing
     reduce: Timing
 
@@ -222,8 +218,8 @@ class Collectives:
 
     source: Source
     points: tuple[CollectivePoint, ...]
-    gather_unevenness_weight: float = 0.0
-    reduce_unevenness_weight: float = 0.0
+    gather_unevenness_weight: Fraction = 0.0
+    reduce_unevenness_weight: Fraction = 0.0
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -250,12 +246,17 @@ class Collectives:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Document):
     """Everything the planner knows about speeds and sizes."""
+
+    document_name: ClassVar[str] = "profile"
+    document_version: ClassVar[int] = 3
 
     devices: tuple[DeviceProfile, ...]
     collectives: Collectives
-    turn_overhead_s: float = 0.0  # host time per unit and phase, outside microbatches and waits
+    turn_overhead_s: Seconds = (
+        0.0  # host time per unit and phase, outside microbatches and waits
+    )
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -300,42 +301,6 @@ class Profile:
         sources = [device.source for device in self.devices] + [self.collectives.source]
         return Source.DERIVED not in sources
 
-    def to_json(self) -> str:
-        """The profile as versioned JSON text."""
-        document = {"version": PROFILE_VERSION, **asdict(self)}
-        return json.dumps(document, indent=1, default=lambda source: source.value) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "profile") -> Self:
-        """The inverse of ``to_json``; error messages name ``source`` as the file."""
-        return cls.from_document(parse_json(text, source=source), source=source)
-
-    @classmethod
-    def from_document(cls, document: Any, *, source: str) -> Self:
-        """Build a profile from a parsed file; raises ``ValueError`` with file and field."""
-        fields = Fields(document, source)
-        fields.take_version(PROFILE_VERSION)
-        try:
-            profile = cls(
-                devices=tuple(map(_device_from, fields.take_objects("devices"))),
-                collectives=_collectives_from(fields.take_object("collectives")),
-                turn_overhead_s=fields.take_number("turn_overhead_s"),
-                note=fields.take("note", str),
-            )
-        except ValueError as error:
-            raise named(error, source) from None
-        fields.refuse_unknown()
-        return profile
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote, or a YAML file with the same content."""
-        return cls.from_document(read_document(path), source=str(path))
-
     @classmethod
     def imported(
         cls,
@@ -377,70 +342,3 @@ class Profile:
             collectives=Collectives(source=Source.IMPORTED, points=(), note=note),
             note=note,
         )
-
-
-def _timing_from(fields: Fields) -> Timing:
-    timing = Timing(
-        **{key: fields.take_number(key) for key in ("mean_s", "median_s", "p10_s", "p90_s")},
-        num_samples=fields.take_int("num_samples"),
-    )
-    fields.refuse_unknown()
-    return timing
-
-
-def _point_from(fields: Fields) -> ComputePoint:
-    point = ComputePoint(
-        microbatch_size=fields.take_int("microbatch_size", minimum=1),
-        forward=_timing_from(fields.take_object("forward")),
-        backward=_timing_from(fields.take_object("backward")),
-        peak_bytes=fields.take_int("peak_bytes") if fields.has("peak_bytes") else None,
-    )
-    fields.refuse_unknown()
-    return point
-
-
-def _unit_from(fields: Fields) -> UnitProfile:
-    unit = UnitProfile(
-        unit_kind=fields.take("unit_kind", str),
-        points=tuple(map(_point_from, fields.take_objects("points"))),
-    )
-    fields.refuse_unknown()
-    return unit
-
-
-def _source_from(fields: Fields) -> Source:
-    return Source(fields.take_choice("source", [source.value for source in Source]))
-
-
-def _device_from(fields: Fields) -> DeviceProfile:
-    device = DeviceProfile(
-        device_kind=fields.take("device_kind", str),
-        source=_source_from(fields),
-        units=tuple(map(_unit_from, fields.take_objects("units"))),
-        optimizer_seconds_per_element=fields.take_number("optimizer_seconds_per_element"),
-        overlap_excess=fields.take_number("overlap_excess"),
-        reserved_bytes=fields.take_int("reserved_bytes"),
-        note=fields.take("note", str),
-    )
-    fields.refuse_unknown()
-    return device
-
-
-def _collectives_from(fields: Fields) -> Collectives:
-    points = tuple(
-        CollectivePoint(
-            nbytes=entry.take_int("nbytes", minimum=1),
-            gather=_timing_from(entry.take_object("gather")),
-            reduce=_timing_from(entry.take_object("reduce")),
-        )
-        for entry in fields.take_objects("points")
-    )
-    collectives = Collectives(
-        source=_source_from(fields),
-        points=points,
-        gather_unevenness_weight=fields.take_number("gather_unevenness_weight", maximum=1.0),
-        reduce_unevenness_weight=fields.take_number("reduce_unevenness_weight", maximum=1.0),
-        note=fields.take("note", str),
-    )
-    fields.refuse_unknown()
-    return collectives

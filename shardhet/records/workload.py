@@ -5,18 +5,15 @@ numbers are per sample, so that they apply to any microbatch; what does not grow
 microbatch (parameters, gradients) follows from the shapes.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
-from typing import Any, Self
+from typing import ClassVar, Self
 
-from shardhet.records.fields import Fields, named, parse_json, read_document
+from shardhet.records.codec import Count, Document, PositiveInt
 from shardhet.records.layout import FlatLayout
 
-WORKLOAD_VERSION = 1
 _FIGURES = (
     "forward_flops",
     "backward_flops",
@@ -36,11 +33,11 @@ class UnitKind:
 
     name: str
     param_shapes: tuple[tuple[int, ...], ...]  # in module order
-    forward_flops: int  # per sample
-    backward_flops: int  # per sample, recomputation not included
-    input_bytes: int  # per sample: kept from forward to backward even if recomputed
-    activation_bytes: int  # per sample: what the unit's graph holds besides its inputs
-    transient_bytes: int  # per sample: what a running microbatch needs besides its graph
+    forward_flops: Count  # per sample
+    backward_flops: Count  # per sample, recomputation not included
+    input_bytes: Count  # per sample: kept from forward to backward even if recomputed
+    activation_bytes: Count  # per sample: what the unit's graph holds besides its inputs
+    transient_bytes: Count  # per sample: what a running microbatch needs besides its graph
 
     def __post_init__(self) -> None:
         for shape in self.param_shapes:
@@ -77,15 +74,19 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Document):
     """A model, its units in order of execution, and the precision it is trained in."""
 
+    document_name: ClassVar[str] = "workload"
+    document_version: ClassVar[int] = 1
     kinds: tuple[UnitKind, ...]
     units: tuple[Unit, ...]
-    tokens_per_sample: int = 1  # for throughput
+    tokens_per_sample: PositiveInt = 1  # for throughput
     param_dtype: str = "float32"  # of parameters in flight and of compute
     reduce_dtype: str = "float32"  # of gradients while they are reduced
-    state_bytes_per_element: int = 16  # float32 parameter and gradient, two Adam moments
+    state_bytes_per_element: PositiveInt = (
+        16  # float32 parameter and gradient, two Adam moments
+    )
 
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.kinds]
@@ -147,53 +148,6 @@ class Workload:
         """The flat layout of each unit, in execution order, stored on a single device."""
         by_kind = {kind.name: FlatLayout.of_shapes(kind.param_shapes) for kind in self.kinds}
         return tuple(by_kind[unit.kind] for unit in self.units)
-
-    def to_json(self) -> str:
-        """The workload as versioned JSON text."""
-        document = {"version": WORKLOAD_VERSION, **asdict(self)}
-        return json.dumps(document, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "workload") -> Self:
-        """The inverse of ``to_json``; error messages name ``source`` as the file."""
-        return cls.from_document(parse_json(text, source=source), source=source)
-
-    @classmethod
-    def from_document(cls, document: Any, *, source: str) -> Self:
-        """Build a workload from a parsed file; raises ``ValueError`` with file and field."""
-        fields = Fields(document, source)
-        fields.take_version(WORKLOAD_VERSION)
-        try:
-            kinds = tuple(_kind_from(entry) for entry in fields.take_objects("kinds"))
-        except ValueError as error:
-            raise named(error, source) from None
-        units = tuple(_unit_from(entry) for entry in fields.take_objects("units"))
-        dtypes = tuple(ITEMSIZE_BY_DTYPE)
-        tokens_per_sample = fields.take_int("tokens_per_sample", minimum=1)
-        param_dtype = fields.take_choice("param_dtype", dtypes)
-        reduce_dtype = fields.take_choice("reduce_dtype", dtypes)
-        state_bytes_per_element = fields.take_int("state_bytes_per_element", minimum=1)
-        fields.refuse_unknown()
-        try:
-            return cls(
-                kinds=kinds,
-                units=units,
-                tokens_per_sample=tokens_per_sample,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
-                state_bytes_per_element=state_bytes_per_element,
-            )
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-
-    def save(self, path: str | Path) -> None:
-        """Write the workload as JSON."""
-        Path(path).write_text(self.to_json(), encoding="ascii")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote, or a YAML file with the same content."""
-        return cls.from_document(read_document(path), source=str(path))
 
     @classmethod
     def transformer(
@@ -387,27 +341,3 @@ class _Shape:
         if not self.has_biases:
             return tuple(shapes)
         return tuple(part for shape in shapes for part in (shape, shape[:1]))
-
-
-def _kind_from(fields: Fields) -> UnitKind:
-    shapes = []
-    for i, shape in enumerate(fields.take_tuple("param_shapes", list)):
-        if any(type(dim) is not int or dim < 0 for dim in shape):
-            raise ValueError(
-                f"{fields.where}: param_shapes[{i}] is {shape!r} but must be a list of whole "
-                "numbers of at least 0."
-            )
-        shapes.append(tuple(shape))
-    kind = UnitKind(
-        name=fields.take("name", str),
-        param_shapes=tuple(shapes),
-        **{key: fields.take_int(key) for key in _FIGURES},
-    )
-    fields.refuse_unknown()
-    return kind
-
-
-def _unit_from(fields: Fields) -> Unit:
-    unit = Unit(fqn=fields.take("fqn", str), kind=fields.take("kind", str))
-    fields.refuse_unknown()
-    return unit

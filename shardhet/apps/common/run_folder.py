@@ -19,6 +19,7 @@ from shardhet.config.checks import ConfigError
 from shardhet.config.compose import load_resolved, save_resolved
 from shardhet.config.train import TrainConf
 from shardhet.records.cluster import DeviceSpec
+from shardhet.records.codec import from_document, read_document, to_document
 
 PACKAGES = (
     "shardhet",
@@ -105,12 +106,14 @@ class RunFolder:
 
     def save_devices(self, devices: Sequence[DeviceSpec]) -> None:
         """Write the device found for each position of the plan."""
-        _write_json(self.devices_path, [each.to_dict() for each in devices])
+        _write_json(self.devices_path, [to_document(each) for each in devices])
 
     def load_devices(self) -> list[DeviceSpec]:
         """The inverse of ``save_devices``."""
-        stated = json.loads(self.devices_path.read_text(encoding="utf-8"))
-        return [DeviceSpec.from_dict(each) for each in stated]
+        return [
+            from_document(DeviceSpec, each, source=f"{self.devices_path}: [{i}]")
+            for i, each in enumerate(read_document(self.devices_path))
+        ]
 
     def load_config(self) -> TrainConf:
         """The configuration that ``begin`` wrote."""

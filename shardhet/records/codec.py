@@ -1,0 +1,280 @@
+"""Records as versioned documents: one reader and one writer, driven by the records' types.
+
+A field is read as its annotation says: ``int``, ``float``, ``str``, ``bool``, an ``Enum`` (by
+value), another record, ``X | None``, ``tuple[X, ...]``, and ``Annotated`` with the bounds
+below.  Every error names the file and the field.  A field must be given unless its type
+admits ``None`` or it is marked ``OMITTABLE``; a field that is ``None`` is not written.
+"""
+
+import json
+import sys
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from functools import cache
+from math import inf, isfinite
+from pathlib import Path
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+T = TypeVar("T")
+_UNIONS = (Union, UnionType)  # typing makes the first where an alias is part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a number in a document must satisfy; checked when it is read."""
+
+    minimum: float = -inf
+    maximum: float = inf
+    above: float = -inf
+
+    def admit(self, value: float) -> bool:
+        """Whether the value is finite and within the bounds."""
+        return isfinite(value) and self.minimum <= value <= self.maximum and value > self.above
+
+    def __str__(self) -> str:
+        claims = [f"above {self.above:g}"] if self.above > -inf else []
+        claims += [f"at least {self.minimum:g}"] if self.minimum > -inf else []
+        claims += [f"at most {self.maximum:g}"] if self.maximum < inf else []
+        return " and ".join(["finite", *claims])
+
+
+class _Mark(Enum):
+    OMITTABLE = "a document may leave the field out, which gives it its default"
+    OBJECT = "pairs of a name and a value that a document spells as one object"
+
+
+OMITTABLE, OBJECT = _Mark.OMITTABLE, _Mark.OBJECT
+Count = Annotated[int, Bounds(minimum=0)]
+PositiveInt = Annotated[int, Bounds(minimum=1)]
+NonNegative = Annotated[float, Bounds(minimum=0.0)]
+Positive = Annotated[float, Bounds(above=0.0)]
+Seconds = Annotated[float, Bounds(minimum=0.0, maximum=1e6)]  # of one computation: 11 days
+Fraction = Annotated[float, Bounds(minimum=0.0, maximum=1.0)]
+
+
+class Document:
+    """A record that is kept in a file of its own, with a version."""
+
+    __slots__ = ()
+    document_name: ClassVar[str]
+    document_version: ClassVar[int]
+
+    def to_json(self) -> str:
+        """The record as versioned JSON text; equal records give equal text."""
+        document = {"version": self.document_version, **to_document(self)}
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "") -> Self:
+        """The inverse of ``to_json``; error messages name ``source`` as the file."""
+        source = source or cls.document_name
+        return cls.from_document(parse_json(text, source=source), source=source)
+
+    @classmethod
+    def from_document(cls, document: Any, *, source: str) -> Self:
+        """Build a record from a parsed file; raises ``ValueError`` with file and field."""
+        return from_document(cls, document, source=source, version=cls.document_version)
+
+    def save(self, path: str | Path) -> None:
+        """Write the record as JSON."""
+        Path(path).write_text(self.to_json(), encoding="ascii")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote, or a YAML file with the same content."""
+        return cls.from_document(read_document(path), source=str(path))
+
+
+def read_document(path: str | Path) -> Any:
+    """The unchecked content of a ``.json``, ``.yaml`` or ``.yml`` file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text ({error}). Give a JSON or YAML file.") from None
+    if Path(path).suffix not in (".yaml", ".yml"):
+        return parse_json(text, source=str(path))
+    import yaml  # imported here: most files are JSON, which needs no extra package
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not YAML ({reason}). Fix the line it names.") from None
+
+
+def parse_json(text: str, *, source: str) -> Any:
+    """The document in ``text``; error messages name ``source`` as the file."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: not JSON ({error}). Write it with save().") from None
+
+
+def to_document(record: Any) -> dict[str, Any]:
+    """The fields of a record as JSON can hold them, in the order of their declaration."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    objects = {
+        name
+        for name, kind in _types(cast("Hashable", type(record))).items()
+        if OBJECT in _parts(kind)[1]
+    }
+    return {
+        name: dict(value) if name in objects else _plain(value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def from_document(
+    kind: type[T], document: Any, *, source: str, version: int | None = None
+) -> T:
+    """The record in a document; with ``version``, documents of another one are refused."""
+    if version is not None:
+        given = _object(document, source)
+        if "version" not in given:
+            raise ValueError(f"{source}: field 'version' is missing. Add it.")
+        if given["version"] != version or type(given["version"]) is not int:
+            raise ValueError(
+                f"{source}: version {given['version']!r} but this program reads version "
+                f"{version}. Make the file again with this version of shardhet."
+            )
+        document = {key: value for key, value in given.items() if key != "version"}
+    try:
+        return _record(kind, document, source)
+    except ValueError as error:  # of a record's own checks, which do not know the file
+        message = str(error)
+        raise ValueError(
+            message if message.startswith(source) else f"{source}: {message}"
+        ) from None
+
+
+def _record(kind: type[T], document: Any, where: str) -> T:
+    given = _object(document, where)
+    types = _types(cast("Hashable", kind))
+    for key in given:
+        if not isinstance(key, str):
+            raise ValueError(f"{where}: field {key!r} is no text. Put it in quotes.")
+    unknown = sorted(set(given) - set(types))
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown fields {unknown}{_meant(unknown[0], types)}. Known fields: "
+            f"{', '.join(types)}."
+        )
+    values = {}
+    for key, annotation in types.items():
+        if given.get(key) is not None:
+            values[key] = _value(annotation, given[key], f"{where}: {key}")
+        elif key not in given and not _may_be_missing(annotation):
+            raise ValueError(f"{where}: field {key!r} is missing. Add it.")
+        elif key in given and not _may_be_missing(annotation):
+            raise ValueError(f"{where}: {key} is None. Give it a value.")
+    return kind(**values)
+
+
+def _value(annotation: Any, value: Any, where: str) -> Any:
+    """``value`` as an instance of its annotation; errors say ``where``."""
+    kind, marks = _parts(annotation)
+    if get_origin(kind) is tuple:
+        if OBJECT in marks:
+            of_value = get_args(get_args(kind)[0])[1]
+            named = _object(value, where).items()
+            return tuple(
+                (name, _value(of_value, each, f"{where}: {name}")) for name, each in named
+            )
+        _check_type(value, list, where)
+        of_entry = get_args(kind)[0]
+        return tuple(_value(of_entry, each, f"{where}[{i}]") for i, each in enumerate(value))
+    if is_dataclass(kind):
+        return _record(cast("type[Any]", kind), value, where)
+    if issubclass(kind, Enum):
+        choices = [member.value for member in kind]
+        if value not in choices:
+            raise ValueError(
+                f"{where} is {value!r} but must be one of {', '.join(choices)}"
+                f"{_meant(str(value), choices)}."
+            )
+        return kind(value)
+    if kind is float and type(value) is int and abs(value) <= sys.maxsize:
+        value = float(value)
+    _check_type(value, kind, where)
+    if kind in (int, float):
+        _check_number(
+            value, next((mark for mark in marks if isinstance(mark, Bounds)), None), where
+        )
+    return value
+
+
+def _check_type(value: Any, kind: type, where: str) -> None:
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return
+    fix = ""
+    if kind is float and isinstance(value, str):
+        # YAML 1.1 reads a number with an exponent as text unless it has a point and a sign.
+        try:
+            fix = f" Write {float(value)!r}." if isfinite(float(value)) else ""
+        except ValueError:
+            fix = ""
+    raise ValueError(f"{where} is {value!r} but must be of type {kind.__name__}.{fix}")
+
+
+def _check_number(value: float, bounds: Bounds | None, where: str) -> None:
+    if isinstance(value, int) and abs(value) > sys.maxsize:
+        raise ValueError(f"{where} is {value} but must be at most {sys.maxsize}.")
+    if not (bounds or Bounds()).admit(value):
+        raise ValueError(f"{where} is {value!r} but must be {bounds or Bounds()}.")
+
+
+def _object(value: Any, where: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: {value!r} but must be an object with named fields.")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return to_document(value)
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@cache
+def _types(kind: Hashable) -> dict[str, Any]:
+    record_type = cast("type[Any]", kind)  # Hashable: for mypy, which does not see that it is
+    hints = get_type_hints(record_type, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(record_type)}
+
+
+def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The annotation without marks and without ``None``, and its marks."""
+    if get_origin(annotation) is Annotated:
+        inner, *marks = get_args(annotation)
+        base, inner_marks = _parts(inner)
+        return base, (*inner_marks, *marks)
+    if get_origin(annotation) in _UNIONS:
+        return _parts(next(each for each in get_args(annotation) if each is not type(None)))
+    return annotation, ()
+
+
+def _may_be_missing(annotation: Any) -> bool:
+    is_optional = get_origin(annotation) in _UNIONS and type(None) in get_args(annotation)
+    return is_optional or OMITTABLE in _parts(annotation)[1]
