@@ -28,6 +28,7 @@ from shardhet.fsdp.batching import (
 from shardhet.fsdp.module_state import Number
 from shardhet.fsdp.order import OrderFinder, PeerFailed
 from shardhet.fsdp.probe import CallKey, Probe
+from shardhet.fsdp.probed_call import ProbedCall
 from shardhet.fsdp.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.seeds import restored_random_state
 from shardhet.fsdp.signature import ModelCall
@@ -218,14 +219,8 @@ class Prober:
         )
         try:
             with restored_random_state(self.device):
-                return probe.infer(
-                    module.fqn,
-                    module.forward,
-                    leaves,
-                    arguments,
-                    num_samples,
-                    known_rules(known),
-                )
+                call = ProbedCall(module.fqn, module.forward, leaves, arguments)
+                return probe.infer(call, num_samples, known_rules(known))
         except Refusal as refusal:
             raise refusal.error from None
 
