@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from shardhet.pricing.priced import Priced
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import RankPlan
+from shardhet.records.workload import Unit
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -84,6 +85,26 @@ class MemoryPrices(Priced):
                 for kind, is_recomputed in runs
             )
         return known[key]
+
+    def turn_bytes(
+        self, rank: RankPlan, device_kind: str | None, unit: Unit, *, is_backward: bool
+    ) -> int:
+        """Bytes that a rank needs while it computes a unit, besides what is kept anyway.
+
+        They are its gathered parameters, in backward its gradients and two gradients of its
+        inputs, and what the running microbatch needs.
+        """
+        running = self.running_bytes(rank, device_kind, max(rank.microbatch_sizes))
+        if not is_backward:
+            return self.unsharded_bytes + running
+        of_inputs = 2 * rank.rank_batch_size * self.workload.kind_of(unit).input_bytes
+        return self.unsharded_bytes + self.grad_bytes + of_inputs + running
+
+    def kept_bytes(self, rank: RankPlan, unit: Unit) -> int:
+        """Bytes that a rank keeps of a unit from forward to backward: inputs and graphs."""
+        kind = self.workload.kind_of(unit)
+        graph = 0 if rank.recomputes(unit.fqn) else kind.activation_bytes
+        return rank.rank_batch_size * (kind.input_bytes + graph)
 
     def working_bytes(
         self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints

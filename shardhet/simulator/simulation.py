@@ -15,14 +15,14 @@ Ranks that do the same are simulated once.  The loop finds the next thing to end
 clock there, and lets every rank go on as far as it can.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import MAX_REDUCTIONS_IN_FLIGHT, Phase, Turn, straight_schedule
+from shardhet.records.schedule import Phase, Turn, straight_schedule
+from shardhet.simulator.links import Links
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Timeline, Work, merged
 
 
@@ -47,17 +47,6 @@ class _State(Enum):
 
 
 TIMED = frozenset({_State.PREPARE, _State.COMPUTE, _State.OPTIMIZE})
-
-
-@dataclass
-class _Collective:
-    """One gather or reduction, from its first launch to its end."""
-
-    work: Work
-    unit: int
-    seconds: float
-    num_launched: int = 0
-    is_done: bool = False
 
 
 @dataclass
@@ -94,22 +83,13 @@ class _Simulation:
         self.predicted = predicted
         self.actors = self._make_actors()
         gather_s, reduce_s = model.unit_collectives(plan)
-        launches = self.schedule.launches()
-        self.gathers = {
-            each.turn: _Collective(Work.GATHER, each.unit, gather_s[each.unit])
-            for each in launches
-            if each.kind == "gather"
-        }
-        self.reductions = {
-            each.turn: _Collective(Work.REDUCE, each.unit, reduce_s[each.unit])
-            for each in launches
-            if each.kind == "reduce"
-        }
-        self.queues = (deque(self.gathers.values()), deque(self.reductions.values()))
-        self.sending: _Collective | None = None
-        self.sending_remaining_s = 0.0
-        self.sending_since_s = 0.0
-        self.sent: list[Event] = []
+        self.links = Links(
+            self.schedule,
+            gather_s=gather_s,
+            reduce_s=reduce_s,
+            unit_fqns=[unit.fqn for unit in self.units],
+            num_actors=len(self.actors),
+        )
 
     def run(self) -> Timeline:
         """Run until every rank is done; returns the timeline."""
@@ -130,7 +110,9 @@ class _Simulation:
             )
             for i in range(self.plan.world_size)
         )
-        return Timeline(ranks=ranks, collectives=merged(self.sent), step_time_s=self.clock_s)
+        return Timeline(
+            ranks=ranks, collectives=merged(self.links.sent), step_time_s=self.clock_s
+        )
 
     # The loop #
 
@@ -138,7 +120,7 @@ class _Simulation:
         """Do everything that can happen without time passing."""
         goes_on = True
         while goes_on:
-            goes_on = self.start_sending()
+            goes_on = self.links.start(self.clock_s)
             for actor in self.actors:
                 goes_on |= self.advance(actor)
 
@@ -147,14 +129,14 @@ class _Simulation:
         computing = [actor for actor in self.actors if actor.state in TIMED]
         # A speed is negative if moving the data costs the processor more time than the
         # collective lasts: compute then has more left to do when the collective ends.
-        speeds = [1.0 - actor.overlap_excess * bool(self.sending) for actor in computing]
+        speeds = [1.0 - actor.overlap_excess * bool(self.links.running) for actor in computing]
         ends_s = [
             actor.remaining_s / speed
             for actor, speed in zip(computing, speeds, strict=True)
             if speed > 0
         ]
-        if self.sending:
-            ends_s.append(self.sending_remaining_s)
+        if self.links.running:
+            ends_s.append(self.links.remaining_s)
         if not ends_s:
             states = [actor.state.name for actor in self.actors]
             raise RuntimeError(f"simulate: ranks wait for each other for ever: {states}.")
@@ -164,38 +146,7 @@ class _Simulation:
             actor.remaining_s = max(0.0, actor.remaining_s - step_s * speed)
             if actor.remaining_s <= 1e-12 * self.clock_s:
                 actor.remaining_s = 0.0
-        if self.sending:
-            self.sending_remaining_s -= step_s
-            if self.sending_remaining_s <= 1e-12 * self.clock_s:
-                self.finish_sending()
-
-    def start_sending(self) -> bool:
-        """Give the links to the next collective that all ranks have launched."""
-        if self.sending:
-            return False
-        for queue in self.queues:
-            if queue and queue[0].num_launched == len(self.actors):
-                self.sending = queue.popleft()
-                self.sending_remaining_s = self.sending.seconds
-                self.sending_since_s = self.clock_s
-                if self.sending_remaining_s == 0:
-                    self.finish_sending()
-                return True
-        return False
-
-    def finish_sending(self) -> None:
-        """Mark the collective on the links as done."""
-        assert self.sending is not None
-        self.sending.is_done = True
-        self.sent.append(
-            Event(
-                unit=self.units[self.sending.unit].fqn,
-                work=self.sending.work,
-                start_s=self.sending_since_s,
-                end_s=self.clock_s,
-            )
-        )
-        self.sending = None
+        self.links.pass_time(step_s, self.clock_s)
 
     # One rank #
 
@@ -215,7 +166,7 @@ class _Simulation:
             self.enter(actor, _State.WAIT_GATHER)
         elif state is _State.WAIT_GATHER:
             assert turn is not None
-            if turn.gathers and not self.gathers[actor.turn].is_done:
+            if turn.gathers and not self.links.gathers[actor.turn].is_done:
                 return False
             self.leave(actor, Work.WAIT_GATHER)
             self.begin_compute(actor, turn)
@@ -228,10 +179,10 @@ class _Simulation:
             self.end_compute(actor, turn)
             self.enter(actor, _State.WAIT_REDUCE if turn.reduces else _State.END)
         elif state is _State.WAIT_REDUCE:
-            if not self.has_room_for_reduction(actor):
+            if not self.links.has_room_for_reduction(actor.turn):
                 return False
             self.leave(actor, Work.WAIT_REDUCE)
-            self.reductions[actor.turn].num_launched += 1
+            self.links.reductions[actor.turn].num_launched += 1
             self.enter(actor, _State.END)
         elif state is _State.END:
             self.end_turn(actor)
@@ -252,7 +203,7 @@ class _Simulation:
 
     def advance_between(self, actor: _Actor) -> bool:
         """The part of ``advance`` for states outside of turns."""
-        if actor.state is _State.FLUSH and all(r.is_done for r in self.reductions.values()):
+        if actor.state is _State.FLUSH and self.links.has_reduced:
             self.leave(actor, Work.WAIT_REDUCE)
             self.enter(actor, _State.AGREE)
             return True
@@ -279,14 +230,8 @@ class _Simulation:
         """Launch the gathers of this turn and the next, unless already launched."""
         for launch in self.schedule.gathers_by(actor.turn):
             if launch.turn > actor.last_launched:
-                self.gathers[launch.turn].num_launched += 1
+                self.links.gathers[launch.turn].num_launched += 1
                 actor.last_launched = launch.turn
-
-    def has_room_for_reduction(self, actor: _Actor) -> bool:
-        """Whether few enough earlier reductions are in flight."""
-        before = [self.reductions[i] for i in sorted(self.reductions) if i < actor.turn]
-        under_way = [each for each in before if not each.is_done]
-        return len(under_way) < MAX_REDUCTIONS_IN_FLIGHT
 
     def begin_compute(self, actor: _Actor, turn: Turn) -> None:
         """Start computing all microbatches of the turn."""
@@ -304,7 +249,7 @@ class _Simulation:
         """Free the running memory; keep or free what lives from forward to backward."""
         if not actor.rank.rank_batch_size:
             return
-        kept = self._kept_bytes(actor, turn)
+        kept = self.model.kept_bytes(actor.rank, self.units[turn.unit])
         change = kept if turn.phase is Phase.FORWARD else -kept
         self.hold(actor, change - self._running_bytes(actor, turn))
 
@@ -358,24 +303,6 @@ class _Simulation:
         return memory.state_bytes + memory.shard_buffer_bytes + memory.reserved_bytes
 
     def _running_bytes(self, actor: _Actor, turn: Turn) -> int:
-        """Bytes of a turn's running microbatch, with the parameters and gradients it needs."""
-        memory = self.predicted.ranks[actor.positions[0]].memory
-        kind = self.model.workload.kind_of(self.units[turn.unit])
-        grads = memory.grad_bytes if turn.phase is Phase.BACKWARD else 0
-        gradients_of_inputs = (
-            2 * actor.rank.rank_batch_size * kind.input_bytes
-            if turn.phase is Phase.BACKWARD
-            else 0
-        )
-        device = self.model.cluster.devices[actor.positions[0]]
-        running = self.model.running_bytes(
-            actor.rank, device.kind, max(actor.rank.microbatch_sizes)
-        )
-        return memory.unsharded_bytes + grads + gradients_of_inputs + running
-
-    def _kept_bytes(self, actor: _Actor, turn: Turn) -> int:
-        """Bytes that a unit keeps from forward to backward."""
-        unit = self.units[turn.unit]
-        kind = self.model.workload.kind_of(unit)
-        graph = 0 if actor.rank.recomputes(unit.fqn) else kind.activation_bytes
-        return actor.rank.rank_batch_size * (kind.input_bytes + graph)
+        device_kind = self.model.cluster.devices[actor.positions[0]].kind
+        unit, is_backward = self.units[turn.unit], turn.phase is Phase.BACKWARD
+        return self.model.turn_bytes(actor.rank, device_kind, unit, is_backward=is_backward)
