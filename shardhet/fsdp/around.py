@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardhet.fsdp.batch_norm import BatchNorms
-from shardhet.fsdp.layered import Surroundings
+from shardhet.fsdp.batching import VisitRules
+from shardhet.fsdp.layered import Surroundings, Visit
 from shardhet.fsdp.observer import Activity, Observers
+from shardhet.fsdp.rank_batch import RankBatch
 from shardhet.fsdp.seeds import RandomStates
+from shardhet.fsdp.unit import FSDPUnit, UnitModule
+from shardhet.records.plan import RankPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,68 +25,97 @@ class BackwardTurn:
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AroundVisit(Surroundings):
     """The surroundings of one visit of a unit, or of a module of the root's."""
 
-    def __init__(
-        self,
-        fqn: str,
-        *,
-        call: int,
-        step: int,
-        first_sample: int,
-        first_drawn: int,
-        is_training: bool,
-        random: RandomStates,
-        norms: BatchNorms,
-        observers: Observers,
-        backward: BackwardTurn | None,
-    ) -> None:
-        """Args:
-
-        call: how many visits of the unit there were before in this forward.
-        first_sample: of the rank's batch, in the global batch.
-        first_drawn: the same as random numbers count it.
-        backward: None for what belongs to the root, which is always unsharded.
-        """
-        self._fqn = fqn
-        self._call = call
-        self._step = step
-        self._first_sample = first_sample
-        self._first_drawn = first_drawn
-        self._is_training = is_training
-        self._random = random
-        self._norms = norms
-        self._observers = observers
-        self._backward = backward
+    fqn: str
+    call: int  # how many visits there were before in this forward
+    step: int
+    first_sample: int  # of the rank's batch, in the global batch
+    first_drawn: int  # the same as random numbers count it
+    is_training: bool
+    random: RandomStates
+    norms: BatchNorms
+    observers: Observers
+    backward: BackwardTurn | None  # None for the root's, which is always unsharded
 
     def random_state(self) -> AbstractContextManager[Any]:
         """The program's own random numbers go on afterwards as if nothing had drawn."""
-        return self._random.around(self._is_training)
+        return self.random.around(self.is_training)
 
     def seed_microbatch(self, start: int) -> None:
         """By unit, call, step and sample, whoever computes it and how often."""
-        sample = self._first_drawn + start
-        self._random.seed(self._fqn, self._call, self._step, sample, self._is_training)
+        sample = self.first_drawn + start
+        self.random.seed(self.fqn, self.call, self.step, sample, self.is_training)
 
     def in_forward(self, microbatch: int) -> AbstractContextManager[Any]:
         """Observers are told."""
-        return self._observers.watch(self._fqn, Activity.FORWARD, microbatch)
+        return self.observers.watch(self.fqn, Activity.FORWARD, microbatch)
 
     def in_backward(self, microbatch: int) -> AbstractContextManager[Any]:
         """Observers are told."""
-        return self._observers.watch(self._fqn, Activity.BACKWARD, microbatch)
+        return self.observers.watch(self.fqn, Activity.BACKWARD, microbatch)
 
     def in_function(self, start: int, is_repeated: bool) -> AbstractContextManager[Any]:
         """Batch norms note what they see, once."""
-        return self._norms.noting(self._first_sample + start, is_repeated=is_repeated)
+        return self.norms.noting(self.first_sample + start, is_repeated=is_repeated)
 
     def enter_backward(self) -> None:
         """The unit's turn begins."""
-        if self._backward is not None:
-            self._backward.enter(self._backward.segment, self._backward.step)
+        if self.backward is not None:
+            self.backward.enter(self.backward.segment, self.backward.step)
 
     def leave_backward(self) -> None:
         """The unit's turn ends."""
-        if self._backward is not None:
-            self._backward.leave()
+        if self.backward is not None:
+            self.backward.leave()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visits:
+    """Makes the visits of a rank: what a call computes, in which surroundings."""
+
+    root: FSDPUnit
+    rank_plan: RankPlan
+    random: RandomStates
+    norms: BatchNorms
+    observers: Observers
+    device_type: str
+
+    def of(
+        self,
+        module: UnitModule,
+        rules: VisitRules,
+        batch: RankBatch,
+        *,
+        call: int,
+        unit: FSDPUnit | None = None,  # None: the module is one of the root's
+        backward: BackwardTurn | None = None,
+    ) -> Visit:
+        """The visit for the ``call``-th call of the unit, or of the root's module."""
+        # The root's too: it may own a parameter that the unit shares with it.
+        flats = (*self.root.flats, *(() if unit is None else unit.flats))
+        fqn = module.fqn if unit is None else unit.fqn
+        return Visit(
+            unit_fqn=fqn,
+            function=module.forward,
+            rules=rules,
+            microbatch_sizes=batch.microbatch_sizes,
+            recomputes=unit is not None and self.rank_plan.recomputes(module.fqn),
+            param_addresses=frozenset(flat.unsharded_address for flat in flats),
+            device_type=self.device_type,
+            around=AroundVisit(
+                fqn=fqn,
+                call=call,
+                step=batch.step,
+                first_sample=batch.first_sample,
+                # What is computed once for all samples draws the same on every rank.
+                first_drawn=batch.first_sample if rules.is_batched else 0,
+                is_training=module.module.training,
+                random=self.random,
+                norms=self.norms,
+                observers=self.observers,
+                backward=backward,
+            ),
+        )

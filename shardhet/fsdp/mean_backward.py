@@ -73,7 +73,7 @@ class MeanBackward:
                 self._runtime.backward(run_autograd)
             finally:
                 self._is_in_backward = False
-            has_grad = self._runtime.agree_on_grads()
+            has_grad = self._agree_on_grads()
             losses, counts = rows_on_host.read().T.tolist()
         self._runtime.step += 1
         if not all(map(math.isfinite, losses)) or sum(counts) == 0:
@@ -88,6 +88,15 @@ class MeanBackward:
                     has = [has_grad[slot.fqn] for slot in flat.slots]
                     set_grads_with_hooks(flat, has, self._hooks, self._rows)
         return float(sum(losses) / sum(counts))
+
+    def _agree_on_grads(self) -> dict[str, bool]:
+        """Which parameters have a gradient on any rank, by fqn.  Collective."""
+        names = [slot.fqn for flat in self._flats for slot in flat.slots]
+        mine = [float(has) for flat in self._flats for has in flat.grad.has_grad]
+        with self._runtime.observers.watch("", Activity.AGREE):
+            rows = self._control.exchange(mine)
+        columns = zip(*rows, strict=True)
+        return {name: any(column) for name, column in zip(names, columns, strict=True)}
 
     def expect(self, output: Any) -> None:
         """Let gradients for ``output`` come from the one model.backward that follows."""

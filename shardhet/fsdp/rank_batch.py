@@ -17,6 +17,7 @@ class RankBatch:
     microbatch_sizes: tuple[int, ...]
     first_sample: int  # index in the global batch
     computing: tuple[int, ...]  # positions of all ranks that compute something
+    step: int  # optimizer steps finished before
 
     @property
     def num_samples(self) -> int:
@@ -53,6 +54,7 @@ def agree_on_batch(
         microbatch_sizes=plan.ranks[position].split(num_samples),
         first_sample=sum(sizes[:position]),
         computing=tuple(i for i, size in enumerate(sizes) if size),
+        step=step,
     )
     known = {int(row[1]) // 2 for row in rows if row[0]}
     return batch, known.pop() if len(known) == 1 else UNKNOWN

@@ -11,13 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
-from shardhet.fsdp.around import AroundVisit, BackwardTurn
+from shardhet.fsdp.around import BackwardTurn, Visits
 from shardhet.fsdp.attempt import RunModule
 from shardhet.fsdp.batch_norm import BatchNorms
-from shardhet.fsdp.batching import VisitRules
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.known_calls import UNKNOWN, KnownCalls
-from shardhet.fsdp.layered import Visit, run_visit
+from shardhet.fsdp.layered import run_visit
 from shardhet.fsdp.module_state import CountedNumbers
 from shardhet.fsdp.observer import Activity, Observers
 from shardhet.fsdp.prober import Findings, Prober
@@ -59,6 +58,14 @@ class Runtime:
         self._random = RandomStates(seed, comm.device)
         self._module = module
         self._norms = norms
+        self._visits = Visits(
+            root=root,
+            rank_plan=self._rank_plan,
+            random=self._random,
+            norms=norms,
+            observers=self.observers,
+            device_type=comm.device.type,
+        )
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
         self._walk = TurnWalk(
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
@@ -73,7 +80,6 @@ class Runtime:
         )
         self._known = KnownCalls(self._prober, control)
         self._dropout = RootDropout(module, self.visit_piece)
-
         self.unit_by_unit: UnitByUnit | None = None  # inside that context
         # Of the step in progress
         self.batch: RankBatch | None = None
@@ -162,9 +168,11 @@ class Runtime:
         with self._dropout.left_alone():
             leaves, rules = self._known.prepare(module, (args, kwargs))
         backward = BackwardTurn(self._enter_backward, self._walk.end_turn, segment, self.step)
-        around = self._around(unit.fqn, module, rules, call, backward)
+        assert self.batch is not None
         with self._visiting_unit(unit.fqn):
-            visit = self._visit(module, rules, around, unit)
+            visit = self._visits.of(
+                module, rules, self.batch, call=call, unit=unit, backward=backward
+            )
             output = run_visit(visit, self._anchor if needs_backward else None, leaves)
         self._walk.end_turn()
         return output
@@ -191,7 +199,7 @@ class Runtime:
                 return self._prober.call(module.fqn, module.forward, args, kwargs)
             call = self._known.count(module)
             leaves, rules = self._known.prepare(module, (args, kwargs))
-            visit = self._visit(module, rules, self._around(module.fqn, module, rules, call))
+            visit = self._visits.of(module, rules, self.batch, call=call)
             return run_visit(visit, self._anchor if needs_backward else None, leaves)
 
     @contextmanager
@@ -226,52 +234,6 @@ class Runtime:
     def _needs_backward(self, module: UnitModule, args: Any, kwargs: Any) -> bool:
         return torch.is_grad_enabled() and (
             module.is_trainable or _any_requires_grad((args, kwargs))
-        )
-
-    def _around(
-        self,
-        fqn: str,
-        module: UnitModule,
-        rules: VisitRules,
-        call: int,
-        backward: BackwardTurn | None = None,
-    ) -> AroundVisit:
-        """What surrounds a call of ``module``; ``fqn`` is of its unit, or its own."""
-        assert self.batch is not None
-        first_sample = self.batch.first_sample
-        return AroundVisit(
-            fqn,
-            call=call,
-            step=self.step,
-            first_sample=first_sample,
-            # What is computed once for all samples draws the same on every rank.
-            first_drawn=first_sample if rules.is_batched else 0,
-            is_training=module.module.training,
-            random=self._random,
-            norms=self._norms,
-            observers=self.observers,
-            backward=backward,
-        )
-
-    def _visit(
-        self,
-        module: UnitModule,
-        rules: VisitRules,
-        around: AroundVisit,
-        unit: FSDPUnit | None = None,  # None: the module is one of the root's
-    ) -> Visit:
-        assert self.batch is not None
-        # The root's too: it may own a parameter that the unit shares with it.
-        flats = (*self.root.flats, *(() if unit is None else unit.flats))
-        return Visit(
-            unit_fqn=module.fqn if unit is None else unit.fqn,
-            function=module.forward,
-            rules=rules,
-            microbatch_sizes=self.batch.microbatch_sizes,
-            recomputes=unit is not None and self._rank_plan.recomputes(module.fqn),
-            param_addresses=frozenset(flat.unsharded_address for flat in flats),
-            device_type=self._comm.device.type,
-            around=around,
         )
 
     def _end_forward(self, is_training: bool) -> None:
@@ -311,18 +273,6 @@ class Runtime:
                     "the next, instead of loss.backward()."
                 )
         self._walk.reach(segment)
-
-    def agree_on_grads(self) -> dict[str, bool]:
-        """Which parameters have a gradient on any rank, by fqn.  Collective."""
-        flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        names = [slot.fqn for flat in flats for slot in flat.slots]
-        mine = [float(has) for flat in flats for has in flat.grad.has_grad]
-        with self.observers.watch("", Activity.AGREE):
-            rows = self._control.exchange(mine)
-        return {
-            name: any(column)
-            for name, column in zip(names, zip(*rows, strict=True), strict=True)
-        }
 
     def abandon(self) -> None:
         """Leave a step whose backward never came: nothing in flight, everything sharded."""

@@ -18,12 +18,9 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import (
     EvalLoopOutput,
-    EvalPrediction,
     PredictionOutput,
-    denumpify_detensorize,
     unwrap_peft_model,
 )
 
@@ -35,9 +32,10 @@ from shardhet.hf.arguments import (
     is_same_device,
 )
 from shardhet.hf.counting import num_multiplied
-from shardhet.hf.dealing import PlanLoader, num_rows
-from shardhet.hf.losses import LossKind, find_kind, num_labels
-from shardhet.hf.predictions import joined, predictions_in
+from shardhet.hf.dealing import PlanLoader
+from shardhet.hf.evaluation import EvaluationPass
+from shardhet.hf.losses import LossKind
+from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.saving import save_pretrained
 from shardhet.records.plan import Plan
 
@@ -74,44 +72,23 @@ class HetTrainer(Trainer):
             options: options of HetFSDP, for instance ``{"units": [...]}``.
             kwargs: further arguments of Trainer.
         """
-        if kwargs.get("model_init") is not None:
-            raise ValueError("HetTrainer: model_init is refused. Pass the model itself.")
-        if getattr(model, "is_distributed_loading_by_transformers", False):
-            raise ValueError(
-                "HetTrainer: the model was sharded at load time by DistributedConfig. Load it "
-                "with shardhet.hf.load_pretrained(path, plan)."
-            )
         wrapped = model if isinstance(model, HetFSDP) else None
-        if wrapped is not None and (plan is not None or options is not None):
-            raise ValueError(
-                "HetTrainer: the model has a plan already. Leave plan and options out."
-            )
-        plan = plan if wrapped is None else wrapped.plan
-        if plan is None:
-            raise ValueError("HetTrainer: no plan. Pass plan=, or a HetFSDP as the model.")
-        self.plan: Plan = plan
+        self.plan = _checked_plan(model, plan, options, kwargs)
         given = args or TrainingArguments(save_strategy="no")
         args = checked(given, self.plan)
         if kwargs.get("optimizer_cls_and_kwargs") is not None:
             check_optimizer_class(kwargs["optimizer_cls_and_kwargs"][0])
         inside = model if wrapped is None else wrapped.module
         super().__init__(inside, args, **kwargs)
-        if wrapped is None:
-            chosen = {"device": args.device, "seed": args.seed, **(options or {})}
-            wrapped = HetFSDP(inside, self.plan, **chosen)
-        elif not is_same_device(wrapped.device, args.device):
-            raise ValueError(
-                f"HetTrainer: the model is on {wrapped.device} but the arguments say "
-                f"{args.device}. Pass device= to where the model is wrapped, or use_cpu=True."
-            )
+        wrapped = wrapped or _wrapped(inside, self.plan, args, options)
+        _check_device(wrapped, args)
         self.het = self.model_wrapped = wrapped
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
-        masks_at_random = bool(getattr(self.data_collator, "mlm", False))
-        self._collates_whole = (
-            masks_at_random if collates_whole_batch is None else collates_whole_batch
-        )
+        if collates_whole_batch is None:
+            collates_whole_batch = bool(getattr(self.data_collator, "mlm", False))
+        self._collates_whole = collates_whole_batch
         self._args_as_given = given
-        self._loss_kind: LossKind | None = None  # found out on the first batch
+        self.rank_loss = RankLoss(self)
         self._num_eval_steps = 0
         self._num_multiplied = num_multiplied(wrapped)
 
@@ -159,17 +136,8 @@ class HetTrainer(Trainer):
         if dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         sampler = self._get_train_sampler(dataset) if hasattr(dataset, "__len__") else None
-        if sampler is None:
-            raise ValueError(
-                "HetTrainer: the train_dataset has no length, so it cannot be dealt out. Use a "
-                "dataset with __len__ and __getitem__."
-            )
-        if isinstance(sampler, RandomSampler):
-            # As accelerate does for a plain Trainer, so that the order is the same.
-            seed = self.args.data_seed
-            seed = torch.random.initial_seed() if seed is None else seed
-            sampler = SeedableRandomSampler(dataset, data_seed=seed)
-        self._check_same_order(dataset, sampler)
+        sampler = _seedable(sampler, dataset, self.args.data_seed)
+        _check_same_order(self.het, dataset, sampler, collates_whole_batch=self._collates_whole)
         return self._plan_loader(dataset, sampler, "Training", is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -237,11 +205,11 @@ class HetTrainer(Trainer):
         self.het.train()
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            loss_sum, num_items, _ = self._sums(inputs)
+            loss_sum, num_items, _ = self.rank_loss.sums(inputs)
         divisor: Tensor | int = num_items
         if num_items_in_batch is None:  # transformers averages the means of the batches
             divisor = num_items * self.current_gradient_accumulation_steps
-        elif self._loss_kind is LossKind.SUM:
+        elif self.rank_loss.kind is LossKind.SUM:
             divisor = num_items_in_batch
         elif self.args.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -252,42 +220,6 @@ class HetTrainer(Trainer):
             )
         mean = self.het.backward(loss_sum, divisor)
         return torch.tensor(mean or 0.0, dtype=torch.float64, device=self.args.device)
-
-    def _sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
-        """This rank's loss sum, the number of items in it, and the model's outputs."""
-        if self._loss_kind is None:
-            self._loss_kind = find_kind(
-                self.het, inputs, self.label_names, lambda part: self._loss(part)[0]
-            )
-        loss, outputs = self._loss(inputs)
-        if self._loss_kind is LossKind.SUM:
-            counted = self._get_num_items_in_batch([inputs], self.args.device)
-            if counted is not None:
-                return loss, int(counted), outputs
-        num_items = num_labels(inputs, self.label_names)
-        if not num_items:  # a mean over nothing would be NaN
-            return torch.zeros((), device=self.args.device), 0, outputs
-        return loss * num_items, num_items, outputs
-
-    def _loss(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""
-        counted = self._get_num_items_in_batch([inputs], self.args.device)
-        one = None if counted is None else torch.ones((), device=self.args.device)
-        if not num_rows(inputs):
-            self.het(**self._as_called(inputs, one))
-            return torch.zeros((), device=self.args.device), None
-        loss, outputs = self.compute_loss(
-            self.het, dict(inputs), return_outputs=True, num_items_in_batch=one
-        )
-        return loss, outputs
-
-    def _as_called(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
-        """The arguments that ``compute_loss`` passes to the model."""
-        takes_labels = self.label_smoother is None and self.compute_loss_func is None
-        called = {name: v for name, v in inputs.items() if takes_labels or name != "labels"}
-        if num_items is not None and self.model_accepts_loss_kwargs:
-            called["num_items_in_batch"] = num_items
-        return called
 
     def compute_loss(
         self,
@@ -301,7 +233,7 @@ class HetTrainer(Trainer):
         if not is_smoothed or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs.pop("labels")
-        outputs = model(**self._as_called(inputs, num_items_in_batch))
+        outputs = model(**self.rank_loss.as_called(inputs, num_items_in_batch))
         name = unwrap_peft_model(self.model)._get_name()
         assert self.label_smoother is not None
         loss = self.label_smoother(
@@ -330,22 +262,13 @@ class HetTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in transformers, with the rate of evaluation steps corrected."""
-        super().log(self._with_own_rate(logs), start_time)
+        super().log(_with_own_rate(logs, self._num_eval_steps), start_time)
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """As in transformers; predictions are in the order of the dataset."""
         output = super().predict(*args, **kwargs)
-        self._with_own_rate(output.metrics or {})
+        _with_own_rate(output.metrics or {}, self._num_eval_steps)
         return output
-
-    def _with_own_rate(self, metrics: dict[str, float]) -> dict[str, float]:
-        """``metrics`` with the right rates; transformers assumes one batch per rank."""
-        for name in metrics:
-            prefix = name.removesuffix("_steps_per_second")
-            if prefix not in (name, "train") and metrics.get(f"{prefix}_runtime"):
-                rate = self._num_eval_steps / metrics[f"{prefix}_runtime"]
-                metrics[name] = round(rate, 3)
-        return metrics
 
     def evaluation_loop(
         self,
@@ -356,94 +279,94 @@ class HetTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The loss over all tokens of all ranks, and predictions in the dataset's order."""
-        args = self.args
-        loss_only = args.prediction_loss_only if prediction_loss_only is None else True
-        if prediction_loss_only is False:
-            loss_only = False
-        self.het.eval()
+        loss_only = prediction_loss_only
+        if loss_only is None:
+            loss_only = self.args.prediction_loss_only
         self.callback_handler.eval_dataloader = dataloader
         self._num_eval_steps = len(dataloader)
-        sums = [0.0, 0.0]
-        gathered: list[Any] = [None, None, None]  # predictions, labels, inputs
+        self.het.eval()
+        evaluation = EvaluationPass(self, loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in dataloader:
-            loss_sum, num_items, *parts = self._predict(inputs, loss_only, ignore_keys)
-            sums = [sums[0] + loss_sum, sums[1] + num_items]
-            if not loss_only:
-                for rank_parts in self._gather(parts):
-                    for i, part in enumerate(rank_parts):
-                        gathered[i] = joined(gathered[i], part)
+            evaluation.add(inputs)
             self.control = self.callback_handler.on_prediction_step(
-                args, self.state, self.control
+                self.args, self.state, self.control
             )
         self.het.train()
-        return self._evaluated(sums, gathered, len(dataloader.dataset), metric_key_prefix)
+        return evaluation.result(len(dataloader.dataset), metric_key_prefix)
 
-    @torch.no_grad()
-    def _predict(
-        self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
-    ) -> tuple[float, int, Any, Any, Any]:
-        """This rank's loss sum, its number of items, and predictions, labels and inputs."""
-        inputs = self._prepare_inputs(inputs)
-        has_labels = bool(self.label_names) and all(
-            inputs.get(name) is not None for name in self.label_names
+
+def _checked_plan(
+    model: nn.Module,
+    plan: Plan | None,
+    options: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],  # of Trainer
+) -> Plan:
+    if kwargs.get("model_init") is not None:
+        raise ValueError("HetTrainer: model_init is refused. Pass the model itself.")
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "HetTrainer: the model was sharded at load time by DistributedConfig. Load it "
+            "with shardhet.hf.load_pretrained(path, plan)."
         )
-        with self.compute_loss_context_manager():
-            if has_labels:
-                loss_sum, num_items, outputs = self._sums(inputs)
-            else:
-                loss_sum, num_items = torch.zeros(()), 0
-                outputs = self.het(**inputs)
-        if loss_only or not num_rows(inputs):
-            return float(loss_sum), num_items, None, None, None
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        logits = predictions_in(outputs, ignore_keys, has_loss=has_labels)
-        labels: Any = tuple(inputs[name] for name in self.label_names) if has_labels else None
-        labels = labels[0] if labels is not None and len(labels) == 1 else labels
-        if self.preprocess_logits_for_metrics is not None:
-            logits = self.preprocess_logits_for_metrics(logits, labels)
-        main_input = None
-        if "inputs" in self.args.include_for_metrics:
-            main_input = inputs[getattr(self.model, "main_input_name", "input_ids")]
-        return float(loss_sum), num_items, logits, labels, main_input
-
-    def _gather(self, parts: list[Any]) -> list[list[Any]]:
-        mine = [None if part is None else nested_numpify(part) for part in parts]
-        return self.het.exchange_objects(mine)
-
-    def _evaluated(
-        self, sums: list[float], gathered: list[Any], num_samples: int, prefix: str
-    ) -> EvalLoopOutput:
-        predictions, labels, inputs = gathered
-        metrics: dict[str, Any] = {}
-        if self.compute_metrics is not None and predictions is not None and labels is not None:
-            chosen = {} if inputs is None else {"inputs": inputs}
-            metrics = self.compute_metrics(
-                EvalPrediction(predictions=predictions, label_ids=labels, **chosen)
-            )
-        metrics = denumpify_detensorize(metrics)
-        loss_sum, num_items = (
-            sum(column) for column in zip(*self.het.exchange(sums), strict=True)
-        )
-        if num_items:
-            metrics[f"{prefix}_loss"] = loss_sum / num_items
-        metrics = {
-            name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value
-            for name, value in metrics.items()
-        }
-        return EvalLoopOutput(
-            predictions=predictions, label_ids=labels, metrics=metrics, num_samples=num_samples
-        )
-
-    def _check_same_order(self, dataset: Any, sampler: Any) -> None:
-        """Check that ranks draw the same batches, and the same random numbers to collate."""
-        mine = [len(dataset), getattr(sampler, "initial_seed", None)]
-        if mine[1] is None or self._collates_whole:
-            mine.append(int(torch.hash_tensor(torch.get_rng_state())))
-        found = self.het.exchange_objects(mine)
-        if any(each != mine for each in found):
+    if isinstance(model, HetFSDP):
+        if plan is not None or options is not None:
             raise ValueError(
-                f"train_dataset: ranks have {found} as its length, seed and generator, in plan "
-                "order. Give all ranks the same data, and draw random numbers alike on all."
+                "HetTrainer: the model has a plan already. Leave plan and options out."
             )
+        return model.plan
+    if plan is None:
+        raise ValueError("HetTrainer: no plan. Pass plan=, or a HetFSDP as the model.")
+    return plan
+
+
+def _wrapped(
+    module: nn.Module, plan: Plan, args: TrainingArguments, options: Mapping[str, Any] | None
+) -> HetFSDP:
+    return HetFSDP(
+        module, plan, **{"device": args.device, "seed": args.seed, **(options or {})}
+    )
+
+
+def _check_device(wrapped: HetFSDP, args: TrainingArguments) -> None:
+    if not is_same_device(wrapped.device, args.device):
+        raise ValueError(
+            f"HetTrainer: the model is on {wrapped.device} but the arguments say "
+            f"{args.device}. Pass device= to where the model is wrapped, or use_cpu=True."
+        )
+
+
+def _seedable(sampler: Any, dataset: Any, data_seed: int | None) -> Any:
+    """The sampler as accelerate makes it for a plain Trainer, so that orders are the same."""
+    if sampler is None:
+        raise ValueError(
+            "HetTrainer: the train_dataset has no length, so it cannot be dealt out. Use a "
+            "dataset with __len__ and __getitem__."
+        )
+    if not isinstance(sampler, RandomSampler):
+        return sampler
+    seed = torch.random.initial_seed() if data_seed is None else data_seed
+    return SeedableRandomSampler(dataset, data_seed=seed)
+
+
+def _with_own_rate(metrics: dict[str, float], num_eval_steps: int) -> dict[str, float]:
+    """``metrics`` with the right rates; transformers assumes one batch per rank."""
+    for name in metrics:
+        prefix = name.removesuffix("_steps_per_second")
+        if prefix not in (name, "train") and metrics.get(f"{prefix}_runtime"):
+            metrics[name] = round(num_eval_steps / metrics[f"{prefix}_runtime"], 3)
+    return metrics
+
+
+def _check_same_order(
+    het: HetFSDP, dataset: Any, sampler: Any, *, collates_whole_batch: bool
+) -> None:
+    """Check that ranks draw the same batches, and the same random numbers to collate."""
+    mine = [len(dataset), getattr(sampler, "initial_seed", None)]
+    if mine[1] is None or collates_whole_batch:
+        mine.append(int(torch.hash_tensor(torch.get_rng_state())))
+    found = het.exchange_objects(mine)
+    if any(each != mine for each in found):
+        raise ValueError(
+            f"train_dataset: ranks have {found} as its length, seed and generator, in plan "
+            "order. Give all ranks the same data, and draw random numbers alike on all."
+        )

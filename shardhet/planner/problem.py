@@ -180,6 +180,12 @@ class Problem:
         caps = np.array([self.numel_within(g, limits.optimizer_s) for g in groups])
         return np.minimum(self.room, caps[:, None])
 
+    def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
+        """Whether the state fits besides the choices and the optimizer stays in its limit."""
+        room = self.room_within(limits)
+        total = sum(each.count * room[each.group, each.candidate] for each in choices)
+        return bool(total >= self.state_numel)
+
     def least_phases_s(self) -> tuple[float, ...]:
         """A lower bound on each phase, as if memory were unlimited and samples divisible.
 

@@ -34,7 +34,7 @@ from shardhet.planner import exact
 from shardhet.planner.boxes import Box, Grid, with_entry
 from shardhet.planner.incumbent import RELATIVE_EPSILON, Choices, Incumbent
 from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Choice, Limits, Problem, Value
+from shardhet.planner.problem import Limits, Problem, Value
 
 RAY_STEPS = 24  # at most so many bisections along a box's diagonal for an incumbent
 RAY_PRECISION = 1e-3  # of the sum of phases; splitting boxes does the rest better
@@ -247,7 +247,7 @@ class _Search:
         if not self.is_small:
             return True, None
         choices = self.exact_choice(limits)
-        return choices is not None and self.has_room(choices, limits), choices
+        return choices is not None and self.problem.has_room(choices, limits), choices
 
     def fits(self, limits: Limits) -> bool:
         """``may_fit``, with what was met offered as the incumbent."""
@@ -264,16 +264,10 @@ class _Search:
         choices = self.oracle.construct(limits)
         if choices is None and self.can_afford_exact:
             choices = self.exact_choice(limits)
-            if choices is None or not self.has_room(choices, limits):
+            if choices is None or not self.problem.has_room(choices, limits):
                 return False
         self.best.offer(choices)
         return True
-
-    def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
-        """Whether the state fits besides the choices and the optimizer stays in its limit."""
-        room = self.problem.room_within(limits)
-        total = sum(each.count * room[each.group, each.candidate] for each in choices)
-        return bool(total >= self.problem.state_numel)
 
     def least_index(self, d: int, first: int, hi: tuple[int, ...], limits: Limits) -> int:
         """The least limit on phase ``d`` that fits with the others at ``hi``; ``hi`` fits."""
@@ -366,7 +360,7 @@ class _Search:
                 continue
             if self.can_afford_exact:
                 choices = self.exact_choice(limits)
-                if choices is None or not self.has_room(choices, limits):
+                if choices is None or not self.problem.has_room(choices, limits):
                     return np.inf
                 self.best.offer(choices)
                 if self.best.seconds < before:

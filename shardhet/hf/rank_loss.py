@@ -1,0 +1,62 @@
+"""A rank's part of the loss: what transformers computes, as a sum over samples or tokens."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardhet.hf.dealing import num_rows
+from shardhet.hf.losses import LossKind, find_kind, num_labels
+
+if TYPE_CHECKING:
+    from shardhet.hf.trainer import HetTrainer
+
+
+class RankLoss:
+    """The loss of a rank's samples, as a sum over them that can be added to other ranks'."""
+
+    def __init__(self, trainer: "HetTrainer") -> None:
+        self.kind: LossKind | None = None  # found out on the first batch
+        self._trainer = trainer
+
+    def sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
+        """This rank's loss sum, the number of items in it, and the model's outputs."""
+        trainer = self._trainer
+        if self.kind is None:
+            self.kind = find_kind(
+                trainer.het, inputs, trainer.label_names, lambda part: self._loss(part)[0]
+            )
+        loss, outputs = self._loss(inputs)
+        if self.kind is LossKind.SUM:
+            counted = self._num_counted(inputs)
+            if counted is not None:
+                return loss, int(counted), outputs
+        num_items = num_labels(inputs, trainer.label_names)
+        if not num_items:  # a mean over nothing would be NaN
+            return torch.zeros((), device=trainer.args.device), 0, outputs
+        return loss * num_items, num_items, outputs
+
+    def as_called(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
+        """The arguments that ``compute_loss`` passes to the model."""
+        trainer = self._trainer
+        takes_labels = trainer.label_smoother is None and trainer.compute_loss_func is None
+        called = {name: v for name, v in inputs.items() if takes_labels or name != "labels"}
+        if num_items is not None and trainer.model_accepts_loss_kwargs:
+            called["num_items_in_batch"] = num_items
+        return called
+
+    def _loss(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""
+        trainer = self._trainer
+        counted = self._num_counted(inputs)
+        one = None if counted is None else torch.ones((), device=trainer.args.device)
+        if not num_rows(inputs):
+            trainer.het(**self.as_called(inputs, one))
+            return torch.zeros((), device=trainer.args.device), None
+        loss, outputs = trainer.compute_loss(
+            trainer.het, dict(inputs), return_outputs=True, num_items_in_batch=one
+        )
+        return loss, outputs
+
+    def _num_counted(self, inputs: dict[str, Any]) -> Any:
+        return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
