@@ -76,8 +76,6 @@ class HetTrainer(Trainer):
         self.plan = _checked_plan(model, plan, options, kwargs)
         given = args or TrainingArguments(save_strategy="no")
         args = checked(given, self.plan)
-        if kwargs.get("optimizer_cls_and_kwargs") is not None:
-            check_optimizer_class(kwargs["optimizer_cls_and_kwargs"][0])
         inside = model if wrapped is None else wrapped.module
         super().__init__(inside, args, **kwargs)
         wrapped = wrapped or _wrapped(inside, self.plan, args, options)
@@ -279,9 +277,8 @@ class HetTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The loss over all tokens of all ranks, and predictions in the dataset's order."""
-        loss_only = prediction_loss_only
-        if loss_only is None:
-            loss_only = self.args.prediction_loss_only
+        stated, loss_only = prediction_loss_only, self.args.prediction_loss_only
+        loss_only = loss_only if stated is None else stated
         self.callback_handler.eval_dataloader = dataloader
         self._num_eval_steps = len(dataloader)
         self.het.eval()
@@ -303,6 +300,8 @@ def _checked_plan(
 ) -> Plan:
     if kwargs.get("model_init") is not None:
         raise ValueError("HetTrainer: model_init is refused. Pass the model itself.")
+    if kwargs.get("optimizer_cls_and_kwargs") is not None:
+        check_optimizer_class(kwargs["optimizer_cls_and_kwargs"][0])
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             "HetTrainer: the model was sharded at load time by DistributedConfig. Load it "
