@@ -14,14 +14,12 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet.apps.common.help import show_help
-from shardhet.apps.common.hydra_door import enter, refuse
+from shardhet.apps.common.hydra_door import enter, launched_environment, refuse
 from shardhet.apps.common.launch import start_ranks
-from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import VERSION_BASE, conf_dir, to_checked
@@ -50,13 +48,8 @@ No data is read: only the shapes of data=... matter.  Then:
 )
 @record  # inside hydra's, or torchrun shows no traceback
 def _measure(cfg: DictConfig) -> None:
-    env = RankEnv.from_environment()
+    env = launched_environment("measure")
     context = HydraConfig.get()
-    if env is not None and context.mode is RunMode.MULTIRUN:
-        raise SystemExit(
-            "--multirun inside torchrun: ranks of different jobs would meet. Run shardhet "
-            "measure -m ..., which starts one torchrun per job."
-        )
     cfg.out = context.runtime.output_dir
     folder = RunFolder(Path(cfg.out))
     try:

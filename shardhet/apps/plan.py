@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardhet.apps.common.outputs import check_outputs
 from shardhet.apps.common.planning_input import Door, load, read_request
 from shardhet.apps.fewer_hosts import FewerHosts, faster_on_fewer
 from shardhet.apps.plan_report import Alternative, PlanReport, show_report, wide_console
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         conf, inputs = load(DOOR, request, PlannerConf)
         demands = conf.to_demands(inputs.setting.cluster.devices)
-        _check_outputs(conf)
+        check_outputs(out=conf.out, picture=conf.picture)
         report = make_report(conf, inputs, demands)
     except PlanError as error:
         errors.print(str(error), markup=False)
@@ -256,30 +257,6 @@ def _alternatives(
         seconds = CostModel(inputs.setting).predict(plan).step_time_s
         found.append(Alternative(name=name, step_time_s=seconds))
     return tuple(found)
-
-
-def _check_outputs(conf: PlannerConf) -> None:
-    """Raise before any work if an output could not be written."""
-    for key in ("out", "picture"):
-        path = getattr(conf, key)
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(
-                f"{key}: the folder of {path!r} is not there. Make it, or give another."
-            )
-    if conf.picture is not None:
-        check_picture(conf.picture)
-
-
-def check_picture(path: str) -> None:
-    """Raise ConfigError if no picture can be drawn to ``path``."""
-    try:
-        import matplotlib  # noqa: F401 -- only to see whether it is here
-    except ImportError:
-        raise ConfigError(
-            "picture: matplotlib is not installed. Run pip install 'shardhet[plots]'."
-        ) from None
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"picture: {path!r} must end in .png, .svg or .pdf.")
 
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:

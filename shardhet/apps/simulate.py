@@ -7,8 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardhet.apps.common.outputs import check_outputs
 from shardhet.apps.common.planning_input import Door, load, read_request
-from shardhet.apps.plan import check_picture
 from shardhet.apps.plan_report import Row, duration, rows_of, source_line, wide_console
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         conf, inputs = load(DOOR, request, SimulateConf)
         plan = _load_plan(request.files[0])
-        _check_outputs(conf)
+        check_outputs(trace=conf.trace, picture=conf.picture)
         predicted = CostModel(inputs.setting).predict(plan)
         timeline = simulate(plan, inputs.setting)
     except ValueError as error:
@@ -57,17 +57,6 @@ def _load_plan(path: str) -> Plan:
     if not Path(path).is_file():
         raise ConfigError(f"{path!r} is no file. Give the plan.json of shardhet plan.")
     return Plan.load(path)
-
-
-def _check_outputs(conf: SimulateConf) -> None:
-    for key in ("trace", "picture"):
-        path = getattr(conf, key)
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(
-                f"{key}: the folder of {path!r} is not there. Make it, or give another."
-            )
-    if conf.picture is not None:
-        check_picture(conf.picture)
 
 
 def _show(

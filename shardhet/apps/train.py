@@ -15,15 +15,13 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet.apps.common.help import show_help
-from shardhet.apps.common.hydra_door import enter, refuse
+from shardhet.apps.common.hydra_door import enter, launched_environment, refuse
 from shardhet.apps.common.launch import start_ranks
 from shardhet.apps.common.loggers import check_logger
-from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
@@ -41,13 +39,8 @@ from shardhet.records.plan import Plan
 @hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
 @record  # inside hydra's, or torchrun shows no traceback
 def _train(cfg: DictConfig) -> None:
-    env = RankEnv.from_environment()
+    env = launched_environment("train")
     context = HydraConfig.get()
-    if env is not None and context.mode is RunMode.MULTIRUN:
-        raise SystemExit(
-            "--multirun inside torchrun or srun: ranks of different jobs would meet. Run "
-            "shardhet train -m ..., which starts one torchrun per job."
-        )
     cfg.run_dir = context.runtime.output_dir
     folder = RunFolder(Path(cfg.run_dir))
     try:

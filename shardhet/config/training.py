@@ -282,19 +282,12 @@ class EvenPlanConf(PlanConf):
 
 
 @dataclass(kw_only=True)
-class ProportionalPlanConf(PlanConf):
+class ProportionalPlanConf(EvenPlanConf):
     """Batches in proportion to speeds; state shares even or as given."""
 
     kind: PlanKind = PlanKind.PROPORTIONAL
     speeds: list[float] = MISSING
     state_shares: list[float] = field(default_factory=list)  # empty: even
-    global_batch_size: int = 32
-    microbatch_size: int = 8
-    recompute: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least("plan.global_batch_size", self.global_batch_size, 1)
-        check_at_least("plan.microbatch_size", self.microbatch_size, 1)
 
     @property
     def stated_world_size(self) -> int | None:
@@ -377,7 +370,7 @@ class LoggerConf:
 
 
 def _proportional(
-    conf: EvenPlanConf | ProportionalPlanConf,
+    conf: EvenPlanConf,
     speeds: Sequence[float],
     state_shares: Sequence[float],
     devices: Sequence[DeviceSpec],

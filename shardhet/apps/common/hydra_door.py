@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -64,6 +66,20 @@ def _refusal(lines: Sequence[str], env: RankEnv | None) -> SystemExit:
         _tell_torchrun(ConfigError(text), env)
         Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
     return SystemExit(1)
+
+
+def launched_environment(command: str) -> RankEnv | None:
+    """This rank's environment if torchrun or srun started it; None from a shell.
+
+    Raises ``SystemExit`` for a sweep inside of torchrun.
+    """
+    env = RankEnv.from_environment()
+    if env is not None and HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise SystemExit(
+            "--multirun inside torchrun or srun: ranks of different jobs would meet. Run "
+            f"shardhet {command} -m ..., which starts one torchrun per job."
+        )
+    return env
 
 
 def refuse(error: ConfigError, env: RankEnv | None) -> SystemExit:

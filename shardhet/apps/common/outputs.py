@@ -1,0 +1,28 @@
+"""Whether the files that a command is asked for can be written, before any work is done."""
+
+from pathlib import Path
+
+from shardhet.config.checks import ConfigError
+
+
+def check_outputs(**path_by_key: str | None) -> None:
+    """Raise ConfigError if a file could not be written; ``picture`` is the key of a drawing."""
+    for key, path in path_by_key.items():
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(
+                f"{key}: the folder of {path!r} is not there. Make it, or give another."
+            )
+    picture = path_by_key.get("picture")
+    if picture is not None:
+        _check_picture(picture)
+
+
+def _check_picture(path: str) -> None:
+    try:
+        import matplotlib  # noqa: F401 -- only to see whether it is here
+    except ImportError:
+        raise ConfigError(
+            "picture: matplotlib is not installed. Run pip install 'shardhet[plots]'."
+        ) from None
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"picture: {path!r} must end in .png, .svg or .pdf.")
