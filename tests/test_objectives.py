@@ -47,7 +47,7 @@ class Option:
 class Case:
     """A cluster of three devices; memory is about what the state needs."""
 
-    def __init__(self, seed: int, *, roomy: float) -> None:
+    def __init__(self, seed: int, *, roomy: float, reshards: bool = True) -> None:
         rng = np.random.default_rng(seed)
         cluster, profile, _ = random_case(seed)
         overhead_s = float(np.random.default_rng([seed, 1]).uniform(0, 0.01))
@@ -62,7 +62,7 @@ class Case:
         )
         self.cluster = Cluster(nodes=(Node(host="a", devices=devices),))
         self.setting = Setting(self.cluster, WORKLOAD, profile)
-        self.model = CostModel(self.setting)
+        self.model = CostModel(self.setting, reshards)
         self.batch = int(rng.integers(2, 4))
         self.choices = recompute_choices(self.model, DEFAULT_EFFORT.recompute_steps)
         self.turns = self.model.turns(unevenness=1.0, recomputed=self.choices)
@@ -170,7 +170,7 @@ def step_time_s(
     turns_s = 0.0
     for j, comm_s in enumerate(case.comm_s):
         ends_s = [
-            option.turns_s[j] + excess * comm_s
+            option.turns_s[j] + excess * comm_s if option.turns_s[j] else 0.0
             for option, excess in zip(taken, case.overlap_excesses, strict=True)
         ]
         turns_s += max(comm_s, *ends_s)
@@ -194,8 +194,9 @@ def demands_of(seed: int) -> Demands:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
-    case, demands = Case(seed, roomy=1.5 + seed % 3), demands_of(seed)
-    plans = list(all_plans(case, case.batch, demands))
+    cases = [Case(seed, roomy=1.5 + seed % 3, reshards=each) for each in (True, False)]
+    case, demands = cases[0], demands_of(seed)
+    plans = [s for each in cases for s in all_plans(each, case.batch, demands)]
     try:
         solution = solve(case.setting, global_batch_size=case.batch, demands=demands)
     except PlanError:
@@ -251,7 +252,8 @@ def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
-    case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)
+    cases = [Case(seed, roomy=3.0, reshards=each) for each in (True, False)]
+    case, demands = cases[0], demands_of(3 * seed)
     best = solve(case.setting, global_batch_size=case.batch, demands=demands)
     wanted = 0.7 * best.samples_per_s
     least = least_memory(
@@ -263,8 +265,11 @@ def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
 
     def is_reached(part: float) -> bool:
         slowest_s = case.batch / wanted
-        plans = all_plans(case, case.batch, demands, part=part)
-        return any(seconds <= slowest_s for seconds in plans)
+        return any(
+            seconds <= slowest_s
+            for each in cases
+            for seconds in all_plans(each, case.batch, demands, part=part)
+        )
 
     assert is_reached(least.budget_fraction + ROUNDING)
     assert not is_reached(least.lower_bound * (1 - 1e-9))

@@ -309,7 +309,8 @@ class _RoleTimes:
 
         def beside(compute_s: Floats, comm_s: float) -> Floats:
             # Compute that ends before its communication is hidden by it.
-            return np.maximum(compute_s + excess * comm_s, comm_s)
+            slowed = np.where(compute_s > 0, compute_s + excess * comm_s, 0.0)
+            return np.maximum(slowed, comm_s)
 
         forward = {name: np.zeros(rest.shape) for name in seconds}
         for each in classes:

@@ -23,6 +23,7 @@ from shardhet.simulator.simulation import simulate
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
 NUM_RESCORED = 4
 RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction are simulated
+LEAST_GAIN = 1e-6  # for which more memory is used: parameters that stay gathered
 NO_DEMANDS = Demands()
 GIB = 2**30
 
@@ -62,7 +63,64 @@ def solve(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."
         )
     demands.check(setting.cluster.world_size)
-    model = CostModel(setting)
+    found: list[PlanSolution] = []
+    bounds_s: list[float] = []
+    missed: PlanError | None = None
+    for reshards in (True, False):
+        model = CostModel(setting, reshards)
+        if not reshards and not _may_gain(model, found):
+            continue
+        try:
+            solution = _solve_as(model, global_batch_size, demands, effort, num_rescored)
+        except PlanError as error:
+            missed = missed or error
+            bounds_s.append(error.lower_bound_s)
+        else:
+            found.append(solution)
+            bounds_s.append(solution.lower_bound_s)
+    if not found:
+        assert missed is not None
+        raise missed
+    return replace(_fastest(found, setting, num_rescored), lower_bound_s=min(bounds_s))
+
+
+def _may_gain(model: CostModel, resharding: Sequence[PlanSolution]) -> bool:
+    """Whether plans that do not reshard after forward may be faster than these.
+
+    Each turn gains at most the gather that it is spared, times what compute loses beside it.
+    """
+    spared_s = (
+        replace(model, reshard_after_forward=True).turns(unevenness=1.0).comm_s
+        - model.turns(unevenness=1.0).comm_s
+    )
+    return not resharding or (
+        spared_s * _most_slowed(model) > LEAST_GAIN * resharding[0].predicted.step_time_s
+    )
+
+
+def _fastest(
+    found: Sequence[PlanSolution], setting: Setting, num_rescored: int
+) -> PlanSolution:
+    """The fastest of these; by simulation if predictions are close, the first if equal."""
+    best = found[0]
+    for other in found[1:]:
+        ratio = other.predicted.step_time_s / best.predicted.step_time_s
+        if num_rescored > 1 and abs(ratio - 1) <= RESCORED_MARGIN:
+            of_both = [simulate(each.plan, setting).step_time_s for each in (best, other)]
+            ratio = of_both[1] / of_both[0]
+        if ratio < 1 - LEAST_GAIN:
+            best = other
+    return best
+
+
+def _solve_as(
+    model: CostModel,
+    global_batch_size: int,
+    demands: Demands,
+    effort: Effort,
+    num_rescored: int,
+) -> PlanSolution:
+    """The best plan of the model's kind of resharding, with a bound on plans of this kind."""
     builder = TableBuilder(
         model, global_batch_size=global_batch_size, demands=demands, effort=effort
     )
@@ -74,12 +132,13 @@ def solve(
     )
     if not fitting:
         raise NoRoomForRowsError(
-            "plan: no share fits once it is rounded to rows. Raise a budget."
+            "plan: no share fits once it is rounded to rows. Raise a budget.",
+            lower_bound_s=bound_s,
         )
     if num_rescored == 1 or len(fitting) == 1:
         return replace(fitting[0], lower_bound_s=bound_s)
     simulated = [
-        (simulate(each.plan, setting).step_time_s, i)
+        (simulate(each.plan, model.setting).step_time_s, i)
         for i, each in enumerate(fitting[:num_rescored])
     ]
     simulated_s, best = min(simulated)
@@ -98,14 +157,25 @@ def certify_search(
     The problem is that of ``solve``: shares of any size, communication as with even shares.
     Raises ``PlanError`` if nothing fits.
     """
-    builder = TableBuilder(
-        CostModel(setting),
-        global_batch_size=global_batch_size,
-        demands=demands,
-        effort=effort,
-    )
-    table, _ = _search(builder, effort)
-    return certify(table.problem), search(table.problem, effort)
+    answers: list[tuple[Certificate, Found]] = []
+    missed: PlanError | None = None
+    for reshards in (True, False):
+        builder = TableBuilder(
+            CostModel(setting, reshards),
+            global_batch_size=global_batch_size,
+            demands=demands,
+            effort=effort,
+        )
+        try:
+            table, _ = _search(builder, effort)
+        except PlanError as error:
+            missed = missed or error
+        else:
+            answers.append((certify(table.problem), search(table.problem, effort)))
+    if not answers:
+        assert missed is not None
+        raise missed
+    return min(answers, key=lambda each: each[1].value.objective_s)
 
 
 def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Found]:
@@ -116,16 +186,17 @@ def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Foun
     cut_s = builder.first_cut_s()
     while True:
         table = builder.table(cut_s)
-        error = PlanError
+        error, bound_s = PlanError, inf
         try:
             found = search(table.problem, effort)
             if table.rounded.evaluate(found.choices) is None:
-                error = NoRoomForRowsError
+                error, bound_s = NoRoomForRowsError, found.lower_bound_s
                 tighter = search(table.rounded, effort)
-                found = replace(tighter, lower_bound_s=found.lower_bound_s)
+                found = replace(tighter, lower_bound_s=bound_s)
         except NothingFitsError:
             if not table.is_cut:
-                raise error(nearest_miss(table.rounded, builder.model)) from None
+                message = nearest_miss(table.rounded, builder.model)
+                raise error(message, lower_bound_s=bound_s) from None
         else:
             if not table.is_cut or found.value.objective_s <= cut_s:
                 return table, found
@@ -219,6 +290,7 @@ def _plan(
     )
     return Plan(
         ranks=ranks,
+        reshard_after_forward=model.reshard_after_forward,
         units=tuple(
             PlannedUnit(fqn=unit.fqn, numel=model.workload.kind_of(unit).numel)
             for unit in model.workload.units
@@ -230,13 +302,19 @@ def _share_dependent_s(model: CostModel, turns: Turns) -> float:
     """How much all communication of a step could at most gain over even shares.
 
     The search assumes even shares.  With few receivers, direct messages take less time; a
-    turn gains no more than its communication does.
+    turn gains at most what its communication does, times what compute loses beside it.
     """
     collectives = model.profile.collectives
     weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
     if not any(weights):
         return 0.0
-    return turns.comm_s - model.turns(unevenness=0.0).comm_s
+    return _most_slowed(model) * (turns.comm_s - model.turns(unevenness=0.0).comm_s)
+
+
+def _most_slowed(model: CostModel) -> float:
+    """Seconds that a turn takes at most longer per second of its collectives."""
+    kinds = {device.kind for device in model.cluster.devices}
+    return max(1.0, *(model.profile.device(kind).overlap_excess for kind in kinds))
 
 
 def nearest_miss(problem: Problem, model: CostModel) -> str:

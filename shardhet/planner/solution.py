@@ -1,6 +1,7 @@
 """A plan with a proof of how good it is."""
 
 from dataclasses import dataclass
+from math import inf
 
 from shardhet.planner.assignment import Assignment
 from shardhet.pricing.step_cost import StepCost
@@ -9,6 +10,11 @@ from shardhet.records.plan import Plan
 
 class PlanError(ValueError):
     """No plan exists; the message carries the nearest miss."""
+
+    def __init__(self, message: str, *, lower_bound_s: float = inf) -> None:
+        """``lower_bound_s`` holds for plans that may exist all the same; inf if none does."""
+        super().__init__(message)
+        self.lower_bound_s = lower_bound_s
 
 
 class NoRoomForRowsError(PlanError):

@@ -4,11 +4,11 @@ Let C_i be the compute time of rank i in a turn, g the time of the collectives t
 the turn, and e_i the seconds that the compute of i loses per second of those collectives
 (``overlap_excess``).  The turn takes
 
-    max(g,  max_i C_i + e_i g)
+    max(g,  max C_i + e_i g  over the ranks with C_i > 0)
 
 Turns that are alike (the blocks) are added up first, so the predicted step is
 
-    sum over classes of turns of max(g, max_i C_i + e_i g)
+    sum over classes of turns of max(g, max C_i + e_i g)
       + the first gather and the last reduction, which overlap no compute
       + max_i (seconds per element of the optimizer) * (elements stored by i)
       + the runtime's own time in every turn, if the host does not run ahead of its device
@@ -33,6 +33,9 @@ class CostModel(TurnPrices, MemoryPrices):
 
         Devices are those of the cluster, in its order.
         """
+        if plan.reshard_after_forward != self.reshard_after_forward:
+            other = replace(self, reshard_after_forward=plan.reshard_after_forward)
+            return other.predict(plan)
         self._check_devices(plan)
         self._check_units(plan)
         stored = self.stored_numels(plan.state_shares)
@@ -45,7 +48,6 @@ class CostModel(TurnPrices, MemoryPrices):
         turns = self.turns(
             unevenness=self.unevenness(shares, computes),
             recomputed=list(dict.fromkeys(rank.recomputed_units for rank in ranks)),
-            reshard_after_forward=plan.reshard_after_forward,
         )
         compute: dict[tuple[object, ...], list[tuple[float, float]]] = {}
         parts_by_kind: dict[str | None, list[list[tuple[float, float]]]] = {}

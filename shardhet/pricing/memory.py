@@ -45,8 +45,13 @@ class MemoryPrices(Priced):
 
     @cached_property
     def unsharded_bytes(self) -> int:
-        """Gathered parameters of the root and of two units that run one after the other."""
-        return (self._max_of_neighbours + self.root_numel) * self.workload.param_itemsize
+        """Gathered parameters of the root and of two units that run one after the other.
+
+        Of all units if they stay unsharded after forward.
+        """
+        if self.reshard_after_forward or self.cluster.world_size == 1:
+            return (self._max_of_neighbours + self.root_numel) * self.workload.param_itemsize
+        return self.workload.numel * self.workload.param_itemsize
 
     @cached_property
     def grad_bytes(self) -> int:

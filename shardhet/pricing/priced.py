@@ -11,9 +11,10 @@ from shardhet.records.workload import Unit, Workload
 
 @dataclass(frozen=True)
 class Priced:
-    """Base class: a setting and what follows from it."""
+    """Base class: a setting and what follows from it, for plans of one kind of resharding."""
 
     setting: Setting
+    reshard_after_forward: bool = True  # else units stay unsharded until their backward
 
     @property
     def cluster(self) -> Cluster:

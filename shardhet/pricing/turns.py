@@ -63,8 +63,11 @@ class TurnPrices(Priced):
     def beside_comm_s(self, device_kind: str | None, compute_s: float, comm_s: float) -> float:
         """Seconds of compute while ``comm_s`` of collectives overlap it.
 
-        ``compute_s`` is what the same compute takes alone.
+        ``compute_s`` is what the same compute takes alone; where there is none, there is
+        nothing that the collectives could slow down.
         """
+        if not compute_s:
+            return 0.0
         return compute_s + self.profile.device(device_kind).overlap_excess * comm_s
 
     def unevenness(self, shares: Sequence[float], computes: Sequence[bool]) -> float:
@@ -89,7 +92,6 @@ class TurnPrices(Priced):
         *,
         unevenness: float,
         recomputed: Sequence[Sequence[str]] = (),
-        reshard_after_forward: bool = True,
     ) -> Turns:
         """The classes of turns of a step.
 
@@ -98,8 +100,7 @@ class TurnPrices(Priced):
         """
         gather_s, reduce_s = self._collective_seconds(unevenness)
         forward_s, backward_s = (
-            self._mean_by_kind(seconds)
-            for seconds in self._beside(gather_s, reduce_s, reshard_after_forward)
+            self._mean_by_kind(seconds) for seconds in self._beside(gather_s, reduce_s)
         )
         root_s = sum(
             self._collective_s(self.root_numel, is_gather, unevenness)
@@ -169,11 +170,13 @@ class TurnPrices(Priced):
         return curve.at(numel * itemsize * (1 - weight + weight * unevenness))
 
     def _beside(
-        self, gather_s: Sequence[float], reduce_s: Sequence[float], reshard_after_forward: bool
+        self, gather_s: Sequence[float], reduce_s: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """Seconds of the collectives that overlap each unit's forward and backward turn."""
         num_units = len(gather_s)
-        schedule = straight_schedule(num_units, reshard_after_forward=reshard_after_forward)
+        schedule = straight_schedule(
+            num_units, reshard_after_forward=self.reshard_after_forward
+        )
         seconds_of = {"gather": gather_s, "reduce": reduce_s}
         forward_s, backward_s = [0.0] * num_units, [0.0] * num_units
         for i, turn in enumerate(schedule.turns):

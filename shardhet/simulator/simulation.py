@@ -28,7 +28,8 @@ from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Timeli
 
 def simulate(plan: Plan, setting: Setting) -> Timeline:
     """The predicted timeline of one optimizer step."""
-    return _Simulation(CostModel(setting), plan).run()
+    model = CostModel(setting, plan.reshard_after_forward)
+    return _Simulation(model, plan).run()
 
 
 class _State(Enum):
