@@ -4,12 +4,13 @@ The search ends with limits: the phases T_d and the optimizer's time of its best
 choice within these limits is equally fast.  Among them, the one with the least total compute
 is taken:
 
-    minimise    sum_gc n_gc sum_d t_dc
+    minimise    sum_gc n_gc w_c
     such that   sum n_gc b_c = B,    sum n_gc min(a_c, T_optimizer / o_g) >= S,
                 sum_c n_gc = N_g,    n_gc whole,
 
-over the candidates with t_dc <= T_d in every phase, in the notation of ``problem``.  Devices
-that do not set the pace then recompute as little as memory allows, and work goes to fast
+over the candidates with t_dc <= T_d in every phase, in the notation of ``problem``; w_c is the
+compute of candidate c alone, whether or not communication hides it.  Devices that do not set
+the pace then recompute as little as memory allows, even where links do, and work goes to fast
 devices rather than slow ones.
 """
 
@@ -44,8 +45,9 @@ class Assignment:
 def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignment:
     """The choice with the least compute among those as fast as ``choices``.
 
-    ``value`` is what ``choices`` cost.  Returns ``choices`` themselves if there are too many
-    candidates, or if HiGHS does not finish within ``MAX_NODES``.
+    ``value`` is what ``choices`` cost; they may be candidates of another table of the same
+    problem, with fewer that are equally fast.  Returns ``choices`` themselves if there are too
+    many candidates, or if HiGHS does not finish within ``MAX_NODES``.
     """
     group, candidate = _candidates(problem, value)
     num_variables = len(group)
@@ -80,7 +82,7 @@ def _candidates(problem: Problem, value: Value) -> tuple[Ints, Ints]:
     computes no more.
     """
     allowed = problem.allowed(Limits(value.phases_s))
-    total_s = np.sum(problem.costs, axis=0)
+    total_s = problem.compute_s
     groups, candidates = [], []
     for g, group in enumerate(problem.groups):
         indices = np.flatnonzero(allowed[g, : len(group.batch)])
@@ -104,7 +106,7 @@ def _solve(problem: Problem, group: Ints, candidate: Ints, value: Value) -> Ints
     from scipy.optimize import LinearConstraint, milp  # imported here: it takes half a second
 
     limits = Limits(value.phases_s, value.optimizer_s * (1 + ROUNDING))
-    total_s = np.sum(problem.costs, axis=0)[group, candidate]
+    total_s = problem.compute_s[group, candidate]
     rows: Floats = np.zeros((len(problem.groups) + 2, len(group)))
     rows[group, np.arange(len(group))] = 1.0
     rows[-2] = problem.batch[group, candidate]

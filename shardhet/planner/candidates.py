@@ -9,6 +9,7 @@ alike.  Its room is what the budget leaves for state.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -144,10 +145,16 @@ class TableBuilder:
         compute_s = self.global_batch_size / rate + slowest_single
         return self.turns.comm_s + self.model.overhead_s + FIRST_CUT_FACTOR * compute_s
 
-    def table(self, cut_s: float) -> CandidateTable:
-        """All candidates that compute no longer than ``cut_s``, without dominated ones."""
+    def table(self, cut_s: float, *, within_s: Sequence[float] | None = None) -> CandidateTable:
+        """All candidates that compute no longer than ``cut_s``, without dominated ones.
+
+        A candidate is dominated if another of the same batch has as much room and is as fast
+        in every phase.  With ``within_s``, limits on the phases, candidates beyond them are
+        left out, and the compute that communication hides counts too: these candidates are
+        equally fast, and the one that computes least may be chosen.
+        """
         model = self.model
-        built = [times.group(cut_s) for times in self._groups]
+        built = [times.group(cut_s, within_s) for times in self._groups]
         for (group, _, _), bundles in zip(built, self._bundles, strict=True):
             if not len(group.batch):
                 raise PlanError(self._groups_message(bundles[0]))
@@ -196,12 +203,13 @@ class _GroupTimes:
         self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
         self.least_seconds = max(member.least_seconds for member in self._members)
 
-    def group(self, cut_s: float) -> tuple[Group, Ints, Ints]:
+    def group(self, cut_s: float, within_s: Sequence[float] | None) -> tuple[Group, Ints, Ints]:
         """The group at a cut, and its candidates' microbatch sizes and recompute choices."""
         batches, allowed = self._batches(cut_s), self._allowed_choices()
         per_choice = list(self._of_choices(allowed, batches))
-        costs = np.concatenate([costs for costs, _ in per_choice], axis=2)  # [D, b, n]
-        room = np.concatenate([room for _, room in per_choice], axis=1)  # [b, n]
+        costs = np.concatenate([each.costs for each in per_choice], axis=2)  # [D, b, n]
+        room = np.concatenate([each.room for each in per_choice], axis=1)  # [b, n]
+        compute = np.concatenate([each.compute_s for each in per_choice], axis=1)  # [b, n]
         sizes = np.tile(self._sizes, len(per_choice))
         choices = np.repeat(allowed, len(self._sizes))
         is_first = np.arange(len(sizes)) == len(sizes) - len(self._sizes)
@@ -209,7 +217,11 @@ class _GroupTimes:
         valid = (room >= 0) & np.where(
             batches[:, None] > 0, sizes <= batches[:, None], is_first
         )
-        kept = valid & ~_dominated(costs, np.where(valid, room, -1.0))
+        known = costs
+        if within_s is not None:
+            valid &= (costs <= np.array(within_s)[:, None, None]).all(axis=0)
+            known = np.concatenate((costs, compute[None]))
+        kept = valid & ~_dominated(known, np.where(valid, room, -1.0))
         b, n = np.nonzero(kept)
         number, profile = self.num_members, self._builder.model.profile
         slowest_s = max(
@@ -223,6 +235,7 @@ class _GroupTimes:
             room=number * room[b, n],
             optimizer_s_per_numel=slowest_s / number,
             num_members=number,
+            compute_s=compute[b, n],
         )
         group, order = group.sorted()
         return group, sizes[n][order], choices[n][order]
@@ -254,15 +267,24 @@ class _GroupTimes:
             return list(range(last + 1))
         return [last if True in claims else 0]
 
-    def _of_choices(
-        self, choices: Sequence[int], batches: Ints
-    ) -> Iterator[tuple[Floats, Floats]]:
-        """Per choice: costs [D, b, m] of the slowest member, room [b, m] of the smallest."""
+    def _of_choices(self, choices: Sequence[int], batches: Ints) -> Iterator["_Worth"]:
+        """Per choice: costs of the slowest member, room of the smallest, compute of all."""
         members = [member.of_choices(choices, batches) for member in self._members]
-        for each in zip(*members, strict=True):
-            costs: Floats = reduce(np.maximum, [costs for costs, _ in each])
-            room: Floats = reduce(np.minimum, [room for _, room in each])
-            yield costs, room
+        for of_members in zip(*members, strict=True):
+            yield _Worth(
+                reduce(np.maximum, [each.costs for each in of_members]),
+                reduce(np.minimum, [each.room for each in of_members]),
+                reduce(np.add, [each.compute_s for each in of_members])
+                * (self.num_members / len(of_members)),
+            )
+
+
+class _Worth(NamedTuple):
+    """What batches b in microbatches of m cost a device, and the room that they leave."""
+
+    costs: Floats  # [D, b, m]
+    room: Floats  # [b, m]
+    compute_s: Floats  # [b, m]
 
 
 class _RoleTimes:
@@ -290,10 +312,8 @@ class _RoleTimes:
         self.least_seconds_per_sample = float((whole[1:] / sizes).min())
         self.least_seconds = float(whole[1:].min())
 
-    def of_choices(
-        self, choices: Sequence[int], batches: Ints
-    ) -> Iterator[tuple[Floats, Floats]]:
-        """Costs [D, b, m] and room [b, m] of each choice of what is recomputed.
+    def of_choices(self, choices: Sequence[int], batches: Ints) -> Iterator[_Worth]:
+        """What each choice of what is recomputed is worth.
 
         The phases are the forward of every kind of unit, then the backward of every class.
         The forward of all classes of a kind is a single phase, because all of them are
@@ -313,6 +333,9 @@ class _RoleTimes:
             return np.maximum(slowed, comm_s)
 
         forward = {name: np.zeros(rest.shape) for name in seconds}
+        alone_s = sum(  # [b, m]
+            each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
+        )
         for each in classes:
             forward[each.kind.name] += beside(
                 each.num_units * seconds[each.kind.name][0], each.forward_comm_s
@@ -320,13 +343,14 @@ class _RoleTimes:
         for choice in choices:
             patterns = self._builder.recompute_choices[choice]
             rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
-            costs = [*forward.values()]
+            costs, compute_s = [*forward.values()], alone_s
             for each in classes:
                 forward_s, backward_s = seconds[each.kind.name]
                 again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
                 turns_s = each.num_units * (backward_s + again_s)
                 costs.append(beside(turns_s, each.backward_comm_s))
-            yield np.array(costs), self._room(rank, batches)
+                compute_s = compute_s + each.num_units * again_s
+            yield _Worth(np.array(costs), self._room(rank, batches), compute_s)
 
     def _room(self, rank: RankPlan, batches: Ints) -> Floats:
         """Elements of state that fit besides each batch and microbatch size."""

@@ -127,8 +127,8 @@ def _solve_as(
     table, found = _search(builder, effort)
     bound_s = found.lower_bound_s - _share_dependent_s(model, builder.turns)
     met = (found.choices, *found.runners_up)[:num_rescored]
-    fitting = _fitting_plans(model, demands, table, met) or _fitting_plans(
-        model, demands, table, found.runners_up
+    fitting = _fitting_plans(builder, demands, table, met) or _fitting_plans(
+        builder, demands, table, found.runners_up
     )
     if not fitting:
         raise NoRoomForRowsError(
@@ -204,7 +204,7 @@ def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Foun
 
 
 def _fitting_plans(
-    model: CostModel,
+    builder: TableBuilder,
     demands: Demands,
     table: CandidateTable,
     met: Sequence[tuple[Choice, ...]],
@@ -215,16 +215,27 @@ def _fitting_plans(
     spread in two ways: for the fastest optimizer, and as evenly as possible.  The plans do
     not have a bound yet.
     """
+    model = builder.model
     budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
     solutions: dict[Plan, PlanSolution] = {}
-    for choices in met:
-        value = table.rounded.evaluate(choices)
+    worth = [(choices, table.rounded.evaluate(choices)) for choices in met]
+    values = [value for _, value in worth if value is not None]
+    if not values:
+        return []
+    # Of what is as fast as the choices, what computes least may be dominated in the table.
+    longest_s = [
+        max(column) for column in zip(*(each.phases_s for each in values), strict=True)
+    ]
+    cut_s = CUT_GROWTH * max(each.objective_s for each in values)
+    wider = builder.table(cut_s, within_s=longest_s)
+    for choices, value in worth:
         if value is None:
             continue
-        by_highs = assign(table.rounded, choices, value)
         # The search's own choice is tried as well, in case that of HiGHS does not fit after
         # rounding to rows.
+        by_highs = assign(wider.rounded, choices, value)
         for assignment in dict.fromkeys((by_highs, by_highs.replaced_by(choices))):
+            from_table = wider if assignment.is_by_highs else table
             of_both = [
                 PlanSolution(
                     plan=plan,
@@ -233,7 +244,7 @@ def _fitting_plans(
                     assignment=assignment,
                 )
                 for plan in dict.fromkeys(
-                    _plan(model, demands, table, assignment.choices, optimizer_s)
+                    _plan(model, demands, from_table, assignment.choices, optimizer_s)
                     for optimizer_s in (value.optimizer_s, inf)
                 )
             ]

@@ -41,14 +41,23 @@ class Group:
     room: Floats  # [C] elements of state that fit besides it; never negative
     optimizer_s_per_numel: float
     num_members: int = 1  # devices in each of the ``count`` sets
+    # [C] seconds of compute that no communication hides; None: the sum of the costs
+    compute_s: Floats | None = None
 
     def sorted(self) -> tuple["Group", Ints]:
         """The group with the largest batch first, then the most room; and the permutation."""
         order = np.lexsort((-self.room, -self.batch))
-        group = replace(
-            self, batch=self.batch[order], costs=self.costs[:, order], room=self.room[order]
+        return self.only(order), order
+
+    def only(self, candidates: Ints) -> "Group":
+        """The group with these candidates, in this order."""
+        return replace(
+            self,
+            batch=self.batch[candidates],
+            costs=self.costs[:, candidates],
+            room=self.room[candidates],
+            compute_s=None if self.compute_s is None else self.compute_s[candidates],
         )
-        return group, order
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,15 @@ class Problem:
         )
 
     @cached_property
+    def compute_s(self) -> Floats:
+        """[G, C] seconds of compute; inf where padded."""
+        rows = [
+            group.costs.sum(axis=0) if group.compute_s is None else group.compute_s
+            for group in self.groups
+        ]
+        return self._padded(rows, np.inf)
+
+    @cached_property
     def numel_per_optimizer_s(self) -> Floats:
         """[G] elements that the optimizer updates per second; inf if it is not counted."""
         per_numel = np.array([group.optimizer_s_per_numel for group in self.groups])
@@ -157,10 +175,7 @@ class Problem:
             np.flatnonzero((group.costs <= np.array(limits)[:, None]).all(axis=0))
             for group in self.groups
         )
-        groups = tuple(
-            replace(group, batch=group.batch[k], costs=group.costs[:, k], room=group.room[k])
-            for group, k in zip(self.groups, kept, strict=True)
-        )
+        groups = tuple(group.only(k) for group, k in zip(self.groups, kept, strict=True))
         return replace(self, groups=groups), kept
 
     def allowed(self, limits: Limits) -> Bools:
