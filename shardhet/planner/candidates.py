@@ -1,7 +1,7 @@
 """Build the assignment problem from a cluster, a workload and a profile: list the candidates.
 
-A candidate is a batch b in microbatches of size m (the last may be smaller) and a choice of
-what is recomputed.  Its costs are the compute of every phase.  The phases are the forward of
+A candidate is a batch b in microbatches of at most m (see ``splits``) and a choice of what is
+recomputed.  Its costs are the compute of every phase.  The phases are the forward of
 each kind of unit, and the backward of each class of units that every recompute choice treats
 alike.  Its room is what the budget leaves for state.
 """
@@ -18,6 +18,7 @@ from shardhet.planner.problem import Bools, Floats, Group, Ints, Problem
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanError
+from shardhet.planner.splits import Splits
 from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Workload
@@ -33,17 +34,8 @@ GIB = 2**30
 class Candidate:
     """What one device does: enough to write its part of a plan."""
 
-    rank_batch_size: int
-    microbatch_size: int
+    microbatch_sizes: tuple[int, ...]
     recomputed_units: tuple[str, ...]
-
-    @property
-    def microbatch_sizes(self) -> tuple[int, ...]:
-        """Full microbatches, and a last one with the remainder."""
-        if not self.rank_batch_size:
-            return ()
-        whole, rest = divmod(self.rank_batch_size, self.microbatch_size)
-        return (self.microbatch_size,) * whole + ((rest,) if rest else ())
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,8 @@ class CandidateTable:
 
     problem: Problem
     bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
-    microbatch_sizes: tuple[Ints, ...]  # per group, [C]
+    splits: tuple[Splits, ...]  # per group
+    microbatch_sizes: tuple[Ints, ...]  # per group, [C]: the largest of each candidate
     choices: tuple[Ints, ...]  # per group, [C]: index into recompute_choices
     recompute_choices: tuple[tuple[str, ...], ...]
     is_cut: bool  # candidates were left out because they compute too long
@@ -65,11 +58,10 @@ class CandidateTable:
     def candidate(self, group: int, index: int) -> Candidate:
         """What one device does that takes the candidate at ``index`` of a group."""
         each = self.problem.groups[group]
-        return Candidate(
-            int(each.batch[index]) // each.num_members,
-            int(self.microbatch_sizes[group][index]),
-            self.recompute_choices[int(self.choices[group][index])],
-        )
+        batch = int(each.batch[index]) // each.num_members
+        largest = int(self.microbatch_sizes[group][index])
+        choice = self.recompute_choices[int(self.choices[group][index])]
+        return Candidate(self.splits[group].sizes(batch, largest), choice if batch else ())
 
 
 def row_numel(workload: Workload) -> float:
@@ -169,6 +161,7 @@ class TableBuilder:
         return CandidateTable(
             problem=problem,
             bundles=self._bundles,
+            splits=tuple(times.splits for times in self._groups),
             microbatch_sizes=tuple(sizes for _, sizes, _ in built),
             choices=tuple(choices for _, _, choices in built),
             recompute_choices=self.recompute_choices,
@@ -200,12 +193,16 @@ class _GroupTimes:
         largest = min(builder.largest_microbatch_size(role) for role in roles)
         self._sizes: Ints = np.arange(1, largest + 1)
         self._members = [_RoleTimes(builder, role, self._sizes) for role in roles]
+        # Devices that must be equal cut their batches by the slowest of them.
+        self._whole_s: Floats = reduce(np.maximum, [each.whole_s for each in self._members])
+        self.splits = Splits(self._whole_s, 0)
         self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
         self.least_seconds = max(member.least_seconds for member in self._members)
 
     def group(self, cut_s: float, within_s: Sequence[float] | None) -> tuple[Group, Ints, Ints]:
         """The group at a cut, and its candidates' microbatch sizes and recompute choices."""
         batches, allowed = self._batches(cut_s), self._allowed_choices()
+        self.splits = Splits(self._whole_s, int(batches.max(initial=0)))
         per_choice = list(self._of_choices(allowed, batches))
         costs = np.concatenate([each.costs for each in per_choice], axis=2)  # [D, b, n]
         room = np.concatenate([each.room for each in per_choice], axis=1)  # [b, n]
@@ -269,7 +266,7 @@ class _GroupTimes:
 
     def _of_choices(self, choices: Sequence[int], batches: Ints) -> Iterator["_Worth"]:
         """Per choice: costs of the slowest member, room of the smallest, compute of all."""
-        members = [member.of_choices(choices, batches) for member in self._members]
+        members = [member.of_choices(choices, batches, self.splits) for member in self._members]
         for of_members in zip(*members, strict=True):
             yield _Worth(
                 reduce(np.maximum, [each.costs for each in of_members]),
@@ -309,20 +306,23 @@ class _RoleTimes:
                     ]
                 )
                 whole += number * self._seconds[name].sum(axis=0)
+        self.whole_s = whole  # [1 + sizes] of a microbatch in all units
         self.least_seconds_per_sample = float((whole[1:] / sizes).min())
         self.least_seconds = float(whole[1:].min())
 
-    def of_choices(self, choices: Sequence[int], batches: Ints) -> Iterator[_Worth]:
+    def of_choices(
+        self, choices: Sequence[int], batches: Ints, splits: Splits
+    ) -> Iterator[_Worth]:
         """What each choice of what is recomputed is worth.
 
         The phases are the forward of every kind of unit, then the backward of every class.
         The forward of all classes of a kind is a single phase, because all of them are
         longest on the same rank: the sum of their maxima is the maximum of their sum.
         """
-        whole, rest = batches[:, None] // self._sizes, batches[:, None] % self._sizes
+        all_seconds = splits.seconds(np.concatenate([*self._seconds.values()]), batches)
         seconds = {
-            name: whole * each[:, None, 1:] + each[:, rest]  # [2, b, m]
-            for name, each in self._seconds.items()
+            name: all_seconds[2 * i : 2 * i + 2]  # [2, b, m]
+            for i, name in enumerate(self._seconds)
         }
         classes = self._builder.turns.classes
         excess = self._builder.model.profile.device(self._role.device_kind).overlap_excess
@@ -332,7 +332,7 @@ class _RoleTimes:
             slowed = np.where(compute_s > 0, compute_s + excess * comm_s, 0.0)
             return np.maximum(slowed, comm_s)
 
-        forward = {name: np.zeros(rest.shape) for name in seconds}
+        forward = {name: np.zeros(each.shape[1:]) for name, each in seconds.items()}
         alone_s = sum(  # [b, m]
             each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
         )

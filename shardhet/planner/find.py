@@ -293,7 +293,7 @@ def _plan(
         RankPlan(
             microbatch_sizes=candidate.microbatch_sizes,
             state_share=float(share),
-            recomputed_units=candidate.recomputed_units if candidate.rank_batch_size else (),
+            recomputed_units=candidate.recomputed_units,
             device=device,
         )
         for candidate, share, device in zip(taken, shares, devices, strict=True)

@@ -1,0 +1,87 @@
+"""How a device may cut its batch into microbatches: alike but the last, or as is fastest.
+
+Let w(s) be the compute of a microbatch of s samples.  The least compute of b samples in
+microbatches of at most m is
+
+    f_m(b) = min( f_{m-1}(b),  w(m) + f_m(b - m) ),      f_m(0) = 0,
+
+the unbounded knapsack.  Most of these splits are no faster than full microbatches of m and one
+with the remainder, which are preferred then: curves that are straight lines tie all splits
+with the same number of microbatches.  Others avoid sizes that a device is slow at.
+"""
+
+import numpy as np
+
+from shardhet.planner.problem import Bools, Floats, Ints
+
+LEAST_GAIN = 1e-3  # of compute, for which microbatches may be unlike each other
+MAX_BATCH = 2048  # beyond, one microbatch among so many matters little
+
+
+class Splits:
+    """For every batch b and largest microbatch m, the sizes of the microbatches."""
+
+    def __init__(self, whole_s: Floats, max_batch: int) -> None:
+        """``whole_s`` [1 + M] is the compute of one microbatch by its size; 0 at size 0."""
+        self._num_sizes = len(whole_s) - 1
+        self._ends_with: list[Bools] = []  # per size m, [1 + B]: f_m(b) uses m
+        self._is_other = np.zeros((max_batch + 1, self._num_sizes), dtype=bool)
+        if max_batch > MAX_BATCH:
+            return
+        batches = np.arange(max_batch + 1)
+        least_s = np.where(batches > 0, np.inf, 0.0)
+        for size in range(1, self._num_sizes + 1):
+            least_s, uses = _with_size(least_s, float(whole_s[size]), size)
+            self._ends_with.append(uses)
+            alike_s = batches // size * whole_s[size] + whole_s[batches % size]
+            self._is_other[:, size - 1] = least_s < alike_s * (1 - LEAST_GAIN)
+
+    def seconds(self, curves_s: Floats, batches: Ints) -> Floats:
+        """[K, b, M] seconds of each batch for K ``curves_s`` [K, 1 + M] by microbatch size."""
+        sizes = np.arange(1, self._num_sizes + 1)
+        whole, rest = batches[:, None] // sizes, batches[:, None] % sizes
+        found: Floats = whole * curves_s[:, None, 1:] + curves_s[:, rest]
+        if self._is_other.any():
+            other = self._is_other[batches]
+            found = np.where(other, self._fastest(curves_s)[:, batches], found)
+        return found
+
+    def sizes(self, batch: int, largest: int) -> tuple[int, ...]:
+        """The microbatches of a batch, the largest first."""
+        if not batch:
+            return ()
+        if not self._is_other[batch, largest - 1]:
+            whole, rest = divmod(batch, largest)
+            return (largest,) * whole + ((rest,) if rest else ())
+        found = []
+        while batch:
+            if self._ends_with[largest - 1][batch]:
+                found.append(largest)
+                batch -= largest
+            else:
+                largest -= 1
+        return tuple(found)
+
+    def _fastest(self, curves_s: Floats) -> Floats:
+        """[K, 1 + B, M] seconds of the fastest split."""
+        sums = np.zeros((len(curves_s), len(self._is_other)))
+        found = []
+        for size, uses in enumerate(self._ends_with, start=1):
+            sums = sums.copy()
+            for start in range(size, sums.shape[1], size):
+                stop = min(start + size, sums.shape[1])
+                with_size = sums[:, start - size : stop - size] + curves_s[:, size, None]
+                sums[:, start:stop] = np.where(uses[start:stop], with_size, sums[:, start:stop])
+            found.append(sums)
+        return np.stack(found, axis=2)
+
+
+def _with_size(least_s: Floats, microbatch_s: float, size: int) -> tuple[Floats, Bools]:
+    """f_m from f_{m-1}, and where it uses a microbatch of m."""
+    found, uses = least_s.copy(), np.zeros(len(least_s), dtype=bool)
+    for start in range(size, len(found), size):
+        stop = min(start + size, len(found))
+        with_size = found[start - size : stop - size] + microbatch_s
+        uses[start:stop] = with_size < found[start:stop] * (1 - 1e-12)
+        found[start:stop] = np.where(uses[start:stop], with_size, found[start:stop])
+    return found, uses
