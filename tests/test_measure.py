@@ -1,9 +1,6 @@
 """What is measured, how ranks' figures become one profile, and the command that does it."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -35,9 +32,9 @@ from shardhet.profiler.unit_runner import Started, TrainedModel
 from shardhet.records.profiles import PROFILE_VERSION
 from shardhet.records.workload import Unit, UnitKind
 from shardhet.training.emulation import EmulatedDevice
+from tests.programs import SHARDHET, SMALL_MODEL, run
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
-ROOT = Path(__file__).parent.parent
 SHAPE = DecoderConfig(
     vocab_size=64,
     width=32,
@@ -349,36 +346,13 @@ def test_a_failure_on_one_rank_is_told_on_all() -> None:
 
 # The command #
 
-TINY = (
-    "model.width=16",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "model.num_kv_heads=1",
-    "model.hidden_width=16",
-    "data.seq_len=8",
-    "max_microbatch_size=2",
-    "num_repeats=3",
-    "time_limit_s=300",
-    "cluster.device=CPU",
-)
-COMMAND = [sys.executable, "-m", "shardhet.apps.main", "measure"]
-
-
-def run(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    return subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+TINY = (*SMALL_MODEL, "max_microbatch_size=2", "num_repeats=3", "time_limit_s=300")
+COMMAND = (*SHARDHET, "measure")
 
 
 def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path: Path) -> None:
-    done = run([*COMMAND, *TINY, "cluster.kinds=[big,small]", "out=here"], tmp_path)
+    kinds = "cluster.kinds=[big,small]"
+    done = run([*COMMAND, *TINY, kinds, "out=here"], tmp_path, is_cold=True)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "here"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -1,9 +1,6 @@
 """Models of Hugging Face's by their folders: made here, tiny, nothing is downloaded."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +35,7 @@ from shardhet.models.decoder import next_token_loss
 from shardhet.models.pretrained import LanguageModel, Lora, Objective, PretrainedFolder
 from shardhet.profiler.describe import describe
 from tests.parity import Batch, Course, Problem, check_parity
+from tests.programs import SHARDHET, run
 from tests.worlds import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -307,15 +305,7 @@ def test_text_is_cut_by_the_tokenizer_in_the_folder(tmp_path: Path, text: Path) 
 
 
 def shardhet(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "shardhet.apps.main", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run([*SHARDHET, *arguments], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
