@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
-from tests.worlds import run_ranks
+from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+preload(*TRANSFORMERS)
 
 VOCAB_SIZE = 64
 SEQ_LEN = 11

@@ -36,7 +36,9 @@ from shardhet.models.pretrained import LanguageModel, Lora, Objective, Pretraine
 from shardhet.profiler.describe import describe
 from tests.parity import Batch, Course, Problem, check_parity
 from tests.programs import SHARDHET, run
-from tests.worlds import run_ranks
+from tests.worlds import TRANSFORMERS, preload, run_ranks
+
+preload(*TRANSFORMERS)
 
 ROOT = Path(__file__).parent.parent
 VOCAB_SIZE, SEQ_LEN = 260, 8

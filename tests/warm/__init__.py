@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.worlds import preloaded
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -34,7 +36,7 @@ def warm_python() -> str:
     client.chmod(0o755)
     (Path(folder.name) / "cold-python").symlink_to(sys.executable)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.warm.server", client],
+        [sys.executable, "-m", "tests.warm.server", client, *preloaded],
         cwd=ROOT,
         stdin=subprocess.PIPE,  # its end of file is the end of this process
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
-"""Import torch once, then become each program that is asked for in a fork.
+"""Import torch and MODULEs once, then become each program that is asked for in a fork.
 
-    python -m tests.warm.server CLIENT
+    python -m tests.warm.server CLIENT [MODULE ...]
 
 listens at ``socket`` beside CLIENT and ends, with all its programs, at the end of its input.
 """
@@ -163,7 +163,7 @@ def _run_as_main(module: str, arguments: list[str]) -> None:
 def main() -> None:
     """Serve; in a fork, be the program."""
     client = Path(sys.argv[1])
-    for module in PRELOADED:
+    for module in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(module)
     sys.executable = str(client)
     del sys.path[0]  # where the server was started is not where programs are
