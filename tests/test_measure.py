@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
-from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.models.decoder import Decoder
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import (
     RankReport,
@@ -30,29 +31,16 @@ from shardhet.profiler.traffic import (
 )
 from shardhet.profiler.unit_runner import Started, TrainedModel
 from shardhet.records.profiles import PROFILE_VERSION
-from shardhet.records.workload import Unit, UnitKind
+from shardhet.records.workload import Unit
 from shardhet.training.emulation import EmulatedDevice
 from tests.programs import SHARDHET, SMALL_MODEL, run
+from tests.small_models import small_decoder
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
-SHAPE = DecoderConfig(
-    vocab_size=64,
-    width=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    hidden_width=64,
-    seq_len=16,
-)
+SHAPE = small_decoder(vocab_size=64, width=32, hidden_width=64, seq_len=16)
 QUICK = MeasuringEffort(max_microbatch_size=3, num_repeats=3, time_limit_s=300.0)
 WORKLOAD = Workload.transformer(
-    num_layers=2,
-    width=32,
-    num_heads=2,
-    num_kv_heads=1,
-    hidden_width=64,
-    vocab_size=64,
-    seq_len=16,
+    **{name: size for name, size in asdict(SHAPE).items() if name != "dropout"}
 )
 
 
@@ -93,15 +81,7 @@ def test_collectives_are_measured_at_the_sizes_of_the_units() -> None:
     sizes = sizes_to_measure(WORKLOAD)
     assert sizes == sorted(set(sizes))
     assert {kind.numel * 4 for kind in WORKLOAD.kinds} <= set(sizes)
-    alike = UnitKind(
-        name="block",
-        param_shapes=((256, 64),),
-        forward_flops=1,
-        backward_flops=2,
-        input_bytes=1,
-        activation_bytes=1,
-        transient_bytes=1,
-    )
+    alike = replace(WORKLOAD.kind_by_name["block"], param_shapes=((256, 64),))
     of_one_size = Workload(kinds=(alike,), units=(Unit(fqn="blocks.0", kind="block"),))
     assert sizes_to_measure(of_one_size) == [2**14, 2**16]  # one point has no latency
 

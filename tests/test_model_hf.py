@@ -36,6 +36,7 @@ from shardhet.models.pretrained import LanguageModel, Lora, Objective, Pretraine
 from shardhet.profiler.describe import describe
 from tests.parity import Batch, Course, Problem, check_parity
 from tests.programs import SHARDHET, run
+from tests.small_models import TRANSFORMERS_SHAPE
 from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 preload(*TRANSFORMERS)
@@ -44,10 +45,8 @@ ROOT = Path(__file__).parent.parent
 VOCAB_SIZE, SEQ_LEN = 260, 8
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 24,
+    **TRANSFORMERS_SHAPE,
     "num_hidden_layers": 3,
-    "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 32,
 }
