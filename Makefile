@@ -16,7 +16,7 @@ demo: $(INSTALLED) ## train a small model on emulated unequal devices and compar
 	@$(BIN)/python -m shardhet.apps.demo
 
 test: lint ## lint, then all tests, those that time things apart
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone"
 	@$(BIN)/python -m pytest -m alone
 
 lint: $(INSTALLED) ## style, types and import contracts

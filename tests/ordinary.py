@@ -1,5 +1,6 @@
 """What the tests of torch's ordinary calls share: a small model, plain and as HetFSDP."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,8 +9,19 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from tests.parity import compare_grads, compare_params, part_of, rows_of
+from tests.worlds import Outcome
 
 WIDTH = 6
+WITHIN_S = 10.0  # what fails on one rank has ended all of them
+
+
+def says(outcomes: list[Outcome], *parts: str) -> None:
+    """Every rank ended in time, and with all of this in its message."""
+    for outcome in outcomes:
+        assert not outcome.has_returned
+        assert outcome.duration_s < WITHIN_S, outcome.traceback
+        for part in parts:
+            assert part in outcome.message, outcome.traceback
 
 
 class Block(nn.Module):
@@ -106,6 +118,15 @@ class Pair:
         loss.backward()
         assert mean is not None
         assert abs(mean - loss.item()) < 1e-12 * abs(mean)
+
+    def train(self, optimizers: Iterable[torch.optim.Optimizer], *, bar: float) -> None:
+        """Three steps of both, after each of which they are the same."""
+        for _ in range(3):
+            self.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.same_params(bar)
 
     def same_grads(self) -> None:
         units = dict.fromkeys((fqn for fqn, _ in self.plain.named_parameters()), "all")

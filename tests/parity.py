@@ -185,7 +185,8 @@ class _Seeds:
     def enter(self, unit_fqn: str) -> None:
         call = self._calls_by_unit.get(unit_fqn, 0)
         self._calls_by_unit[unit_fqn] = call + 1
-        torch.manual_seed(
+        # torch.manual_seed would format the stack for each kind of accelerator that is absent.
+        torch.default_generator.manual_seed(
             microbatch_seed(self._seed, self._step, unit_fqn, call, self._first_sample)
         )
 

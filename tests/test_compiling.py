@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.models.decoder import Decoder
 from shardhet.training.compiling import CompiledForward, compile_units, why_not
+from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
 CPU = torch.device("cpu")
@@ -33,16 +34,7 @@ TOLERANCE = 1e-5  # of the largest gradient; float32 sums in another order
 
 def decoder(dropout: float = 0.0) -> Decoder:
     torch.manual_seed(0)
-    shape = DecoderConfig(
-        vocab_size=32,
-        width=16,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        hidden_width=24,
-        seq_len=SEQ_LEN,
-        dropout=dropout,
-    )
+    shape = small_decoder(vocab_size=32, seq_len=SEQ_LEN, dropout=dropout)
     return Decoder(shape)
 
 

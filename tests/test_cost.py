@@ -9,19 +9,11 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
-from shardhet.records.profiles import (
-    CollectivePoint,
-    Collectives,
-    ComputePoint,
-    DeviceProfile,
-    Profile,
-    Source,
-    Timing,
-    UnitProfile,
-)
+from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Work
+from tests.made_up import collectives, device_profile
 
 BLOCK = UnitKind(
     name="block",
@@ -56,41 +48,26 @@ def profile(
     excess: float = 0.0,
     slow_excess: float | None = None,  # of the slow device, where it is another
 ) -> Profile:
-    devices = []
-    for kind, speed in (("fast", 1.0), ("slow", 10.0)):
-        points = tuple(
-            ComputePoint(
-                microbatch_size=m,
-                forward=Timing.single(speed * m),
-                backward=Timing.single(2 * speed * m),
-            )
-            for m in (1, 2, 3)
+    devices = tuple(
+        device_profile(
+            kind,
+            lambda m, speed=speed: (speed * m, 2 * speed * m),
+            sizes=(1, 2, 3),
+            unit_kinds=("block",),
+            optimizer_seconds_per_element=0.01,
+            overlap_excess=excess if kind == "fast" or slow_excess is None else slow_excess,
+            reserved_bytes=50,
         )
-        devices.append(
-            DeviceProfile(
-                device_kind=kind,
-                source=Source.MEASURED,
-                units=(UnitProfile(unit_kind="block", points=points),),
-                optimizer_seconds_per_element=0.01,
-                overlap_excess=excess if kind == "fast" or slow_excess is None else slow_excess,
-                reserved_bytes=50,
-            )
-        )
-    points = tuple(
-        CollectivePoint(
-            nbytes=nbytes,
-            gather=Timing.single(gather_s * nbytes / 400),
-            reduce=Timing.single(2 * gather_s * nbytes / 400),
-        )
-        for nbytes in (200, 400, 800)
+        for kind, speed in (("fast", 1.0), ("slow", 10.0))
     )
-    collectives = Collectives(
-        source=Source.MEASURED,
-        points=points,
+    links = collectives(
+        (200, 400, 800),
+        gather_s_per_byte=gather_s / 400,
+        reduce_s_per_byte=2 * gather_s / 400,
         gather_unevenness_weight=weight,
         reduce_unevenness_weight=weight,
     )
-    return Profile(devices=tuple(devices), collectives=collectives)
+    return Profile(devices=devices, collectives=links)
 
 
 def plan(*, recompute: bool = False, state_shares: tuple[float, float] = (0.25, 0.75)) -> Plan:

@@ -17,16 +17,9 @@ from shardhet.models.decoder import (
     num_params,
     rotate_by_position,
 )
+from tests.small_models import small_decoder
 
-CONFIG = DecoderConfig(
-    vocab_size=32,
-    width=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    hidden_width=24,
-    seq_len=12,
-)
+CONFIG = small_decoder(vocab_size=32, num_heads=4, num_kv_heads=2, seq_len=12)
 
 
 def built(config: DecoderConfig = CONFIG, *, seed: int = 0) -> Decoder:

@@ -1,8 +1,6 @@
 """The demo's commands, from a shell to a trained model; and predicted beside measured."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,12 @@ from shardhet.apps.prediction import Outcome, Prediction
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.training.trainer import DeviceUse
+from tests.programs import run
 
 
 @pytest.mark.timeout(400)
 def test_all_of_it_runs_and_stays_in_one_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardhet.apps.demo", "--quick", "--out=demo"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False
-    )
+    done = run(["-m", "shardhet.apps.demo", "--quick", "--out=demo"], tmp_path, within_s=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a step was predicted to take" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]

@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +13,8 @@ import torch
 from shardhet.apps import doctor_rank
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.doctor import GIB, Facts, Gpu, find_facts, gpu_findings, host_findings
+from tests.programs import SHARDHET, TORCHRUN, run
 
-ROOT = Path(__file__).parent.parent
 CARD = Gpu(name="NVIDIA RTX 4090", memory_bytes=24 * GIB, free_bytes=23 * GIB, has_bf16=True)
 HEALTHY = Facts(
     versions={"torch": "2.13.0"},
@@ -34,25 +32,12 @@ HEALTHY = Facts(
     open_files=4096,
     has_address=True,
 )
-LAUNCHER = ("torch.distributed.run", "--nproc-per-node=2", "-m", "shardhet.apps.doctor")
+LAUNCHER = (*TORCHRUN, "--nproc-per-node=2", "-m", "shardhet.apps.doctor")
+DOCTOR = (*SHARDHET, "doctor")
 
 
-def run(*program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *program],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run("shardhet.apps.main", "doctor", *arguments, **variables)
-
-
-def test_ranks_are_started_and_take_a_right_step() -> None:
-    done = doctor("--ranks", "3")
+def test_ranks_are_started_and_take_a_right_step(tmp_path: Path) -> None:
+    done = run([*DOCTOR, "--ranks", "3"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"torch {torch.__version__}" in done.stdout
     assert "3 ranks met over gloo" in done.stdout
@@ -63,26 +48,26 @@ def test_ranks_are_started_and_take_a_right_step() -> None:
     assert not done.stderr.strip()
 
 
-def test_wrong_arguments_end_with_2() -> None:
-    done = doctor("--ranks", "0")
+def test_wrong_arguments_end_with_2(tmp_path: Path) -> None:
+    done = run([*DOCTOR, "--ranks", "0"], tmp_path)
     assert done.returncode == 2
     assert "--ranks: 0 but it must be at least 1" in done.stderr
 
 
-def test_a_rank_that_fails_is_in_the_way_and_says_why() -> None:
-    done = doctor("--ranks", "2", GLOO_SOCKET_IFNAME="nothing0")
+def test_a_rank_that_fails_is_in_the_way_and_says_why(tmp_path: Path) -> None:
+    done = run([*DOCTOR, "--ranks", "2"], tmp_path, GLOO_SOCKET_IFNAME="nothing0")
     assert done.returncode == 1
     assert "nothing0" in done.stderr  # the panel of what a rank ended with
     assert "In the way: ranks cannot train here. Logs: " in done.stdout
     shutil.rmtree(done.stdout.rpartition("Logs: ")[2].strip())
 
 
-def test_ranks_of_torchrun_check_each_other_and_say_what_failed() -> None:
-    done = run(*LAUNCHER)
+def test_ranks_of_torchrun_check_each_other_and_say_what_failed(tmp_path: Path) -> None:
+    done = run(LAUNCHER, tmp_path, is_cold=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks met over gloo" in done.stdout
     assert "have the losses of one process" in done.stdout
-    done = run(*LAUNCHER, GLOO_SOCKET_IFNAME="nothing0")
+    done = run(LAUNCHER, tmp_path, GLOO_SOCKET_IFNAME="nothing0")
     assert done.returncode == 1
     for rank in range(2):
         assert f"rank {rank} on {socket.gethostname()}: " in done.stderr

@@ -13,38 +13,15 @@ from shardhet.planner.explain import (
 )
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.profiles import (
-    CollectivePoint,
-    Collectives,
-    ComputePoint,
-    DeviceProfile,
-    Profile,
-    Source,
-    Timing,
-    UnitProfile,
-)
+from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
+from tests.made_up import collectives, device_profile
 
 WORKLOAD = Workload.transformer(
     num_layers=4, width=64, num_heads=2, seq_len=32, vocab_size=128, hidden_width=128
 )
 STATE_BYTES = 16 * WORKLOAD.numel
 BATCH = 24
-
-
-def device_profile(kind: str, seconds: float) -> DeviceProfile:
-    points = tuple(
-        ComputePoint(
-            microbatch_size=m,
-            forward=Timing.single(seconds * m),
-            backward=Timing.single(2 * seconds * m),
-        )
-        for m in (1, 2, 4)
-    )
-    units = tuple(
-        UnitProfile(unit_kind=name, points=points) for name in ("embedding", "block", "head")
-    )
-    return DeviceProfile(device_kind=kind, source=Source.MEASURED, units=units)
 
 
 def situation(
@@ -55,20 +32,19 @@ def situation(
         DeviceSpec(kind=kind, memory_capacity_bytes=int(capacity * STATE_BYTES))
         for kind in ("fast", "fast", "slow")
     )
-    points = tuple(
-        CollectivePoint(
-            nbytes=n,
-            gather=Timing.single(n / bytes_per_s),
-            reduce=Timing.single(n / bytes_per_s),
-        )
-        for n in (10**4, 10**6)
-    )
     setting = Setting(
         Cluster(nodes=(Node(host="a", devices=devices),)),
         WORKLOAD,
         Profile(
-            devices=(device_profile("fast", 1e-3), device_profile("slow", 2e-3)),
-            collectives=Collectives(source=Source.MEASURED, points=points),
+            devices=tuple(
+                device_profile(kind, lambda m, s=s: (s * m, 2 * s * m), sizes=(1, 2, 4))
+                for kind, s in (("fast", 1e-3), ("slow", 2e-3))
+            ),
+            collectives=collectives(
+                (10**4, 10**6),
+                gather_s_per_byte=1 / bytes_per_s,
+                reduce_s_per_byte=1 / bytes_per_s,
+            ),
         ),
     )
     return Situation(setting=setting, demands=demands or Demands())

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from shardhet import HetFSDP, Plan
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import TRANSFORMERS, preload, run_ranks, run_ranks_expecting_failure
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+preload(*TRANSFORMERS)
 
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
 MIB = 2**20

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.small_models import TRANSFORMERS_SHAPE
+from tests.worlds import TRANSFORMERS, preload, run_ranks, run_ranks_expecting_failure
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+preload(*TRANSFORMERS)
 
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
 PLAN = Plan.by_hand(
@@ -28,10 +30,8 @@ def decoder() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
+        **TRANSFORMERS_SHAPE,
         num_hidden_layers=3,
-        num_attention_heads=2,
         eos_token_id=3,
         bos_token_id=1,
         pad_token_id=0,

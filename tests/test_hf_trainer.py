@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
-from tests.worlds import run_ranks
+from tests.small_models import TRANSFORMERS_SHAPE
+from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+preload(*TRANSFORMERS)
 
 VOCAB_SIZE = 64
 SEQ_LEN = 11
@@ -60,10 +62,8 @@ def llama(**changes: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=24,
+        **TRANSFORMERS_SHAPE,
         num_hidden_layers=2,
-        num_attention_heads=2,
         max_position_embeddings=32,
         **changes,
     )
@@ -235,10 +235,8 @@ def classifier() -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=24,
+        **TRANSFORMERS_SHAPE,
         num_hidden_layers=2,
-        num_attention_heads=2,
         num_labels=3,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,

@@ -1,10 +1,8 @@
 """What is measured, how ranks' figures become one profile, and the command that does it."""
 
 import json
-import os
-import subprocess
-import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
-from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.models.decoder import Decoder
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import (
     RankReport,
@@ -32,29 +30,16 @@ from shardhet.profiler.traffic import (
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import Started, TrainedModel
-from shardhet.records.workload import Unit, UnitKind
+from shardhet.records.workload import Unit
 from shardhet.training.emulation import EmulatedDevice
+from tests.programs import SHARDHET, SMALL_MODEL, run
+from tests.small_models import small_decoder
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
-ROOT = Path(__file__).parent.parent
-SHAPE = DecoderConfig(
-    vocab_size=64,
-    width=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    hidden_width=64,
-    seq_len=16,
-)
+SHAPE = small_decoder(vocab_size=64, width=32, hidden_width=64, seq_len=16)
 QUICK = MeasuringEffort(max_microbatch_size=3, num_repeats=3, time_limit_s=300.0)
 WORKLOAD = Workload.transformer(
-    num_layers=2,
-    width=32,
-    num_heads=2,
-    num_kv_heads=1,
-    hidden_width=64,
-    vocab_size=64,
-    seq_len=16,
+    **{name: size for name, size in asdict(SHAPE).items() if name != "dropout"}
 )
 
 
@@ -95,15 +80,7 @@ def test_collectives_are_measured_at_the_sizes_of_the_units() -> None:
     sizes = sizes_to_measure(WORKLOAD)
     assert sizes == sorted(set(sizes))
     assert {kind.numel * 4 for kind in WORKLOAD.kinds} <= set(sizes)
-    alike = UnitKind(
-        name="block",
-        param_shapes=((256, 64),),
-        forward_flops=1,
-        backward_flops=2,
-        input_bytes=1,
-        activation_bytes=1,
-        transient_bytes=1,
-    )
+    alike = replace(WORKLOAD.kind_by_name["block"], param_shapes=((256, 64),))
     of_one_size = Workload(kinds=(alike,), units=(Unit(fqn="blocks.0", kind="block"),))
     assert sizes_to_measure(of_one_size) == [2**14, 2**16]  # one point has no latency
 
@@ -348,36 +325,13 @@ def test_a_failure_on_one_rank_is_told_on_all() -> None:
 
 # The command #
 
-TINY = (
-    "model.width=16",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "model.num_kv_heads=1",
-    "model.hidden_width=16",
-    "data.seq_len=8",
-    "max_microbatch_size=2",
-    "num_repeats=3",
-    "time_limit_s=300",
-    "cluster.device=CPU",
-)
-COMMAND = [sys.executable, "-m", "shardhet.apps.main", "measure"]
-
-
-def run(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    return subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+TINY = (*SMALL_MODEL, "max_microbatch_size=2", "num_repeats=3", "time_limit_s=300")
+COMMAND = (*SHARDHET, "measure")
 
 
 def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path: Path) -> None:
-    done = run([*COMMAND, *TINY, "cluster.kinds=[big,small]", "out=here"], tmp_path)
+    kinds = "cluster.kinds=[big,small]"
+    done = run([*COMMAND, *TINY, kinds, "out=here"], tmp_path, is_cold=True)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "here"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

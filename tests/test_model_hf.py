@@ -1,9 +1,6 @@
 """Models of Hugging Face's by their folders: made here, tiny, nothing is downloaded."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,16 +35,18 @@ from shardhet.models.decoder import next_token_loss
 from shardhet.models.pretrained import LanguageModel, Lora, Objective, PretrainedFolder
 from shardhet.profiler.describe import describe
 from tests.parity import Batch, Course, Problem, check_parity
-from tests.worlds import run_ranks
+from tests.programs import SHARDHET, run
+from tests.small_models import TRANSFORMERS_SHAPE
+from tests.worlds import TRANSFORMERS, preload, run_ranks
+
+preload(*TRANSFORMERS)
 
 ROOT = Path(__file__).parent.parent
 VOCAB_SIZE, SEQ_LEN = 260, 8
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 24,
+    **TRANSFORMERS_SHAPE,
     "num_hidden_layers": 3,
-    "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 32,
 }
@@ -307,15 +306,7 @@ def test_text_is_cut_by_the_tokenizer_in_the_folder(tmp_path: Path, text: Path) 
 
 
 def shardhet(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "shardhet.apps.main", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run([*SHARDHET, *arguments], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -15,20 +15,8 @@ import shardhet.fsdp.state_door
 from shardhet import HetFSDP, Plan
 from shardhet.comm.channel import Channel
 from tests.edge_plans import UNEVEN, every_plan
-from tests.ordinary import WIDTH, Net, Pair
+from tests.ordinary import WIDTH, WITHIN_S, Net, Pair, says
 from tests.worlds import run_ranks, run_ranks_expecting_failure
-
-WITHIN_S = 10.0
-
-
-def says(outcomes: list[Any], *parts: str) -> None:
-    """Every rank ended in time, and with all of this in its message."""
-    for outcome in outcomes:
-        assert not outcome.has_returned
-        assert outcome.duration_s < WITHIN_S, outcome.traceback
-        for part in parts:
-            assert part in outcome.message, outcome.traceback
-
 
 # State dicts
 
@@ -214,13 +202,7 @@ def test_what_the_module_has_is_found_through_the_door() -> None:
 
 def train_with_own_optimizer(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
-    optimizers = [each.configure_optimizers() for each in (pair.model, pair.plain)]
-    for _ in range(3):
-        pair.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.same_params(1e-9)
+    pair.train([each.configure_optimizers() for each in (pair.model, pair.plain)], bar=1e-9)
 
 
 @every_plan

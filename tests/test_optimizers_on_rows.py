@@ -92,12 +92,7 @@ def around_sgd(params: list[nn.Parameter]) -> optim.Optimizer:
 def train(rank: int, plan: Plan, make: Callable[..., optim.Optimizer], kwargs: Any) -> None:
     pair = Pair(plan)
     optimizers = [make(list(m.parameters()), **kwargs) for m in (pair.model, pair.plain)]
-    for _ in range(3):
-        pair.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.same_params(1e-8)
+    pair.train(optimizers, bar=1e-8)
 
 
 @every_plan

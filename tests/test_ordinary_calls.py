@@ -17,20 +17,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from shardhet import Plan
 from tests.edge_plans import PLANS, UNEVEN, every_plan
-from tests.ordinary import WIDTH, Net, Pair
+from tests.ordinary import WIDTH, Net, Pair, says
 from tests.worlds import run_ranks, run_ranks_expecting_failure
-
-WITHIN_S = 10.0
-
-
-def says(outcomes: list[Any], *parts: str) -> None:
-    """Every rank ended in time, and with all of this in its message."""
-    for outcome in outcomes:
-        assert not outcome.has_returned
-        assert outcome.duration_s < WITHIN_S, outcome.traceback
-        for part in parts:
-            assert part in outcome.message, outcome.traceback
-
 
 # Norms
 

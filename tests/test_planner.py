@@ -1,6 +1,7 @@
 """Plans for clusters: within every budget, as predicted, never worse than simpler ones."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,18 +15,10 @@ from shardhet.planner.search import DEFAULT_EFFORT, Effort, search
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.profiles import (
-    CollectivePoint,
-    Collectives,
-    ComputePoint,
-    DeviceProfile,
-    Profile,
-    Source,
-    Timing,
-    UnitProfile,
-)
+from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
 from shardhet.simulator.simulation import simulate
+from tests.made_up import collectives, device_profile
 from tests.test_profiles import NEEDS_SHARED_DATA, SHARED_DATA
 
 WORKLOAD = Workload.transformer(
@@ -43,23 +36,17 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     roomy = rng.uniform(0.8, 4)
     for name in names:
         speed = float(np.exp(rng.normal(0, 0.8)))
-        points = tuple(
-            ComputePoint(
-                microbatch_size=m,
-                forward=Timing.single(speed * (m + rng.uniform(0, 0.4))),
-                backward=Timing.single(speed * (2 * m + rng.uniform(0, 0.4))),
-            )
-            for m in (1, 2, 4, 8)
-        )
-        units = tuple(
-            UnitProfile(unit_kind=kind, points=points)
-            for kind in ("embedding", "block", "head")
+        times = device_profile(
+            name,
+            lambda m, speed=speed: (
+                speed * (m + rng.uniform(0, 0.4)),
+                speed * (2 * m + rng.uniform(0, 0.4)),
+            ),
+            sizes=(1, 2, 4, 8),
         )
         profiles.append(
-            DeviceProfile(
-                device_kind=name,
-                source=Source.MEASURED,
-                units=units,
+            replace(
+                times,
                 optimizer_seconds_per_element=float(rng.uniform(1e-7, 1e-6)),
                 overlap_excess=float(rng.uniform(0, 1.5)),
             )
@@ -68,17 +55,9 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     for i in range(size):
         name = names[i % len(names)]
         devices.append(DeviceSpec(kind=name, memory_capacity_bytes=capacities[name]))
-    points = tuple(
-        CollectivePoint(
-            nbytes=n, gather=Timing.single(n * 1e-6), reduce=Timing.single(n * 2e-6)
-        )
-        for n in (10**5, 10**6)
-    )
-    profile = Profile(
-        devices=tuple(profiles),
-        collectives=Collectives(source=Source.MEASURED, points=points),
-    )
+    links = collectives((10**5, 10**6), gather_s_per_byte=1e-6, reduce_s_per_byte=2e-6)
     cluster = Cluster(nodes=(Node(host="a", devices=tuple(devices)),))
+    profile = Profile(devices=tuple(profiles), collectives=links)
     return cluster, profile, int(rng.integers(4, 40))
 
 

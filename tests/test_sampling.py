@@ -4,19 +4,12 @@ import pytest
 import torch
 
 from shardhet import HetFSDP, Plan
-from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.models.decoder import Decoder
 from shardhet.training.sampling import sample_tokens
+from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
-MODEL = DecoderConfig(
-    vocab_size=256,
-    width=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    hidden_width=16,
-    seq_len=8,
-)
+MODEL = small_decoder(num_layers=1, hidden_width=16)
 
 
 def sample_rank(rank: int, plan: Plan) -> tuple[list[int], bool]:

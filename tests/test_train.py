@@ -1,11 +1,8 @@
 """Training from a command line: one run folder, whoever starts the ranks; a panel at worst."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,20 +11,11 @@ import numpy as np
 import pytest
 
 from shardhet.records.plan import Plan
+from tests.programs import SHARDHET, SMALL_MODEL, TORCHRUN, run, start
 
-ROOT = Path(__file__).parent.parent
-QUICK = ("debug=quick", "cluster.device=CPU", "data.num_judged_samples=2")
-SMALL = (
-    "model.width=16",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "model.num_kv_heads=1",
-    "model.hidden_width=16",
-    "data.seq_len=8",
-    *QUICK,
-)
-ALONE = [sys.executable, "-m", "shardhet.apps.main", "train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+QUICK = ("debug=quick", "data.num_judged_samples=2")
+SMALL = (*SMALL_MODEL, *QUICK)
+ALONE = (*SHARDHET, "train")
 
 # Put on the path of all ranks: makes one of them fail in its second step.
 FAILING_RANK = """
@@ -45,25 +33,6 @@ if os.environ.get("RANK") == "1":
 
     shardhet.training.trainer.Trainer.train_step = fail
 """
-
-
-def environment(tmp_path: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def run(
-    command: list[str], tmp_path: Path, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**environment(tmp_path), **variables},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 def free_port() -> int:
@@ -129,7 +98,7 @@ def test_torchrun_is_the_same_program(tmp_path: Path) -> None:
 def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path) -> None:
     port = free_port()
     agents = [
-        subprocess.Popen(
+        start(
             [
                 *TORCHRUN,
                 "--nnodes=2",
@@ -141,15 +110,11 @@ def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path
                 "shardhet.apps.train",
                 *SMALL,
             ],
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            tmp_path,
         )
         for nproc in (1, 3)
     ]
-    outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=100) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     [run_dir] = run_dirs(tmp_path)
     assert len(losses(run_dir)) == 5
@@ -167,17 +132,15 @@ def variables_of_srun(rank: int, world_size: int, port: int) -> dict[str, str]:
 def test_srun_is_the_same_program(tmp_path: Path) -> None:
     port = free_port()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "shardhet.apps.train", *SMALL],
-            cwd=tmp_path,
-            env={**environment(tmp_path), **variables_of_srun(rank, 2, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        start(
+            ["-m", "shardhet.apps.train", *SMALL],
+            tmp_path,
+            is_cold=True,
+            **variables_of_srun(rank, 2, port),
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     [run_dir] = run_dirs(tmp_path)
     assert len(losses(run_dir)) == 5
@@ -218,8 +181,12 @@ def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_a_compiled_run_says_so_and_trains(tmp_path: Path) -> None:
-    command = [*ALONE, *SMALL, "compile=true", "cluster.num_ranks=2"]
-    done = run(command, tmp_path, CXX="/no/such/compiler")
+    # As with CXX=/no/such/compiler, which torch reads when it is imported.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch._inductor.config\n"
+        'torch._inductor.config.cpp.cxx = ("/no/such/compiler",)\n'
+    )
+    done = run([*ALONE, *SMALL, "compile=true", "cluster.num_ranks=2"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "torch.compile does not work on devices [0, 1], which run eagerly" in done.stdout
     assert "No working C++ compiler" in done.stdout
@@ -301,14 +268,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*ALONE, *SMALL, "num_steps=100000", "log_every=1"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start([*ALONE, *SMALL, "num_steps=100000", "log_every=1"], tmp_path)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step"):
@@ -321,14 +281,7 @@ def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_output_nobody_reads_ends_quietly(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*ALONE, *SMALL, "num_steps=100000", "cluster.num_ranks=2"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start([*ALONE, *SMALL, "num_steps=100000", "cluster.num_ranks=2"], tmp_path)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
@@ -385,6 +338,6 @@ def test_files_of_ones_own_are_found_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["fly"]])
 def test_the_console_script_lists_its_commands(arguments: list[str], tmp_path: Path) -> None:
-    done = run([*ALONE[:-1], *arguments], tmp_path)
+    done = run([*SHARDHET, *arguments], tmp_path)
     assert done.returncode == (2 if arguments == ["fly"] else 0)
     assert "shardhet train" in done.stdout + done.stderr

@@ -9,24 +9,17 @@ import torch
 from torch import Tensor
 
 from shardhet import HetFSDP, Plan
-from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.models.decoder import Decoder
 from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
 from shardhet.training.optim import AdamW, Cosine
 from shardhet.training.trainer import Evaluation, StepMetrics, Trainer, peak_memory_bytes
+from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
 SEQ_LEN = 8
 GLOBAL_BATCH_SIZE = 6
 NUM_STEPS = 50
-MODEL = DecoderConfig(
-    vocab_size=256,
-    width=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    hidden_width=24,
-    seq_len=SEQ_LEN,
-)
+MODEL = small_decoder(seq_len=SEQ_LEN)
 PLANS = {
     "one rank": Plan.even(1, microbatch_size=6),
     "two ranks, ragged": Plan.by_hand(

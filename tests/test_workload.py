@@ -6,15 +6,16 @@ import pytest
 
 from shardhet.records.workload import Unit, UnitKind, Workload
 
-SMALL = Workload.transformer(
-    num_layers=3,
-    width=128,
-    num_heads=4,
-    num_kv_heads=2,
-    hidden_width=320,
-    seq_len=64,
-    vocab_size=256,
-)
+SHAPE: dict[str, int] = {
+    "num_layers": 3,
+    "width": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden_width": 320,
+    "seq_len": 64,
+    "vocab_size": 256,
+}
+SMALL = Workload.transformer(**SHAPE)
 
 
 def spoiled(**changes: object) -> dict[str, object]:
@@ -31,15 +32,7 @@ def test_the_analytic_decoder_is_the_one_that_is_trained() -> None:
 
     from shardhet.models.decoder import Decoder, DecoderConfig
 
-    config = DecoderConfig(
-        vocab_size=256,
-        width=128,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        hidden_width=320,
-        seq_len=64,
-    )
+    config = DecoderConfig(**SHAPE)
     with torch.device("meta"):
         model = Decoder(config)
         x_BTD = torch.empty(2, 64, 128, requires_grad=True)
@@ -63,17 +56,7 @@ def test_activation_bytes_are_what_autograd_keeps() -> None:
     torch = pytest.importorskip("torch", reason="compares with the model in torch")
     from shardhet.models.decoder import Decoder, DecoderConfig
 
-    model = Decoder(
-        DecoderConfig(
-            vocab_size=256,
-            width=128,
-            num_layers=1,
-            num_heads=4,
-            num_kv_heads=2,
-            hidden_width=320,
-            seq_len=64,
-        )
-    )
+    model = Decoder(DecoderConfig(**{**SHAPE, "num_layers": 1}))
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     inputs = {"block": (torch.randn(2, 64, 128, requires_grad=True),)}
     inputs["head"] = (*inputs["block"], torch.zeros(2, 64, dtype=torch.long))

@@ -48,7 +48,22 @@ CASES_PER_COLLECTION = 20
 # The fork server imports these once; each rank is then a fork of it: a clean process (no
 # threads, nothing of pytest's) that starts in milliseconds. torch.optim imports torch._dynamo.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "pytest"])
+_BASIC = ("torch.distributed.tensor", "torch._dynamo", "pytest", "shardhet.fsdp.module")
+# Where they are installed; 3 s of a core for each rank that has to import them itself.
+TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.trainer")
+preloaded: list[str] = []  # more, for the test files that were collected
+
+
+def preload(*modules: str) -> None:
+    """Have ranks and programs start with ``modules`` imported.
+
+    For the top of a test file: it has no effect once the first of them has started.
+    """
+    preloaded.extend(module for module in modules if module not in preloaded)
+    _CONTEXT.set_forkserver_preload([*_BASIC, *preloaded, "tests.frozen"])
+
+
+preload()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

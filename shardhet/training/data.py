@@ -13,6 +13,7 @@ between two steps, see the same samples in the same order:
 """
 
 import hashlib
+import os
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -78,9 +79,11 @@ class PySource:
 
     def documents(self) -> Iterator[tuple[str, Path]]:
         """(path relative to ``root`` with forward slashes, path) in the corpus's order."""
-        for name, path in _files_below(self.root, "*.py"):
-            if SKIPPED_FOLDERS.isdisjoint(name.split("/")):
-                yield name, path
+        paths = []
+        for folder, subfolders, names in os.walk(self.root):
+            subfolders[:] = set(subfolders) - SKIPPED_FOLDERS  # these are not even looked into
+            paths += [Path(folder, name) for name in names if name.endswith(".py")]
+        yield from _sorted_by_name(self.root, paths)
 
     def _read(self) -> Corpus:
         corpus = _join(self.documents())
@@ -125,8 +128,11 @@ class TextDir:
 
 def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
     """(path relative to ``root`` with forward slashes, path), sorted by the former."""
-    paths = (path for path in root.rglob(pattern) if path.is_file())
-    path_by_name = {path.relative_to(root).as_posix(): path for path in paths}
+    return _sorted_by_name(root, root.rglob(pattern))
+
+
+def _sorted_by_name(root: Path, paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+    path_by_name = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
     for name in sorted(path_by_name):
         yield name, path_by_name[name]
 

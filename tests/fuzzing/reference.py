@@ -57,7 +57,8 @@ class SeededCalls:
         call = self._calls_by_fqn.get(fqn, 0)
         self._calls_by_fqn[fqn] = call + 1
         seed = microbatch_seed(self._seed, self._step, fqn, call, self._first_sample)
-        torch.manual_seed(seed)
+        # torch.manual_seed would format the stack for each kind of accelerator that is absent.
+        torch.default_generator.manual_seed(seed)
 
 
 class SeededFunctions(TorchFunctionMode):
