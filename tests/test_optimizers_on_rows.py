@@ -149,7 +149,7 @@ def step_once(rank: int, make: Callable[..., optim.Optimizer]) -> None:
         (muon, "optimizer Muon orthogonalises whole matrices"),
         (optim.Adafactor, "optimizer Adafactor averages over the rows"),
         (optim.LBFGS, "optimizer LBFGS takes inner products"),
-        (Lamb, "optimizer Lamb does to a parameter's rows something else"),
+        (Lamb, "optimizer Lamb updates rows of a parameter differently"),
     ],
 )
 def test_optimizers_that_need_whole_parameters_are_refused(
@@ -205,7 +205,7 @@ def train_what_was_given_up(rank: int) -> None:
 
 def test_an_optimizer_from_before_wrapping_is_refused() -> None:
     for outcome in run_ranks_expecting_failure(train_what_was_given_up, 2):
-        assert "from before HetFSDP was made" in outcome.message, outcome.traceback
+        assert "from before the model was wrapped" in outcome.message, outcome.traceback
         assert "AdamW(model.parameters(), ...)" in outcome.message
         assert outcome.duration_s < WITHIN_S
 
