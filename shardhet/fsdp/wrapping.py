@@ -1,4 +1,4 @@
-"""Chooses the modules that become units: by the model's structure, or by what the user names."""
+"""Chooses the modules that become units: by the model's structure, or as given by the user."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
