@@ -214,7 +214,7 @@ def _write_on_input(rank: int, plan: Plan, takes_features: bool) -> None:
     first: list[nn.Module] = [] if takes_features else [nn.Linear(4, 4)]
     module = nn.Sequential(*first, *blocks)
     model = HetFSDP(module, plan, units=(InPlaceOnInput,))
-    with pytest.raises(RuntimeError, match="writes in place on its input"):
+    with pytest.raises(RuntimeError, match="writes in place to its input"):
         model(torch.randn(5, 4))
 
 

@@ -131,7 +131,7 @@ def refuse_reductions(rank: int) -> None:
         lambda g: g.flatten().topk(3),
         lambda g: g @ torch.ones_like(g).T,
     ):
-        with pytest.raises(RuntimeError, match="this rank has some rows only"):
+        with pytest.raises(RuntimeError, match="this rank has only some rows"):
             reduction(grads[0])
 
 
@@ -200,7 +200,7 @@ def reduce_others(rank: int) -> None:
 
 def test_reductions_of_different_gradients_end_all() -> None:
     outcomes = run_ranks_expecting_failure(reduce_others, 2)
-    says(outcomes, "p.grad.sum: here it is of", "on another rank of another parameter")
+    says(outcomes, "p.grad.sum: this rank called it for", "another rank for another parameter")
 
 
 def norm_along_rows(rank: int) -> None:
@@ -214,7 +214,7 @@ def norm_along_rows(rank: int) -> None:
 
 def test_a_norm_that_rows_cannot_give_is_refused() -> None:
     outcomes = run_ranks_expecting_failure(norm_along_rows, 2)
-    says(outcomes, "of a gradient of which this rank has some rows only")
+    says(outcomes, "of a gradient of which this rank has only some rows")
 
 
 # Scalers

@@ -1,4 +1,4 @@
-"""What the runtime does around a visit: random numbers, batch norms, observers, the turn."""
+"""What the runtime does around a visit: seed, note batch norms, observe, take the turn."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,9 +17,9 @@ from shardhet.records.plan import RankPlan
 
 @dataclass(frozen=True, slots=True)
 class BackwardTurn:
-    """The turn that a visit of a unit is in backward."""
+    """The backward turn of a visit of a unit."""
 
-    enter: Callable[[int, int], None]  # with segment and step
+    enter: Callable[[int, int], None]  # called with segment and step
     leave: Callable[[], None]
     segment: int
     step: int
@@ -27,54 +27,54 @@ class BackwardTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AroundVisit(Surroundings):
-    """The surroundings of one visit of a unit, or of a module of the root's."""
+    """The surroundings of one visit of a unit, or of a module of the root."""
 
     fqn: str
-    call: int  # how many visits there were before in this forward
+    call: int  # number of earlier visits in this forward
     step: int
-    first_sample: int  # of the rank's batch, in the global batch
-    first_drawn: int  # the same as random numbers count it
+    first_sample: int  # global index of the first sample of the rank's batch
+    first_drawn: int  # the same index as used to seed random numbers
     is_training: bool
     random: RandomStates
     norms: BatchNorms
     observers: Observers
-    backward: BackwardTurn | None  # None for the root's, which is always unsharded
+    backward: BackwardTurn | None  # None for a module of the root, which stays unsharded
 
     def random_state(self) -> AbstractContextManager[Any]:
-        """The program's own random numbers go on afterwards as if nothing had drawn."""
+        """Restore the program's random state afterwards."""
         return self.random.around(self.is_training)
 
     def seed_microbatch(self, start: int) -> None:
-        """By unit, call, step and sample, whoever computes it and how often."""
+        """Seed by unit, call, step and sample, whichever rank computes it and how often."""
         sample = self.first_drawn + start
         self.random.seed(self.fqn, self.call, self.step, sample, self.is_training)
 
     def in_forward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Observers are told."""
+        """Report to observers."""
         return self.observers.watch(self.fqn, Activity.FORWARD, microbatch)
 
     def in_backward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Observers are told."""
+        """Report to observers."""
         return self.observers.watch(self.fqn, Activity.BACKWARD, microbatch)
 
     def in_function(self, start: int, is_repeated: bool) -> AbstractContextManager[Any]:
-        """Batch norms note what they see, once."""
+        """Let batch norms note their statistics, unless it is a recomputation."""
         return self.norms.noting(self.first_sample + start, is_repeated=is_repeated)
 
     def enter_backward(self) -> None:
-        """The unit's turn begins."""
+        """Begin the unit's turn."""
         if self.backward is not None:
             self.backward.enter(self.backward.segment, self.backward.step)
 
     def leave_backward(self) -> None:
-        """The unit's turn ends."""
+        """End the unit's turn."""
         if self.backward is not None:
             self.backward.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
-    """Makes the visits of a rank: what a call computes, in which surroundings."""
+    """Makes the visits of a rank: what a call computes and the hooks around it."""
 
     root: FSDPUnit
     rank_plan: RankPlan
@@ -93,8 +93,8 @@ class Visits:
         unit: FSDPUnit | None = None,  # None: the module is one of the root's
         backward: BackwardTurn | None = None,
     ) -> Visit:
-        """The visit for the ``call``-th call of the unit, or of the root's module."""
-        # The root's too: it may own a parameter that the unit shares with it.
+        """The visit for the ``call``-th call of the unit, or of a module of the root."""
+        # Includes the root's: it owns the parameters that a unit shares with it.
         flats = (*self.root.flats, *(() if unit is None else unit.flats))
         fqn = module.fqn if unit is None else unit.fqn
         return Visit(
@@ -110,7 +110,7 @@ class Visits:
                 call=call,
                 step=batch.step,
                 first_sample=batch.first_sample,
-                # What is computed once for all samples draws the same on every rank.
+                # A call that runs once for all samples draws the same numbers on every rank.
                 first_drawn=batch.first_sample if rules.is_batched else 0,
                 is_training=module.module.training,
                 random=self.random,

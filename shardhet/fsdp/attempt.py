@@ -1,4 +1,4 @@
-"""All runs of one probe on one rank, with one reading of the model's arguments."""
+"""All runs of one probe on one rank, under one assumption about the model's arguments."""
 
 import math
 import pickle
@@ -29,16 +29,17 @@ RunModule = Callable[[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Stands for a tensor where a model's output for no samples is told to another rank."""
+    """Replaces a tensor in a model's output for no samples when it is sent to other ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _for_no_samples(plain: Any) -> Any:
-    """What a plain output of a model is for no samples; a number counts something, so zero.
+    """A plain output of a model for no samples; a number is taken for a count, so it is zero.
 
-    Even one that two runs agree on: their samples may happen to have equally many tokens.
+    This includes a number that is equal in two runs: their samples may happen to have equally
+    many tokens.
     """
     if type(plain) in (int, float):
         return type(plain)(0)
@@ -46,7 +47,7 @@ def _for_no_samples(plain: Any) -> Any:
 
 
 class Attempt:
-    """All runs of one probe, with one reading of the model's arguments."""
+    """All runs of one probe; ``axes`` says which arguments are assumed to hold samples."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Attempt:
         splits: bool,
     ) -> None:
         self.segments: Any = ()
-        self.is_refused = False  # by us: no error of the model's
+        self.is_refused = False  # the probe refused the model; the model itself did not raise
         self.probe: Probe | None = None
         self._prober = prober
         self._call = call
@@ -77,7 +78,7 @@ class Attempt:
             )
 
     def run(self) -> Exception | None:
-        """What is wrong here; None if nothing is, or only on another rank.  Collective."""
+        """The error found on this rank; None if there is none here.  Collective."""
         try:
             with restored_random_state(self._prober.device):
                 _, self.segments = self._forward("small", range(SMALL))
@@ -99,7 +100,7 @@ class Attempt:
     def _forward(
         self, name: str, samples: Sequence[int], main: Sequence[int] | None = None
     ) -> tuple[Any, Any]:
-        """One forward on these samples; ``main`` are those of the first argument, if others."""
+        """One forward on ``samples``; the first batched argument takes ``main`` if given."""
         kind = name if name in ("small", "large") else "rest"
 
         def run() -> Any:
@@ -123,14 +124,14 @@ class Attempt:
         return any(row[0] for row in self._prober.control.exchange([float(flag)]))
 
     def _losses(self, name: str) -> list[Tensor]:
-        """The single numbers among the model's outputs, in float64."""
+        """The 0-d tensors among the model's outputs, in float64."""
         if self._call is None:
             return []
         tensors = tensors_in(self._outputs[name])
         return [t.detach().double() for t in tensors if t.dim() == 0]
 
     def _check_losses(self) -> None:
-        """Raise where a loss of the rank's batch is not made of its samples' one by one."""
+        """Raise if a loss of the rank's batch is no sum or mean of its samples' losses."""
         self._forward("rest", range(SMALL, LARGE))
         small, large, rest = map(self._losses, ("small", "large", "rest"))
         unclear = [
@@ -140,9 +141,10 @@ class Attempt:
         ]
         if not self._any_rank(bool(unclear)):
             return
-        # A mean over valid tokens is no mean over samples.  But with the labels as they are,
-        # what one sample adds depends on the others by one factor only, the number of tokens:
-        # with S the sum and N the tokens, S/N of both parts together make that of all.
+        # A mean over valid tokens is no mean over samples.  But as long as the labels are
+        # unchanged, the other samples affect what one sample adds only by a factor, the number
+        # of tokens.  If the loss is S/N, a sum over N tokens, the S of both parts must add up
+        # to that of all samples.
         values = []
         for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
             self._forward(f"changed {name}", range(SMALL), main)
@@ -152,7 +154,7 @@ class Attempt:
         for i in unclear:
             neither, first, second, both = (each[i] for each in values)
             change = changed[i] - large[i]
-            factor = (first - neither) / change  # of N, large over small
+            factor = (first - neither) / change  # N of large divided by N of small
             parts = small[i] + rest[i] * (factor - 1)
             scale = max(float(each[i].abs()) for each in values)
             amplified = 1 + scale / max(float(change.abs()), 1e-30)  # rounding in the factor
@@ -162,16 +164,16 @@ class Attempt:
             ):
                 raise Refusal(
                     ValueError(
-                        f"model(...): output {i} of its single numbers, computed outside of "
-                        "units, is no sum or mean over samples (a load-balancing or "
-                        "contrastive loss, perhaps), so it would depend on the plan. Leave it "
-                        "out of the loss (output_router_logits=False), compute it inside of a "
-                        "unit from each sample, or give every rank one microbatch."
+                        f"model(...): scalar output {i}, computed outside of units, is no sum "
+                        "or mean over samples (perhaps a load-balancing or contrastive loss), "
+                        "so it would depend on the plan. Leave it out of the loss "
+                        "(output_router_logits=False), compute it from each sample inside a "
+                        "unit, or give every rank one microbatch."
                     )
                 )
 
     def _are_equal(self, one: Tensor, other: Tensor, amplified: float = 1.0) -> bool:
-        """But for rounding; a loss of a thousandth is to be told from it."""
+        """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
         dtypes = [t.dtype for t in tensors_in(self._outputs["large"]) if t.is_floating_point()]
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         scale = max(abs(float(one)), abs(float(other)))
@@ -179,7 +181,7 @@ class Attempt:
         return abs(float(one - other)) <= bar * scale or not math.isfinite(scale)
 
     def empty_output(self) -> bytes | None:
-        """The output for no samples, pickled; None where it cannot be said."""
+        """The output for no samples, pickled; None if it is not known."""
         if self.probe is None:
             return None
         small, spec = flatten(self._outputs["small"])
@@ -191,7 +193,7 @@ class Attempt:
                 continue
             try:
                 axes = find_axis(one, other, SIZES)
-            except ValueError:  # several dimensions
+            except ValueError:  # several dimensions depend on the number of samples
                 axes = [BatchAxis(0)]
             shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
             leaves.append(Zeros(tuple(shape), one.dtype))

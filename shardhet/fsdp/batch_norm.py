@@ -1,12 +1,12 @@
-"""Running statistics of batch norm, as one process would have them after all microbatches.
+"""Running statistics of batch norm, equal to those of one process that ran all microbatches.
 
-Plain PyTorch writes a batch norm's buffers once per microbatch, one after the other.  Here the
-microbatches are on different ranks, so each rank only notes the statistics of its own; at the
-end of a training forward all of them are applied on every rank in the order of samples:
+Plain PyTorch updates a batch norm's buffers once per microbatch, one after the other.  Here the
+microbatches are on different ranks, so each rank only notes the statistics of its own.  At the
+end of a training forward every rank applies all of them in the order of the samples:
 
     running = (1 - momentum) * running + momentum * statistics of a microbatch
 
-A recomputation and a probe note nothing.
+Recomputations and probes note nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from shardhet.comm.channel import Channel
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What one call of a batch norm has seen."""
+    """The statistics of one call of a batch norm."""
 
     norm: int
     mean: Tensor  # [channels]
@@ -45,8 +45,8 @@ class BatchNorms:
             if isinstance(each, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{fqn}: a SyncBatchNorm sums over ranks in every microbatch, but ranks "
-                    "may have different numbers of them. Use BatchNorm, whose statistics are "
-                    "a microbatch's."
+                    "may have different numbers of microbatches. Use BatchNorm, whose "
+                    "statistics are those of one microbatch."
                 )
             each.forward = partial(self._forward, i, each, each.forward)  # type: ignore[method-assign]
 
@@ -55,7 +55,7 @@ class BatchNorms:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Inside, no sample's result depends on the other samples."""
+        """A context in which no sample's result depends on the other samples."""
         self._is_frozen = True
         try:
             yield
@@ -64,7 +64,7 @@ class BatchNorms:
 
     @contextmanager
     def noting(self, first_sample: int, *, is_repeated: bool) -> Iterator[None]:
-        """Around a microbatch; ``first_sample`` is that of the global batch."""
+        """A context for a microbatch that begins at ``first_sample`` of the global batch."""
         if not self._norms:
             yield
             return
@@ -80,16 +80,16 @@ class BatchNorms:
         yield
 
     def begin(self) -> None:
-        """A training forward begins."""
+        """Begin a training forward."""
         self._noted = []
 
     def drop(self) -> None:
-        """Forget what was noted."""
+        """Drop the noted statistics."""
         self._noted = None
 
     @torch.no_grad()
     def apply(self, channel: Channel) -> None:
-        """Write the buffers: the same on every rank.  Collective where there are any."""
+        """Update the buffers equally on every rank.  Collective if there are batch norms."""
         noted, self._noted = self._noted or [], None
         if not self._norms:
             return
@@ -135,7 +135,7 @@ def _update(norm: Any, mean: Tensor, var: Tensor) -> None:
 
 
 def _normalised(norm: Any, x: Tensor) -> Tensor:
-    """As in evaluation; by zero and one where the module has no running statistics."""
+    """As in evaluation; with mean 0 and variance 1 if there are no running statistics."""
     mean, var = norm.running_mean, norm.running_var
     if mean is None:
         mean, var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])

@@ -1,8 +1,8 @@
-"""Where tensors hold the batch, and how a unit's calls are cut into microbatches by it.
+"""Which dimension of a tensor holds the batch, and how it splits calls into microbatches.
 
-A *rule* says for one tensor among a unit's inputs or outputs what becomes of it when the unit
-runs in microbatches.  Rules are found by running the model on batches of two sizes (probe.py);
-nothing is decided by lengths that happen to be equal.
+A *rule* says how one input of a unit is split, or one output joined, when the unit runs in
+microbatches.  Rules are found by running the model on batches of two sizes (probe.py), not
+from lengths that happen to be equal.
 """
 
 import re
@@ -36,14 +36,14 @@ class BatchAxis:
     inner: int = 1
 
     def length(self, num_samples: int) -> int:
-        """Of the dimension."""
+        """The length of the dimension for ``num_samples`` samples."""
         return self.outer * num_samples * self.inner
 
     def narrow(self, tensor: Tensor, span: Span, num_samples: int) -> Tensor:
-        """The samples ``span`` of ``num_samples``; a view if they lie together in memory.
+        """The samples ``span`` of ``num_samples``; a view if they are adjacent in memory.
 
-        Else a copy with the strides that a batch of its own would have: dropout draws its mask
-        in the order of memory.
+        Otherwise a copy with the strides of a batch of that size: dropout draws its mask in
+        memory order.
         """
         start, numel = span.start * self.inner, span.numel * self.inner
         if self.outer == 1:
@@ -54,13 +54,13 @@ class BatchAxis:
         return parts.narrow(self.dim + 1, start, numel).flatten(self.dim, self.dim + 1)
 
     def select(self, tensor: Tensor, samples: Iterable[int], num_samples: int) -> Tensor:
-        """A copy with these of ``num_samples``, counted around."""
+        """A copy with the given ``samples``, taken modulo ``num_samples``."""
         index = torch.tensor([i % num_samples for i in samples], device=tensor.device)
         parts = tensor.unflatten(self.dim, (self.outer, num_samples, self.inner))
         return parts.index_select(self.dim + 1, index).flatten(self.dim, self.dim + 2)
 
     def put(self, whole: Tensor, piece: Tensor, span: Span, num_samples: int) -> None:
-        """Write the samples ``span`` of ``whole``."""
+        """Write ``piece`` to the samples ``span`` of ``whole``."""
         start, numel = span.start * self.inner, span.numel * self.inner
         if self.outer == 1:
             whole.narrow(self.dim, start, numel).copy_(piece)
@@ -70,7 +70,7 @@ class BatchAxis:
         parts.narrow(self.dim + 1, start, numel).copy_(piece.unflatten(self.dim, sizes))
 
     def new_whole(self, piece: Tensor, num_samples: int) -> Tensor:
-        """Memory for all samples, in the order of dimensions that ``piece`` has."""
+        """An empty tensor for all samples, with the memory order of ``piece``."""
         return torch.empty_permuted(
             self.shape(piece.shape, num_samples),
             _order(piece.stride()),
@@ -79,11 +79,11 @@ class BatchAxis:
         )
 
     def shape(self, shape: Sequence[int], num_samples: int) -> tuple[int, ...]:
-        """``shape`` with so many samples."""
+        """``shape`` with ``num_samples`` samples."""
         return (*shape[: self.dim], self.length(num_samples), *shape[self.dim + 1 :])
 
     def fits(self, tensor: Tensor, num_samples: int) -> bool:
-        """Whether the tensor has so many samples."""
+        """Whether the tensor has ``num_samples`` samples."""
         return tensor.dim() > self.dim and tensor.shape[self.dim] == self.length(num_samples)
 
 
@@ -100,9 +100,9 @@ def _as_dense(piece: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 class Join(Enum):
-    """What becomes of an output that has no sample of its own."""
+    """How an output that has no batch dimension is joined over microbatches."""
 
-    SHARED = "shared"  # the same for every microbatch, so one is kept
+    SHARED = "shared"  # equal for every microbatch; the first is kept
     SUM = "sum"
     MEAN = "mean"  # weighted by samples
 
@@ -112,14 +112,14 @@ Rule = BatchAxis | Join
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which shape a tree of arguments or results has; its tensors are described by rules."""
+    """The structure of a tree of arguments or results, without the shapes of its tensors."""
 
     spec: TreeSpec
     kinds: tuple[Any, ...]  # per leaf: the number of dimensions of a tensor, else its type
 
     @property
     def is_positional(self) -> bool:
-        """Whether it is that of (args, {}) with nothing nested in ``args``."""
+        """Whether the tree is (args, {}) with nothing nested in ``args``."""
         if self.spec.num_nodes != self.spec.num_leaves + 3:  # both, args, kwargs
             return False
         args, kwargs = self.spec.children()
@@ -127,13 +127,13 @@ class Layout:
 
     @classmethod
     def of(cls, leaves: Sequence[Any], spec: TreeSpec) -> "Layout":
-        """What a flattened tree looks like."""
+        """The layout of a flattened tree."""
         return cls(spec, tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisitRules:
-    """How one call of one module of a unit is cut up and put together again."""
+    """How the arguments of one call of a module are split and its results joined."""
 
     arguments: Layout
     inputs: tuple[Rule, ...]  # per tensor among the arguments; SHARED is passed whole
@@ -143,21 +143,21 @@ class VisitRules:
 
     @property
     def is_batched(self) -> bool:
-        """Whether there is anything to cut up; a call without is run once."""
+        """Whether any argument is split; a call without one runs once."""
         return any(isinstance(rule, BatchAxis) for rule in self.inputs)
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves of nested tuples, lists, dicts and dataclasses; a container that keeps state of
-    its own, such as a KV cache, is a leaf, for its copy would be another one.
+    """Leaves of nested tuples, lists, dicts and dataclasses.  A container with state of its
+    own, such as a KV cache, is a leaf, because unflattening would make a copy of it.
     """
-    if isinstance(tree, Tensor):  # what most units return, once for each microbatch
+    if isinstance(tree, Tensor):  # the fast path: most units return one tensor
         return [tree], _LEAF
     return tree_flatten(tree, is_leaf=_is_opaque)
 
 
 def named(leaves: Sequence[Any], arguments: Layout) -> list[tuple[str, Any]]:
-    """Every leaf of (args, kwargs) with the name of the argument that it is."""
+    """Every leaf of (args, kwargs) with the name of its argument."""
     tree = unflatten(leaves, arguments.spec)
     pairs = [
         (keystr(path), leaf)
@@ -170,7 +170,7 @@ def named(leaves: Sequence[Any], arguments: Layout) -> list[tuple[str, Any]]:
 
 
 def known_rules(rules: VisitRules) -> dict[str, Rule]:
-    """The rules of a call's arguments by name."""
+    """The rules of a call's arguments, by name."""
     kinds = named(rules.arguments.kinds, rules.arguments)
     names = [name for name, kind in kinds if isinstance(kind, int)]
     return dict(zip(names, rules.inputs, strict=True))
@@ -186,15 +186,15 @@ def _is_opaque(node: Any) -> bool:
         return True
     if isinstance(node, _BUILT_IN_CONTAINERS):
         return False
-    # Registered with pytree although it is no plain record: it has methods that change it.
+    # A container with methods that change it may be registered with pytree all the same.
     return callable(getattr(node, "update", None)) and not isinstance(node, Tensor)
 
 
 def find_axis(small: Tensor, large: Tensor, sizes: tuple[int, int]) -> list[BatchAxis]:
-    """Where two tensors of the same origin, for ``sizes`` samples, hold the batch.
+    """The batch axes that explain the shapes of a tensor for ``sizes`` samples.
 
-    Empty if their shapes are equal; several where the shapes leave the order within the
-    dimension open.  Raises ``ValueError`` where the shapes differ in another way.
+    Returns none if the shapes are equal, and several if the shapes do not determine the order
+    within the dimension.  Raises ``ValueError`` if the shapes differ in another way.
     """
     if small.shape == large.shape:
         return []

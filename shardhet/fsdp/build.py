@@ -1,4 +1,6 @@
-"""From a plain module and a plan to units: who owns which parameter, and where it is stored."""
+"""Builds units from a plain module and a plan: which unit owns which parameter, which rank
+stores which rows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,23 +28,23 @@ ROOT_FQN = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """Dtypes of floating-point parameters in flight and of gradients while they are summed."""
+    """Dtypes of gathered floating-point parameters and of gradients while they are summed."""
 
     param_dtype: torch.dtype | None = None  # None: as stored
-    reduce_dtype: torch.dtype | None = None  # None: as in flight
+    reduce_dtype: torch.dtype | None = None  # None: that of the gathered parameters
 
 
 @dataclass(frozen=True, slots=True)
 class UnitDraft:
-    """A unit that is not built yet: its modules and whose parameters are whose."""
+    """A unit that is not built yet: its modules and the parameters that it owns."""
 
     fqn: str
     modules: UnitModules
     slots: tuple[ParamSlot, ...]
-    inner: tuple[nn.Module, ...]  # all its modules, nested ones included
+    inner: tuple[nn.Module, ...]  # all its modules, including nested ones
 
     def groups(self) -> list[list[ParamSlot]]:
-        """Its parameters by trainability and dtype, one flat tensor each."""
+        """The parameters grouped by trainability and dtype, one group per flat tensor."""
 
         def key(slot: ParamSlot) -> tuple[bool, str]:
             return (not slot.is_trainable, str(slot.current.dtype))
@@ -62,7 +64,7 @@ def build_units(
     init_fn: Callable[[nn.Module], None] | None,
     row_source: RowSource | None = None,
 ) -> list[FSDPUnit]:
-    """The units, the root's last; every rank keeps its rows and frees the rest.  Collective."""
+    """The units, the root last; every rank keeps its rows and frees the rest.  Collective."""
     drafts = draft_units(module, modules_of_units)
     check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
     _check_plan_is_for(plan, drafts)
@@ -115,7 +117,7 @@ def build_units(
 
 
 def unit_module(fqn: str, module: nn.Module, param_dtype: torch.dtype | None) -> UnitModule:
-    """A module whose calls the runtime takes over."""
+    """The record of a module whose calls the runtime intercepts."""
     is_trainable = any(param.requires_grad for param in module.parameters())
     return UnitModule(fqn, module, casting(module.forward, param_dtype), is_trainable)
 
@@ -123,9 +125,10 @@ def unit_module(fqn: str, module: nn.Module, param_dtype: torch.dtype | None) ->
 def find_pieces(
     module: nn.Module, units: Sequence[UnitModules], param_dtype: torch.dtype | None
 ) -> list[UnitModule]:
-    """Modules outside of units that have to run microbatch by microbatch all the same.
+    """Modules outside of units that nevertheless have to run microbatch by microbatch.
 
-    Dropout, which is seeded by microbatch, and batch norm, whose statistics are a microbatch's.
+    These are dropout, which is seeded per microbatch, and batch norm, whose statistics are
+    those of a microbatch.
     """
     inside = {inner for unit in units for each in unit.modules for inner in each.modules()}
     return [
@@ -136,12 +139,12 @@ def find_pieces(
 
 
 def planned_units(units: Sequence[FSDPUnit]) -> tuple[PlannedUnit, ...]:
-    """What a plan says of the model it is for."""
+    """The description of the model that a plan contains."""
     return tuple(PlannedUnit(fqn=unit.fqn, numel=unit.numel) for unit in units)
 
 
 def draft_units(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> list[UnitDraft]:
-    """The units with their parameters, the root's last."""
+    """The units with their parameters, the root last."""
     unit_by_module = {
         inner: i
         for i, unit in enumerate(modules_of_units)
@@ -182,7 +185,7 @@ def _describe(drafts: Sequence[UnitDraft]) -> list[Any]:
 
 
 def casting(forward: Callable[..., Any], param_dtype: torch.dtype | None) -> Callable[..., Any]:
-    """``forward`` with its floating-point inputs in the dtype of the parameters in flight."""
+    """``forward`` with its floating-point inputs cast to the dtype of gathered parameters."""
     if param_dtype is None:
         return forward
 

@@ -1,8 +1,8 @@
-"""KV caches of Hugging Face models, which only generation needs.
+"""Switches off KV caches of Hugging Face models, which only generation needs.
 
-``use_cache`` is on by default in their configurations, in training too.  A cache that every
-block appends to would be appended to again by each microbatch and each recomputation, so it is
-off while a HetFSDP model runs, as it is under their own gradient checkpointing.
+Their configurations enable ``use_cache`` by default, also in training.  Each microbatch and
+each recomputation would append to the cache again, so it is off while a HetFSDP model runs,
+as it is under their own gradient checkpointing.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class CacheSwitch:
-    """The configurations in a model that ask for a cache."""
+    """Switches off ``use_cache`` in all configurations of a model."""
 
     def __init__(self, module: nn.Module) -> None:
         found = {
@@ -25,7 +25,7 @@ class CacheSwitch:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, none of them does."""
+        """A context in which no configuration asks for a cache."""
         asking = [config for config in self._configs if config.use_cache]
         for config in asking:
             config.use_cache = False
@@ -37,6 +37,6 @@ class CacheSwitch:
 
 
 def _configs(config: Any) -> list[Any]:
-    """``config`` and those inside of it, of text and vision parts, that know ``use_cache``."""
+    """Those of ``config`` and its parts (text, vision) that have ``use_cache``."""
     parts = [config, *vars(config).values()] if hasattr(config, "__dict__") else []
     return [part for part in parts if isinstance(getattr(part, "use_cache", None), bool)]

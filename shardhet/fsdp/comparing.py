@@ -1,4 +1,4 @@
-"""Comparing what a model computes for some samples with what it computes for others."""
+"""Compares what a model computes for some samples with what it computes for others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from shardhet.fsdp.batching import BatchAxis, Join, Rule
 from shardhet.records.layout import Span
 
-MAX_NODES = 2000  # of an object that is looked into
-HUGE = 1e4  # times the median: a mask's value and no result
+MAX_NODES = 2000  # of an object whose fingerprint is taken
+HUGE = 1e4  # times the median: a larger value is a mask's, not a result
 
 
 def are_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding.
+    """Whether two tensors are equal up to rounding.
 
-    The bar is the square root of the dtype's rounding: kernels choose other orders of summation
-    for other sizes, while samples that are mixed differ in the first digits.
+    The tolerance is the square root of the dtype's epsilon: kernels sum in another order for
+    other sizes, while a result that mixes samples differs in the first digits.
     """
     one, other = one.detach(), other.detach()
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -27,13 +27,13 @@ def are_close(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
     if not one.numel():
         return True
-    # Models in double precision may compute a part in single precision, as their norms do.
+    # Models in double precision may compute some parts, such as norms, in single precision.
     eps = max(torch.finfo(one.dtype).eps, 1e-12)
     magnitude = torch.where(other.isfinite(), other, 0).abs()
     some = magnitude[magnitude > 0]
     if not some.numel():
         return torch.equal(one.nan_to_num(), other.nan_to_num())
-    # Masks put huge numbers beside small ones, whose differences count too.
+    # Masks put huge values beside small ones, whose differences must count too.
     usual = magnitude <= HUGE * some.double().median()
     bar = eps**0.5 * float(magnitude[usual].max())
     return torch.allclose(one, other, rtol=eps**0.5, atol=bar, equal_nan=True)
@@ -42,13 +42,13 @@ def are_close(one: Tensor, other: Tensor) -> bool:
 def joined_like(
     whole: Tensor, parts: Sequence[Tensor], spans: Sequence[Span], rule: Rule
 ) -> Tensor:
-    """What the parts become under the rule, in the shape of ``whole`` if they fit."""
+    """The parts joined under the rule, in the shape of ``whole`` if they fit."""
     num_samples = spans[-1].stop
     if isinstance(rule, BatchAxis):
         joined = torch.empty_like(whole)
         for part, span in zip(parts, spans, strict=True):
             if part.shape != rule.shape(whole.shape, span.numel):
-                return part  # of another shape, so it compares as different
+                return part  # has another shape, so it compares as different
             rule.put(joined, part, span, num_samples)
         return joined
     if any(part.shape != whole.shape for part in parts):
@@ -66,14 +66,14 @@ def joined_like(
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What an object holds: equal if nothing in it was changed or replaced."""
+    """The content of an object; equal as long as nothing in it was changed or replaced."""
 
     content: tuple[Any, ...]
     holds_tensors: bool
 
 
 def fingerprint(value: Any) -> Fingerprint:
-    """Of an object with all that it refers to, as far as that is reasonable."""
+    """The fingerprint of an object and what it refers to, up to ``MAX_NODES`` nodes."""
     content: list[Any] = []
     seen: set[int] = set()
     holds_tensors = False
@@ -103,7 +103,7 @@ def _children(node: Any) -> list[Any]:
     if isinstance(node, nn.Module):
         return [*node._parameters.values(), *node._buffers.values(), *node._modules.values()]
     held = list(getattr(node, "__dict__", {}).values())
-    if is_dataclass(node):  # which may have slots
+    if is_dataclass(node):  # it may have slots
         held += [getattr(node, field.name, None) for field in fields(node)]
     slots = [name for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())]
     return held + [getattr(node, name, None) for name in slots if isinstance(name, str)]

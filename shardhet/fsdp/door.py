@@ -1,10 +1,10 @@
-"""The way from a HetFSDP to what its module has besides a forward: ``model.config``, say.
+"""Access through a HetFSDP to attributes and methods of its module, such as ``model.config``.
 
-Attributes are passed through.  A method runs while the module's parameters are stand-ins: of
-the whole shapes, on the meta device, without values.  So ``num_parameters()`` counts the whole
-model, ``configure_optimizers()`` gets this rank's rows (the stand-ins in what a method returns
-are exchanged for them), and a method that reads or writes values is refused, because it would
-have met some rows of each parameter.
+Attributes are passed through.  While a method runs, the module's parameters are replaced by
+stand-ins: of the whole shapes, on the meta device, without values.  So ``num_parameters()``
+counts the whole model.  ``configure_optimizers()`` gets this rank's rows, because stand-ins in
+what a method returns are replaced by rows.  A method that reads or writes values is refused,
+because it would have seen only some rows of each parameter.
 """
 
 import inspect
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardhet.fsdp.flat import FlatTensor
 
 _RECOMPUTE = (
-    "What is recomputed in backward is the plan's: Plan.by_hand(recompute=[...]), or let the "
-    "planner choose"
+    "The plan decides what is recomputed in backward: Plan.by_hand(recompute=[...]), or let "
+    "the planner choose"
 )
-_BEFORE = "It changes parameters. Call it on the module before HetFSDP is made"
+_BEFORE = "It changes parameters. Call it on the module before wrapping it"
 REFUSED = {
     "gradient_checkpointing_enable": _RECOMPUTE,
     "gradient_checkpointing_disable": _RECOMPUTE,
@@ -33,30 +33,30 @@ REFUSED = {
     "init_weights": _BEFORE,
     "add_adapter": _BEFORE,
     "save_pretrained": (
-        "This rank has some rows of each parameter. Call it so on every rank: "
+        "This rank has only some rows of each parameter. Instead call on every rank: "
         "from shardhet.hf import save_pretrained; save_pretrained(model, path)"
     ),
     "push_to_hub": "Save the model with shardhet.hf.save_pretrained first, and push the folder",
     "generate": (
-        "It calls units outside of model(...). Call it so on every rank: "
+        "It calls units outside of model(...). Instead call on every rank: "
         "from shardhet.hf import generate; generate(model, **inputs)"
     ),
 }
 
 
 class WrongDoorError(RuntimeError):
-    """A method of the wrapped module that cannot do under HetFSDP what it does alone."""
+    """Raised for a method of the wrapped module that cannot work under HetFSDP."""
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raise about the module's method ``name``."""
+    """Raise ``WrongDoorError`` for the module's method ``name``."""
     raise WrongDoorError(f"model.{name}: cannot be called on a HetFSDP. {why}.")
 
 
 def through(
     module: nn.Module, name: str, flats: Sequence[FlatTensor], guard: Callable[..., Any]
 ) -> Any:
-    """``module``'s attribute ``name`` as a HetFSDP's user gets it."""
+    """The attribute ``name`` of ``module``; a method is wrapped to run with stand-ins."""
     value = getattr(module, name)
     if not (inspect.ismethod(value) and value.__self__ is module):
         return value
@@ -72,9 +72,9 @@ def through(
 
 
 def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTensor]) -> Any:
-    """What ``call`` returns while modules see parameters without values.
+    """The result of ``call``, made while modules hold stand-ins without values.
 
-    Raises ``WrongDoorError`` where it wanted the values.
+    Raises ``WrongDoorError`` if ``call`` needs the values.
     """
     with _stand_ins(flats) as row_by_stand_in:
         stand_ins = list(row_by_stand_in)
@@ -95,13 +95,13 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
         if changed or [each._version for each in stand_ins] != versions:
             raise WrongDoorError(_wants_values(name))
         if [each.requires_grad for each in stand_ins] != flags:
-            refuse(name, "Freeze and unfreeze parameters before HetFSDP is made")
+            refuse(name, "Freeze and unfreeze parameters before wrapping the model")
     return _with_rows(name, result, {id(s): rows for s, rows in row_by_stand_in.items()})
 
 
 @contextmanager
 def _stand_ins(flats: Sequence[FlatTensor]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Rows by the stand-in that the modules see in their place inside the context."""
+    """A context in which modules hold stand-ins; yields the rows by stand-in."""
     seen = [(slot, slot.current) for flat in flats for slot in flat.slots]
     rows_by_stand_in: dict[nn.Parameter, nn.Parameter] = {}
     for flat in flats:
@@ -119,7 +119,7 @@ def _stand_ins(flats: Sequence[FlatTensor]) -> Iterator[dict[nn.Parameter, nn.Pa
 
 
 def _with_rows(name: str, result: Any, row_by_id: dict[int, nn.Parameter]) -> Any:
-    """``result`` with rows for stand-ins."""
+    """``result`` with stand-ins replaced by rows."""
     if isinstance(result, torch.optim.Optimizer):
         for group in result.param_groups:
             group["params"] = [row_by_id.get(id(param), param) for param in group["params"]]
@@ -134,7 +134,7 @@ def _with_rows(name: str, result: Any, row_by_id: dict[int, nn.Parameter]) -> An
 
 def _wants_values(name: str) -> str:
     return (
-        f"model.{name}: reads or writes parameters, of which this rank has some rows only. "
-        "Call it inside of the model's forward, or on the plain module: before HetFSDP is "
-        "made, or after loading model.state_dict() into it."
+        f"model.{name}: reads or writes parameters, of which this rank has only some rows. "
+        "Call it inside the model's forward, or on the plain module: before wrapping it, or "
+        "after loading model.state_dict() into it."
     )

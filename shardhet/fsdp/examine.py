@@ -1,4 +1,4 @@
-"""The rules of one call: where its tensors hold the batch, found by calling it in pieces."""
+"""Finds the rules of one call, by calling it on the whole batch and on pieces of it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,21 +20,21 @@ from shardhet.fsdp.rules import (
 )
 from shardhet.fsdp.watch import Refusal, Watcher
 
-MAX_READINGS = 32  # of the shapes of a call's arguments
+MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments
 
 
 class Examiner:
     """Finds rules of calls; ``splits`` says whether any rank has several microbatches."""
 
     def __init__(self, runner: CallRunner, watcher: Watcher, *, splits: bool) -> None:
-        self.is_certain = True  # else something was zero, and may be a sum or a mean
+        self.is_certain = True  # False if a zero output may be a sum or a mean
         self._runner = runner
         self._watcher = watcher
         self._splits = splits
         self._decide = RuleFinder(splits=splits)
 
     def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
-        """The rules of a call that was seen with fewer samples, and what it gives whole."""
+        """The rules of a call that was seen with fewer samples, and the output of ``large``."""
         names, before = large.tensor_by_name, seen.call.tensors
         inputs = tuple(
             self._decide.of_input(large.fqn, name, small, tensor)
@@ -43,7 +43,7 @@ class Examiner:
         return self._examine(seen, large, inputs)
 
     def known_from(self, seen: Seen, call: ProbedCall) -> dict[str, Rule]:
-        """Rules of those arguments that the call seen before was passed too."""
+        """Rules of those arguments that the call seen before had too."""
         before = seen.call.tensor_by_name
         return {
             name: self._decide.of_input("", name, before[name], tensor)
@@ -54,9 +54,9 @@ class Examiner:
     def infer(
         self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
     ) -> VisitRules:
-        """The rules of a call from itself alone; ``known`` are those of some arguments.
+        """The rules of a call that was not seen before; ``known`` are those of some arguments.
 
-        All readings of the other arguments' shapes are tried; one of them must fit.
+        Tries all rules that the shapes of the other arguments allow; exactly one must fit.
         """
         tensors = call.tensor_by_name
         options = [readings(t, known.get(name), num_samples) for name, t in tensors.items()]
@@ -76,13 +76,13 @@ class Examiner:
             try:
                 fitting.append(self._examine(self._runner.look(small)[0], large, rules)[0])
             except (Exception, Refusal):
-                continue  # not this reading
+                continue  # these rules do not fit
         if len(fitting) == 1 or (fitting and not self._splits):
             return fitting[0]
         raise Refusal(
             ValueError(
                 f"unit {call.fqn!r} is called with other kinds of arguments than when the "
-                "model was first called in this way, and it cannot be told which of "
+                "model was first called in this way, and it is not clear which of "
                 f"{', '.join(name for name in tensors if name not in known)} hold samples. "
                 "Pass tensors in the same places at every step (a mask always or never)."
             )
@@ -105,7 +105,7 @@ class Examiner:
             outputs=(),
             is_differentiable=seen.is_differentiable,
         )
-        kept = large.on(list(map(copied, large.tensors)))  # the call may write on its inputs
+        kept = large.on(list(map(copied, large.tensors)))  # the call may write to its inputs
         output = self._run_whole(large, seen, inputs)
         pieces = [
             kept.on(cut(kept.tensors, rules, span, LARGE))
@@ -126,7 +126,7 @@ class Examiner:
         return replace(rules, outputs=tuple(found)), output
 
     def _run_whole(self, call: ProbedCall, seen: Seen, inputs: tuple[Rule, ...]) -> Any:
-        """What the call gives, copied: it may return its inputs."""
+        """A copy of the call's output, which may contain its inputs."""
         given = call.tensors
         versions = [each._version for each in given]
         output = self._runner.run(call)
@@ -138,8 +138,8 @@ class Examiner:
         if Layout.of(outputs, spec) != seen.results:
             raise Refusal(
                 ValueError(
-                    f"unit {call.fqn!r}: it returns other things for {LARGE} samples than for "
-                    f"{SMALL}. Return the same whatever the number of samples."
+                    f"unit {call.fqn!r}: it returns another structure for {LARGE} samples than "
+                    f"for {SMALL}. Return the same structure for any number of samples."
                 )
             )
         return unflatten(list(map(copied, outputs)), spec)
@@ -147,7 +147,7 @@ class Examiner:
     def _join_of_zeros(
         self, index: int, whole: ProbedCall, pieces: list[ProbedCall]
     ) -> Join | None:
-        """How an output that is zero adds up, by its gradients; None if they are zero too."""
+        """How an output that is zero is joined, by its gradients; None if they do not tell."""
         of_whole, *of_pieces = [
             tensors_in(self._runner.run(each, with_graph=True))[index]
             for each in (whole, *pieces)

@@ -1,7 +1,7 @@
-"""One flat tensor of a unit through its lives: shard, gather, unsharded, gradient, reduction.
+"""A flat tensor of a unit: its shard, gather, unsharded storage, gradient and reduction.
 
-What is alive when, who writes and reads it on which stream, and who waits for whom, for a flat
-tensor that this rank stores a part of and computes with:
+For a flat tensor that this rank both stores a part of and computes with: when each buffer is
+alive, who writes and reads it, and who waits for whom:
 
     tensor               alive                       written by            read by
     flat_shard           always                      optimizer (compute)   gather
@@ -11,18 +11,18 @@ tensor that this rank stores a part of and computes with:
                          end of its reduction
     part of the sum      reduce .. zero_grad         reduce                optimizer (compute)
 
-    gather before it writes the unsharded storage   waits for compute_event: kernels that
-                                                    read it before, the optimizer's writes
+    gather before it writes the unsharded storage   waits for compute_event: earlier kernels
+                                                    that read it, the optimizer's writes
     compute before it reads parameters              waits for the gather (wait_for_unshard)
     optimizer before it writes the shard            waits for peers to have read it
                                                     (CommContext.wait_all_sent)
     reduce before it reads the whole gradient       waits for compute (FlatGradient.reduce)
     compute before it reads the part of the sum     waits for reduce (FlatGradient.finish),
-                                                    and only then lends the buffer anew
+                                                    and only then lends the buffer again
 
-The parameters are views of the unsharded storage, so what autograd saved stays valid when it
-is freed and later refilled.  A rank that stores all of a tensor needs no second copy: its
-shard *is* the unsharded tensor.  The states of the gradient are in ``flat_grad``.
+The parameters are views of the unsharded storage, so tensors that autograd saved stay valid
+when the storage is freed and later refilled.  A rank that stores a whole tensor needs no second
+copy: its shard *is* the unsharded tensor.  ``flat_grad`` has the states of the gradient.
 """
 
 from collections.abc import Sequence
@@ -41,28 +41,28 @@ from shardhet.records.layout import FlatLayout, Span
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One parameter and every place in the module tree where it hangs."""
+    """One parameter and every place in the module tree that refers to it."""
 
-    fqns: tuple[str, ...]  # several for a tied parameter; the first one counts
+    fqns: tuple[str, ...]  # several for a tied parameter; the first is its name
     owners: tuple[tuple[nn.Module, str], ...]  # (module, attribute), one per fqn
     shape: torch.Size
     is_trainable: bool
 
     @property
     def fqn(self) -> str:
-        """The name under which optimizers see it."""
+        """The name of the parameter, as optimizers use it."""
         return self.fqns[0]
 
     @property
     def current(self) -> nn.Parameter:
-        """What the modules see in its place now."""
+        """The parameter that the modules hold now."""
         module, attribute = self.owners[0]
         param = module._parameters[attribute]
         assert param is not None
         return param
 
     def put(self, param: nn.Parameter) -> None:
-        """Let the modules see ``param`` in its place."""
+        """Make the modules hold ``param``."""
         for module, attribute in self.owners:
             module._parameters[attribute] = param
 
@@ -112,8 +112,8 @@ class FlatTensor:
             self._unsharded = torch.empty(
                 layout.numel, dtype=self.param_dtype, device=comm.device
             )
-        # .data has a version counter of its own: refilling the storage must not tell autograd
-        # that tensors it saved in forward were changed.
+        # .data has its own version counter: autograd must not take a refill of the storage for
+        # a change of tensors that it saved in forward.
         self.unsharded_params = [
             nn.Parameter(
                 self._unsharded_part(self._unsharded.data, i), requires_grad=self.is_trainable
@@ -132,20 +132,20 @@ class FlatTensor:
     # Geometry #
 
     def _own_part(self, span: Span) -> Span:
-        """Where in this rank's shard the part of ``span`` that it stores lies."""
+        """The position, within this rank's shard, of the part of ``span`` that it stores."""
         own = self.layout.shard_spans[self._position]
         part = span.intersect(own)
         return Span(part.start - own.start, part.stop - own.start) if part.numel else Span(0, 0)
 
     def _box(self, shard: Tensor, param: int) -> Tensor:
-        """Parameter ``param``'s rows in ``shard``, [rows, ...]; scalars are one row."""
+        """The rows of parameter ``param`` in ``shard``, [rows, ...]; a scalar is one row."""
         part = self._boxes[param]
         shape = (self.rows[param].numel, *self.slots[param].shape[1:])
         return shard[part.start : part.stop].view(shape)
 
     @torch.no_grad()
     def store_rows(self, param: int, full: Tensor) -> None:
-        """Keep this rank's rows of ``full``, a whole parameter."""
+        """Copy this rank's rows of ``full``, a whole parameter, into the shard."""
         rows = self.rows[param]
         whole = full.reshape(1) if full.dim() == 0 else full
         self._box(self.flat_shard, param).copy_(whole[rows.start : rows.stop])
@@ -154,11 +154,11 @@ class FlatTensor:
 
     @property
     def unsharded_address(self) -> int:
-        """Where the unsharded storage is now."""
+        """The current address of the unsharded storage."""
         return self._unsharded.untyped_storage().data_ptr()
 
     def unshard(self) -> None:
-        """Start gathering; on a rank that computes nothing, start sending."""
+        """Start the gather; a rank that computes nothing only sends."""
         comm = self._comm
         if comm.gather_channel.group is None and self._is_shard_itself:
             return
@@ -169,7 +169,7 @@ class FlatTensor:
             if comm.is_receiver and not self._is_shard_itself:
                 numel, itemsize = self.layout.numel, self.param_dtype.itemsize
                 self._unsharded.untyped_storage().resize_(numel * itemsize)
-            is_alone = comm.gather_channel.group is None  # then the copy changes the dtype
+            is_alone = comm.gather_channel.group is None  # then the gather copies and casts
             shard = self.flat_shard if is_alone else self.flat_shard.to(self.param_dtype)
             self._gather = all_gather_uneven(
                 self._unsharded if comm.is_receiver else None,
@@ -180,7 +180,7 @@ class FlatTensor:
             )
 
     def wait_for_unshard(self) -> None:
-        """Until the compute stream may read the parameters (and the modules see them)."""
+        """Wait until the compute stream may read the parameters; give them to the modules."""
         comm = self._comm
         if self._gather is not None:
             with comm.on_stream(comm.all_gather_stream):
@@ -194,20 +194,20 @@ class FlatTensor:
                 slot.put(param)
 
     def reshard(self) -> None:
-        """Free the unsharded storage; the modules see the shards again."""
+        """Free the unsharded storage; the modules hold the shards again."""
         self.show_shards()
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
 
     def show_shards(self) -> None:
-        """Let the modules see this rank's row boxes."""
+        """Make the modules hold this rank's rows."""
         for slot, param in zip(self.slots, self.sharded_params, strict=True):
             slot.put(param)
 
     # Gradients #
 
     def begin_backward(self) -> None:
-        """Get ready to accumulate gradients of this rank's microbatches."""
+        """Prepare to accumulate gradients of this rank's microbatches."""
         if self.is_trainable:
             self.grad.begin()
 
@@ -225,17 +225,17 @@ class FlatTensor:
         return flat[span.start : span.stop].view(self.slots[param].shape)
 
     def reduce(self) -> None:
-        """Start summing the gradients of all computing ranks into the shards' owners."""
+        """Start the reduce-scatter of the computing ranks' gradients to the owners."""
         forget_autograds(self.unsharded_params)
         self.grad.reduce()
 
     def finish_reduce(self) -> None:
-        """Until this rank's part of the sum is there and nobody reads its gradients."""
+        """Wait until this rank has its part of the sum and nobody reads its gradients."""
         self.grad.finish()
 
     @torch.no_grad()
     def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
-        """Give the shards their gradients, added to those there; None where no rank has one."""
+        """Set or add to the shards' gradients; None stays where no rank has a gradient."""
         reduced, sums = self.grad.take()
         if reduced is None and not sums:
             return  # the unit is never visited
@@ -243,7 +243,7 @@ class FlatTensor:
         for i, param in enumerate(self.sharded_params):
             if param.requires_grad != self.is_trainable:
                 raise RuntimeError(
-                    f"{self.slots[i].fqn}: requires_grad was changed after HetFSDP was made. "
+                    f"{self.slots[i].fqn}: requires_grad was changed after HetFSDP was built. "
                     f"Freeze and unfreeze parameters before wrapping the model."
                 )
             if not has_grad[i]:
@@ -258,13 +258,13 @@ class FlatTensor:
                 param.grad += grad
 
     def drop_grads(self) -> None:
-        """Forget gradients of an unfinished or invalid step."""
+        """Drop the gradients of an unfinished or invalid step."""
         forget_autograds(self.unsharded_params)
         self.grad.drop()
 
 
 def _refuse_grad(fqn: str, sharded_param: Tensor) -> None:
-    # Autograd never reaches the shards, unless a module's parameter is used without calling it.
+    # Autograd reaches a shard only if a parameter is used without calling its module.
     sharded_param.grad = None
     raise RuntimeError(
         f"{fqn} is used outside of the forward of its unit, where this rank sees only its own "

@@ -13,44 +13,45 @@ from shardhet.records.layout import FlatLayout, Span
 
 
 class GradState(Enum):
-    """Where the gradient of a flat tensor is, on one rank."""
+    """The state of a flat tensor's gradient on one rank."""
 
-    NONE = auto()  # at the start, and by take() or drop()
-    ACCUMULATING = auto()  # by begin(): microbatches add to it; never on a rank without samples
-    REDUCING = auto()  # by reduce(): peers and the reduce stream read it
-    REDUCED = auto()  # by finish(): only this rank's part of the sum is left
+    NONE = auto()  # at the start, and after take() or drop()
+    ACCUMULATING = auto()  # after begin(): microbatches add; never on a rank without samples
+    REDUCING = auto()  # after reduce(): peers and the reduce stream read it
+    REDUCED = auto()  # after finish(): only this rank's part of the sum is left
 
 
 class FlatGradient:
-    """What one rank has of it.
+    """The gradient of a flat tensor, as far as one rank holds it.
 
-    Ranks that compute hold it whole, ``[layout.numel]``, while they accumulate and while it is
-    reduced; ranks that store hold their part of the sum from the reduction on.  A rank that
-    is the only one to do both (``is_alone``) has no whole buffer and no reduction: autograd's
-    own sums, parameter by parameter, are the gradient.
+    A computing rank holds the whole gradient, ``[layout.numel]``, while it accumulates and
+    reduces; a storing rank holds its part of the sum from the reduction on.  If one rank alone
+    computes and stores (``is_alone``), it has no whole buffer and no reduction: the sums that
+    autograd makes for each parameter are the gradient.
     """
 
     def __init__(
         self, layout: FlatLayout, position: int, comm: CommContext, reduce_dtype: torch.dtype
     ) -> None:
         self.state = GradState.NONE
-        self.has_grad = [False] * len(layout.param_spans)  # of this rank, as reduce() found it
+        # By parameter: whether this rank had a gradient when reduce() was called.
+        self.has_grad = [False] * len(layout.param_spans)
         self._layout = layout
         self._own_numel = layout.shard_numels[position]
         self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
         self._is_whole = self._own_numel == layout.numel
         self._comm = comm
         self._dtype = reduce_dtype
-        self._whole: Tensor | None = None  # [layout.numel], lent by the pool of buffers
-        # By parameter, of the microbatches so far: views of _whole, or what autograd made on a
-        # rank that is alone.
+        self._whole: Tensor | None = None  # [layout.numel], lent by the buffer pool
+        # By parameter, the sum over the microbatches so far: a view of _whole, or the tensor
+        # that autograd made on a rank that is alone.
         self._sums: dict[int, Tensor] = {}
         self._reduction: Pending | None = None
         self._reduced: Tensor | None = None  # [own numel]
 
     @property
     def is_private(self) -> bool:
-        """Whether one rank alone contributes to and stores the gradient in this step."""
+        """Whether one and the same rank alone computes and stores the gradient in this step."""
         return len(self._owners) == 1 and self._comm.receivers == self._owners
 
     @property
@@ -59,7 +60,7 @@ class FlatGradient:
         return self._is_whole and self.is_private
 
     def begin(self) -> None:
-        """NONE -> ACCUMULATING; nothing where that has happened already."""
+        """NONE -> ACCUMULATING; does nothing if already ACCUMULATING."""
         if self.state is GradState.ACCUMULATING:
             return
         self.state = GradState.ACCUMULATING
@@ -70,9 +71,9 @@ class FlatGradient:
             )
 
     def add(self, index: int, param: Tensor) -> None:
-        """Add ``param.grad``, which autograd has just set, while it is still in cache."""
+        """Add ``param.grad`` right after autograd has set it, while it is still in cache."""
         grad = param.grad
-        if grad is None:  # it goes into something that sends no gradient back
+        if grad is None:  # the operation that used it returned no gradient
             return
         total = self._sums.get(index)
         if total is None:
@@ -84,18 +85,18 @@ class FlatGradient:
             self._sums[index] = total
         elif total is not grad:
             total.add_(grad)
-        # Autograd itself adds what comes next, where it can.
+        # If the dtypes agree, autograd adds the next gradient to the total in place.
         param.grad = total if total.dtype == param.dtype else None
 
     def reduce(self) -> None:
-        """ACCUMULATING (or NONE, without samples) -> REDUCING: sum into the shards' owners."""
+        """ACCUMULATING (or NONE, without samples) -> REDUCING: launch the reduce-scatter."""
         comm = self._comm
         self.state = GradState.REDUCING
         self.has_grad = [i in self._sums for i in range(len(self.has_grad))]
         if self._whole is not None:
             self._sums = {}
             self._zero_what_nothing_wrote(self._whole)
-        if self.is_private:  # so there is no reduction, on any rank
+        if self.is_private:  # no rank takes part in a reduction
             if not self._own_numel:
                 self._reduced = torch.empty(0, dtype=self._dtype, device=comm.device)
             return
@@ -113,18 +114,18 @@ class FlatGradient:
             )
 
     def finish(self) -> None:
-        """REDUCING -> REDUCED: this rank's part is there and nobody reads its gradients."""
+        """REDUCING -> REDUCED: wait for this rank's part and for readers of its gradients."""
         comm = self._comm
         if self._reduction is not None:
             with comm.on_stream(comm.reduce_scatter_stream):
                 self._reduction.wait()
                 self._reduction.wait_sent()
                 event = comm.record_event(comm.reduce_scatter_stream)
-            # Whoever reads .grad does so on the compute stream.
+            # .grad is read on the compute stream.
             comm.current_stream().wait_event(event)
             self._reduction = None
             if self._whole is not None:
-                # Only now: peers and the reduce stream were reading it.
+                # Not earlier: peers and the reduce stream were reading it.
                 comm.buffers.take_back(self._whole)
         self._whole = None
         self.state = GradState.REDUCED
@@ -132,7 +133,7 @@ class FlatGradient:
     def take(self) -> tuple[Tensor | None, dict[int, Tensor]]:
         """REDUCED -> NONE: this rank's part of the sum, [own numel], or a lone rank's sums.
 
-        Both are empty where the unit was not visited in this step.
+        Returns (None, {}) if the unit was not visited in this step.
         """
         taken = self._reduced, self._sums
         self._reduced, self._sums = None, {}
@@ -140,7 +141,7 @@ class FlatGradient:
         return taken
 
     def drop(self) -> None:
-        """Any state -> NONE: forget the gradient of an unfinished or invalid step."""
+        """Any state -> NONE: drop the gradient of an unfinished or invalid step."""
         if self._whole is not None:
             self._comm.buffers.take_back(self._whole)
         self._whole = None
@@ -163,6 +164,6 @@ class FlatGradient:
 
 
 def forget_autograds(params: Sequence[nn.Parameter]) -> None:
-    """Take from unsharded parameters what autograd keeps adding to."""
+    """Clear ``.grad`` of unsharded parameters, to which autograd would keep adding."""
     for param in params:
         param.grad = None

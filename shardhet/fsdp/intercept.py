@@ -1,4 +1,4 @@
-"""Putting the runtime in front of the forward of modules."""
+"""Replaces the forward of modules by calls of the runtime."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from shardhet.fsdp.unit import UnitModule
 def intercept(
     root: nn.Module, runtime: Runtime, loss: HeadLoss, pieces: Sequence[UnitModule]
 ) -> None:
-    """Let calls of every unit's modules, and of pieces of the root, go through ``runtime``."""
+    """Route calls of every unit's modules, and of pieces of the root, through ``runtime``."""
     head = loss.find_head(root, runtime.units)
     for index, unit in enumerate(runtime.units):
         for module in unit.modules:

@@ -1,4 +1,4 @@
-"""Putting together what the microbatches of a visit return, and the gradients of its inputs."""
+"""Joins the outputs of a visit's microbatches, and the gradients of its inputs."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -18,10 +18,10 @@ def spans_of(microbatch_sizes: Sequence[int]) -> list[Span]:
 
 
 class Joined:
-    """The outputs of a visit's microbatches put together again.
+    """The joined outputs of a visit's microbatches.
 
-    What has samples is joined along them, ``SUM`` and ``MEAN`` are added up, and of what is
-    ``SHARED`` the first microbatch's is kept.
+    Outputs with a batch dimension are concatenated, ``SUM`` and ``MEAN`` outputs are added up,
+    and of ``SHARED`` outputs that of the first microbatch is kept.
     """
 
     def __init__(self, unit_fqn: str, spans: Sequence[Span], rules: VisitRules) -> None:
@@ -30,15 +30,15 @@ class Joined:
         self._spans = spans
         self._num_samples = spans[-1].stop
         self._rules = rules.outputs
-        self._layout: Layout | None = None  # of the first microbatch's
+        self._layout: Layout | None = None  # of the first microbatch's output
         self._results = rules.results
         self._leaves: list[Any] = []  # tensors replaced by None
-        self._has_one = False  # a tensor, and nothing else
-        self._where: list[int] = []  # the tensors are among the leaves
+        self._has_one = False  # the output is a single tensor
+        self._where: list[int] = []  # indices of the tensors among the leaves
 
     @torch.no_grad()
     def add(self, microbatch: int, output: Any) -> list[Tensor]:
-        """Take the output of one microbatch; returns its tensors."""
+        """Add the output of one microbatch; return its tensors."""
         is_one = microbatch and self._has_one and isinstance(output, Tensor)
         if is_one and output.dim() == self.tensors[0].dim():
             self._put(microbatch, [output])
@@ -52,8 +52,8 @@ class Joined:
             return tensors
         if layout != self._layout or not _same(constants, self._leaves):
             raise ValueError(
-                f"unit {self._unit_fqn!r}: microbatches 0 and {microbatch} return "
-                f"{self._leaves} and {constants} besides tensors, or other shapes. Return the "
+                f"unit {self._unit_fqn!r}: microbatches 0 and {microbatch} return different "
+                f"structures or non-tensor values: {self._leaves} and {constants}. Return the "
                 "same for each."
             )
         self._put(microbatch, tensors)
@@ -74,7 +74,7 @@ class Joined:
         if layout != self._results:
             raise ValueError(
                 f"unit {self._unit_fqn!r} returns {_shapes(leaves)}, another kind of result "
-                "than when the model was first called in this way. Let it return the same at "
+                "than when the model was first called in this way. Return the same kind at "
                 "every step."
             )
         self._layout, self._leaves = layout, constants
@@ -101,8 +101,8 @@ class Joined:
     def _check_fits(self, tensor: Tensor, rule: Rule, num_samples: int) -> None:
         if isinstance(rule, BatchAxis) and not rule.fits(tensor, num_samples):
             raise ValueError(
-                f"unit {self._unit_fqn!r}: an output of shape {tuple(tensor.shape)} for a "
-                f"microbatch of {num_samples} samples, where dimension {rule.dim} must be "
+                f"unit {self._unit_fqn!r}: an output has shape {tuple(tensor.shape)} for a "
+                f"microbatch of {num_samples} samples, but dimension {rule.dim} must be "
                 f"{rule.length(num_samples)} long, as it was when the model was first called "
                 "in this way. Let its shape depend on the batch in the same way at every "
                 "step."
@@ -111,7 +111,7 @@ class Joined:
     def detached_from(
         self, inputs: Sequence[Tensor], addresses: frozenset[int]
     ) -> list[Tensor]:
-        """The joined tensors, copied where one shares memory with an input or ``addresses``."""
+        """The joined tensors; one that shares memory with inputs or ``addresses`` is copied."""
         shared = {t.untyped_storage().data_ptr() for t in inputs} | addresses
         self.tensors = [
             t.clone() if t.untyped_storage().data_ptr() in shared else t for t in self.tensors
@@ -119,7 +119,7 @@ class Joined:
         return self.tensors
 
     def pieces_of(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the microbatch's tensors, from those of the joined ones."""
+        """Gradients of the microbatch's tensors, given those of the joined ones."""
         return [
             None if grad is None else self._piece(microbatch, grad, rule)
             for grad, rule in zip(grads, self._rules, strict=True)
@@ -131,12 +131,12 @@ class Joined:
             return grad
         if isinstance(rule, BatchAxis):
             return rule.narrow(grad, span, self._num_samples)
-        if rule is Join.SHARED:  # all of it is the first one's
+        if rule is Join.SHARED:  # the first microbatch's output was kept, so it gets all
             return grad if microbatch == 0 else None
         return self._weighted(grad, rule, span)
 
     def as_returned(self, tensors: Sequence[Tensor]) -> Any:
-        """What the unit's caller gets."""
+        """The output that the unit's caller gets."""
         assert self._layout is not None
         leaves = list(self._leaves)
         for i, tensor in zip(self._where, tensors, strict=True):
@@ -146,7 +146,7 @@ class Joined:
 
 
 class InputGrads:
-    """Gradients of a visit's inputs, put together from those of its microbatches."""
+    """Gradients of a visit's inputs, joined from those of its microbatches."""
 
     def __init__(
         self, spans: Sequence[Span], rules: Sequence[Rule], tensors: Sequence[Tensor]
@@ -159,7 +159,7 @@ class InputGrads:
 
     @torch.no_grad()
     def add(self, microbatch: int, inputs: Sequence[Tensor]) -> None:
-        """Take the gradients that ``inputs``, the microbatch's leaves, have collected."""
+        """Add the gradients accumulated in ``inputs``, the leaves of the microbatch."""
         for i, leaf in enumerate(inputs):
             grad, rule = leaf.grad, self._rules[i]
             if grad is None:
@@ -175,19 +175,19 @@ class InputGrads:
     def _whole(self, i: int) -> Tensor:
         whole = self._grads[i]
         if whole is None:
-            # Zeros, because some microbatches may send nothing back.
+            # Zeros, because some microbatches may have no gradient.
             whole = self._grads[i] = torch.zeros_like(self._tensors[i])
         return whole
 
     def result(self) -> list[Tensor | None]:
-        """One per input; None where nothing arrived."""
+        """One gradient per input; None if no microbatch had one."""
         return self._grads
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     try:
         return bool(one == other)
-    except (RuntimeError, ValueError):  # arrays do not compare to one truth value
+    except (RuntimeError, ValueError):  # comparing arrays gives no single truth value
         return False
 
 

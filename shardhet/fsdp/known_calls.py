@@ -1,4 +1,4 @@
-"""What is known of a model's calls: found once for each kind of them, looked up ever after."""
+"""What is known of a model's calls: found once for each kind of call, then looked up."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -15,7 +15,7 @@ from shardhet.fsdp.prober import Findings, Prober
 from shardhet.fsdp.signature import ModelCall
 from shardhet.fsdp.unit import UnitModule
 
-UNKNOWN = -1  # the index of findings that are still to be made
+UNKNOWN = -1  # the index of findings that do not exist yet
 
 
 class KnownCalls:
@@ -34,11 +34,11 @@ class KnownCalls:
 
     @property
     def current(self) -> Findings:
-        """Those of the forward in progress."""
+        """The findings for the forward in progress."""
         return self._findings[self._index]
 
     def index_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> int:
-        """Which findings this rank has for such a call; UNKNOWN if it has none."""
+        """The index of this rank's findings for such a call; UNKNOWN if it has none."""
         return self._index_by_key.get(_key(call, is_training, splits), UNKNOWN)
 
     def begin(
@@ -50,7 +50,7 @@ class KnownCalls:
         is_training: bool,
         splits: bool,
     ) -> Findings:
-        """What holds for the forward that begins; a probe finds it first if it is UNKNOWN.
+        """Begin a forward with the findings at ``index``; UNKNOWN runs a probe first.
 
         Collective.
         """
@@ -73,11 +73,11 @@ class KnownCalls:
         return self.current
 
     def count(self, module: UnitModule) -> int:
-        """How often the module was called before in this forward."""
+        """The number of earlier calls of the module in this forward."""
         return self._num_calls[module.fqn]
 
     def prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], VisitRules]:
-        """The arguments of the module's next call flattened, and what is known of it."""
+        """The flattened arguments of the module's next call, and the rules of that call."""
         leaves, spec = flatten(arguments)
         key = CallKey(module.fqn, self._num_calls[module.fqn])
         self._num_calls[module.fqn] += 1
@@ -100,8 +100,8 @@ class KnownCalls:
         if not variants:
             raise RuntimeError(
                 f"model(...): {module.fqn!r} is called {key.call + 1} times, more often than "
-                "when the model was first called in this way. Call it equally often at every "
-                "step."
+                "when the model was first called in this way. Call it the same number of times "
+                "at every step."
             )
         for rules in variants:
             if rules.arguments == arguments:

@@ -1,8 +1,8 @@
-"""Layered accumulation: a rank's whole batch enters a unit at once; inside, microbatch by
+"""Layered accumulation: a rank passes its whole batch to a unit, which runs it microbatch by
 microbatch.
 
-Collectives are therefore per unit and not per microbatch, and ranks may have different
-numbers of microbatches.  A unit's visit is one node of the outer autograd graph.  It keeps
+There is therefore one collective per unit, not per microbatch, and ranks may have different
+numbers of microbatches.  A visit of a unit is one node of the outer autograd graph.  It keeps
 either the unit's inputs (and recomputes in backward) or the graph of each microbatch.
 
     outer graph     x ------------------> [visit] ------------------> y
@@ -10,8 +10,8 @@ either the unit's inputs (and recomputes in backward) or the graph of each micro
                     x[3:6] -> unit -> y[3:6]      off from the outer one by detach
                     x[6:7] -> unit -> y[6:7]
 
-Rules (batching.py) say which inputs are split, and along which dimension; the others, and
-everything that is no tensor, are passed whole.  A call without any batched input runs once.
+Rules (batching.py) say which inputs are split, and along which dimension; other inputs, and
+everything that is not a tensor, are passed whole.  A call without batched inputs runs once.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,50 +29,50 @@ from shardhet.records.layout import Span
 
 
 class Surroundings:
-    """What happens around the runs of one visit.  By itself nothing does."""
+    """Hooks around the runs of one visit.  The hooks of this base class do nothing."""
 
     def random_state(self) -> AbstractContextManager[Any]:
-        """Around all runs of one phase."""
+        """A context around all runs of one phase."""
         return nullcontext()
 
     def seed_microbatch(self, start: int) -> None:
-        """Before a run whose first sample is ``start`` of the rank's batch."""
+        """Called before a run; ``start`` is its first sample within the rank's batch."""
 
     def in_forward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Around a microbatch in forward."""
+        """A context around a microbatch in forward."""
         return nullcontext()
 
     def in_backward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Around a microbatch in backward, recomputation included."""
+        """A context around a microbatch in backward, including recomputation."""
         return nullcontext()
 
     def in_function(self, start: int, is_repeated: bool) -> AbstractContextManager[Any]:
-        """Around the unit's own forward, when it is repeated in backward too."""
+        """A context around the unit's own forward, also when backward recomputes it."""
         return nullcontext()
 
     def enter_backward(self) -> None:
-        """Autograd has reached the visit."""
+        """Called when autograd reaches the visit."""
 
     def leave_backward(self) -> None:
-        """All microbatches are through backward."""
+        """Called when backward of all microbatches is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What one visit of a unit computes, and in which surroundings."""
+    """What one visit of a unit computes, and the hooks around it."""
 
     unit_fqn: str
     function: Callable[..., Any]  # the module's own forward
     rules: VisitRules
     microbatch_sizes: tuple[int, ...]
     recomputes: bool
-    param_addresses: frozenset[int]  # of storages that are freed when the unit is resharded
+    param_addresses: frozenset[int]  # storages that are freed when the unit is resharded
     device_type: str
     around: Surroundings
 
     @property
     def spans(self) -> list[Span]:
-        """The samples of each run within the rank's batch; all in one if nothing is split."""
+        """The samples of each run within the rank's batch; a single run if nothing is split."""
         spans = spans_of(self.microbatch_sizes)
         return spans if self.rules.is_batched else [Span(0, spans[-1].stop)]
 
@@ -81,8 +81,8 @@ def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
     """The unit's output for the whole rank batch, differentiable if ``anchor`` is given.
 
     ``leaves`` are the arguments, flattened as ``visit.rules.arguments`` says.  ``anchor`` is a
-    tensor that requires a gradient: without it a unit whose inputs need none (an embedding)
-    would have no place in the outer graph.
+    tensor that requires a gradient: without it, a unit whose inputs need no gradient (an
+    embedding) would not be part of the outer graph.
     """
     call = _Call(visit, leaves)
     tensors = [leaves[i] for i in call.tensor_indices]
@@ -118,7 +118,7 @@ class _VisitFunction(torch.autograd.Function):
                         graph, output = call.run_with_graph(i, tensors, is_repeated=False)
                         graph.end_at(call.joined.add(i, output))
                         call.graphs.append(graph)
-                        del output  # the edges keep what backward needs, no more
+                        del output  # the edges keep what backward needs, nothing else
         if [t._version for t in tensors] != versions:
             raise RuntimeError(writes_on_input(visit.unit_fqn))
         joined = call.joined.detached_from(tensors, visit.param_addresses)
@@ -153,18 +153,18 @@ class _VisitFunction(torch.autograd.Function):
 
 
 class _Graph:
-    """One microbatch's own autograd graph."""
+    """The autograd graph of one microbatch."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self.inputs = inputs  # leaves, cut off from the outer graph
-        self._edges: list[GradientEdge | None] = []  # per tensor that is returned
+        self._edges: list[GradientEdge | None] = []  # one per returned tensor
 
     def end_at(self, outputs: Sequence[Tensor]) -> None:
-        """Remember where backward begins; None where an output needs no gradient."""
+        """Record where backward begins: the edges of those outputs that need a gradient."""
         self._edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> None:
-        """Accumulate into parameters and ``inputs``; ``grads`` are of the outputs."""
+        """Accumulate into parameters and ``inputs``; ``grads`` are gradients of the outputs."""
         pairs = [
             (edge, grad)
             for edge, grad in zip(self._edges, grads, strict=True)
@@ -176,7 +176,7 @@ class _Graph:
 
 
 class _Call:
-    """A visit's arguments taken apart, and what lives from its forward to its backward."""
+    """The flattened arguments of a visit, and what it keeps from forward to backward."""
 
     def __init__(self, visit: Visit, leaves: list[Any]) -> None:
         self.visit = visit
@@ -190,7 +190,7 @@ class _Call:
         self._is_positional = visit.rules.arguments.is_positional
 
     def pieces(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What of ``tensors`` the microbatch gets."""
+        """The part of each of ``tensors`` that belongs to the microbatch."""
         return cut(tensors, self.visit.rules, self.spans[microbatch], self._num_samples)
 
     def run(self, microbatch: int, pieces: Sequence[Tensor], *, is_repeated: bool) -> Any:
@@ -212,7 +212,7 @@ class _Call:
     def run_with_graph(
         self, microbatch: int, tensors: Sequence[Tensor], *, is_repeated: bool
     ) -> tuple[_Graph, Any]:
-        """The same, keeping its graph; its inputs are leaves that collect gradients."""
+        """As ``run``, keeping the graph, whose inputs are leaves that accumulate gradients."""
         inputs = [
             piece.detach().requires_grad_(t.requires_grad)
             for piece, t in zip(self.pieces(microbatch, tensors), tensors, strict=True)
@@ -221,7 +221,7 @@ class _Call:
             with torch.enable_grad():
                 return _Graph(inputs), self.run(microbatch, inputs, is_repeated=is_repeated)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" in str(error):  # one of our inputs
+            if "leaf Variable that requires grad" in str(error):  # one of ``inputs``
                 raise RuntimeError(writes_on_input(self.visit.unit_fqn)) from error
             raise
 
@@ -229,7 +229,7 @@ class _Call:
 def cut(
     tensors: Sequence[Tensor], rules: VisitRules, span: Span, num_samples: int
 ) -> list[Tensor]:
-    """What of ``tensors``, the arguments of a call, the samples ``span`` get."""
+    """The part of each of ``tensors``, the arguments of a call, for the samples of ``span``."""
     if span.numel == num_samples:
         return list(tensors)
     return [
@@ -245,21 +245,21 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def writes_on_input(unit_fqn: str) -> str:
     return (
-        f"unit {unit_fqn!r} writes in place on its input, which all its microbatches and its "
+        f"unit {unit_fqn!r} writes in place to its input, which all its microbatches and its "
         f"recomputation share. Make that operation out of place (inplace=False), or choose "
         f"units that begin before it."
     )
 
 
 def autocast_dtype_now(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to now; None where it is off."""
+    """The dtype that autocast currently casts to; None if it is off."""
     if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def autocast_as(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast as it was in forward, without its cache: that would outlive the parameters."""
+    """Autocast as in forward, without its cache, which would outlive the parameters."""
     if dtype is None and not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, dtype, enabled=dtype is not None, cache_enabled=False)

@@ -1,4 +1,4 @@
-"""``loss_fn``, applied to the output of the last unit, microbatch by microbatch."""
+"""Applies ``loss_fn`` to the output of the last unit, microbatch by microbatch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ LossFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 class LossUsedError(TypeError):
-    """The model goes on computing with what it takes for its last unit's output."""
+    """The model computes with the loss as if it were the last unit's output."""
 
 
 class HeadLoss:
-    """What the last unit returns instead of its output: the loss of it."""
+    """Makes the last unit return the loss of its output instead of the output."""
 
     def __init__(self, loss_fn: LossFn | None) -> None:
         self._loss_fn = loss_fn
         self._inputs: tuple[Any, ...] = ()  # of the forward in progress
         self._head = ""
-        self._is_there = False  # whether this forward has come to it
+        self._is_there = False  # whether the head has returned in this forward
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:
-        """The last module of a unit, in the model's order; None without a ``loss_fn``."""
+        """The last of the units' modules, in the model's order; None without a ``loss_fn``."""
         if self._loss_fn is None:
             return None
         position_by_fqn = {fqn: i for i, (fqn, _) in enumerate(module.named_modules())}
@@ -47,7 +47,7 @@ class HeadLoss:
 
     @contextmanager
     def of(self, loss_inputs: tuple[Any, ...]) -> Iterator[None]:
-        """Around one forward of the model.  Raises ``LossUsedError``."""
+        """A context for one forward of the model.  Raises ``LossUsedError``."""
         self._inputs, self._is_there = loss_inputs, False
         try:
             yield
@@ -55,7 +55,7 @@ class HeadLoss:
             if not self._is_there:
                 raise
             raise LossUsedError(
-                f"loss_fn: after unit {self._head!r}, whose output it is applied to, the model "
+                f"loss_fn: after unit {self._head!r}, to whose output it is applied, the model "
                 f"goes on computing ({type(error).__name__}: {error}). Leave loss_fn out, and "
                 "compute the loss from what model(...) returns: "
                 "model.backward(*loss_fn(output, labels))."
@@ -65,9 +65,9 @@ class HeadLoss:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """What ``loss_fn`` gets besides the head's output."""
+        """The arguments of ``loss_fn`` after the head's output."""
         return self._inputs
 
     def note(self) -> None:
-        """The head has returned the loss; an error after that comes from its use."""
+        """Note that the head has returned the loss; later errors come from its use."""
         self._is_there = True

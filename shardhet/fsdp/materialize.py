@@ -1,8 +1,8 @@
-"""Models built on the meta device get memory and values unit by unit.
+"""Gives models built on the meta device memory and values, unit by unit.
 
 A unit's initial values depend on (seed, unit) alone, so they are the same under every plan,
-and no rank ever holds more than one whole unit.  What a ``RowSource`` has is never whole: each
-rank reads the rows that it stores.
+and no rank ever holds more than one whole unit.  Parameters from a ``RowSource`` are never held
+whole: each rank reads only the rows that it stores.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from shardhet.records.layout import Span
 
 
 class RowSource(Protocol):
-    """Where the values of parameters on the meta device are read, a few rows at a time."""
+    """Supplies the values of parameters on the meta device, some rows at a time."""
 
     def has(self, fqn: str) -> bool:
-        """Whether it has all rows of this parameter; equal on all ranks."""
+        """Whether the source has all rows of this parameter; equal on all ranks."""
 
     def read_rows(self, fqn: str, rows: Span) -> Tensor:
-        """[rows.numel, ...] of the parameter; a scalar is one row."""
+        """The rows of the parameter, [rows.numel, ...]; a scalar is one row."""
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -41,11 +41,11 @@ def materialize(
     init_fn: Callable[[nn.Module], None] | None,
     row_source: RowSource | None = None,
 ) -> None:
-    """Allocate and initialise what of a unit is on the meta device and not in ``row_source``.
+    """Allocate and initialise a unit's meta tensors, except parameters in ``row_source``.
 
-    ``modules`` are all of the unit's, nested ones included.  ``init_fn`` is called with each
-    that had parameters or buffers of its own on meta; without it their ``reset_parameters``.
-    Raises ``ValueError`` naming what neither of them filled.
+    ``modules`` are all modules of the unit, including nested ones.  Those that have meta
+    parameters or buffers of their own are passed to ``init_fn``, or without ``init_fn`` their
+    ``reset_parameters`` is called.  Raises ``ValueError`` naming tensors that stay unfilled.
     """
     owners = [module for module in modules if _has_meta_tensors(module)]
     for slot in slots:
@@ -86,8 +86,8 @@ def _check_filled(module: nn.Module, unit_fqn: str) -> None:
     unfilled = [
         name
         for name, tensor in tensors.items()
-        # Still on meta: a parameter that the root shares, and fills after all units, or one
-        # whose rows are read.
+        # A tensor still on meta is a parameter shared with the root, which is filled after all
+        # units, or one whose rows are read from the row source.
         if tensor is not None and not tensor.is_meta and _has_nan(tensor)
     ]
     if unfilled:

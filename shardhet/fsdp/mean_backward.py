@@ -1,4 +1,4 @@
-"""From a loss to gradients of the mean over all ranks' tokens, through one door."""
+"""Backward from a rank's loss to gradients of the mean over all ranks' tokens."""
 
 import logging
 import math
@@ -19,11 +19,11 @@ from shardhet.fsdp.runtime import Runtime
 
 logger = logging.getLogger("shardhet.fsdp")
 
-LARGE_OUTPUT_BYTES = 256 * 2**20  # worth a word when a model returns logits instead of a loss
+LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss
 
 
 class MeanBackward:
-    """What ``HetFSDP.backward`` does."""
+    """Implements ``HetFSDP.backward``."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class MeanBackward:
                 fingerprint = self._hooks.fingerprint(self._param_by_fqn)
                 check_hooks_agree(self._control.enter("model.backward", [fingerprint]))
                 rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
-            # Read once backward is launched: the host then waits for the end of forward, with
-            # all of backward still before the device, and not for the device to run dry.
+            # Read after backward is launched: the host then waits only for the end of forward,
+            # while backward is still queued on the device, and the device does not go idle.
             rows_on_host = HostCopy(rows)
-            # Divided before backward, by the tokens of all ranks; a tensor, so that an
-            # accelerator is not waited for.
+            # The loss is divided by the tokens of all ranks before backward.  The divisor stays
+            # a tensor, so that the host does not wait for an accelerator.
             total = rows[:, 1].sum()
             seed_grad = torch.where(total == 0, 1.0, total).reciprocal().to(loss_sum.dtype)
 
@@ -99,7 +99,7 @@ class MeanBackward:
         return {name: any(column) for name, column in zip(names, columns, strict=True)}
 
     def expect(self, output: Any) -> None:
-        """Let gradients for ``output`` come from the one model.backward that follows."""
+        """Accept gradients for ``output`` only from the one model.backward that follows."""
         number = self.num_forwards
 
         def check(_: Tensor) -> None:
@@ -112,7 +112,7 @@ class MeanBackward:
                     + ". Call model.backward(loss_sum, num_tokens) once after each model(...), "
                     "before the next, instead of loss.backward() or one backward for several "
                     "calls: gradients add up. For the mean over the tokens of several calls "
-                    "give each model.backward its rank's tokens of all of them."
+                    "give each model.backward this rank's number of tokens in all of them."
                 )
 
         for leaf in tree_leaves(output):
@@ -123,7 +123,7 @@ class MeanBackward:
         """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._comm.device)
         if self._runtime.batch is not None and self._runtime.batch.num_samples:
-            mine[0] = loss_sum.detach()  # of no samples it may be 0 / 0
+            mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
         mine[1] = num_tokens
         return self._comm.reduce_channel.gather_rows(mine)
 
@@ -138,14 +138,13 @@ class MeanBackward:
 
 
 def warn_of_large_output(output: Any) -> None:
-    """Say so where a model returns logits of a whole batch."""
+    """Warn if the model returns logits of a whole batch."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     if nbytes > LARGE_OUTPUT_BYTES:
         warnings.warn(
             f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
-            "as much again in backward. Pass loss_fn to HetFSDP, so that only one "
-            "microbatch's "
-            f"are alive at a time.",
+            "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
+            "of one microbatch is alive at a time.",
             stacklevel=3,
         )

@@ -36,39 +36,40 @@ from shardhet.records.plan import Plan
 
 
 class HetFSDP(ModuleWithState):
-    """``module`` trained by all ranks together, each computing and storing what ``plan`` says.
+    """Trains ``module`` on all ranks; each computes and stores what ``plan`` assigns to it.
 
     One step:
 
         loss_sum, num_tokens = model(inputs, targets)  # this rank's samples, in plan order
-        model.backward(loss_sum, num_tokens)           # the one door to backward
+        model.backward(loss_sum, num_tokens)           # instead of loss.backward()
         optimizer.step(); optimizer.zero_grad()
 
-    Construction, forward, backward and the state dicts are collective.  ``parameters()`` are
-    this rank's rows of each parameter.  A rank without samples calls with an empty batch (or
-    with nothing) and gets zeros.
+    Construction, forward, backward and the state dicts are collective.  ``parameters()``
+    returns this rank's rows of each parameter.  A rank without samples calls the model with an
+    empty batch (or without arguments) and gets zeros.
 
     Args:
         module: equal on all ranks, or on the meta device.
         plan: equal on all ranks; its devices may be in another order than the ranks.
-        group: None is the default group, or no group at all for one process.
-        device: where to train; None is where the parameters are (the CPU for meta ones).
+        group: None uses the default group, or no group if there is only one process.
+        device: where to train; None uses the device of the parameters (the CPU if they are on
+            the meta device).
         units: module classes or fqns; None finds blocks, embeddings and head.
-        param_dtype: of parameters in flight and of activations; None is as stored.
-        reduce_dtype: of gradients while they accumulate and are summed.
+        param_dtype: dtype of gathered parameters and of activations; None keeps the stored one.
+        reduce_dtype: dtype in which gradients are accumulated and summed over ranks.
         loss_fn: for models that return logits.  It is applied to the output of the last
             unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
             ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.
-        batch_dim: where the arguments of the model's forward hold the samples: 1 for
-            sequence-first models; or by argument, ``{"src": 1, "table": None}``, with None
-            for an argument without samples and 0 for those that are not named.
-        seed: of dropout and of meta initialisation.
-        device_spec: what this rank announces itself as; None asks the driver.
-        init_fn: initialises what was on the meta device, module by module; None is each
+        batch_dim: the dimension of the model's arguments that holds the samples: 1 for
+            sequence-first models; or one per argument, ``{"src": 1, "table": None}``, with
+            None for an argument without samples; arguments that are not named have 0.
+        seed: for dropout and for the initialisation of meta parameters.
+        device_spec: the device that this rank reports to the others; None asks the driver.
+        init_fn: initialises what was on the meta device, module by module; None calls each
             module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
-        row_source: has values of parameters on the meta device; each rank reads its rows.
+        row_source: supplies the values of meta parameters; each rank reads only its rows.
 
-    Raises ``ValueError`` on every rank where plan, model and devices do not fit together.
+    Raises ``ValueError`` on every rank if plan, model and devices do not fit together.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class HetFSDP(ModuleWithState):
         init_fn: Callable[[nn.Module], None] | None = None,
         row_source: RowSource | None = None,
     ) -> None:
-        """Cut ``module`` up among the ranks of ``group``; see the class.  Collective."""
+        """Shard ``module`` over the ranks of ``group``; see the class.  Collective."""
         super().__init__()
         group, device = default_group(group), device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
@@ -117,7 +118,7 @@ class HetFSDP(ModuleWithState):
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         self._param_by_fqn = _in_order(fqns, self._flats)
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
-        if not self._rows.is_alone:  # or rows are all there is
+        if not self._rows.is_alone:  # a lone rank stores whole parameters
             know(self._param_by_fqn.values(), self._lifeline)
         alive = [(fqn, param) for fqn, each in before if (param := each()) is not None]
         know_given_up(alive, self._lifeline)
@@ -151,9 +152,9 @@ class HetFSDP(ModuleWithState):
     def forward(self, *args: Any, loss_inputs: Any = (), **kwargs: Any) -> Any:
         """The module's output for this rank's samples.  Collective.
 
-        The first tensor among the arguments says how many samples there are.  A rank without
-        samples passes none, or nothing at all, and gets zeros of the same kind of output.
-        ``loss_inputs`` (a tensor or a tuple) go to ``loss_fn``.
+        The first tensor among the arguments determines the number of samples.  A rank without
+        samples passes an empty batch, or no arguments, and gets an output of the same structure
+        made of zeros.  ``loss_inputs`` (a tensor or a tuple) are passed on to ``loss_fn``.
         """
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         with self._lifeline.guard("model(...)"):
@@ -176,13 +177,13 @@ class HetFSDP(ModuleWithState):
             return self.module(*args, **kwargs)
 
     def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
-        """Gradients of the mean loss over all tokens of all ranks; returns it.  Collective.
+        """Compute gradients of the mean loss over all ranks' tokens; return it.  Collective.
 
         ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their number.
-        Gradients are summed over ranks; those already there are added to.  A parameter that
-        no rank has a gradient for keeps None.  Returns None, and leaves no gradient, if no rank
-        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
-        finite; the model may be used again after that.
+        Gradients are summed over ranks and added to existing ones.  A parameter for which no
+        rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank has a
+        valid token.  Raises ``FloatingPointError`` on every rank if the loss is not finite;
+        the model may be used again after that.
         """
         return self._backward.run(loss_sum, num_tokens)
 
@@ -208,7 +209,7 @@ class HetFSDP(ModuleWithState):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank trains."""
+        """The device that this rank trains on."""
         return self._comm.device
 
     @property
@@ -218,7 +219,7 @@ class HetFSDP(ModuleWithState):
 
     @property
     def step(self) -> int:
-        """Optimizer steps finished; set it when a run is resumed (dropout depends on it)."""
+        """The number of finished steps; set it to resume a run (dropout depends on it)."""
         return self._runtime.step
 
     @step.setter
@@ -229,25 +230,25 @@ class HetFSDP(ModuleWithState):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Fqns of the units in module order; "" is the root with what they leave over."""
+        """Fqns of the units in module order; "" is the root, which has all other parameters."""
         return tuple(unit.fqn for unit in self.plan.units)
 
     def unit_by_unit(self) -> AbstractContextManager[None]:
-        """A context in which the module inside, or any part of it, is called directly.
+        """A context in which the wrapped module, or any part of it, can be called directly.
 
             with model.unit_by_unit():
                 tokens = model.module.generate(prompts)
 
         Every call of a unit gathers its parameters, runs the module's own forward on the
-        inputs as they are, and frees them again.  Without gradients.  Entering and leaving is
-        collective; inside, ranks may call different units, or none.
+        unsplit inputs, and frees the parameters again.  Gradients are disabled.  Entering and
+        leaving are collective; inside, ranks may call different units, or none.
         """
         return unit_by_unit(
             self._runtime, comm=self._comm, control=self._control, lifeline=self._lifeline
         )
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
-        """A context around what other ranks wait for: if it fails, they all end and say so."""
+        """A context for work that other ranks wait for: if it raises, all ranks raise."""
         return self._lifeline.guard(doing)
 
     def add_observer(
@@ -255,19 +256,19 @@ class HetFSDP(ModuleWithState):
     ) -> None:
         """Call ``observer`` for each computation and wait (``Observed``) from now on.
 
-        ``counts_cpu`` fills in ``cpu_s``, which costs two calls of the kernel each;
-        ``times_device`` makes ``seconds`` those of an accelerator, which has seldom finished
-        when ``observer`` is called: keep them and read them after something that waits.
+        ``counts_cpu`` fills in ``cpu_s``, at the cost of two system calls per observation.
+        ``times_device`` measures ``seconds`` on the accelerator, which usually has not finished
+        when ``observer`` is called: keep the records and read them after a synchronization.
         """
         self._runtime.observers.add(observer, counts_cpu=counts_cpu, times_device=times_device)
 
     def name_in_trace(self, *, is_traced: bool) -> None:
-        """Name computations and waits, per unit, in what torch.profiler records from now on."""
+        """Label computations and waits, per unit, in torch.profiler's records from now on."""
         self._runtime.observers.is_traced = is_traced
 
 
 def _in_order(fqns: Sequence[str], flats: Sequence[FlatTensor]) -> dict[str, nn.Parameter]:
-    """The sharded parameters by name, in the order that the plain model has them."""
+    """The sharded parameters by fqn, in the order of the plain model."""
     params = {
         slot.fqn: param
         for flat in flats
@@ -282,7 +283,7 @@ def _device_of(module: nn.Module) -> torch.device:
     }
     if len(devices) > 1:
         raise ValueError(
-            f"the module lies on {sorted(map(str, devices))}. Move it to one device, or pass "
-            "device."
+            f"the module is on several devices: {sorted(map(str, devices))}. Move it to one "
+            "device, or pass device."
         )
     return devices.pop() if devices else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What a forward writes on a model besides its result: found, and taken back."""
+"""Finds and undoes what a forward writes to its model: buffers, attributes, containers."""
 
 import copy
 from collections import deque
@@ -16,10 +16,10 @@ _CONTAINERS = (list, dict, set, deque)
 
 @contextmanager
 def restored_modules(module: nn.Module) -> Iterator[None]:
-    """Attributes and buffers of all modules are afterwards what they were before.
+    """A context that restores attributes and buffers of all modules at its end.
 
-    Containers among the attributes get their content back.  The memory of all buffers is
-    copied meanwhile.
+    The content of containers among the attributes is restored too.  The context holds a copy
+    of all buffers.
     """
     modules = list(module.modules())
     attributes = [dict(each.__dict__) for each in modules]
@@ -57,14 +57,14 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class BufferWrites:
-    """Which buffers of a model are written between two moments."""
+    """Finds the buffers of a model that are written after this object is made."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = {fqn: (buffer, buffer._version) for fqn, buffer in _buffers(module)}
 
     def written(self) -> dict[str, Tensor]:
-        """By fqn: those written in place or replaced since this was made."""
+        """Buffers by fqn that were written in place or replaced since."""
         found = {}
         for fqn, buffer in _buffers(self._module):
             known, version = self._before.get(fqn, (None, 0))
@@ -78,7 +78,10 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def counters(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """All single numbers among the attributes of a module and of those inside it."""
+    """All numbers and one-element tensors among the attributes of a module and its submodules.
+
+    A tensor is represented by its version counter.
+    """
     found: dict[tuple[str, str], Any] = {}
     for fqn, each in module.named_modules():
         for name, value in vars(each).items():
@@ -92,7 +95,7 @@ Number = tuple[str, str]  # fqn of a module, name of an attribute
 
 
 def numbers(module: nn.Module) -> dict[Number, float]:
-    """The plain numbers among the attributes of a module and of those inside it."""
+    """The plain numbers among the attributes of a module and its submodules."""
     return {
         (fqn, name): value
         for fqn, each in module.named_modules()
@@ -102,24 +105,24 @@ def numbers(module: nn.Module) -> dict[Number, float]:
 
 
 class CountedNumbers:
-    """Numbers that code outside of units changes in forward, as one that counts forwards.
+    """Numbers that code outside of units changes in forward, such as a count of forwards.
 
-    A rank without samples runs no such code, so after a forward it takes them over from the
-    first rank that has.
+    A rank without samples does not run that code, so after a forward it takes the numbers over
+    from the first rank with samples.
     """
 
     def __init__(self, module: nn.Module, which: Sequence[Number]) -> None:
         self._modules = [(module.get_submodule(fqn), name) for fqn, name in which]
 
     def take_over(self, control: Channel, *, source: int, is_here: bool) -> None:
-        """``source`` is a position with samples; ``is_here`` whether this rank has.
+        """Copy the numbers of position ``source``, which has samples, to ranks without.
 
-        Collective.
+        ``is_here`` says whether this rank has samples.  Collective.
         """
         found = [getattr(module, name, None) for module, name in self._modules]
         mine = [each if is_here and isinstance(each, int | float) else None for each in found]
         theirs = control.exchange_objects(mine)[source]
         if not is_here:
             for (module, name), value in zip(self._modules, theirs, strict=True):
-                if value is not None:  # not a number any more
+                if value is not None:  # None: no longer a number
                     setattr(module, name, value)

@@ -1,15 +1,15 @@
-"""What the runtime tells about itself while it runs: one event per piece of work or wait.
+"""Observation of the runtime: one record per computation or wait.
 
 [Note: Whose clock]
-On an accelerator the host runs ahead: it has launched a computation long before the device
-begins it, and it passes a wait between streams at once.  What the device did meanwhile is
-between two of its own events on the compute stream, one before and one after:
+On an accelerator the host runs ahead: it launches a computation long before the device begins
+it, and does not block in a wait between streams.  The time on the device is therefore taken
+between two device events on the compute stream, one before and one after the activity:
 
     host      |launch|launch|agree ....|launch|
     device           |b  forward  e|   |b  forward  e|
                                  b...e                  idle for that long, for a wait's pair
 
-Nobody waits for such events within a step; they are read when the device is past them.
+Nothing waits for these events within a step; they are read after the device has passed them.
 """
 
 import time
@@ -22,41 +22,41 @@ from torch.profiler import record_function
 
 
 class Activity(Enum):
-    """What a rank was doing between the two times of an event."""
+    """What a rank did between the two times of a record."""
 
     FORWARD = "forward"
-    BACKWARD = "backward"  # recomputation included
-    WAIT_GATHER = "wait_gather"  # for parameters that other ranks store
-    WAIT_REDUCE = "wait_reduce"  # for gradients of other ranks, and adding them up
-    AGREE = "agree"  # small exchanges between hosts, which end when the slowest rank comes
+    BACKWARD = "backward"  # including recomputation
+    WAIT_GATHER = "wait_gather"  # waiting for parameters that other ranks store
+    WAIT_REDUCE = "wait_reduce"  # waiting for gradients of other ranks, and adding them up
+    AGREE = "agree"  # a small exchange between hosts, which waits for the slowest rank
 
 
 class DeviceSpan(NamedTuple):
-    """From when the device came to an activity until it was past it ([Note: Whose clock])."""
+    """The device events before and after an activity ([Note: Whose clock])."""
 
-    begin: Any  # timed events of the device
+    begin: Any  # a timed device event, as is ``end``
     end: Any
 
     @property
     def seconds(self) -> float:
-        """Of the device's clock.  Raises ``RuntimeError`` while it is not past the end."""
-        return float(self.begin.elapsed_time(self.end)) / 1000  # of milliseconds
+        """Time on the device.  Raises ``RuntimeError`` until the device has passed ``end``."""
+        return float(self.begin.elapsed_time(self.end)) / 1000  # from milliseconds
 
 
 class Observed(NamedTuple):
-    """One activity.  Times are of the host's ``time.perf_counter``."""
+    """One activity.  Times are those of ``time.perf_counter`` on the host."""
 
     unit: str  # fqn; "" is the root
     activity: Activity
     microbatch: int | None
     start_s: float
     end_s: float
-    cpu_s: float | None = None  # that the thread itself has run for; None: not counted
-    device_span: DeviceSpan | None = None  # None: not asked for, or a CPU
+    cpu_s: float | None = None  # CPU time of the thread; None: not counted
+    device_span: DeviceSpan | None = None  # None: not requested, or the device is a CPU
 
     @property
     def seconds(self) -> float:
-        """That the device has spent on it.  Raises ``RuntimeError`` before it has."""
+        """Device time if it was measured, else host time.  Raises as ``DeviceSpan.seconds``."""
         span = self.device_span
         return self.end_s - self.start_s if span is None else span.seconds
 
@@ -65,14 +65,14 @@ Observer = Callable[[Observed], None]
 
 
 class Observers:
-    """Those who want to know; costs two truth tests per activity while there are none.
+    """The observers of a runtime; without any, an activity costs two truth tests.
 
-    ``is_traced`` names every activity in the trace that torch.profiler records meanwhile.
+    ``is_traced`` labels every activity in the trace that torch.profiler records.
     """
 
     def __init__(self, mark_device_time: Callable[[], Any] | None = None) -> None:
-        """``mark_device_time`` records a timed event on the stream that computes; None on a
-        CPU, which is the host itself.
+        """``mark_device_time`` records a timed event on the compute stream; None on CPU, where
+        the host itself is the device.
         """
         self.is_traced = False
         self._observers: list[Observer] = []
@@ -83,12 +83,12 @@ class Observers:
     def add(
         self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False
     ) -> None:
-        """Call ``observer`` with every event from now on, in the thread that does the work.
+        """Call ``observer`` with every record from now on, in the thread that does the work.
 
-        ``counts_cpu`` fills ``cpu_s`` of all events: two calls of the kernel for each;
-        ``times_device`` fills ``device_span`` where the device is not the host: two events of
-        the device for each.  What an observer takes belongs to the activity for those added
-        after it and in traces: that is how a device is made to look slower.
+        ``counts_cpu`` fills ``cpu_s`` of all records, at two system calls each;
+        ``times_device`` fills ``device_span`` if the device is not the host, at two device
+        events each.  The time that an observer takes counts as part of the activity for
+        observers added after it and in traces; this is used to make a device look slower.
         """
         self._observers.append(observer)
         self._counts_cpu |= counts_cpu
@@ -97,7 +97,7 @@ class Observers:
     def watch(
         self, unit: str, activity: Activity, microbatch: int | None = None
     ) -> AbstractContextManager[None]:
-        """Report what happens inside the context."""
+        """A context whose activity is reported to the observers."""
         if not self._observers and not self.is_traced:
             return _UNWATCHED
         return self._watch(unit, activity, microbatch)

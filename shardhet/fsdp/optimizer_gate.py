@@ -1,15 +1,15 @@
-"""Which optimizers may step on rows: those that do to rows what they do to the whole.
+"""Refuses optimizers whose step on rows differs from their step on whole parameters.
 
 A rank's optimizer holds rows of each parameter, so it must work element by element, or at least
-row by row.  Torch calls ``look_at`` before every step of every optimizer.  Of one that holds
-parameters of a HetFSDP it asks once:
+row by row.  Torch calls ``look_at`` before every step of every optimizer.  An optimizer that
+holds parameters of a HetFSDP is checked once:
 
-    torch's element-wise ones                  pass
+    torch's element-wise optimizers            pass
     torch's that are known to need more        are refused
-    any other class                            is tried on a small copied problem, whole and cut
-                                               into rows, and refused where the results differ
+    any other class                            is tried on a small problem with a copy, whole
+                                               and cut into rows; refused if results differ
 
-One that holds parameters from before wrapping is refused: it would train nothing.
+An optimizer that holds parameters from before wrapping is refused: it would train nothing.
 """
 
 import copy
@@ -47,17 +47,17 @@ NEEDS_MORE = {
     "LBFGS": "takes inner products over all parameters",
     "Muon": "orthogonalises whole matrices",
     "SparseAdam": "takes sparse gradients",
-    "ZeroRedundancyOptimizer": "deals out parameters among ranks, as HetFSDP has done already",
+    "ZeroRedundancyOptimizer": "shards parameters over ranks, as HetFSDP has done already",
 }
 INSTEAD = (
     "Use one that works element by element (AdamW, SGD, ...), or train these parameters "
     "with it in a model of their own."
 )
-# Enough elements for optimizers that treat small tensors in another way (8 bits from 4,096 on).
+# Large enough for optimizers that treat small tensors differently (8-bit: below 4,096).
 TRIAL_SHAPES = ((), (4290,), (130, 33), (130, 11, 3), (130, 4, 3, 3), (130, 4, 3, 3, 1))
-TRIAL_CUT = 37  # rows of the first of two ranks
+TRIAL_CUT = 37  # rows of the first of two parts
 TRIAL_STEPS = 3
-TRIAL_BAR = 1e3  # epsilons of the dtype, of the largest element or update
+TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or update
 
 _lifeline_by_param = WeakIdKeyDictionary()  # of parameters of all models
 _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and lifeline
@@ -65,13 +65,13 @@ _params_seen: "WeakKeyDictionary[optim.Optimizer, int]" = WeakKeyDictionary()
 
 
 def know(params: Iterable[nn.Parameter], lifeline: Lifeline) -> None:
-    """These are rows of a HetFSDP."""
+    """Register ``params`` as rows of a HetFSDP."""
     for param in params:
         _lifeline_by_param[param] = lifeline
 
 
 def know_given_up(params: Iterable[tuple[str, nn.Parameter]], lifeline: Lifeline) -> None:
-    """Whoever trains these trains nothing: a HetFSDP has copied them."""
+    """Register parameters that a HetFSDP has copied: training them has no effect."""
     for fqn, param in params:
         _given_up[param] = (fqn, lifeline)
 
@@ -87,9 +87,9 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
             fqn, lifeline = _given_up[param]
             with lifeline.guard("optimizer.step"):
                 raise RuntimeError(
-                    f"{_name(optimizer)} holds {fqn!r} from before HetFSDP was made, which is "
-                    "not trained any more. Make the optimizer from the parameters of the "
-                    f"wrapped model: {type(optimizer).__name__}(model.parameters(), ...)."
+                    f"{_name(optimizer)} holds {fqn!r} from before the model was wrapped, "
+                    "which is not trained any more. Make the optimizer from the parameters of "
+                    f"the wrapped model: {type(optimizer).__name__}(model.parameters(), ...)."
                 )
     known = [_lifeline_by_param[param] for param in params if param in _lifeline_by_param]
     if known:
@@ -123,13 +123,13 @@ def _check(optimizer: optim.Optimizer) -> None:
         )
         return
     if not error <= 1.0:  # NaN is an error
-        _refuse(optimizer, "does to a parameter's rows something else than to all of it")
+        _refuse(optimizer, "updates rows of a parameter differently than the whole parameter")
 
 
 def _refuse(optimizer: optim.Optimizer, why: str) -> NoReturn:
     raise ValueError(
-        f"{_name(optimizer)} {why}, but every rank of a HetFSDP has rows of each parameter "
-        f"only. {INSTEAD}"
+        f"{_name(optimizer)} {why}, but every rank of a HetFSDP has only rows of each "
+        f"parameter. {INSTEAD}"
     )
 
 
@@ -142,14 +142,14 @@ class _Trial:
         is_double = first.dtype == torch.float64
         self._dtype = torch.float64 if is_double else torch.float32
         self._device = first.device
-        # By group, one for each number of dimensions there is.
+        # By group, the distinct numbers of dimensions of its parameters.
         self._dims = [
             sorted({max(1, param.dim()) for param in group["params"]})
             for group in optimizer.param_groups
         ]
 
     def error(self) -> float:
-        """The largest difference from the whole, as a part of what rounding may do."""
+        """The largest difference between cut and whole, relative to the tolerance."""
         parts = (slice(None), slice(0, TRIAL_CUT), slice(TRIAL_CUT, None))
         whole, *cut = (self._train(rows) for rows in parts)
         before = self._values(slice(None), 0)
@@ -162,7 +162,7 @@ class _Trial:
         return error
 
     def _values(self, rows: slice, number: int) -> list[Tensor]:
-        """Values or gradients, some rows of larger magnitude than others."""
+        """Random values or gradients; later rows have larger magnitude."""
         values = []
         for i, dim in enumerate(dim for dims in self._dims for dim in dims):
             generator = torch.Generator().manual_seed(1000 * number + i)
@@ -173,7 +173,7 @@ class _Trial:
         return values
 
     def _train(self, rows: slice) -> list[Tensor]:
-        """Parameters after a few steps."""
+        """The parameters after a few steps."""
         params = [nn.Parameter(value) for value in self._values(rows, 0)]
         optimizer = self._copy_for(params)
         for step in range(1, TRIAL_STEPS + 1):
@@ -184,7 +184,7 @@ class _Trial:
         return [param.detach() for param in params]
 
     def _copy_for(self, params: Sequence[nn.Parameter]) -> optim.Optimizer:
-        """A new optimizer like the one on trial, for ``params``."""
+        """A new optimizer with the settings of the one on trial, for ``params``."""
         memo: dict[int, Any] = {}
         left: Iterator[nn.Parameter] = iter(params)
         for group, dims in zip(self._optimizer.param_groups, self._dims, strict=True):
@@ -192,7 +192,7 @@ class _Trial:
             for param in group["params"]:
                 memo[id(param)] = param_by_dim[max(1, param.dim())]
         twin: optim.Optimizer = object.__new__(type(self._optimizer))
-        left_out = ("state", "step")  # `step`: a scheduler's, bound to the optimizer on trial
+        left_out = ("state", "step")  # a scheduler binds `step` to the optimizer on trial
         for name, value in vars(self._optimizer).items():
             if name not in left_out and not name.endswith("_hooks"):
                 twin.__dict__[name] = copy.deepcopy(value, memo)

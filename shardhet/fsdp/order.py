@@ -1,10 +1,10 @@
-"""In which order the units are visited: found while a model is probed, checked ever after.
+"""The order in which units are visited: found while the model is probed, then checked.
 
 [Note: Finding the order]
-A probe (probe.py) runs the model before the first step and finds out in which order the units
-are visited.  Before each visit all ranks tell each other where they are; ranks without samples
-follow the others.  Nothing is prefetched meanwhile.  From then on the schedule is fixed, ranks
-without samples walk it alone, and a visit out of order is an error.
+A probe (probe.py) runs the model before the first step and finds the order in which the units
+are visited.  Before each visit all ranks exchange the unit that they are about to visit; ranks
+without samples follow the others.  A probe prefetches nothing.  After it the schedule is fixed,
+ranks without samples follow it without being told, and a visit out of order is an error.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ FAILED = -3
 
 
 class PeerFailed(BaseException):
-    """Another rank cannot go on with this forward; passes the model's own ``except`` by."""
+    """Another rank cannot continue this forward.  The model's ``except`` does not catch it."""
 
 
 class OrderFinder:
-    """The order of visits of one forward, as all ranks agree on it."""
+    """Finds the order of visits of one forward, on which all ranks agree."""
 
     def __init__(self, unit_fqns: Sequence[str], control: Channel) -> None:
         self.found: list[Segment] = []
@@ -36,7 +36,10 @@ class OrderFinder:
         return segment
 
     def follow(self) -> Segment | None:
-        """On a rank without samples: the others' next visit, None at the end.  Collective."""
+        """The next visit of the other ranks, for one without samples; None at the end.
+
+        Collective.
+        """
         segment = self._agree(NOT_VISITING, False)
         if segment.unit == END_OF_FORWARD:
             return None
@@ -44,11 +47,11 @@ class OrderFinder:
         return segment
 
     def end(self) -> None:
-        """A computing rank has left the module's forward.  Collective."""
+        """Report that this computing rank has left the module's forward.  Collective."""
         self._agree(END_OF_FORWARD, False)
 
     def fail(self) -> None:
-        """This rank cannot go on; all others get ``PeerFailed``.  Collective."""
+        """Report that this rank cannot continue; others raise ``PeerFailed``.  Collective."""
         self._control.exchange([FAILED, False])
 
     def _agree(self, unit: int, needs_backward: bool) -> Segment:
@@ -63,12 +66,12 @@ class OrderFinder:
                 f"forward: {names} in plan order. The order of units must not depend on the "
                 "samples."
             )
-        # What one rank holds to need a backward has one on all.
+        # A visit that needs a backward on one rank has one on all.
         return Segment(visited.pop(), any(bool(needs) for _, needs in rows))
 
 
 class VisitOrder:
-    """The order of visits of the forward in progress, checked against its schedule."""
+    """Checks the order of visits of the forward in progress against its schedule."""
 
     def __init__(self, unit_fqns: Sequence[str]) -> None:
         self.schedule = make_schedule(
@@ -77,13 +80,14 @@ class VisitOrder:
         self._fqns = tuple(unit_fqns)
 
     def begin(self, schedule: Schedule) -> None:
-        """A forward with this schedule begins."""
+        """Begin a forward with this schedule."""
         self.schedule = schedule
 
     def expect(self, place: int, unit: int, needs_backward: bool) -> bool:
-        """Whether the visit that the schedule has at this place needs a backward.
+        """Whether the scheduled visit at this place has a backward.
 
-        Raises ``RuntimeError`` if it has another one, or one without the backward needed.
+        Raises ``RuntimeError`` if the schedule has another visit here, or one without a
+        backward although this visit needs one.
         """
         turns = self.schedule.turns[: self.schedule.num_forward]
         expected = turns[place].unit if place < len(turns) else END_OF_FORWARD

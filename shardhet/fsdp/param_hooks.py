@@ -1,9 +1,9 @@
-"""Hooks on parameters: they see whole gradients, once per backward, on all ranks.
+"""Calls hooks on parameters with whole gradients, once per backward, on all ranks.
 
 Autograd never reaches the rows that users hold, so their hooks are called here, after the
 gradient of a step has been summed and before it is added to ``.grad``.  A hook of
-``register_hook`` gets the whole gradient, gathered, on every rank, and may return another; one
-of ``register_post_accumulate_grad_hook`` gets the parameter as users see it: this rank's rows.
+``register_hook`` gets the whole gathered gradient on every rank and may return another; a hook
+of ``register_post_accumulate_grad_hook`` gets the parameter that users see: this rank's rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ Hooks = dict[int, Callable[..., Any]]
 
 
 class ParamHooks:
-    """The hooks of all parameters of a model, from before wrapping and from after."""
+    """The hooks on all parameters of a model, registered before and after wrapping."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Remember what hangs on the parameters of a plain module."""
-        # The very dicts that torch's handles remove hooks from.
+        """Keep the hooks that are registered on the parameters of a plain module."""
+        # The same dicts, not copies: torch's handles remove hooks from them.
         self._grad_hooks: dict[str, Hooks] = {}
         self._done_hooks: dict[str, Hooks] = {}
         for fqn, param in module.named_parameters():
@@ -37,23 +37,23 @@ class ParamHooks:
         self._own = frozenset[int]()
 
     def leave_out_present(self, params: Mapping[str, nn.Parameter]) -> None:
-        """What hangs on the rows now is HetFSDP's own and no user's."""
+        """Ignore the hooks that are on the rows now: they are HetFSDP's own."""
         self._own = frozenset(
             id(hook) for param in params.values() for hook in _done_hooks_of(param).values()
         )
 
     def on_grad(self, fqn: str, param: nn.Parameter) -> list[Callable[..., Any]]:
-        """Hooks of ``register_hook``."""
+        """Hooks registered by ``register_hook``."""
         now: Hooks = param._backward_hooks or {}
         return [*self._grad_hooks.get(fqn, {}).values(), *now.values()]
 
     def when_done(self, fqn: str, param: nn.Parameter) -> list[Callable[..., Any]]:
-        """Hooks of ``register_post_accumulate_grad_hook``."""
+        """Hooks registered by ``register_post_accumulate_grad_hook``."""
         hooks = [*self._done_hooks.get(fqn, {}).values(), *_done_hooks_of(param).values()]
         return [hook for hook in hooks if id(hook) not in self._own]
 
     def fingerprint(self, params: Mapping[str, nn.Parameter]) -> int:
-        """Equal on ranks that have as many hooks on the same parameters."""
+        """A number that is equal on ranks with as many hooks on the same parameters."""
         text = "".join(
             f"{fqn} {on_grad} {done}/"
             for fqn, param in params.items()
@@ -64,7 +64,7 @@ class ParamHooks:
 
 
 def check_hooks_agree(rows: Sequence[Sequence[float]]) -> None:
-    """Raise ``ValueError`` unless every rank's fingerprint is the same."""
+    """Raise ``ValueError`` unless all ranks have the same fingerprint."""
     if len({row[0] for row in rows}) > 1:
         raise ValueError(
             "model.backward: hooks on parameters (register_hook, "
@@ -76,7 +76,7 @@ def check_hooks_agree(rows: Sequence[Sequence[float]]) -> None:
 def set_grads_with_hooks(
     flat: FlatTensor, has_grad: Sequence[bool], hooks: ParamHooks, rows: RowGroup
 ) -> None:
-    """``flat.set_sharded_grads``, with the users' hooks.  Collective where there are any."""
+    """``flat.set_sharded_grads`` with the users' hooks.  Collective if there are any."""
     params = list(zip(flat.slots, flat.sharded_params, strict=True))
     hooked = [i for i, (slot, param) in enumerate(params) if hooks.on_grad(slot.fqn, param)]
     kept = {i: flat.sharded_params[i].grad for i in hooked if has_grad[i]}
@@ -101,14 +101,14 @@ def set_grads_with_hooks(
 
 @torch.no_grad()
 def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, comm: CommContext) -> None:
-    """Let ``hook`` see and replace the whole gradient of a parameter.  Collective."""
+    """Call ``hook`` on the whole gradient of a parameter; store the result.  Collective."""
     param, slot = flat.sharded_params[index], flat.slots[index]
     assert param.grad is not None
     whole = gather_rows(flat, index, param.grad, comm).view(slot.shape)
     with torch.enable_grad():
         changed = hook(whole)
     if changed is None:
-        changed = whole  # perhaps in place
+        changed = whole  # the hook may have changed it in place
     if not isinstance(changed, Tensor) or changed.shape != slot.shape:
         found = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
         raise ValueError(
@@ -121,7 +121,7 @@ def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, comm: CommCont
 
 
 def gather_rows(flat: FlatTensor, index: int, rows: Tensor, comm: CommContext) -> Tensor:
-    """Every rank's ``rows`` of a parameter together, flat, on every rank.  Collective."""
+    """All ranks' ``rows`` of a parameter as one flat tensor, on every rank.  Collective."""
     channel = comm.gather_channel
     if channel.group is None:
         return rows.detach().reshape(-1).clone()

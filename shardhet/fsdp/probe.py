@@ -1,17 +1,17 @@
-"""Knowing the batch: a model is run on two and on three samples before it is trained.
+"""Runs a model on two and on three samples before it is trained, to find where the batch is.
 
 At the first call of every kind all ranks run the model on a few of its real samples, without
-a gradient; attributes, buffers and random states are afterwards as they were.
+a backward.  Attributes, buffers and random states are restored afterwards.
 
-    run    samples    what is learnt
-    small  a b        how units are called, what depends on gradients, what leaks out of units
-    large  a b c      which dimensions grow with the batch; whether a unit in the microbatches
-                      (a b) and (c) gives what it gives whole; whether code outside of units
-                      mixes samples
+    run    samples    what is found
+    small  a b        how units are called, what needs gradients, what leaks out of units
+    large  a b c      which dimensions grow with the batch; whether a unit gives the same in the
+                      microbatches (a b) and (c) as whole; whether code outside of units mixes
+                      samples
     rest   c          whether losses that are computed outside of units add up
 
-What cannot be shown to be right is refused by name.  Dropout is off and batch norm uses its
-running statistics meanwhile, so that equal samples have equal values whatever is beside them.
+What cannot be shown to be right is refused by name.  During a probe dropout is off and batch
+norm uses its running statistics, so that a sample's values do not depend on the other samples.
 """
 
 import sys
@@ -37,7 +37,7 @@ class CallKey(NamedTuple):
     """One of the calls of a module in a forward."""
 
     fqn: str
-    call: int  # how often it was called before
+    call: int  # number of earlier calls
 
 
 class Probe:
@@ -72,12 +72,12 @@ class Probe:
 
     @property
     def is_certain(self) -> bool:
-        """Whether no output was zero, which may be a sum or a mean."""
+        """Whether no output was zero and might therefore be a sum or a mean."""
         return self._examiner.is_certain
 
     @contextmanager
     def running(self, name: str, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Around one forward of the model on ``inputs``: "small", "large" or "rest"."""
+        """A context for one forward on ``inputs``; ``name`` is "small", "large" or "rest"."""
         self._run = getattr(self, f"_run_{name}")
         self._num_calls.clear()
         with self._isolated():
@@ -94,18 +94,19 @@ class Probe:
         with ExitStack() as stack:
             stack.enter_context(restored_modules(self._module))
             stack.enter_context(self._norms.frozen())
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds
+            # If it is not imported, nothing is compiled; importing it takes seconds.
+            if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
     def check_output(self, output: Any) -> None:
-        """Raise if the model returns what a unit has made but not returned."""
+        """Raise if the model returns a tensor that a unit has made but not returned."""
         self._watcher.check_returned(tensors_in(output))
 
     def call(
         self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """What a call of one of a unit's modules gives in the present run."""
+        """The output of a call of one of a unit's modules in the current run."""
         leaves, spec = flatten((args, kwargs))
         self._watcher.check_arguments(fqn, tensors_in(leaves))
         key = CallKey(fqn, self._num_calls[fqn])
@@ -116,7 +117,7 @@ class Probe:
     def infer(
         self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
     ) -> VisitRules:
-        """The rules of a call in the middle of a step, from itself alone.
+        """The rules of a call within a step, of a kind that no probe has seen.
 
         ``known`` are rules of some of its arguments, by name.
         """
@@ -134,7 +135,7 @@ class Probe:
         seen = self._seen.get(key)
         if seen is None:
             raise Refusal(ValueError(_calls_others(call.fqn)))
-        if seen.call.arguments != call.arguments:  # a mask that only one sample needs, perhaps
+        if seen.call.arguments != call.arguments:  # perhaps a mask that only one sample needs
             known = self._examiner.known_from(seen, call)
             rules = self._examiner.infer(call, LARGE, known)
             self.rules[key] = rules
@@ -152,7 +153,7 @@ class Probe:
         return self._returned(output, list(map(copied, tensors_in(output))), flags)
 
     def _returned(self, output: Any, tensors: Sequence[Tensor], flags: Sequence[bool]) -> Any:
-        """The output as the model gets it: made outside of units, and asking for gradients."""
+        """The output given to the model: it counts as made outside of units, with gradients."""
         outputs, spec = flatten(output)
         given = [
             _Attached.apply(self._anchor, t) if flag and self._has_gradients else t  # type: ignore[no-untyped-call]
@@ -170,7 +171,7 @@ class Probe:
                 raise Refusal(
                     ValueError(
                         f"buffer {fqn!r} is written in forward, once for each microbatch of "
-                        "each rank, so ranks would come to differ. Keep it out of the "
+                        "each rank, so ranks would come to differ. Do not write it in the "
                         "training forward, or compute it from what all ranks have (only "
                         "batch norm's running statistics are kept equal)."
                     )
@@ -178,7 +179,7 @@ class Probe:
 
 
 class _Attached(torch.autograd.Function):
-    """A tensor that asks for a gradient and sends it nowhere."""
+    """A copy of a tensor that requires a gradient and discards it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
@@ -193,20 +194,20 @@ def _refuse_random(operation: str) -> None:
     raise Refusal(
         ValueError(
             f"the model draws random numbers outside of units ({operation}), once for the "
-            "rank's whole batch, so that the result depends on the plan. Draw them inside of "
-            "a unit, by nn.Dropout or torch.nn.functional.dropout, or leave that out "
+            "rank's whole batch, so that the result depends on the plan. Draw them inside a "
+            "unit, by nn.Dropout or torch.nn.functional.dropout, or leave that out "
             "(layerdrop=0.0)."
         )
     )
 
 
 def _accept(_operation: str) -> None:
-    """With one microbatch per rank the root draws as one process would."""
+    """Accept it: with one microbatch per rank, drawing once per batch changes nothing."""
 
 
 def _calls_others(fqn: str) -> str:
     return (
         f"unit {fqn!r}: it is called in another order, or with other kinds of arguments, for "
-        f"{LARGE} samples than for {SMALL}. Call the units in the same way whatever the "
-        "number of samples."
+        f"{LARGE} samples than for {SMALL}. Call the units in the same way for any number of "
+        "samples."
     )

@@ -1,8 +1,8 @@
-"""One call of a unit's module in a probe: it is run, and must leave alone what it is passed.
+"""Runs one call of a unit's module in a probe, and checks that it does not change its inputs.
 
-A unit runs once for each microbatch and again where it is recomputed, so a call that changes
-a cache, a list, a counter or its own inputs would change them more often than one process
-does.  Each of these is refused by name.
+A unit runs once for each microbatch and again in a recomputation, so a call that changes a
+cache, a list, a counter or its own inputs would change them more often than in one process.
+Each of these is refused by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,18 +37,18 @@ class ProbedCall:
 
     @property
     def tensor_by_name(self) -> dict[str, Tensor]:
-        """The same by the names of the arguments."""
+        """The tensors among the arguments, by the arguments' names."""
         pairs = named(self.leaves, self.arguments)
         return {name: leaf for name, leaf in pairs if isinstance(leaf, Tensor)}
 
     def on(self, tensors: Sequence[Tensor]) -> "ProbedCall":
-        """The same call with other tensors in their places."""
+        """The same call with ``tensors`` instead of its own."""
         return replace(self, leaves=filled(self.leaves, tensors))
 
 
 @dataclass(slots=True)
 class Seen:
-    """A call with few samples, and what it gave."""
+    """A call with few samples, and its result."""
 
     call: ProbedCall
     outputs: list[Tensor]
@@ -57,13 +57,13 @@ class Seen:
 
 
 def filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """``leaves`` with ``tensors`` in the places of their tensors."""
+    """``leaves`` with their tensors replaced by ``tensors``, in order."""
     remaining = iter(tensors)
     return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 class CallRunner:
-    """Runs calls, watched, and refuses those that cannot be repeated."""
+    """Runs calls under the watcher and refuses those that cannot be repeated."""
 
     def __init__(
         self, module: nn.Module, watcher: Watcher, *, device: torch.device, has_gradients: bool
@@ -74,7 +74,7 @@ class CallRunner:
         self._has_gradients = has_gradients
 
     def run(self, call: ProbedCall, *, with_graph: bool = False) -> Any:
-        """What the call gives; raises ``Refusal`` if it changes what it is passed."""
+        """The output of the call; raises ``Refusal`` if it changes its arguments."""
         given = [
             t.detach().requires_grad_(with_graph and t.requires_grad) for t in call.tensors
         ]
@@ -85,7 +85,7 @@ class CallRunner:
         args, kwargs = unflatten(leaves, call.arguments.spec)
         grad_mode = torch.enable_grad() if with_graph else torch.no_grad()
         try:
-            # Without autocast's cache, which would carry casts of parameters from call to call.
+            # Without autocast's cache, which would keep casts of parameters between calls.
             autocast = autocast_as(self._device.type, autocast_dtype_now(self._device.type))
             with self._watcher.call(call.fqn, given), grad_mode, autocast:
                 output = call.function(*args, **kwargs)
@@ -107,8 +107,11 @@ class CallRunner:
         return output
 
     def look(self, call: ProbedCall) -> tuple[Seen, Any]:
-        """What the call gives, copied and as it is; refuses a call that counts itself."""
-        # A function is none of the model's modules, and counts nothing.
+        """The call's result, as a record of copies and as it is.
+
+        Raises ``Refusal`` if the call changes a number among the module's attributes each time.
+        """
+        # A function is no module of the model and has no attributes that count.
         is_function = call.fqn == DROPOUT_CALLS
         module = nn.Module() if is_function else self._module.get_submodule(call.fqn)
         before = counters(module)
@@ -129,7 +132,7 @@ class CallRunner:
 
 
 def copied(leaf: Any) -> Any:
-    """A copy of a tensor, outside of any graph; anything else as it is."""
+    """A detached copy of a tensor; anything else unchanged."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -138,8 +141,8 @@ def _check_counters(fqn: str, once: Mapping[Any, Any], twice: Mapping[Any, Any])
     if counting:
         raise Refusal(
             ValueError(
-                f"unit {fqn!r} changes its attribute {counting[0]!r} at every call, so once "
-                "for each microbatch and each recomputation. Count outside of units, once "
+                f"unit {fqn!r} changes its attribute {counting[0]!r} at every call, that is "
+                "once for each microbatch and each recomputation. Count outside of units, once "
                 "for each forward."
             )
         )
@@ -163,5 +166,5 @@ def _changes(fqn: str, what: str) -> str:
     return (
         f"unit {fqn!r} changes {what} that it is passed, which every microbatch and every "
         "recomputation would change again. Switch that off (use_cache=False for a KV cache), "
-        "or return what is new instead."
+        "or return the new values instead."
     )

@@ -1,7 +1,7 @@
-"""The walk of a probe over all ranks: who runs what, and what follows for all of them.
+"""Runs probes on all ranks together and combines what they find.
 
-Every rank joins every visit's gather; a rank without samples follows the others.  Where one
-rank cannot go on, all leave the forward at the next visit and say so to each other.
+Every rank takes part in the gather of every visit; a rank without samples follows the others.
+If one rank cannot continue, all ranks learn of it and leave the forward at the next visit.
 """
 
 import pickle
@@ -41,18 +41,18 @@ MAX_ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What holds for all calls of one kind."""
+    """What a probe has found, valid for all calls of one kind."""
 
-    rules: dict[CallKey, list[VisitRules]]  # one for each kind of arguments that was seen
+    rules: dict[CallKey, list[VisitRules]]  # one for each kind of arguments seen
     schedule: Schedule
     splits: bool  # whether any rank has several microbatches
-    is_certain: bool  # else they serve for one step
-    has_root_dropout: bool  # called as a function, outside of units
+    is_certain: bool  # if False, they are used for one step only
+    has_root_dropout: bool  # whether dropout is called as a function outside of units
     counted: tuple[Number, ...]  # attributes that code outside of units changes
     empty_output: Any  # the model's output for no samples, with ``Zeros``; None: not known
 
     def make_empty_output(self, device: torch.device) -> Any:
-        """What the model returns for no samples: zeros on ``device``."""
+        """The model's output for no samples, with its tensors as zeros on ``device``."""
         leaves, spec = flatten(self.empty_output)
         made = [
             torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
@@ -64,7 +64,7 @@ class Findings:
 
 
 class Prober:
-    """Runs probes of one model; the same on every rank."""
+    """Runs probes of one model, with the same findings on every rank."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class Prober:
     ) -> Findings:
         """Probe the model; ``call`` is None on a rank without samples.  Collective.
 
-        Raises on every rank what is wrong with the model on any of them.
+        If the model cannot be trained as it is, raises the error of the rank that found it, on
+        every rank.
         """
         attempts = self._attempts(call)
         problem: Exception | None = None
@@ -118,12 +119,12 @@ class Prober:
                 problem, is_refused = found, attempt.is_refused
         if problem is not None:
             raise _explained(problem, call, attempts, is_refused=is_refused)
-        while True:  # until the rank that has failed says why
+        while True:  # until the rank that has failed raises, which raises here
             self.control.exchange([0.0])
 
     def _attempts(self, call: ModelCall | None) -> list[Axes]:
-        """What the arguments may be: first what their lengths say, then one of them "
-        "otherwise.
+        """Which arguments may hold samples: first as their lengths suggest, then with one or
+        two of them changed.
         """
         mine = None if call is None else (call.candidates(), call.batch_dims, call.are_named)
         known = [each for each in self.control.exchange_objects(mine) if each is not None]
@@ -158,7 +159,7 @@ class Prober:
         schedule = make_schedule(
             attempt.segments,
             trainable_units=trainable,
-            # An evaluation saves the memory.
+            # Evaluation has no backward that could use the unsharded parameters again.
             reshard_after_forward=self._reshard_after_forward or not has_gradients,
         )
         probe = attempt.probe
@@ -191,9 +192,10 @@ class Prober:
             for key, found in theirs.items():
                 if agreed.setdefault(key, found) != found:
                     raise ValueError(
-                        f"unit {key[0]!r}: ranks find its inputs and outputs to depend on the "
-                        f"batch as {agreed[key]} and as {found}. Pass the same kinds of "
-                        "arguments on every rank, with the batch in the same dimension."
+                        f"unit {key[0]!r}: ranks find different rules for how its inputs and "
+                        f"outputs depend on the batch: {agreed[key]} and {found}. Pass the "
+                        "same kinds of arguments on every rank, with the batch in the same "
+                        "dimension."
                     )
 
     def infer(
@@ -206,9 +208,9 @@ class Prober:
         *,
         splits: bool,
     ) -> VisitRules:
-        """Rules of a call that is unlike the one that was probed; no other rank takes part.
+        """The rules of a call that differs from the probed one.  Not collective.
 
-        Raises ``ValueError`` where it cannot be told.
+        Raises ``ValueError`` if they cannot be found.
         """
         probe = Probe(
             self.module,
@@ -227,13 +229,13 @@ class Prober:
     # While a probe runs
 
     def enter(self, unit_index: int, needs_backward: bool) -> None:
-        """Agree that the unit is called next, and have it unsharded.  Collective."""
+        """Agree that the unit is called next, and unshard it.  Collective."""
         self._take(self._finder.visit(unit_index, needs_backward).unit)
 
     def call(
         self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """What the call of one of a unit's modules gives."""
+        """The output of a call of one of a unit's modules."""
         assert self._probe is not None
         return self._probe.call(fqn, function, args, kwargs)
 
@@ -245,9 +247,9 @@ class Prober:
         self._units[unit_index].wait_for_unshard()
 
     def run_once(self, probe: Probe | None, run: Callable[[], Any]) -> tuple[Any, Any]:
-        """One forward on all ranks: what ``run`` returns, and the segments.  Collective.
+        """One forward on all ranks: the result of ``run`` and the segments.  Collective.
 
-        Raises what went wrong here, ``PeerFailed`` if it did elsewhere.
+        Raises the error of this rank, or ``PeerFailed`` if another rank failed.
         """
         self._finder = OrderFinder([unit.fqn for unit in self._units], self.control)
         self._probe, self.is_running = probe, True
@@ -274,9 +276,7 @@ class Prober:
 def _explained(
     problem: Exception, call: ModelCall | None, attempts: Sequence[Axes], *, is_refused: bool
 ) -> Exception:
-    """The problem; with the arguments' names where it may come from what they were taken "
-    "for.
-    """
+    """The problem, with names of arguments if wrong assumptions about them may be the cause."""
     if call is None or len(attempts) == 1 or is_refused:
         return problem
     batched = [
@@ -285,8 +285,8 @@ def _explained(
     error = ValueError(
         f"model(...): it does not run on some of its samples, with {', '.join(batched)} cut "
         f"to them ({type(problem).__name__}: {problem}). If one of these arguments has no "
-        f"samples, say so: HetFSDP(batch_dim='{batched[-1]}': None}}), or in which dimension "
-        "it has."
+        f"samples, pass HetFSDP(batch_dim={{'{batched[-1]}': None}}), or name the dimension "
+        "that holds them."
     )
     error.__cause__ = problem
     return error

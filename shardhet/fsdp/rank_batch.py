@@ -1,4 +1,4 @@
-"""What of the global batch each rank computes in a step."""
+"""The part of the global batch that each rank computes in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,26 +12,27 @@ from shardhet.records.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What of this step's global batch the rank computes."""
+    """The part of this step's global batch that this rank computes."""
 
     microbatch_sizes: tuple[int, ...]
     first_sample: int  # index in the global batch
     computing: tuple[int, ...]  # positions of all ranks that compute something
-    step: int  # optimizer steps finished before
+    step: int  # number of steps finished before
 
     @property
     def num_samples(self) -> int:
-        """Samples of this rank."""
+        """The number of samples of this rank."""
         return sum(self.microbatch_sizes)
 
 
 def agree_on_batch(
     plan: Plan, control: Channel, *, num_samples: int, index: int, step: int
 ) -> tuple[RankBatch, int]:
-    """Who computes what in this forward; which findings hold, UNKNOWN if none do.  Collective.
+    """This rank's part of the batch, and the index of the findings to use.  Collective.
 
-    ``index`` is that of this rank's findings.  Raises ``ValueError`` on all ranks where they
-    call the model in different ways, or with more samples than the plan gives them.
+    ``index`` is that of this rank's findings; the returned one is UNKNOWN unless all computing
+    ranks have the same.  Raises ``ValueError`` on all ranks if they call the model in different
+    ways, or with more samples than the plan gives them.
     """
     with_gradients = torch.is_grad_enabled()
     rows = control.enter("model(...)", [num_samples, 2 * index + with_gradients, step])

@@ -1,8 +1,8 @@
 """Dropout that the model calls as a function, outside of units and of ``nn.Dropout``.
 
-A call of ``torch.nn.functional.dropout`` would draw once for all of the rank's samples.  While
-code outside of units runs, such a call is taken over and run microbatch by microbatch, seeded
-by microbatch, as a call of ``nn.Dropout`` is.
+A call of ``torch.nn.functional.dropout`` would draw once for all samples of the rank.  While
+code outside of units runs, such calls are intercepted and run microbatch by microbatch, seeded
+per microbatch, like calls of ``nn.Dropout``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,21 +37,21 @@ Visit = Callable[[UnitModule, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class RootDropout:
-    """Hands each such call of ``root`` to ``visit``, where it is asked to."""
+    """Passes such calls to ``visit`` while it is switched on."""
 
     def __init__(self, root: nn.Module, visit: Visit) -> None:
         self._mode = _Taking(root, visit)
 
     def taken_over(self, *, is_needed: bool) -> AbstractContextManager[Any]:
-        """Inside, code outside of units runs; a model without such calls pays nothing."""
+        """A context for code outside of units; free for a model without such calls."""
         return self._mode if is_needed else nullcontext()
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Inside, a unit or an ``nn.Dropout`` is computed, which sees microbatches itself."""
+        """A context for a unit or an ``nn.Dropout``, which runs by microbatch already."""
         self._mode.num_left_alone += 1
         try:
-            # Where another mode is above it, counting has to do.
+            # With another mode on top it cannot be popped, and only the counter disables it.
             is_on_top = _get_current_function_mode() is self._mode
             with _pop_mode_temporarily() if is_on_top else nullcontext():
                 yield
@@ -60,9 +60,10 @@ class RootDropout:
 
 
 def is_checkpointed(*, grad_enabled: bool) -> bool:
-    """Whether what runs now will run again in backward, of a call that began with gradients.
+    """Whether the current code will run again in backward, by gradient checkpointing.
 
-    Reentrant checkpointing switches them off; the other kind keeps what is saved away.
+    ``grad_enabled`` is whether gradients were enabled when the call of the model began.
+    Reentrant checkpointing disables them; the other kind sets hooks on saved tensors.
     """
     if grad_enabled and not torch.is_grad_enabled():
         return True
@@ -85,7 +86,7 @@ class _Taking(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Whatever p and training are now: they may be others at the next step.
+        # For all values of p and training, since they may differ at the next step.
         if func in _FUNCTIONS and not self.num_left_alone:
             return self._visit(UnitModule(DROPOUT_CALLS, self._root, func, False), args, kwargs)
         return func(*args, **kwargs)

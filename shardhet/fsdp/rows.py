@@ -1,22 +1,23 @@
-"""Gradients that know they are rows: what reduces one to a number means the whole parameter.
+"""Gradients of rows: a reduction of one to a number is over the whole parameter.
 
 ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and a loop that looks for NaN
-reduce what they find in ``.grad`` to one number, on every rank for itself.  So ``.grad`` of a
-HetFSDP's parameters is a ``RowGradient``, a tensor like any other but for these calls:
+reduce ``.grad`` to one number, on each rank separately.  So ``.grad`` of a HetFSDP's parameters
+is a ``RowGradient``, which behaves like any other tensor except in these calls:
 
     linalg.vector_norm, norm, _foreach_norm   a ``RowNorm``: this rank's part of a norm
     stack of RowNorms, and the norm of that   one number, agreed on by all ranks (clip_grad)
     any other use of a RowNorm                the norm of the whole parameter, likewise
-    _amp_foreach_non_finite_check_and_unscale_  found_inf is that of all ranks
-    sum, mean, max, min, any, all             of the whole parameter, at once; along another
-                                              dimension than the first, of each row as usual
-    var, std, median, argmax, sort, ...       refused, except along another dimension
+    _amp_foreach_non_finite_check_and_unscale_  sets found_inf if any rank found one
+    sum, mean, max, min, any, all             over the whole parameter, at once; along any
+                                              dimension but the first, of each row as usual
+    var, std, median, argmax, sort, ...       refused, except along other dimensions
     matmul, dot, svd, ...                     refused
-    whatever else keeps the shape, flatten    a RowGradient again
+    anything else that keeps the shape;       a RowGradient
+    flatten
 
-What has another shape (``grad[:, 0]``, ``grad.T``) is a plain tensor of this rank's rows, and
-``grad.as_subclass(torch.Tensor)`` is all of them.  The optimizers' kernels (fused, foreach)
-take a RowGradient as it is, and parameters stay plain Parameters.
+A result of another shape (``grad[:, 0]``, ``grad.T``) is a plain tensor computed from this
+rank's rows.  ``grad.as_subclass(torch.Tensor)`` is a plain tensor of the same rows.  The
+optimizers' kernels (fused, foreach) accept a RowGradient; parameters stay plain Parameters.
 """
 
 import math
@@ -39,7 +40,7 @@ _plainly = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowGroup:
-    """The ranks among which the rows of a model's parameters lie."""
+    """The ranks that store the rows of a model's parameters."""
 
     comm: CommContext
     control: Channel
@@ -47,11 +48,11 @@ class RowGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one rank has all rows."""
+        """Whether a single rank stores all rows."""
         return self.control.group is None
 
     def mark(self, grad: Tensor, fqn: str) -> "RowGradient":
-        """``grad`` as this rank's rows of the parameter's gradient, in the same memory."""
+        """``grad`` as a RowGradient of the parameter ``fqn``, in the same memory."""
         if isinstance(grad, RowGradient):
             return grad
         rows = grad.as_subclass(RowGradient)
@@ -63,13 +64,13 @@ class RowGroup:
     ) -> Tensor:
         """The norm of all ranks' ``local_norms`` together, 0-d, float64.  Collective.
 
-        ``num_grads`` are those whose norm is wanted, also where this rank has no rows.
+        ``num_grads`` counts the gradients, including those of which this rank has no rows.
         """
         device = self.comm.device
         nothing = 0.0 if order >= 0 else math.inf
         local = torch.full((1,), nothing, dtype=torch.float64, device=device)
         if local_norms:
-            # A norm's order is "inf" for the largest; the zeroth one counts.
+            # A norm of order 0 counts elements, so counts are summed.
             together = torch.stack([norm.to(device) for norm in local_norms]).double()
             local[0] = together.sum() if order == 0 else _vector_norm(together, order)
         with self.lifeline.guard(call):
@@ -79,23 +80,23 @@ class RowGroup:
             if any(row != given[0] for row in given):
                 raise ValueError(
                     f"{call}: ranks ask for [order, number of gradients] {given} in plan "
-                    "order. Take norms of the same gradients on every rank, also where a rank "
-                    "has no rows of them."
+                    "order. Take norms of the same gradients on every rank, including those "
+                    "of which a rank has no rows."
                 )
             rows = self.comm.reduce_channel.gather_rows(local)[:, 0]
         return rows.sum() if order == 0 else _vector_norm(rows, order)
 
     def agree_on_inf(self, found_inf: Tensor) -> None:
-        """Set ``found_inf`` where any rank has it.  Collective."""
+        """Set ``found_inf`` on all ranks if it is set on any.  Collective."""
         with self.lifeline.guard("GradScaler"):
             self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
             rows = self.comm.reduce_channel.gather_rows(found_inf.reshape(1).double())
         found_inf.copy_(rows.amax().reshape(found_inf.shape))
 
     def reduce(self, local: float, numel: int, kind: str, fqn: str) -> float:
-        """The "sum", "mean", "max" or "min" over all ranks' ``numel`` elements.  Collective.
+        """The "sum", "mean", "max" or "min" over the elements of all ranks.  Collective.
 
-        ``local`` is that of this rank's elements, whatever it is where it has none.
+        ``local`` is the result for this rank's ``numel`` elements; ignored if it has none.
         """
         call = f"p.grad.{kind}"
         with self.lifeline.guard(call):
@@ -103,8 +104,8 @@ class RowGroup:
             given = self.control.enter(call, mine, within_s=SECONDS_FOR_ALL_TO_COME)
             if any(row[2] != mine[2] for row in given):
                 raise ValueError(
-                    f"{call}: here it is of {fqn}, on another rank of another parameter. Ask "
-                    "for the same gradients in the same order on every rank."
+                    f"{call}: this rank called it for {fqn}, another rank for another "
+                    "parameter. Reduce the same gradients in the same order on every rank."
                 )
         parts = [(value, int(count)) for value, count, _ in given if count]
         if not parts:
@@ -117,17 +118,17 @@ class RowGroup:
         return float(largest.amax() if kind == "max" else largest.amin())  # NaN stays NaN
 
     def refuse(self, what: str) -> None:
-        """Raise ``RuntimeError`` here and, as soon as they meet, on the other ranks."""
+        """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
         with self.lifeline.guard("a call on gradients"):
             raise RuntimeError(
-                f"{what} of a gradient of which this rank has some rows only. Use the norm of "
+                f"{what} of a gradient of which this rank has only some rows. Use the norm of "
                 "whole gradients (p.grad.norm(), torch.nn.utils.clip_grad_norm_), or gather "
                 "the rows first."
             )
 
 
 class RowGradient(Tensor):
-    """This rank's rows of a gradient.  See the top of the file for what it does."""
+    """This rank's rows of a gradient.  The docstring of the file says how it behaves."""
 
     _rows: RowGroup
     _fqn: str  # of the parameter
@@ -140,7 +141,7 @@ class RowGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        """Everything as on a plain tensor, but for what reduces it."""
+        """Run ``func`` as on a plain tensor, unless it reduces or is refused."""
         handle = _HANDLERS.get(func, _keep_rows)
         return handle(func, args, kwargs or {})
 
@@ -153,19 +154,19 @@ class RowGradient(Tensor):
 
 
 class RowNorm(Tensor):
-    """A norm, or a vector of norms, of which the other ranks have a part each.
+    """A norm, or a vector of norms, of which this rank has computed only its part.
 
-    Its data are NaN; whoever asks for them in Python gets the norms over all ranks.
+    Its data are NaN; any use of it in Python gets the norms over all ranks.
     """
 
-    _locals: list[tuple[RowGroup | None, Tensor]]  # by entry; None: not of rows, and complete
+    _locals: list[tuple[RowGroup | None, Tensor]]  # by entry; None: of a whole tensor
     _order: float
 
     @classmethod
     def of(
         cls, parts: list[tuple[RowGroup | None, Tensor]], order: float, *, is_vector: bool
     ) -> "RowNorm":
-        """From each entry's local norm."""
+        """A RowNorm of the local norm of each entry."""
         first = parts[0][1]
         mark = torch.full((), math.nan, dtype=first.dtype, device=first.device)
         norm = (mark.expand(len(parts)) if is_vector else mark).as_subclass(cls)
@@ -180,7 +181,7 @@ class RowNorm(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        """Stacks stay parts; the norm of a stack and everything else is over all ranks."""
+        """Stack without communication; compute all else, such as norms, over all ranks."""
         kwargs = kwargs or {}
         if func is torch.stack and not kwargs and len(args) == 1:
             return _stacked(args[0])
@@ -197,7 +198,7 @@ class RowNorm(Tensor):
         return func(*args, **kwargs)
 
     def _total(self) -> Tensor:
-        """The norm of all entries, over all ranks: one collective.  Collective."""
+        """The norm of all entries over all ranks, in one collective.  Collective."""
         with _plainly():
             groups = list(dict.fromkeys(group for group, _ in self._locals))
             totals = []
@@ -214,7 +215,7 @@ class RowNorm(Tensor):
             return total.to(device=self.device, dtype=self.dtype)
 
     def _resolved(self) -> Tensor:
-        """Every entry over all ranks.  Collective."""
+        """The norm over all ranks, entry by entry.  Collective."""
         with _plainly():
             norms = [
                 group.norm([norm], self._order, num_grads=1, call="p.grad.norm")
@@ -240,7 +241,7 @@ _METADATA = frozenset(
 
 
 def _stacked(norms: Sequence[Tensor]) -> Tensor:
-    """A vector of norms as it is, if they are of one order; over all ranks otherwise."""
+    """A stack of 0-d norms: a RowNorm if all have one order, else resolved over all ranks."""
     rows = [norm for norm in norms if isinstance(norm, RowNorm)]
     is_of_one_kind = len({norm._order for norm in rows}) == 1
     if not is_of_one_kind or any(norm.dim() for norm in norms):
@@ -270,7 +271,7 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
     if not isinstance(grad, RowGradient):  # rows came in as `out` or the like
         with _plainly():
             return func(*args, **kwargs)
-    if dims and all(dim % max(1, grad.dim()) for dim in dims):  # of each row for itself
+    if dims and all(dim % max(1, grad.dim()) for dim in dims):  # within each row
         with _plainly():
             return func(*args, **kwargs)
     if dims or order is None or others[1].get("out") is not None:
@@ -286,7 +287,7 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
 def _order_and_dims(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[float | None, tuple[int, ...]]:
-    """Of a call of one of torch's norms; an order of None is a matrix norm."""
+    """Order and dims of a call of one of torch's norms; an order of None is a matrix norm."""
     names = ("p", "dim") if func in (torch.norm, Tensor.norm) else ("ord", "dim")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     order, dims = given.get(names[0]), given.get("dim")
@@ -316,7 +317,7 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
 
 
 def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """``sum`` and others of all elements; what works on each row for itself as it is."""
+    """Reductions such as ``sum``: over all ranks, unless they are within each row."""
     grad = args[0] if args else kwargs.get("input")
     name = func.__name__
     is_whole, rest = _what_is_reduced(name, grad, args[1:], kwargs)
@@ -336,12 +337,12 @@ def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> 
 def _what_is_reduced(
     name: str, grad: Any, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[bool, bool]:
-    """Whether rows are put together, and if so whether more is asked for than one number."""
+    """Whether the call reduces over rows, and whether it asks for more than one number."""
     others = {k for k in kwargs if k not in ("input", "dtype", "dim") and kwargs[k] is not None}
-    if name == "quantile":  # its second argument says which
+    if name == "quantile":  # its second argument is no dimension
         return True, True
     if (args and isinstance(args[0], Tensor)) or isinstance(kwargs.get("other"), Tensor):
-        return False, False  # the larger of two tensors, element by element
+        return False, False  # elementwise maximum or minimum of two tensors
     dims = kwargs.get("dim", args[0] if args else None)
     dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
     if dims is None or not isinstance(dims, tuple | list):
@@ -354,7 +355,7 @@ def _what_is_reduced(
 
 
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Products and decompositions of whole matrices."""
+    """Refuse products and decompositions of matrices."""
     for each in tree_leaves((args, kwargs)):
         if isinstance(each, RowGradient):
             each._rows.refuse(func.__name__)
@@ -373,9 +374,9 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
 
 
 def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """What is computed of rows and has their shape, or all of them in a line, is rows too.
+    """Run ``func``; a result that has the shape of the rows, or flattens them, is rows too.
 
-    A comparison with a plain tensor is not: who has rows to compare with means rows.
+    A comparison with a plain tensor returns a plain one: it compares this rank's rows only.
     """
     with _plainly():
         result = func(*args, **kwargs)

@@ -1,5 +1,5 @@
-"""What becomes of a unit's inputs and outputs when it runs in microbatches: decided by what it
-gives for two samples and for three, and refused where that does not show it.
+"""Decides how a unit's inputs are split and its outputs joined, from its results for two and
+for three samples; refuses what they do not determine.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ PARTS = (Span(0, SMALL), Span(SMALL, LARGE))
 
 
 class RuleFinder:
-    """Decides about one call of a unit at a time.
+    """Decides the rules of one call of a unit at a time.
 
-    With ``splits`` false no rank has several microbatches, and nothing needs to be decided.
+    If ``splits`` is False, no rank has several microbatches and no rule can be wrong.
     """
 
     def __init__(self, *, splits: bool) -> None:
         self.is_unpredictable = False  # the call draws random numbers that cannot be fixed
-        self.has_mask = False  # an input of the call says which of its positions count
-        self.undecided: list[int] = []  # outputs of the call that are zero, so far
+        self.has_mask = False  # an input of the call may choose which positions count
+        self.undecided: list[int] = []  # indices of outputs of the call that are zero
         self._splits = splits
 
     def of_input(self, fqn: str, name: str, small: Tensor, large: Tensor) -> Rule:
-        """Of an argument as it was for the small and for the large batch."""
+        """The rule of an argument, given its values for the small and for the large batch."""
         what = f"unit {fqn!r}: its argument {name}"
         try:
             axes = find_axis(small, large, SIZES)
@@ -62,27 +62,27 @@ class RuleFinder:
         return self._undecidable(
             f"{what} of shape {tuple(large.shape)} depends for one sample on the other samples "
             "of the batch: code outside of units mixes samples, or the batch is in another "
-            "dimension (HetFSDP(batch_dim=...)). Mix samples inside of a unit, or give every "
-            "rank one microbatch."
+            "dimension (HetFSDP(batch_dim=...)). Mix samples inside a unit, or give every rank "
+            "one microbatch."
         )
 
     def of_output(
         self, fqn: str, index: int, small: Tensor, whole: Tensor, parts: Sequence[Tensor]
     ) -> Rule:
-        """Of a result: for the small batch, the large one whole, and its two parts."""
+        """The rule of a result, given it for the small batch, the large one and its parts."""
         what = f"unit {fqn!r}: output {index}"
         try:
             axes: Sequence[Rule] = find_axis(small, whole, SIZES)
         except ValueError as error:
             return self._undecidable(
                 f"{what} has shape {tuple(small.shape)} for {SMALL} samples and "
-                f"{tuple(whole.shape)} for {LARGE}: {error}, so microbatches cannot be put "
-                "together. Return one row per sample, or give every rank one microbatch."
+                f"{tuple(whole.shape)} for {LARGE}: {error}, so microbatches cannot be "
+                "joined. Return one row per sample, or give every rank one microbatch."
             )
         if not parts:
             return axes[0] if axes and self._splits else Join.SHARED
-        # What is always the same is its own mean too; of a single number rather that, for it
-        # may be a mean of samples that happen to be alike.
+        # A constant output fits both SHARED and MEAN.  A scalar is taken for a MEAN, because it
+        # may be a mean over samples that happen to have equal values.
         joins = (Join.MEAN, Join.SHARED) if whole.dim() == 0 else (Join.SHARED, Join.MEAN)
         rules = axes or (*joins, Join.SUM)
         fitting = [rule for rule in rules if self._fits(whole, parts, rule)]
@@ -128,11 +128,11 @@ class RuleFinder:
     def _undecidable(self, message: str) -> Rule:
         if self._splits:
             raise Refusal(ValueError(message))
-        return Join.SHARED  # nobody will ever ask
+        return Join.SHARED  # never used: there is only one microbatch
 
 
 def looks_like_mask(tensor: Tensor) -> bool:
-    """Whether its values may choose what counts: whole numbers, or two values only."""
+    """Whether a tensor may choose what counts: it has integers, or only two distinct values."""
     if not tensor.is_floating_point():
         return True
     return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
@@ -143,7 +143,7 @@ def _is_same(parts: Sequence[Tensor]) -> bool:
 
 
 def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
-    """The only one that gives parameters their gradients; None if there is no such one."""
+    """The only join under which the parameters' gradients agree; None if it is not unique."""
     expected, *others = [_gradients(tensor) for tensor in (whole, *parts)]
     fitting = [
         join
@@ -158,7 +158,7 @@ def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
 
 
 def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
-    """Those of all parameters behind the output's sum."""
+    """Gradients of the output's sum for all parameters that it depends on."""
     params: list[Tensor] = []
     waiting, seen = [output.grad_fn], set()
     while waiting:
@@ -177,7 +177,7 @@ def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
 
 
 def readings(tensor: Tensor, known: Rule | None, num_samples: int) -> list[Rule]:
-    """What the tensor may be for ``num_samples``; only ``known`` if that fits."""
+    """The rules that the tensor may have for ``num_samples``; only ``known`` if that fits."""
     if known is Join.SHARED or (
         isinstance(known, BatchAxis) and known.fits(tensor, num_samples)
     ):

@@ -1,4 +1,4 @@
-"""A step as this rank takes it: forward, visits of units, backward."""
+"""One training step on this rank: forward, visits of units, backward."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -47,9 +47,9 @@ class Runtime:
         norms: BatchNorms,
     ) -> None:
         self.units = tuple(units)
-        self.root = root  # what no unit owns; unsharded for the whole step
+        self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.observers = Observers(None if comm.device.type == "cpu" else comm.mark_device_time)
-        self.step = 0  # optimizer steps finished
+        self.step = 0  # number of finished steps
         self._plan = plan
         self._rank_plan = plan.ranks[control.position]
         self._comm = comm
@@ -84,7 +84,7 @@ class Runtime:
         # Of the step in progress
         self.batch: RankBatch | None = None
         self.awaits_backward = False
-        self._has_gradients = False  # of the call, whatever code inside of it switches off
+        self._has_gradients = False  # at the call of forward; the model may disable them inside
         self._num_visits: Counter[str] = Counter()  # of this forward, by unit
         self._visiting = ""  # the unit that is being computed
         self._is_in_autograd = False
@@ -92,9 +92,9 @@ class Runtime:
     # Forward #
 
     def forward(self, run_module: RunModule, call: ModelCall, is_training: bool) -> Any:
-        """The module's output; on a rank without samples what it is for none.  Collective.
+        """The module's output; on a rank without samples an empty one.  Collective.
 
-        Returns None where nobody has samples.
+        Returns None if no rank has samples.
         """
         self.abandon()
         self._has_gradients = torch.is_grad_enabled()
@@ -111,7 +111,7 @@ class Runtime:
         if not self.batch.computing:
             return None
         self._comm.receivers = self.batch.computing
-        self._comm.mark_compute()  # gathers read what the optimizer wrote
+        self._comm.mark_compute()  # gathers read shards that the optimizer wrote
         self._walk.take_in(self.root)
         if index == UNKNOWN:
             self._lifeline.doing = "model(...), the probe of its first call of this kind"
@@ -138,7 +138,7 @@ class Runtime:
         return output
 
     def _count_everywhere(self, findings: Findings) -> None:
-        """A rank without samples has the same numbers among its attributes as the others."""
+        """Copy numbers that the forward changed in attributes to ranks without samples."""
         assert self.batch is not None
         if findings.counted and len(self.batch.computing) < len(self._plan.ranks):
             CountedNumbers(self._module, findings.counted).take_over(
@@ -150,7 +150,7 @@ class Runtime:
     def visit(
         self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of one of the unit's modules: what its intercepted forward does."""
+        """Run a call of one of the unit's modules; its intercepted forward calls this."""
         if self.unit_by_unit is not None:
             return self.unit_by_unit.visit(unit_index, module, args, kwargs)
         unit = self.units[unit_index]
@@ -180,17 +180,18 @@ class Runtime:
     def visit_piece(
         self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of a module of the root's that has to run microbatch by microbatch."""
+        """Run a call of a module of the root that has to run microbatch by microbatch."""
         if self.batch is None or not self.batch.num_samples or not module.module.training:
             return module.forward(*args, **kwargs)
-        is_function = module.fqn == DROPOUT_CALLS  # its checkpoint does not come here again
+        # A checkpoint around functional dropout does not call this again in backward.
+        is_function = module.fqn == DROPOUT_CALLS
         if self._is_in_autograd or (
             is_function and is_checkpointed(grad_enabled=self._has_gradients)
         ):
             raise RuntimeError(
-                f"{module.fqn} is called outside of units and once more during backward, by "
-                "gradient checkpointing perhaps, where it would draw other numbers. Switch "
-                "that off: which units are recomputed is the plan's choice "
+                f"{module.fqn} is called outside of units and once more during backward, "
+                "perhaps by gradient checkpointing, where it would draw other random numbers. "
+                "Switch that off: the plan decides which units are recomputed "
                 "(Plan.by_hand(recompute=True))."
             )
         needs_backward = self._needs_backward(module, args, kwargs)
@@ -214,18 +215,18 @@ class Runtime:
     def _check_is_inside(self, unit_fqn: str) -> None:
         if self._is_in_autograd:
             raise RuntimeError(
-                f"unit {unit_fqn!r} was called during backward, by gradient checkpointing "
-                "around it perhaps. Switch that off: which units are recomputed is the "
-                "plan's choice (Plan.by_hand(recompute=True))."
+                f"unit {unit_fqn!r} was called during backward, perhaps by gradient "
+                "checkpointing around it. Switch that off: the plan decides which units are "
+                "recomputed (Plan.by_hand(recompute=True))."
             )
         if self._visiting:
             raise RuntimeError(
-                f"unit {unit_fqn!r} was called by unit {self._visiting!r}, so their parameters "
-                "would be gathered once for each microbatch. Make one unit of both, or call it "
+                f"unit {unit_fqn!r} was called by unit {self._visiting!r}, so its parameters "
+                "would be gathered once for each microbatch. Make both one unit, or call it "
                 "outside: HetFSDP(units=[...])."
             )
         if self.batch is None or not self.batch.num_samples:
-            with self._lifeline.guard():  # outside of model(...) nobody else tells peers
+            with self._lifeline.guard():  # outside of model(...) no other guard tells peers
                 raise RuntimeError(
                     f"unit {unit_fqn!r} was called outside of HetFSDP's forward. Call the "
                     f"HetFSDP model, not the module inside it."
@@ -249,7 +250,7 @@ class Runtime:
     # Backward #
 
     def backward(self, run_autograd: Callable[[], None]) -> None:
-        """All turns of backward; ``run_autograd`` is called on computing ranks.  Collective."""
+        """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
         assert self.batch is not None
         self.awaits_backward = False
         self.root.begin_backward()
@@ -264,9 +265,9 @@ class Runtime:
         self.batch = None
 
     def _enter_backward(self, segment: int, step: int) -> None:
-        """Autograd has reached a visit; turns before it have been passed by."""
+        """Begin the backward of a visit; take the turns before it that autograd skipped."""
         if self.batch is None or self.step != step or not self._is_in_autograd:
-            with self._lifeline.guard():  # outside of model.backward nobody else tells peers
+            with self._lifeline.guard():  # outside of model.backward no other guard tells peers
                 raise RuntimeError(
                     "backward of an earlier forward, or not through HetFSDP. Call "
                     "model.backward(loss_sum, num_tokens) once after each model(...), before "
@@ -275,7 +276,7 @@ class Runtime:
         self._walk.reach(segment)
 
     def abandon(self) -> None:
-        """Leave a step whose backward never came: nothing in flight, everything sharded."""
+        """End a step without its backward: nothing stays in flight, everything is sharded."""
         self._walk.abandon()
         self._norms.drop()
         self.batch = None

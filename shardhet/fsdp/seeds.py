@@ -1,10 +1,10 @@
-"""Random state that depends on what is computed, not on who computes it.
+"""Random state that depends on what is computed, not on which rank computes it.
 
-Before each microbatch of a unit the generators are seeded from (seed, step, unit, which call
-of it, the global index of the microbatch's first sample); recomputation in backward gets the
+Before each microbatch of a unit the generators are seeded from (seed, step, unit, number of
+the call, global index of the microbatch's first sample); recomputation in backward gets the
 same seed.  One process that runs the plan's microbatches with these seeds draws the same
-dropout masks.  A call that no sample goes into (dropout of a table of positions) is made once
-for all of them, and seeded as if for the first.
+dropout masks.  A call without batched inputs (dropout of a table of positions) runs once for
+all samples and is seeded as if for sample 0.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ import torch
 
 
 def microbatch_seed(seed: int, step: int, unit_fqn: str, call: int, first_sample: int) -> int:
-    """What the generators get before a microbatch; in [0, 2**63).
+    """The seed of a microbatch, in [0, 2**63).
 
-    ``step`` counts optimizer steps finished before, ``call`` how often the unit was entered
-    before in this forward.
+    ``step`` is the number of finished steps, ``call`` the number of earlier calls of the unit
+    in this forward.
     """
     text = f"{seed}/{step}/{unit_fqn}/{call}/{first_sample}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -26,7 +26,7 @@ def microbatch_seed(seed: int, step: int, unit_fqn: str, call: int, first_sample
 
 @contextmanager
 def restored_random_state(device: torch.device) -> Iterator[None]:
-    """The generators of the host and of ``device`` are afterwards as they were before."""
+    """A context that restores the generators of the host and of ``device`` at its end."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     try:
@@ -43,20 +43,20 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 class RandomStates:
-    """Seeds what a model computes in training mode, and leaves the generators as they were."""
+    """Seeds a model's computations in training mode, and restores the generators."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._device = device
 
     def around(self, is_training: bool) -> AbstractContextManager[None]:
-        """Inside, the generators may be seeded at will."""
+        """A context in which the generators may be seeded; it restores them at its end."""
         return restored_random_state(self._device) if is_training else nullcontext()
 
     def seed(
         self, unit_fqn: str, call: int, step: int, first_sample: int, is_training: bool
     ) -> None:
-        """Get ready for a microbatch."""
+        """Seed the generators for a microbatch, if ``is_training``."""
         if is_training:
             seed = microbatch_seed(self._seed, step, unit_fqn, call, first_sample)
             seed_generators(self._device, seed)

@@ -1,4 +1,4 @@
-"""What a model is called with: which arguments hold samples, and the same call with fewer."""
+"""The arguments of a call of a model: which of them hold samples, and how to pass fewer."""
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,7 +21,7 @@ PLAIN = (
     BuiltinFunctionType, partial, torch.dtype, torch.device, torch.Size, torch.layout,
     torch.memory_format,
 )  # fmt: skip
-# Their values choose what a model does; numbers are passed through.
+# Values of these types choose what a model does; numbers do not.
 _CHOOSING = (type(None), bool, str, bytes, Enum, torch.dtype)
 
 
@@ -36,9 +36,9 @@ class ModelCall:
 
     leaves: tuple[Any, ...]
     spec: TreeSpec  # of (args, kwargs, loss_inputs)
-    names: tuple[str, ...]  # of the argument that each leaf belongs to
-    batch_dims: tuple[int | None, ...]  # where each leaf holds the batch, if it does
-    are_named: tuple[bool, ...]  # whether the user said so
+    names: tuple[str, ...]  # by leaf: the argument that it belongs to
+    batch_dims: tuple[int | None, ...]  # by leaf: the dimension that holds the batch, if any
+    are_named: tuple[bool, ...]  # by leaf: whether the user named its argument in batch_dim
     num_samples: int
 
     @classmethod
@@ -50,7 +50,7 @@ class ModelCall:
         loss_inputs: tuple[Any, ...],
         batch_dim: BatchDims,
     ) -> "ModelCall":
-        """The call of ``forward``; its first tensor says how many samples there are."""
+        """The call of ``forward``; its first tensor determines the number of samples."""
         leaves, spec = flatten((args, dict(kwargs), loss_inputs))
         names = _names(forward, args, kwargs, loss_inputs)
         dims = [_dim_of(name, batch_dim) for name in names]
@@ -64,7 +64,7 @@ class ModelCall:
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls that a model answers in the same way, whatever their lengths."""
+        """Equal for calls of one kind, whatever the lengths of their tensors."""
         return (str(self.spec), *map(self._look, self.leaves, self.batch_dims))
 
     def _look(self, leaf: Any, dim: int | None) -> Hashable:
@@ -80,7 +80,7 @@ class ModelCall:
 
     @property
     def objects(self) -> list[str]:
-        """Arguments with a state of their own, such as KV caches: their names."""
+        """Names of arguments that have a state of their own, such as KV caches."""
         return [
             f"{name} ({type(leaf).__name__})"
             for name, leaf in zip(self.names, self.leaves, strict=True)
@@ -88,13 +88,13 @@ class ModelCall:
         ]
 
     def with_all(self) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """The arguments as they were given."""
+        """The arguments as given."""
         args, kwargs, loss_inputs = unflatten(self.leaves, self.spec)
         return args, kwargs, loss_inputs
 
     def candidates(self) -> list[int]:
-        """Per leaf, how many times the batch's length it is where the batch would be; else "
-        "0.
+        """By leaf: the length of its batch dimension divided by the number of samples; 0 if it
+        is no multiple.
         """
         found = []
         for leaf, dim in zip(self.leaves, self.batch_dims, strict=True):
@@ -106,9 +106,10 @@ class ModelCall:
     def with_samples(
         self, axes: Sequence[BatchAxis | None], samples: Sequence[Sequence[int]]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """The arguments with only these of the samples, ``samples`` per leaf.
+        """The arguments with only some of the samples, ``samples`` per leaf.
 
-        A sample beyond the last one is an earlier one whose content is shifted.
+        An index beyond the last sample wraps around and takes that sample rolled along another
+        dimension.
         """
         leaves = [
             leaf if axis is None else self._selected(leaf, axis, chosen)
@@ -138,7 +139,7 @@ def _names(
     kwargs: Mapping[str, Any],
     loss_inputs: tuple[Any, ...],
 ) -> list[str]:
-    """For every leaf of the three the name of the argument that it belongs to."""
+    """The name of its argument for every leaf of ``args``, ``kwargs`` and ``loss_inputs``."""
     params = list(inspect.signature(forward).parameters.values())
     names: list[str] = []
     for i, arg in enumerate(args):

@@ -1,4 +1,4 @@
-"""State dicts: whole tensors on rank zero, or this rank's row boxes."""
+"""State dicts: whole tensors on rank zero, or this rank's rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class RowBox:
 def gather_state_dict(
     flats: Sequence[FlatTensor], module: nn.Module, comm: CommContext
 ) -> dict[str, Tensor]:
-    """All parameters and persistent buffers on rank zero's host memory; {} elsewhere.
+    """All parameters and persistent buffers in host memory of rank zero; {} elsewhere.
 
-    Gathered flat tensor by flat tensor, in the dtype they are stored in.  Collective.
+    Gathers one flat tensor after the other, in the dtype that is stored.  Collective.
     """
     whole = gather_params(flats, comm)
     if comm.gather_channel.position != comm.gather_channel.rank_by_position.index(0):
@@ -39,9 +39,9 @@ def gather_state_dict(
 
 @torch.no_grad()
 def gather_params(flats: Sequence[FlatTensor], comm: CommContext) -> dict[str, Tensor]:
-    """The parameters of ``flats`` by fqn on rank zero's host memory; {} elsewhere.
+    """The parameters of ``flats`` by fqn in host memory of rank zero; {} elsewhere.
 
-    In the dtype they are stored in; tied names share a tensor.  Collective.
+    They have the dtype that is stored; tied names share a tensor.  Collective.
     """
     channel = comm.gather_channel
     receiver = channel.rank_by_position.index(0)
@@ -77,10 +77,10 @@ def load_state_dict(
     control: Channel,
     strict: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """Take this rank's rows out of whole tensors; the names that are missing and unexpected.
+    """Load this rank's rows of whole tensors; return the missing and the unexpected names.
 
     ``state_dict`` is equal on all ranks, or None (or empty) on all but one, whose tensors are
-    then dealt out.  Raises ``ValueError`` listing what is missing, unexpected or of another
+    then scattered.  Raises ``ValueError`` listing what is missing, unexpected or of another
     shape, before anything is written.  Collective.
     """
     buffers = dict(persistent_buffers(module))
@@ -107,7 +107,7 @@ def load_state_dict(
         missing, unexpected = _check_keys(shapes, mine, optional=tied, strict=strict)
         names = [fqn for fqn in shapes if fqn in mine]
     if len(givers) == len(given):
-        control.exchange([0.0])  # nobody writes unless all can
+        control.exchange([0.0])  # no rank writes unless all can
         _take_rows(flats, buffers, mine)
         return missing, unexpected
     names, missing, unexpected = control.exchange_objects([names, missing, unexpected])[giver]
@@ -134,14 +134,14 @@ def _take_rows(
 
 
 def _first_found(slot: ParamSlot, whole: Mapping[str, Tensor]) -> Tensor | None:
-    """The parameter under whichever of its names is there."""
+    """The parameter's tensor under the first of its names that is in ``whole``."""
     return next((whole[fqn] for fqn in slot.fqns if fqn in whole), None)
 
 
 def _deal_out(
     flat: FlatTensor,
     whole: Mapping[str, Tensor],  # on the giver
-    names: frozenset[str],  # of what the giver has, known to all
+    names: frozenset[str],  # of the giver's tensors; equal on all ranks
     comm: CommContext,
     giver: int,
 ) -> None:
@@ -206,7 +206,7 @@ def _check_keys(
     optional: set[str],
     strict: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """What is missing and what unexpected; raises for those if ``strict``, and for shapes."""
+    """Missing and unexpected names; raises for them if ``strict``, and for other shapes."""
     missing = sorted(shapes.keys() - found.keys() - optional)
     unexpected = sorted(found.keys() - shapes.keys())
     reshaped = [
@@ -217,13 +217,13 @@ def _check_keys(
     if (strict and (missing or unexpected)) or reshaped:
         raise ValueError(
             f"state dict does not fit the model: missing {missing}, unexpected {unexpected}, "
-            f"of another shape {reshaped}. Load the state of this very model."
+            f"of another shape {reshaped}. Load the state of the same model."
         )
     return missing, unexpected
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers that belong into a state dict, by fqn, whole on every rank."""
+    """The buffers of a state dict with their fqns; every rank has them whole."""
     return [
         (f"{prefix}.{name}" if prefix else name, buffer)
         for prefix, inner in module.named_modules(remove_duplicate=False)
@@ -233,7 +233,7 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _names_in_order(module: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
-    """As the plain module's state dict has them."""
+    """The names in the order of the plain module's state dict."""
     names = []
     for prefix, inner in module.named_modules(remove_duplicate=False):
         own = [name for name, param in inner._parameters.items() if param is not None]

@@ -1,4 +1,4 @@
-"""State dicts and exchanges: what ranks tell each other besides a step."""
+"""State dicts and exchanges: the collective calls of HetFSDP besides a step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from shardhet.fsdp.surface import ModuleOfRows, keep_out_arguments
 
 
 class ModuleWithState(ModuleOfRows):
-    """A base of HetFSDP: its state, whole and in rows."""
+    """A base of HetFSDP: its state dicts, whole and in rows."""
 
     _comm: CommContext
     _control: Channel
@@ -34,7 +34,7 @@ class ModuleWithState(ModuleOfRows):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Whole tensors under the model's own names on rank zero, {} elsewhere.  Collective."""
+        """Whole tensors under the model's own names on rank zero; {} elsewhere.  Collective."""
         with self._lifeline.guard("state_dict"):
             keep_out_arguments({"keep_vars": keep_vars})
             self._control.enter("state_dict", within_s=SECONDS_FOR_ALL_TO_COME)
@@ -46,10 +46,10 @@ class ModuleWithState(ModuleOfRows):
     def gather_units(
         self, wanted: Callable[[str], bool] = lambda fqn: True
     ) -> Iterator[dict[str, Tensor]]:
-        """Whole parameters by fqn, one unit after the other, on rank zero's host memory.
+        """Yield whole parameters by fqn, one unit at a time, in host memory of rank zero.
 
-        {} on other ranks.  A tied parameter comes under all its names, as one tensor; units
-        without a parameter that is ``wanted`` give {}.  Buffers are not in it.  Collective.
+        Yields {} on other ranks, and for units without a ``wanted`` parameter.  A tied
+        parameter has all its names, with one tensor.  Buffers are left out.  Collective.
         """
         for unit in (*self._runtime.units, self._runtime.root):
             flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]
@@ -60,10 +60,10 @@ class ModuleWithState(ModuleOfRows):
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | None, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take this rank's rows of whole tensors, passed by all ranks or by one.  Collective.
+        """Load this rank's rows of whole tensors.  Collective.
 
-        The other ranks then pass None.  Returns the names that are missing and unexpected, as
-        torch does; raises ``ValueError`` for them unless ``strict=False``.
+        All ranks pass the tensors, or one rank does and the others pass None.  Returns missing
+        and unexpected names as torch does; raises ``ValueError`` for them if ``strict``.
         """
         with self._lifeline.guard("load_state_dict"):
             keep_out_arguments({"assign": assign})
@@ -86,17 +86,17 @@ class ModuleWithState(ModuleOfRows):
         load_sharded_state_dict(self._flats, boxes)
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``numbers``, by position.  Collective; no accelerator waits for it."""
+        """All ranks' ``numbers``, by position.  Collective; does not wait for accelerators."""
         with self._lifeline.guard("exchange"):
             lengths = [int(n) for (n,) in self._control.enter("exchange", [len(numbers)])]
             if len(set(lengths)) > 1:
                 raise ValueError(
-                    f"exchange: ranks give {lengths} numbers in plan order. Give equally many."
+                    f"exchange: ranks pass {lengths} numbers in plan order. Pass equally many."
                 )
             return self._control.exchange(numbers)
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything picklable), by position.  Collective."""
+        """All ranks' ``value`` (anything picklable), by position.  Collective."""
         with self._lifeline.guard("exchange"):
             self._control.enter("exchange")
             return self._control.exchange_objects(value)

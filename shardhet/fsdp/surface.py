@@ -1,7 +1,8 @@
-"""What ``nn.Module`` promises besides forward, for a module whose parameters are rows.
+"""The methods of ``nn.Module`` besides forward, for a module whose parameters are rows.
 
-Right or refused: names are the plain module's own, what would move, copy or rewrite parameters
-is refused by name, and everything else goes to the module inside (see door.py).
+Each is either correct or refused: names are those of the plain module, calls that would move,
+copy or rewrite parameters are refused by name, and everything else goes to the wrapped module
+(see door.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ EMA_BY_HAND = (
 
 
 class ModuleOfRows(nn.Module):
-    """A base of HetFSDP: torch's calls on modules and where they lead."""
+    """A base of HetFSDP: the methods that torch and users call on any module."""
 
     module: nn.Module
     plan: Plan
@@ -52,7 +53,7 @@ class ModuleOfRows(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This module, the one inside as "module", and those below it under their own names."""
+        """This module, the wrapped one as "module", and its submodules by their own names."""
         memo = set() if memo is None else memo
         if self in memo:
             return
@@ -63,7 +64,7 @@ class ModuleOfRows(nn.Module):
             yield (f"{prefix}.module" if prefix else "module") if is_root else name, inner
 
     def __getattr__(self, name: str) -> Any:
-        """What HetFSDP does not have itself is asked of the module inside."""
+        """Look up attributes that HetFSDP does not have in the wrapped module."""
         module = self.__dict__.get("_modules", {}).get("module")
         try:
             return super().__getattr__(name)
@@ -73,14 +74,14 @@ class ModuleOfRows(nn.Module):
         return through(module, name, self._flats, self._lifeline.guard)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """``fn`` on every module, which may change anything but parameters."""
+        """Call ``fn`` on every module; it may change anything but parameters."""
         with self._lifeline.guard("model.apply"):
             with_stand_ins("apply", lambda: self.module.apply(fn), self._flats)
             fn(self)
         return self
 
     def extra_repr(self) -> str:
-        """What the plan gives to whom."""
+        """The position of this rank, and what the plan assigns to each rank."""
         ranks = [
             f"{rank.rank_batch_size} samples, {rank.state_share:.0%} of the state"
             for rank in self.plan.ranks
@@ -88,7 +89,7 @@ class ModuleOfRows(nn.Module):
         return f"position={self.position} of [{'; '.join(ranks)}], units={len(self.plan.units)}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Asked on tensors without elements: what leaves them alone has nothing to do.
+        # Tried on tensors without elements: if fn returns them as they are, it changes nothing.
         for tensor in (*self.parameters(), *self.buffers()):
             empty = tensor.detach().new_empty((0,) * tensor.dim())
             if fn(empty) is not empty:
@@ -99,14 +100,14 @@ class ModuleOfRows(nn.Module):
         return self
 
     def share_memory(self) -> NoReturn:
-        """Refused: every rank has its own rows."""
+        """Raises ``RuntimeError``: every rank has its own rows."""
         self._refuse(
             "its parameters cannot be shared with other processes. Start ranks instead"
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
-        """Refused: what is trained is settled when units are made."""
-        self._refuse("requires_grad is settled. Freeze and unfreeze parameters before wrapping")
+        """Raises ``RuntimeError``: units are built for fixed trainable parameters."""
+        self._refuse("requires_grad is fixed. Freeze and unfreeze parameters before wrapping")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse(f"it cannot be copied, and so not by AveragedModel. {EMA_BY_HAND}")
@@ -120,7 +121,7 @@ class ModuleOfRows(nn.Module):
         raise AssertionError("not reached")
 
     def _check_intact(self) -> None:
-        """Raise where rows were exchanged for other tensors, or frozen or unfrozen."""
+        """Raise if rows were replaced by other tensors, or were frozen or unfrozen."""
         for flat in self._flats:
             storage = flat.flat_shard.untyped_storage().data_ptr()
             for slot, param in zip(flat.slots, flat.sharded_params, strict=True):
@@ -133,15 +134,15 @@ class ModuleOfRows(nn.Module):
                     )
                 if param.requires_grad != flat.is_trainable:
                     raise RuntimeError(
-                        f"{slot.fqn}: requires_grad was changed after HetFSDP was made. Freeze "
-                        "and unfreeze parameters before wrapping the model."
+                        f"{slot.fqn}: requires_grad was changed after HetFSDP was built. "
+                        "Freeze and unfreeze parameters before wrapping the model."
                     )
 
 
 def guard_root(
     module: nn.Module, root: FSDPUnit, units: Sequence[FSDPUnit], lifeline: Lifeline
 ) -> None:
-    """Let modules that use the root's parameters be called inside of HetFSDP's forward only."""
+    """Make modules with parameters of the root raise outside of HetFSDP's forward."""
     in_units = {
         inner for unit in units for each in unit.modules for inner in each.module.modules()
     }
@@ -160,8 +161,8 @@ def _guarded(
             with lifeline.guard():
                 raise RuntimeError(
                     f"module {fqn!r} was called outside of HetFSDP's forward, where this rank "
-                    "has some rows of its parameters. Call the HetFSDP model, not the module "
-                    "inside it."
+                    "has only some rows of its parameters. Call the HetFSDP model, not the "
+                    "module inside it."
                 )
         return forward(*args, **kwargs)
 
@@ -169,10 +170,10 @@ def _guarded(
 
 
 def keep_out_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for arguments of torch's state dicts that mean nothing here."""
+    """Raise ``TypeError`` for arguments of torch's state dicts that are not supported."""
     for name, why in (
-        ("keep_vars", "The tensors are gathered copies, no parameters"),
-        ("assign", "Rows are written into their place"),
+        ("keep_vars", "The tensors are gathered copies, not parameters"),
+        ("assign", "Rows are written in place"),
     ):
         if given.get(name):
             raise TypeError(f"HetFSDP: {name}=True is not possible. {why}. Leave it out.")

@@ -1,9 +1,9 @@
-"""Where a rank is in the turns of a step, and what it does at each of them.
+"""The position of a rank in the turns of a step, and what it does at each turn.
 
 [Note: Turns without compute]
-Every rank takes every turn of the schedule and launches the same collectives.  On a rank
-without samples the turn is only that.  On a computing rank the same happens in backward to
-a unit that autograd passed by, because nothing that it returned was used.
+Every rank takes every turn of the schedule and launches the same collectives.  A rank without
+samples does nothing else in a turn.  A computing rank does nothing else in the backward turn
+of a unit that autograd skipped because none of the unit's outputs were used.
 """
 
 from collections import deque
@@ -41,24 +41,24 @@ class TurnWalk:
     # Forward #
 
     def begin(self, schedule: Schedule) -> None:
-        """A forward with this schedule begins; its first gathers are launched."""
+        """Begin a forward with this schedule and launch its first gathers."""
         self._order.begin(schedule)
         self._cursor = 0
         self.launch_ahead()
 
     def expect(self, unit_index: int, needs_backward: bool) -> tuple[int, bool]:
-        """The segment that a visit of the unit now is, and whether it needs a backward.
+        """The segment of a visit of the unit now, and whether the visit needs a backward.
 
-        Raises ``RuntimeError`` where the schedule has another visit here.
+        Raises ``RuntimeError`` if the schedule has a different visit at this place.
         """
         return self._cursor, self._order.expect(self._cursor, unit_index, needs_backward)
 
     def end_forward(self) -> None:
-        """Raise ``RuntimeError`` where a computing rank has left out visits."""
+        """Raise ``RuntimeError`` if a computing rank has left out visits."""
         self._order.end_visits(self._cursor)
 
     def pass_forward(self) -> None:
-        """The forward of a rank without samples."""
+        """Take the turns of forward on a rank without samples."""
         self._pass_until(self._order.schedule.num_forward)
 
     # Turns #
@@ -68,7 +68,7 @@ class TurnWalk:
         return self._order.schedule.turns[self._cursor]
 
     def begin_turn(self) -> None:
-        """Have the turn's unit unsharded and the next one's gather on its way."""
+        """Launch the next unit's gather and unshard the unit of this turn."""
         turn = self._turn
         unit = self._units[turn.unit]
         self._lifeline.doing = f"{turn.phase.value} of unit {unit.fqn!r}"
@@ -78,18 +78,18 @@ class TurnWalk:
             unit.begin_backward()
 
     def launch_ahead(self) -> None:
-        """Launch the gathers of this turn and the next, unless that has happened already."""
+        """Launch the gathers of this turn and the next, if they are not launched yet."""
         for launch in self._order.schedule.gathers_by(self._cursor):
             self._units[launch.unit].unshard()
 
     def take_in(self, unit: FSDPUnit) -> None:
-        """Have the unit's parameters, or the root's, unsharded."""
-        unit.unshard()  # nothing if it was launched ahead
+        """Unshard ``unit``, which may be the root, and wait for its parameters."""
+        unit.unshard()  # does nothing if the gather was launched ahead
         with self._observers.watch(unit.fqn, Activity.WAIT_GATHER):
             unit.wait_for_unshard()
 
     def end_turn(self) -> None:
-        """Reshard and reduce as the turn says, and go on to the next one."""
+        """Reshard and reduce if the turn says so, and advance to the next one."""
         turn = self._turn
         unit = self._units[turn.unit]
         if turn.reshards:
@@ -108,13 +108,13 @@ class TurnWalk:
     # Backward #
 
     def reach(self, segment: int) -> None:
-        """Autograd has come to a visit; turns before it have been passed by."""
+        """Begin the backward turn of a segment; take the turns that autograd skipped."""
         while self._turn.segment != segment:
             self._pass_until(self._cursor + 1)
         self.begin_turn()
 
     def end_backward(self) -> None:
-        """Take the turns that are left, and have all gradients reduced, the root's last."""
+        """Take the remaining turns and finish all reductions, the root's last."""
         self._pass_until(len(self._order.schedule.turns))
         if self._root.is_trainable:
             self._reduce(self._root)
@@ -122,7 +122,7 @@ class TurnWalk:
             self._finish_oldest_reduction()
 
     def _reduce(self, unit: FSDPUnit) -> None:
-        # Finishing the previous one first bounds the gradient buffers alive to two units'.
+        # Finishing the oldest one first limits the live gradient buffers to those of two units.
         while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._finish_oldest_reduction()
         unit.reduce()
@@ -136,12 +136,12 @@ class TurnWalk:
     # Between steps #
 
     def end_step(self) -> None:
-        """The root is sharded again and no peer reads this rank's shards any more."""
+        """Reshard the root and wait until no peer reads this rank's shards any more."""
         self._root.reshard()
         self._comm.wait_all_sent()
 
     def abandon(self) -> None:
-        """Leave a step whose backward never came: nothing in flight, everything sharded."""
+        """End a step without its backward: nothing stays in flight, everything is sharded."""
         for unit in (*self._units, self._root):
             if unit.state is not UnitState.SHARDED:
                 unit.reshard()

@@ -12,11 +12,11 @@ from shardhet.fsdp.flat import FlatTensor, ParamSlot
 
 
 class UnitState(Enum):
-    """Which life the parameters of a unit are in."""
+    """The state of a unit's parameters."""
 
-    SHARDED = auto()  # by reshard(), and at the start
-    GATHERING = auto()  # by unshard(): the collective is in flight
-    UNSHARDED = auto()  # by wait_for_unshard(): modules see whole parameters
+    SHARDED = auto()  # at the start, and after reshard()
+    GATHERING = auto()  # after unshard(): the collective is in flight
+    UNSHARDED = auto()  # after wait_for_unshard(): modules hold whole parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class UnitModule:
     fqn: str
     module: nn.Module
     forward: Callable[..., Any]  # the module's own, before it was intercepted
-    is_trainable: bool  # any of its parameters is, whoever owns it: the root may
+    is_trainable: bool  # whether any of its parameters is, including those the root owns
 
 
 class FSDPUnit:
-    """Life of a unit in a step: unshard, wait, compute, reshard; then the same for backward,
-    with begin_backward before and reduce, finish_reduce after.
+    """A unit in a step: unshard, wait_for_unshard, compute, reshard in forward; the same in
+    backward, with begin_backward before the compute and reduce, finish_reduce after it.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class FSDPUnit:
 
     @property
     def slots(self) -> list[ParamSlot]:
-        """Its parameters."""
+        """The parameters of the unit."""
         return [slot for flat in self.flats for slot in flat.slots]
 
     @property
     def numel(self) -> int:
-        """Elements of all its parameters."""
+        """The number of elements of all parameters of the unit."""
         return sum(slot.shape.numel() for slot in self.slots)
 
     def unshard(self) -> None:
-        """SHARDED -> GATHERING; nothing where that has happened already."""
+        """SHARDED -> GATHERING; does nothing in any other state."""
         if self.state is not UnitState.SHARDED:
             return
         for flat in self.flats:
@@ -68,10 +68,10 @@ class FSDPUnit:
         self.state = UnitState.GATHERING
 
     def wait_for_unshard(self) -> None:
-        """GATHERING -> UNSHARDED; nothing where it is unsharded already."""
+        """GATHERING -> UNSHARDED; does nothing if already UNSHARDED."""
         if self.state is UnitState.SHARDED:
             raise RuntimeError(
-                f"unit {self.fqn!r}: waits for a gather that was never launched."
+                f"unit {self.fqn!r}: waited for a gather that was never launched."
             )
         if self.state is UnitState.UNSHARDED:
             return
@@ -80,7 +80,7 @@ class FSDPUnit:
         self.state = UnitState.UNSHARDED
 
     def reshard(self) -> None:
-        """Any state -> SHARDED, after the gather in flight if there is one."""
+        """Any state -> SHARDED; waits for a gather that is in flight."""
         if self.state is UnitState.SHARDED:
             return
         self.wait_for_unshard()
@@ -90,23 +90,23 @@ class FSDPUnit:
         self.state = UnitState.SHARDED
 
     def begin_backward(self) -> None:
-        """Get ready to accumulate gradients; nothing on a rank that computes nothing."""
+        """Prepare to accumulate gradients; does nothing on a rank that computes nothing."""
         if self._comm.is_receiver:
             for flat in self.flats:
                 flat.begin_backward()
 
     def reduce(self) -> None:
-        """Start summing its gradients over ranks."""
+        """Start the reduce-scatter of the unit's gradients."""
         for flat in self._trainable_flats:
             flat.reduce()
 
     def finish_reduce(self) -> None:
-        """Until the sums of what this rank stores are there."""
+        """Wait for the summed gradients of the parameters that this rank stores."""
         for flat in self._trainable_flats:
             flat.finish_reduce()
 
     def drop_grads(self) -> None:
-        """Forget gradients of an unfinished or invalid step."""
+        """Drop the gradients of an unfinished or invalid step."""
         for flat in self._trainable_flats:
             flat.drop_grads()
 

@@ -1,11 +1,11 @@
-"""Calls of a module's parts outside of a step: each unit gathered, run whole, freed again.
+"""Calls of units outside of a step: each call gathers the unit, runs it unsplit, reshards it.
 
 [Note: Rounds]
 A rank may call units in any order and any number of times, as text generation does with
-prompts of unlike length.  Collectives need one order on all ranks, so a call is a *round*: the
-ranks exchange which unit each of them wants next, and the wanted units are gathered one after
-the other, each by those who want it.  A rank that has left its context's body goes on taking
-part, wanting nothing, until all have.
+prompts of different lengths.  Collectives need the same order on all ranks, so each call is a
+*round*: the ranks exchange the unit that each of them wants next, and gather the wanted units
+one after the other, each on the ranks that want it.  A rank that has left the body of its
+context keeps taking part, without wanting a unit, until all ranks have left.
 
     rank 0   a  b  c  a  b  c   leaves
     rank 1   a  b  c  leaves    sends its rows of a, b, c
@@ -34,9 +34,9 @@ WANTS_NOTHING = -1
 def unit_by_unit(
     runtime: "Runtime", *, comm: CommContext, control: Channel, lifeline: Lifeline
 ) -> Iterator[None]:
-    """The body runs with units gathered as they are called.  Collective."""
+    """A context in which units are gathered as they are called.  Collective."""
     if runtime.unit_by_unit is not None:
-        raise RuntimeError("unit_by_unit: entered twice. Leave the first context before.")
+        raise RuntimeError("unit_by_unit: entered twice. Leave the first context first.")
     with lifeline.guard("unit_by_unit"), torch.no_grad():
         runtime.abandon()
         rounds = UnitByUnit(runtime, comm, control)
@@ -51,22 +51,22 @@ def unit_by_unit(
 
 
 class UnitByUnit:
-    """The rounds of one such context ([Note: Rounds])."""
+    """The rounds of one ``unit_by_unit`` context ([Note: Rounds])."""
 
     def __init__(self, runtime: "Runtime", comm: CommContext, control: Channel) -> None:
         self._runtime = runtime
         self._comm = comm
         self._control = control
-        self._open_unit: int | None = None  # whose forward this rank is in
+        self._open_unit: int | None = None  # the unit whose forward this rank is in
 
     def open(self) -> None:
-        """Gather what no unit owns, for the whole context."""
+        """Gather the root for the whole context."""
         everyone = tuple(range(self._comm.gather_channel.world_size))
         self._control.enter("unit_by_unit", [WANTS_NOTHING, 1])
         self._gather(self._runtime.root, everyone)
 
     def close(self) -> None:
-        """Free it again; nobody reads this rank's rows any more."""
+        """Reshard the root and wait until no peer reads this rank's rows."""
         self._comm.receivers = tuple(range(self._comm.gather_channel.world_size))
         self._runtime.root.reshard()
         self._comm.wait_all_sent()
@@ -81,7 +81,7 @@ class UnitByUnit:
                 f"unit {unit.fqn!r} was called inside unit_by_unit() with gradients enabled. "
                 "Train with model(...) and model.backward, outside of the context."
             )
-        if self._open_unit is not None:  # one of its modules calls another one
+        if self._open_unit is not None:  # this call comes from a module of that unit
             if self._open_unit != unit_index:
                 raise RuntimeError(
                     f"unit {unit.fqn!r} is called by unit "
@@ -98,18 +98,18 @@ class UnitByUnit:
             unit.reshard()
 
     def follow_until_all_leave(self) -> None:
-        """Send this rank's rows to those who are still calling units."""
+        """Send this rank's rows to ranks that are still calling units."""
         while self._round(WANTS_NOTHING):
             pass
 
     def _round(self, wanted: int) -> bool:
-        """Gather what each rank wants; False once nobody wants anything."""
+        """Gather the unit that each rank wants; False once no rank wants one."""
         self._comm.mark_compute()
         rows = self._control.enter("unit_by_unit", [wanted, 0])
         if any(is_entering for _, is_entering in rows):
             raise RuntimeError(
-                "unit_by_unit: ranks enter and leave the context unequally often. Enter it "
-                "once on every rank, around everything."
+                "unit_by_unit: ranks enter and leave the context a different number of times. "
+                "Enter it once on every rank, around everything."
             )
         wanted_by_position = [int(unit) for unit, _ in rows]
         distinct = sorted(set(wanted_by_position) - {WANTS_NOTHING})
@@ -127,7 +127,7 @@ class UnitByUnit:
 
 
 def check_is_not_open(runtime: "Runtime") -> None:
-    """Raise inside the context: a step has an order of its own."""
+    """Raise inside the context, where no step can run."""
     if runtime.unit_by_unit is not None:
         raise RuntimeError(
             "model(...): called inside unit_by_unit(). Call model.module there, or leave the "
@@ -136,7 +136,7 @@ def check_is_not_open(runtime: "Runtime") -> None:
 
 
 def refuse_to_save_rows(root: nn.Module) -> None:
-    """Let ``save_pretrained`` of the modules inside say who can save the whole model.
+    """Make ``save_pretrained`` of the wrapped modules raise and name the function to use.
 
     It would write this rank's rows as if they were the parameters.
     """

@@ -1,16 +1,15 @@
-"""What a model does besides calling its units, seen operation by operation.
+"""Watches every operation of a probe for tensors that pass units without being arguments.
 
-While a model is probed, every operation is looked at.  Each tensor that depends on the
-model's inputs or parameters belongs to the *place* where it was made: outside of units, or one
-call of one of them.
+Each tensor that depends on the model's inputs or parameters belongs to the *place* where it was
+made: outside of units, or in one call of a unit.
 
     outside        x = embed(tokens)      x and what is computed from it outside of units
-      call 1         h = norm(x)          may use the arguments of the call, what the same
-                     y = h @ w              call has made, and what was there before
-    outside        y                      what a call returns belongs to the outside again
+      call 1         h = norm(x)          may use the arguments of the call, tensors made by the
+                     y = h @ w              same call, and tensors from before the forward
+    outside        y                      the results of a call belong to the outside again
 
-An operation that uses a tensor of another place would see one microbatch's where it should
-see all of the batch's, or miss a gradient; that is refused.
+An operation that uses a tensor of another place would see only one microbatch of it instead of
+the whole batch, or would lose its gradient; it is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +24,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 OUTSIDE = 0
 
-# They take only dtype, device and shape from their tensor.
+# These use only dtype, device and shape of their tensor.
 _FACTORIES = frozenset(
     ("new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "zeros_like", "ones_like",
      "full_like", "new_empty_strided", "sym_size", "sym_stride")
 )  # fmt: skip
-# Instead of random numbers: a probe must give the same for a sample whatever is beside it.
+# Replace random numbers: in a probe a sample's values must not depend on the other samples.
 _CONSTANTS = {"bernoulli_": 1.0, "uniform_": 0.5, "normal_": 0.5, "random_": 0.0,
               "exponential_": 1.0}  # fmt: skip
 
@@ -44,13 +43,13 @@ class Refusal(BaseException):
 
 
 class Watcher(TorchDispatchMode):
-    """Follows tensors from place to place while it is active; takes dice out of the game."""
+    """Tracks where tensors are made while it is active; replaces random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
-        self.rows: Mapping[int, str] = {}  # parameters of units by id, as they lie sharded
+        self.rows: Mapping[int, str] = {}  # fqns of the sharded parameters of units, by id
         self._place = OUTSIDE
         self._num_calls = 0
         self._unit_fqn = ""
@@ -62,7 +61,7 @@ class Watcher(TorchDispatchMode):
 
     @contextmanager
     def call(self, unit_fqn: str, arguments: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, one call of a unit is made with these tensors."""
+        """A context for one call of a unit with these tensors."""
         before = (self._place, self._unit_fqn, self._allowed, self._is_paused)
         self._num_calls += 1
         self._is_paused = False
@@ -77,7 +76,7 @@ class Watcher(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, only calls of units are watched."""
+        """A context in which only calls of units are watched."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -85,7 +84,7 @@ class Watcher(TorchDispatchMode):
             self._is_paused = before
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """These belong to the present place from now on."""
+        """Assign ``tensors`` to the current place."""
         for tensor in tensors:
             self._made_at[tensor] = self._place
 
@@ -106,7 +105,7 @@ class Watcher(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation; check where its inputs come from and note where it was run."""
+        """Run the operation; check where its inputs were made and note where its result is."""
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
@@ -128,14 +127,14 @@ class Watcher(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         self._made_at.setdefault(tensor, self._place)
-        if tensor._base is not None:  # written through a view, perhaps
+        if tensor._base is not None:  # may have been written through a view
             self._made_at.setdefault(tensor._base, self._place)
 
     def _check_die(self, name: str, args: tuple[Any, ...]) -> None:
-        """Layers that are dropped with probability 0 draw a number for nothing."""
+        """Refuse decisions by a random number, but not those of probability 0."""
         is_never = name == "lt" and not isinstance(args[1], Tensor) and args[1] <= 0
         if not is_never and name not in ("_local_scalar_dense", "is_nonzero"):
-            self.on_random_outside("layers left out by a random number, perhaps")
+            self.on_random_outside("perhaps layers skipped at random")
 
     def _check_rows(self, tensor: Tensor, used_by: str) -> None:
         if id(tensor) not in self.rows:
@@ -147,7 +146,7 @@ class Watcher(TorchDispatchMode):
             ValueError(
                 f"{self.rows[id(tensor)]} is used by {where} (in {used_by}), but it belongs "
                 "to a unit that is not being called, so this rank sees only its own rows. Use "
-                "it inside of that unit, or make the module that uses it a unit: "
+                "it inside that unit, or make the module that uses it a unit: "
                 "HetFSDP(units=[...])."
             )
         )
@@ -171,8 +170,8 @@ class Watcher(TorchDispatchMode):
         raise Refusal(
             ValueError(
                 f"unit {maker!r}: a tensor of shape {tuple(tensor.shape)} that it made but "
-                f"did not return is used outside of it (in {used_by}), where only one "
-                "microbatch's is seen and no gradient flows back. Return it from the unit's "
+                f"did not return is used outside of it (in {used_by}), where only that of one "
+                "microbatch is seen and no gradient flows back. Return it from the unit's "
                 "forward instead of keeping it in an attribute or a hook, or leave it out "
                 "(output_attentions=False)."
             )

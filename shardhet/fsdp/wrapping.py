@@ -1,4 +1,4 @@
-"""Which modules become units: found in the model's structure, or named by the user."""
+"""Chooses the modules that become units: by the model's structure, or as given by the user."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from difflib import get_close_matches
 
 from torch import nn
 
-# A module this much smaller than the largest unit (a final norm, say) is not worth gathers of
-# its own; it stays with the root, which is unsharded for the whole step.
+# A module below this fraction of the largest unit (such as a final norm) is not worth its own
+# gathers; it stays with the root, which is unsharded for the whole step.
 SMALLEST_PART_OF_LARGEST_UNIT = 0.02
 
 
@@ -25,11 +25,12 @@ def find_units(
     *,
     keeps_last: bool = False,
 ) -> list[UnitModules]:
-    """The units of ``root`` in module order; what they leave over belongs to the root.
+    """The units of ``root`` in module order; all other parameters belong to the root.
 
-    Without ``wanted``: the repeated blocks, and every other callable module with parameters
-    that contains no block (embeddings, the head), unless it is tiny; ``keeps_last`` makes the
-    last of them a unit even then.  Raises ``ValueError`` naming the candidates for a miss.
+    If ``wanted`` is None, units are the repeated blocks, and every other callable module with
+    parameters that contains no block (embeddings, the head), unless it is tiny; ``keeps_last``
+    makes the last of them a unit even then.  Raises ``ValueError`` naming candidates if a
+    wanted module does not exist.
     """
     fqn_by_module = {module: fqn for fqn, module in root.named_modules()}  # shared ones once
     found = _automatic(root, keeps_last) if wanted is None else _by_name(root, wanted)
@@ -102,14 +103,14 @@ def _by_name(root: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> set[nn
             close = get_close_matches(name, known, n=8, cutoff=0.3) or known[:8]
             raise ValueError(
                 f"units: {name!r} is no module below {type(root).__name__}. "
-                f"Choose among {', '.join(close)}, or leave units out to have them found."
+                f"Choose among {', '.join(close)}, or leave units out to find them."
             )
         chosen.update(module for module in found if module is not root)
     return chosen
 
 
 def _merge_tied(root: nn.Module, chosen: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Units that share a parameter become one, unless the root has that parameter too."""
+    """Merge units that share a parameter, unless the root has that parameter too."""
     inside = {
         id(p) for module in chosen for m in module.modules() for p in m._parameters.values()
     }
