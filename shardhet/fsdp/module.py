@@ -179,11 +179,11 @@ class HetFSDP(ModuleWithState):
     def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
         """Compute gradients of the mean loss over all ranks' tokens; return the mean.
 
-        Collective.  ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their number.
-        Gradients are summed over ranks and added to existing ones.  A parameter for which no
-        rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank has a
-        valid token.  Raises ``FloatingPointError`` on every rank if the loss is not finite;
-        the model may be used again after that.
+        Collective.  ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their
+        number.  Gradients are summed over ranks and added to existing ones.  A parameter for
+        which no rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank
+        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
+        finite; the model may be used again after that.
         """
         return self._backward.run(loss_sum, num_tokens)
 
