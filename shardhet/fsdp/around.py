@@ -90,7 +90,7 @@ class Visits:
         batch: RankBatch,
         *,
         call: int,
-        unit: FSDPUnit | None = None,  # None: the module is one of the root's
+        unit: FSDPUnit | None = None,  # None: the module belongs to the root
         backward: BackwardTurn | None = None,
     ) -> Visit:
         """The visit for the ``call``-th call of the unit, or of a module of the root."""

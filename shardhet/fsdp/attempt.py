@@ -59,7 +59,7 @@ class Attempt:
         splits: bool,
     ) -> None:
         self.segments: Any = ()
-        self.is_refused = False  # the probe refused the model; the model itself did not raise
+        self.is_refused = False  # whether the error is one of HetFSDP's, not the model's own
         self.probe: Probe | None = None
         self._prober = prober
         self._call = call

@@ -182,7 +182,7 @@ def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 
 
 def _is_opaque(node: Any) -> bool:
-    if isinstance(node, torch.Size):  # which would come back as a tuple
+    if isinstance(node, torch.Size):  # unflattening would make it a tuple
         return True
     if isinstance(node, _BUILT_IN_CONTAINERS):
         return False

@@ -56,7 +56,7 @@ class FlatGradient:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is that rank."""
+        """Whether the gradient is private and this is the rank that has it."""
         return self._is_whole and self.is_private
 
     def begin(self) -> None:

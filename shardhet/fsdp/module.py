@@ -177,13 +177,13 @@ class HetFSDP(ModuleWithState):
             return self.module(*args, **kwargs)
 
     def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
-        """Compute gradients of the mean loss over all ranks' tokens; return it.  Collective.
+        """Compute gradients of the mean loss over all ranks' tokens; return the mean.
 
-        ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their number.
-        Gradients are summed over ranks and added to existing ones.  A parameter for which no
-        rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank has a
-        valid token.  Raises ``FloatingPointError`` on every rank if the loss is not finite;
-        the model may be used again after that.
+        Collective.  ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their
+        number.  Gradients are summed over ranks and added to existing ones.  A parameter for
+        which no rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank
+        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
+        finite; the model may be used again after that.
         """
         return self._backward.run(loss_sum, num_tokens)
 
@@ -191,7 +191,8 @@ class HetFSDP(ModuleWithState):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``.  Collective.
 
-        Returns the norm before.  Equals ``torch.nn.utils.clip_grad_norm_`` on the whole model.
+        Returns the norm before scaling.  Equals ``torch.nn.utils.clip_grad_norm_`` on the whole
+        model.
         """
         grads = [p.grad for p in self._param_by_fqn.values() if p.grad is not None]
         with torch._C.DisableTorchFunctionSubclass():

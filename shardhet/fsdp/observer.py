@@ -7,7 +7,7 @@ between two device events on the compute stream, one before and one after the ac
 
     host      |launch|launch|agree ....|launch|
     device           |b  forward  e|   |b  forward  e|
-                                 b...e                  idle for that long, for a wait's pair
+                                 b...e                  in a wait the device is idle that long
 
 Nothing waits for these events within a step; they are read after the device has passed them.
 """

@@ -268,7 +268,7 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
     grad = args[0] if args else kwargs.get("x", kwargs.get("input", kwargs.get("A")))
     others = (args[1:], {k: v for k, v in kwargs.items() if k not in ("x", "input", "A")})
     order, dims = _order_and_dims(func, (grad, *others[0]), others[1])
-    if not isinstance(grad, RowGradient):  # rows came in as `out` or the like
+    if not isinstance(grad, RowGradient):  # another argument is rows, such as `out`
         with _plainly():
             return func(*args, **kwargs)
     if dims and all(dim % max(1, grad.dim()) for dim in dims):  # within each row

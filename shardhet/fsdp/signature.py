@@ -94,7 +94,7 @@ class ModelCall:
 
     def candidates(self) -> list[int]:
         """By leaf: the length of its batch dimension divided by the number of samples; 0 if it
-        is no multiple.
+        has no such dimension or the length is no multiple.
         """
         found = []
         for leaf, dim in zip(self.leaves, self.batch_dims, strict=True):

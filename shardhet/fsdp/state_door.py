@@ -86,7 +86,7 @@ class ModuleWithState(ModuleOfRows):
         load_sharded_state_dict(self._flats, boxes)
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All ranks' ``numbers``, by position.  Collective; does not wait for accelerators."""
+        """All ranks' ``numbers``, by position.  Collective; no accelerator waits for it."""
         with self._lifeline.guard("exchange"):
             lengths = [int(n) for (n,) in self._control.enter("exchange", [len(numbers)])]
             if len(set(lengths)) > 1:

@@ -18,7 +18,7 @@ from shardhet.records.schedule import MAX_REDUCTIONS_IN_FLIGHT, Phase, Schedule,
 
 
 class TurnWalk:
-    """The walk of a rank over the turns of the step in progress."""
+    """Takes a rank through the turns of the step in progress."""
 
     def __init__(
         self,

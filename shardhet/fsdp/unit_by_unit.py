@@ -36,7 +36,7 @@ def unit_by_unit(
 ) -> Iterator[None]:
     """A context in which units are gathered as they are called.  Collective."""
     if runtime.unit_by_unit is not None:
-        raise RuntimeError("unit_by_unit: entered twice. Leave the first context first.")
+        raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
     with lifeline.guard("unit_by_unit"), torch.no_grad():
         runtime.abandon()
         rounds = UnitByUnit(runtime, comm, control)

@@ -1,4 +1,4 @@
-"""Watches every operation of a probe for tensors that pass units without being arguments.
+"""Watches every operation of a probe for tensors that bypass arguments and results of units.
 
 Each tensor that depends on the model's inputs or parameters belongs to the *place* where it was
 made: outside of units, or in one call of a unit.
@@ -105,7 +105,7 @@ class Watcher(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation; check where its inputs were made and note where its result is."""
+        """Run the operation; check the places of its inputs and note that of its result."""
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
