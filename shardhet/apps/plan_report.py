@@ -31,6 +31,10 @@ class Alternative:
     reason: str = ""  # why it has no plan
 
 
+SHOWN_GAP = 1e-4  # the least that is stated
+MOSTLY_HIDDEN = 0.1  # compute that sets the pace for so little of the step is hidden by links
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """Everything that is reported about a plan."""
@@ -205,7 +209,12 @@ def _result(report: PlanReport) -> Iterator[str]:
         + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
     )
     if not report.note:
-        yield f"No plan is predicted to be more than {solution.relative_gap:.2%} faster."
+        yield _proven(solution.relative_gap)
+    if not solution.plan.reshard_after_forward:
+        yield (
+            "Units stay gathered from forward to backward (reshard_after_forward=False): "
+            "there is memory for it, and each is gathered once instead of twice."
+        )
     if not solution.assignment.is_by_highs:
         yield (
             "The search's own assignment is used: HiGHS did not finish within its limits on "
@@ -223,6 +232,16 @@ def _result(report: PlanReport) -> Iterator[str]:
             f"Of no use: {', '.join(unused)}. All collectives still wait for them: measure or "
             "describe the cluster without, and plan again."
         )
+
+
+def _proven(relative_gap: float) -> str:
+    """What the search has shown, and of which plans."""
+    limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
+    return (
+        f"No plan of this form is predicted to be {limit} faster: any batches and shares; "
+        "microbatches alike but the last, or cut as is fastest; recomputation kind by kind, in "
+        "quarters; units resharded after forward, or kept gathered."
+    )
 
 
 def _fewer_line(report: PlanReport, fewer: FewerHosts) -> str:
@@ -276,13 +295,21 @@ def limit_lines(explanation: Explanation) -> Iterator[str]:
         of_what = {
             Resource.COMPUTE: f"compute, which takes longest on {slowest}",
             Resource.MEMORY: f"memory{', which is full on ' * bool(fullest)}{fullest}",
-            Resource.LINKS: "links; a larger global batch would cost little",
+            Resource.LINKS: f"links{_beside_compute(explanation)}",
             Resource.DEVICES: "the number of devices",
         }[limit.resource]
         yield f"What limits it: {of_what}."
     if endless.relative > NEGLIGIBLE:
         where = f" (full: {fullest})" if fullest else ""
         yield f"With {endless.amount} memory it would gain {endless.relative:.0%}{where}."
+
+
+def _beside_compute(explanation: Explanation) -> str:
+    """What more samples would cost where links limit."""
+    compute = explanation.compute_s / explanation.step_time_s
+    if compute < MOSTLY_HIDDEN:
+        return "; a larger global batch would cost little"
+    return f"; a larger global batch adds to the {compute:.0%} that compute takes"
 
 
 def _gains_table(explanation: Explanation, unit: str) -> Table:

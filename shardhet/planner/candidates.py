@@ -45,7 +45,7 @@ class CandidateTable:
     problem: Problem
     bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
     splits: tuple[Splits, ...]  # per group
-    microbatch_sizes: tuple[Ints, ...]  # per group, [C]: the largest of each candidate
+    split_indices: tuple[Ints, ...]  # per group, [C]: index into its splits
     choices: tuple[Ints, ...]  # per group, [C]: index into recompute_choices
     recompute_choices: tuple[tuple[str, ...], ...]
     is_cut: bool  # candidates were left out because they compute too long
@@ -59,9 +59,9 @@ class CandidateTable:
         """What one device does that takes the candidate at ``index`` of a group."""
         each = self.problem.groups[group]
         batch = int(each.batch[index]) // each.num_members
-        largest = int(self.microbatch_sizes[group][index])
+        split = int(self.split_indices[group][index])
         choice = self.recompute_choices[int(self.choices[group][index])]
-        return Candidate(self.splits[group].sizes(batch, largest), choice if batch else ())
+        return Candidate(self.splits[group].sizes(batch, split), choice if batch else ())
 
 
 def row_numel(workload: Workload) -> float:
@@ -162,7 +162,7 @@ class TableBuilder:
             problem=problem,
             bundles=self._bundles,
             splits=tuple(times.splits for times in self._groups),
-            microbatch_sizes=tuple(sizes for _, sizes, _ in built),
+            split_indices=tuple(splits for _, splits, _ in built),
             choices=tuple(choices for _, _, choices in built),
             recompute_choices=self.recompute_choices,
             is_cut=any(times.is_cut(cut_s) for times in self._groups),
@@ -200,20 +200,23 @@ class _GroupTimes:
         self.least_seconds = max(member.least_seconds for member in self._members)
 
     def group(self, cut_s: float, within_s: Sequence[float] | None) -> tuple[Group, Ints, Ints]:
-        """The group at a cut, and its candidates' microbatch sizes and recompute choices."""
+        """The group at a cut, and the splits and recompute choices of its candidates."""
         batches, allowed = self._batches(cut_s), self._allowed_choices()
         self.splits = Splits(self._whole_s, int(batches.max(initial=0)))
         per_choice = list(self._of_choices(allowed, batches))
         costs = np.concatenate([each.costs for each in per_choice], axis=2)  # [D, b, n]
         room = np.concatenate([each.room for each in per_choice], axis=1)  # [b, n]
         compute = np.concatenate([each.compute_s for each in per_choice], axis=1)  # [b, n]
-        sizes = np.tile(self._sizes, len(per_choice))
-        choices = np.repeat(allowed, len(self._sizes))
-        is_first = np.arange(len(sizes)) == len(sizes) - len(self._sizes)
+        number = len(self.splits.largest)
+        splits = np.tile(np.arange(number), len(per_choice))
+        sizes = self.splits.largest[splits]
+        choices = np.repeat(allowed, number)
+        is_first = np.arange(len(sizes)) == len(sizes) - number
         # A device without samples is one candidate, not one per size.
         valid = (room >= 0) & np.where(
             batches[:, None] > 0, sizes <= batches[:, None], is_first
         )
+        valid &= np.tile(self.splits.exist(batches), len(per_choice))
         known = costs
         if within_s is not None:
             valid &= (costs <= np.array(within_s)[:, None, None]).all(axis=0)
@@ -235,7 +238,7 @@ class _GroupTimes:
             compute_s=compute[b, n],
         )
         group, order = group.sorted()
-        return group, sizes[n][order], choices[n][order]
+        return group, splits[n][order], choices[n][order]
 
     def _batches(self, cut_s: float) -> Ints:
         """The batches that each member may compute."""
@@ -350,12 +353,13 @@ class _RoleTimes:
                 turns_s = each.num_units * (backward_s + again_s)
                 costs.append(beside(turns_s, each.backward_comm_s))
                 compute_s = compute_s + each.num_units * again_s
-            yield _Worth(np.array(costs), self._room(rank, batches), compute_s)
+            room = self._room(rank, batches, splits.largest)
+            yield _Worth(np.array(costs), room, compute_s)
 
-    def _room(self, rank: RankPlan, batches: Ints) -> Floats:
+    def _room(self, rank: RankPlan, batches: Ints, sizes: Ints) -> Floats:
         """Elements of state that fit besides each batch and microbatch size."""
         model, role = self._builder.model, self._role
-        used = model.working_bytes(role.device_kind, rank, batches[:, None], self._sizes)
+        used = model.working_bytes(role.device_kind, rank, batches[:, None], sizes)
         left = model.room_numel(role.budget_bytes, used)
         if role.limits.max_state_share is not None:
             # ``Problem.rounded`` takes row_numel off all room, so it is added here.

@@ -23,7 +23,7 @@ from shardhet.simulator.simulation import simulate
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
 NUM_RESCORED = 4
 RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction are simulated
-LEAST_GAIN = 1e-6  # for which more memory is used: parameters that stay gathered
+LEAST_GAIN = 1e-3  # of the step, for which parameters that stay gathered may take memory
 NO_DEMANDS = Demands()
 GIB = 2**30
 

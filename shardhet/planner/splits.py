@@ -5,9 +5,10 @@ microbatches of at most m is
 
     f_m(b) = min( f_{m-1}(b),  w(m) + f_m(b - m) ),      f_m(0) = 0,
 
-the unbounded knapsack.  Most of these splits are no faster than full microbatches of m and one
-with the remainder, which are preferred then: curves that are straight lines tie all splits
-with the same number of microbatches.  Others avoid sizes that a device is slow at.
+the unbounded knapsack.  Where it is less than that of full microbatches of m and one with the
+remainder, both splits are candidates: the fastest as a whole may be slower in one phase.
+Curves that are straight lines tie all splits with the same number of microbatches; others
+have sizes that a device is slow at.
 """
 
 import numpy as np
@@ -26,34 +27,40 @@ class Splits:
         self._num_sizes = len(whole_s) - 1
         self._ends_with: list[Bools] = []  # per size m, [1 + B]: f_m(b) uses m
         self._is_other = np.zeros((max_batch + 1, self._num_sizes), dtype=bool)
-        if max_batch > MAX_BATCH:
-            return
-        batches = np.arange(max_batch + 1)
-        least_s = np.where(batches > 0, np.inf, 0.0)
-        for size in range(1, self._num_sizes + 1):
-            least_s, uses = _with_size(least_s, float(whole_s[size]), size)
-            self._ends_with.append(uses)
-            alike_s = batches // size * whole_s[size] + whole_s[batches % size]
-            self._is_other[:, size - 1] = least_s < alike_s * (1 - LEAST_GAIN)
+        if max_batch <= MAX_BATCH:
+            batches = np.arange(max_batch + 1)
+            least_s = np.where(batches > 0, np.inf, 0.0)
+            for size in range(1, self._num_sizes + 1):
+                least_s, uses = _with_size(least_s, float(whole_s[size]), size)
+                self._ends_with.append(uses)
+                alike_s = batches // size * whole_s[size] + whole_s[batches % size]
+                self._is_other[:, size - 1] = least_s < alike_s * (1 - LEAST_GAIN)
+        # [n] the largest microbatch of each split: alike ones, then the fastest if others are.
+        sizes = np.arange(1, self._num_sizes + 1)
+        self.largest: Ints = np.tile(sizes, 2) if self._is_other.any() else sizes
+
+    def exist(self, batches: Ints) -> Bools:
+        """[b, n] which splits there are; the fastest is one only where it is another."""
+        alike = np.ones((len(batches), self._num_sizes), dtype=bool)
+        return np.concatenate((alike, self._is_other[batches]), axis=1)[:, : len(self.largest)]
 
     def seconds(self, curves_s: Floats, batches: Ints) -> Floats:
-        """[K, b, M] seconds of each batch for K ``curves_s`` [K, 1 + M] by microbatch size."""
+        """[K, b, n] seconds of each batch for K ``curves_s`` [K, 1 + M] by microbatch size."""
         sizes = np.arange(1, self._num_sizes + 1)
         whole, rest = batches[:, None] // sizes, batches[:, None] % sizes
-        found: Floats = whole * curves_s[:, None, 1:] + curves_s[:, rest]
-        if self._is_other.any():
-            other = self._is_other[batches]
-            found = np.where(other, self._fastest(curves_s)[:, batches], found)
-        return found
+        alike: Floats = whole * curves_s[:, None, 1:] + curves_s[:, rest]
+        if len(self.largest) == self._num_sizes:
+            return alike
+        return np.concatenate((alike, self._fastest(curves_s)[:, batches]), axis=2)
 
-    def sizes(self, batch: int, largest: int) -> tuple[int, ...]:
-        """The microbatches of a batch, the largest first."""
+    def sizes(self, batch: int, split: int) -> tuple[int, ...]:
+        """The microbatches of a batch under the split at this index, the largest first."""
         if not batch:
             return ()
-        if not self._is_other[batch, largest - 1]:
+        largest, found = int(self.largest[split]), []
+        if split < self._num_sizes:
             whole, rest = divmod(batch, largest)
             return (largest,) * whole + ((rest,) if rest else ())
-        found = []
         while batch:
             if self._ends_with[largest - 1][batch]:
                 found.append(largest)
