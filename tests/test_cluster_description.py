@@ -113,5 +113,5 @@ def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: P
 
 def test_a_link_that_is_missing_is_named_when_it_is_needed(tmp_path: Path) -> None:
     lines = [line for line in TEXT.splitlines() if not line.startswith("between_nodes")]
-    with pytest.raises(ValueError, match="a link is not stated"):
+    with pytest.raises(ValueError, match="cluster: between_nodes, is not stated"):
         _ = described(tmp_path, "\n".join(lines)).links

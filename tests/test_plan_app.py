@@ -306,3 +306,69 @@ def test_128_devices_are_planned_for_without_torch() -> None:
     assert "128 devices of 4 kinds" in done.stdout
     # A guard only, in CPU seconds: experiments/planner measures the time.
     assert float(done.stdout.split("SECONDS")[1]) < 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["limits.0.batch=3", "limits.1.batch=3", "limits.2.batch=3"], "give sum to 9, but"),
+        ([f"limits.{i}.batch=0" for i in range(3)], "give sum to 0, but global_batch_size is"),
+        (["limits.0.batch=65"], "give sum to 65, but global_batch_size is 64"),
+        (["seq_len=1000000"], "no single sample beside it: device 0"),
+        (["limits.0.memory_gib=0.001"], "within 0.001 GiB"),
+        (["model=llama_8b"], "Did you mean llama_7b?"),
+        (["cluster=rtx4090_3x3090"], "or a file. Did you mean rtx4090_2x3090?"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_a_mistake_on_the_command_line_is_answered_by_its_cause(
+    overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*QUICK, "model=llama_1b", "cluster=rtx4090_2x3090", *overrides]
+    assert words in refused(capsys, *given)[1]
+
+
+LINK = "latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ("NVIDIA L4", "NVIDIA L5", "is not described (did you mean 'NVIDIA L4'?). Kinds: "),
+        (f"    link: {{{LINK}}}\n", "", "nodes[0].link, between the devices of 'a', is not"),
+        ("2.0e-5", "20", "link: latency_s is 20.0 but must be"),
+        ("12.0e+9", "12", "link: bandwidth_bytes_per_s is 12.0 but must be"),
+        ("12.0e+9", "12e9", "is '12e9' but must be of type float. Write 12000000000.0."),
+        ("bandwidth_bytes", "bandwith_bytes", "did you mean 'bandwidth_bytes_per_s'?"),
+        ("count: 2", "count: two", "devices[0]: count is 'two' but must be of type int"),
+    ],
+    ids=lambda each: repr(each)[:20],
+)
+def test_a_mistake_in_a_cluster_file_is_answered_by_its_place(
+    right: str, wrong: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = DESCRIBED / "kinds" / "nvidia.yaml"
+    text = (
+        f"version: 1\nkinds: {kinds}\nnodes:\n  - host: a\n    link: {{{LINK}}}\n"
+        "    devices:\n      - {kind: NVIDIA L4, count: 2}\n"
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert "predicted step" in said(capsys, f"cluster={path}", *QUICK)
+    assert right in text
+    path.write_text(text.replace(right, wrong))
+    assert words in refused(capsys, f"cluster={path}", *QUICK)[1]
+
+
+def test_a_peak_in_teraflops_is_told_from_flops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (DESCRIBED / "kinds" / "nvidia.yaml").read_text()
+    (tmp_path / "kinds.yaml").write_text(text.replace("float32: 67.0e+12", "float32: 67"))
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "version: 1\nkinds: kinds.yaml\nnodes:\n  - host: a\n    devices:\n"
+        "      - {kind: NVIDIA H100 80GB HBM3}\n"
+    )
+    _, text = refused(capsys, f"cluster={path}", *QUICK)
+    assert "Write 67.0e+12 if TFLOP/s are meant." in text

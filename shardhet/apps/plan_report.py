@@ -133,8 +133,8 @@ def _heading(report: PlanReport) -> Iterator[str]:
     tokens = workload.tokens_per_sample
     yield (
         f"{inputs.name}: {workload.numel:,} parameters in {len(workload.units)} units, "
-        f"{workload.param_dtype}; {cluster.world_size} devices of {kinds} "
-        f"{'kind' if kinds == 1 else 'kinds'}; a step is {plan.global_batch_size:,} samples"
+        f"{workload.param_dtype}; {counted(cluster.world_size, 'device')} of "
+        f"{counted(kinds, 'kind')}; a step is {counted(plan.global_batch_size, 'sample')}"
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
     )
     yield source_line(inputs)
@@ -193,6 +193,11 @@ def _devices_table(report: PlanReport) -> Table:
             f"{row.busy:.0%}",
         )
     return table
+
+
+def counted(number: int, what: str) -> str:
+    """The number with its noun: ``1 device``, ``1,024 devices``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -82,6 +82,7 @@ class TableBuilder:
     ) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
+        self._demands = demands
         self.recompute_choices = recompute_choices(model, effort.recompute_steps)
         self.turns = model.turns(unevenness=1.0, recomputed=self.recompute_choices)
         self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
@@ -149,7 +150,7 @@ class TableBuilder:
         built = [times.group(cut_s, within_s) for times in self._groups]
         for (group, _, _), bundles in zip(built, self._bundles, strict=True):
             if not len(group.batch):
-                raise PlanError(self._groups_message(bundles[0]))
+                raise PlanError(self._nothing_to_do(bundles[0]))
         problem = Problem(
             groups=tuple(group for group, _, _ in built),
             global_batch_size=self.global_batch_size,
@@ -168,15 +169,15 @@ class TableBuilder:
             is_cut=any(times.is_cut(cut_s) for times in self._groups),
         )
 
-    def _groups_message(self, positions: Sequence[int]) -> str:
+    def _nothing_to_do(self, positions: Sequence[int]) -> str:
         cluster = self.model.cluster
         names = ", ".join(f"{i} ({cluster.devices[i]})" for i in positions)
-        budget = min(cluster.memory_budget_bytes(i) for i in positions) / GIB
+        budget = min(self._demands.budget_bytes(cluster, i) for i in positions)
         together = " and be equal" if len(positions) > 1 else ""
         return (
             f"plan: device {names} can do nothing that is demanded of it{together} within "
-            f"{budget:.2f} GiB. Raise its memory budget, lower its batch or its exact share of "
-            "the state, or leave it out of the cluster."
+            f"{budget / GIB:.3g} GiB. Raise its memory budget, lower its batch or its exact "
+            "share of the state, or leave it out of the cluster."
         )
 
 

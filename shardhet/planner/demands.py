@@ -75,6 +75,22 @@ class Demands:
                 )
         self._check_state_shares(world_size)
 
+    def check_batches(self, world_size: int, global_batch_size: int) -> None:
+        """Raise ``ValueError`` if the batches that limits give cannot sum to the global one."""
+        stated = [self.rank_batch_size(i) for i in range(world_size)]
+        total = sum(batch for batch in stated if batch is not None)
+        if total > global_batch_size or (None not in stated and total < global_batch_size):
+            raise ValueError(
+                f"plan: the batches that limits give sum to {total}, but global_batch_size is "
+                f"{global_batch_size}. Change one of them, or leave a device's batch open."
+            )
+
+    def rank_batch_size(self, position: int) -> int | None:
+        """The batch that is demanded of the device, or of one that it must equal."""
+        alike = [position, *(i for each in self.equal if position in each for i in each)]
+        stated = [self.limits.get(i, NO_LIMITS).rank_batch_size for i in alike]
+        return next((batch for batch in stated if batch is not None), None)
+
     def _check_state_shares(self, world_size: int) -> None:
         for each in self.equal:
             shares = [self.limits.get(i, NO_LIMITS).state_share for i in each]

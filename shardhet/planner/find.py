@@ -17,7 +17,7 @@ from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolutio
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import Turns
-from shardhet.records.plan import Plan, PlannedUnit, RankPlan
+from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
 from shardhet.simulator.simulation import simulate
 
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
@@ -63,6 +63,7 @@ def solve(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."
         )
     demands.check(setting.cluster.world_size)
+    demands.check_batches(setting.cluster.world_size, global_batch_size)
     found: list[PlanSolution] = []
     bounds_s: list[float] = []
     missed: PlanError | None = None
@@ -344,6 +345,9 @@ def nearest_miss(problem: Problem, model: CostModel) -> str:
             f"global_batch_size to {fits}, or raise memory budgets."
         )
     per_numel = model.bytes_per_stored_numel
+    alone = sum(group.count * float(group.room.max()) for group in problem.groups)
+    if alone >= problem.state_numel:
+        return _no_sample_fits(model)
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
     is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
     state, who = (
@@ -356,6 +360,24 @@ def nearest_miss(problem: Problem, model: CostModel) -> str:
         f"together have room for {room * per_numel / GIB:.2f} GiB while they compute nothing, "
         "and less beside one sample. Add devices, raise memory budgets, or train a smaller "
         "model."
+    )
+
+
+def _no_sample_fits(model: CostModel) -> str:
+    """The state fits; say what a single sample needs where it needs least."""
+    every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
+    one = np.array([1])
+    needed = {
+        i: float(model.working_bytes(device.kind, every, one, one)[0])
+        for i, device in enumerate(model.cluster.devices)
+    }
+    roomiest = max(needed, key=lambda i: model.cluster.memory_budget_bytes(i) - needed[i])
+    budget = model.cluster.memory_budget_bytes(roomiest)
+    return (
+        f"plan: the state fits, but no single sample beside it: device {roomiest} "
+        f"({model.cluster.devices[roomiest]}) needs {needed[roomiest] / GIB:.2f} GiB for one, "
+        f"with everything recomputed, of {budget / GIB:.2f} GiB. Take shorter samples "
+        "(seq_len), add memory, or cut the model into smaller units."
     )
 
 

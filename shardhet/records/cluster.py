@@ -12,14 +12,15 @@ from shardhet.records.codec import (
     Count,
     Document,
     NonNegative,
-    Positive,
     PositiveInt,
     from_document,
+    meant,
     read_document,
 )
 
 MAX_COUNT = 100_000  # nodes or devices in one entry of a description
 USABLE_MEMORY_FRACTION = 0.9  # of the capacity; the rest is the allocator's slack
+LEAST_PEAK_FLOPS_PER_S = 1e9  # a single core of any processor does more
 MEMORY_TOLERANCE = 0.02  # drivers of different versions reserve different amounts
 _Number = Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT), OMITTABLE]
 
@@ -60,9 +61,18 @@ class DeviceKind:
 
     kind: str
     memory_capacity_bytes: PositiveInt
-    memory_bandwidth_bytes_per_s: Positive
+    memory_bandwidth_bytes_per_s: Annotated[float, Bounds(minimum=1e8)]
     peak_flops_per_s: Annotated[tuple[tuple[str, NonNegative], ...], OBJECT]  # by dtype
     source: str
+
+    def __post_init__(self) -> None:
+        for dtype, flops in self.peak_flops_per_s:
+            if 0 < flops < LEAST_PEAK_FLOPS_PER_S:
+                raise ValueError(
+                    f"cluster: kind {self.kind!r} has peak_flops_per_s of {flops:g} in "
+                    f"{dtype}, but these are FLOP per second. Write {flops:.1f}e+12 if TFLOP/s "
+                    "are meant."
+                )
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in ``dtype``; raises ``ValueError`` if the device does not support it."""
@@ -80,8 +90,8 @@ class DeviceKind:
 class Link:
     """A connection between two devices, nodes or regions, in one direction."""
 
-    latency_s: NonNegative
-    bandwidth_bytes_per_s: Positive
+    latency_s: Annotated[float, Bounds(minimum=0.0, maximum=2.0)]
+    bandwidth_bytes_per_s: Annotated[float, Bounds(minimum=1e5)]
     source: Annotated[str, OMITTABLE] = ""
 
 
@@ -153,16 +163,23 @@ class Cluster(Document):
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """The distinct links that a collective over all devices crosses."""
-        links = [node.link for node in self.nodes if len(node.devices) > 1]
-        links += [self.between_nodes] if len(self.nodes) > 1 else []
+        crossed = {
+            f"nodes[{i}].link, between the devices of {node.host!r}": node.link
+            for i, node in enumerate(self.nodes)
+            if len(node.devices) > 1
+        }
+        if len(self.nodes) > 1:
+            crossed["between_nodes"] = self.between_nodes
         if len({node.region for node in self.nodes}) > 1:
-            links += [self.between_regions]
-        if None in links:
+            crossed["between_regions"] = self.between_regions
+        links = [link for link in crossed.values() if link is not None]
+        missing = [where for where, link in crossed.items() if link is None]
+        if missing:
             raise ValueError(
-                "cluster: a link is not stated between the devices of a node, between nodes or "
-                "between regions. State it, or measure collectives."
+                f"cluster: {missing[0]}, is not stated. Add latency_s and "
+                "bandwidth_bytes_per_s there, or measure the cluster."
             )
-        return tuple(dict.fromkeys(link for link in links if link is not None))
+        return tuple(dict.fromkeys(links))
 
     @classmethod
     def from_document(cls, document: Any, *, source: str) -> Self:
@@ -203,6 +220,7 @@ class Cluster(Document):
             _Description, document, source=source, version=cls.document_version
         )
         described = {kind.kind: kind for kind in (*kinds, *description.kinds)}
+        _check_described(description, described, source=source)
         try:
             return cls(**description.expanded(described))
         except ValueError as error:
@@ -274,6 +292,21 @@ class _Description:
             "between_regions": self.between_regions,
             "usable_memory_fraction": self.usable_memory_fraction,
         }
+
+
+def _check_described(
+    description: _Description, described: dict[str, DeviceKind], *, source: str
+) -> None:
+    """Refuse a device that neither states its memory nor is of a described kind, if any is."""
+    for i, node in enumerate(description.nodes):
+        for j, device in enumerate(node.devices):
+            is_known = device.kind in described or device.memory_capacity_bytes is not None
+            if described and device.kind is not None and not is_known:
+                raise ValueError(
+                    f"{source}: nodes[{i}]: devices[{j}]: kind {device.kind!r} is not "
+                    f"described{meant(device.kind, described)}. Kinds: {', '.join(described)}. "
+                    "Take one of them, or describe it in kinds."
+                )
 
 
 def _device(

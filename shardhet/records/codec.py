@@ -61,7 +61,6 @@ OMITTABLE, OBJECT = _Mark.OMITTABLE, _Mark.OBJECT
 Count = Annotated[int, Bounds(minimum=0)]
 PositiveInt = Annotated[int, Bounds(minimum=1)]
 NonNegative = Annotated[float, Bounds(minimum=0.0)]
-Positive = Annotated[float, Bounds(above=0.0)]
 Seconds = Annotated[float, Bounds(minimum=0.0, maximum=1e6)]  # of one computation: 11 days
 Fraction = Annotated[float, Bounds(minimum=0.0, maximum=1.0)]
 
@@ -171,7 +170,7 @@ def _record(kind: type[T], document: Any, where: str) -> T:
     unknown = sorted(set(given) - set(types))
     if unknown:
         raise ValueError(
-            f"{where}: unknown fields {unknown}{_meant(unknown[0], types)}. Known fields: "
+            f"{where}: unknown fields {unknown}{meant(unknown[0], types)}. Known fields: "
             f"{', '.join(types)}."
         )
     values = {}
@@ -205,7 +204,7 @@ def _value(annotation: Any, value: Any, where: str) -> Any:
         if value not in choices:
             raise ValueError(
                 f"{where} is {value!r} but must be one of {', '.join(choices)}"
-                f"{_meant(str(value), choices)}."
+                f"{meant(str(value), choices)}."
             )
         return kind(value)
     if kind is float and type(value) is int and abs(value) <= sys.maxsize:
@@ -252,7 +251,8 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, known: Iterable[str]) -> str:
+    """The known name that is nearest, as a question in brackets; empty if none is near."""
     near = get_close_matches(name, known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 

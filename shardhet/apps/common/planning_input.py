@@ -6,6 +6,7 @@ It uses Hydra's composition without a Hydra application, so only requested files
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,8 +143,12 @@ def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
     mends = hints(plain, door.config_name)
     if any(each.startswith("limits=") for each in plain):
         mends.append("limits: write one key after the other, as in limits.0.memory_gib=8.")
-    if any(each.startswith("cluster=") for each in plain) and not mends:
-        mends.append(f"cluster: choose one of {', '.join(_descriptions())}, or a file.")
+    models = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
+    known = {"cluster": _descriptions(), "model": models}
+    for each in plain:
+        group, _, choice = each.partition("=")
+        if group in known and choice.removeprefix(f"{DESCRIBED}/") not in known[group]:
+            mends.append(_choose(group, choice, known[group]))
     reasons = [str(error).splitlines()[0]]
     if error.__cause__ is not None:
         reasons.append(str(error.__cause__).splitlines()[0])
@@ -151,6 +156,13 @@ def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
         "\n".join([*reasons, *mends]), markup=False
     )
     return SystemExit(2)
+
+
+def _choose(group: str, choice: str, known: Sequence[str]) -> str:
+    near = get_close_matches(choice.removeprefix(f"{DESCRIBED}/"), known, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    or_file = ", or a file" if group == "cluster" else ""
+    return f"{group}: choose one of {', '.join(known)}{or_file}.{meant}"
 
 
 def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs]:
