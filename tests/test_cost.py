@@ -240,3 +240,49 @@ def test_a_plan_for_other_devices_is_refused() -> None:
         model.predict(other)
     with pytest.raises(ValueError, match="it has 1 devices"):
         model.predict(Plan.even(1, microbatch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "copies"),
+    [
+        ("float32", "float32", 0),
+        ("bfloat16", "float32", 2 * 2),
+        ("bfloat16", "bfloat16", 2 * 2 + 2),
+        ("float64", "float64", 2 * 8 + 8),
+    ],
+)
+def test_a_stored_element_carries_its_part_of_the_copies_of_the_largest_shard(
+    param_dtype: str, reduce_dtype: str, copies: int
+) -> None:
+    workload = replace(WORKLOAD, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    model = CostModel(Setting(CLUSTER, workload, profile()))
+    assert model.bytes_per_stored_numel == 16 + copies / 4  # one of four equal units
+
+
+def test_units_that_stay_gathered_are_priced_on_every_rank_that_computes() -> None:
+    setting = Setting(CLUSTER, WORKLOAD, profile())
+    plans = [
+        Plan.by_hand(
+            microbatch_sizes=[2, 0], state_shares=[0.5, 0.5], reshard_after_forward=reshards
+        )
+        for reshards in (True, False)
+    ]
+    resharded, gathered = (CostModel(setting).predict(plan).ranks for plan in plans)
+    assert resharded[0].memory.unsharded_bytes == 2 * 100 * 4  # the unit and the next one
+    assert gathered[0].memory.unsharded_bytes == 4 * 100 * 4
+    assert gathered[1].memory.unsharded_bytes == 0
+    assert (
+        simulate(plans[1], setting).ranks[0].memory
+        != simulate(plans[0], setting).ranks[0].memory
+    )
+
+
+def test_a_rank_that_computes_nothing_is_not_slowed_down_by_collectives() -> None:
+    """Predicted equals simulated where one rank computes and the other only stores."""
+    setting = Setting(CLUSTER, WORKLOAD, profile(gather_s=0.5, excess=0.2, slow_excess=10.0))
+    plan = Plan.by_hand(microbatch_sizes=[2, 0], state_shares=[0.5, 0.5])
+    predicted = CostModel(setting).predict(plan)
+    for turn in predicted.turns:
+        assert turn.seconds == max(turn.comm_s, turn.compute_s + 0.2 * turn.comm_s)
+    simulated_s = simulate(plan, setting).step_time_s
+    assert simulated_s == pytest.approx(predicted.step_time_s, rel=0.02)

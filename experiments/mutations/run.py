@@ -107,7 +107,9 @@ def judge(number: int, fault: Fault) -> Verdict:
         (tree / fault.path).write_text("".join(changed), encoding="utf-8")
         folder_of_fault = "/".join(fault.path.split("/")[:2])
         for name in f"{TESTS[folder_of_fault]} {FOR_ALL}".split():
-            if not passes(tree, f"tests/test_{name}.py"):
+            # Twice: under load a test may fail for want of time.
+            test_file = f"tests/test_{name}.py"
+            if not passes(tree, test_file) and not passes(tree, test_file):
                 return verdict(found_by=name, seconds=time.monotonic() - started_at_s)
     return verdict(found_by="", seconds=time.monotonic() - started_at_s)
 
