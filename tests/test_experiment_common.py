@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from experiments.common import Spread, read_csv, show, start_ranks, write_csv
+from experiments.common.launch import start_ranks
+from experiments.common.results import Spread, read_csv, show, write_csv
 from shardhet.comm.peers import is_running
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -78,7 +79,7 @@ def _fail(_rank: int, _join: Callable[[], None]) -> None:
 def test_ranks_of_an_experiment_that_is_killed_end_with_it(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys, time\n"
-        "from experiments.common import run_ranks\n"
+        "from experiments.common.launch import run_ranks\n"
         "def rank_sleeps(rank, folder):\n"
         "    pathlib.Path(folder, str(os.getpid())).touch()\n"
         "    time.sleep(60)\n"

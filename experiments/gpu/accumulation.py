@@ -10,11 +10,13 @@ with every graph kept it would need the memory of a batch in one go.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
+from experiments.common.systems import FSDP2, HET
 from experiments.gpu import systems
 from experiments.gpu.clock import PeakMeter, free_everything, seconds_per_call, turns_that_fit
 from experiments.gpu.results import (
@@ -29,7 +31,6 @@ from experiments.gpu.results import (
     values_of,
 )
 from experiments.gpu.scale import Job
-from experiments.gpu.systems import FSDP2, HET
 from shardhet.apps.common.plots import draw_lines
 
 NAME = "accumulation"
@@ -77,16 +78,13 @@ def measure_steps(
     )
     contestants = [
         systems.het_fsdp(config, plan, job.device),
-        systems.fsdp2(config, job.device, recompute=True),
+        systems.fsdp2(config, job.device, recompute=True, microbatch_size=size),
     ]
     num_rounds = job.pick(full=5, short=2)
     turn_s = job.budget_s / (num_rounds * len(contestants) * len(counts))
     for count in reversed(counts):
         batch = tokens[: count * size], targets[: count * size]
-        steps = [
-            lambda each=each, batch=batch, count=count: each.step(*batch, count)
-            for each in contestants
-        ]
+        steps = [partial(each.step, *batch) for each in contestants]
         for step in steps:
             step()
         step_s = max(seconds_per_call(step, 1, job.device) for step in steps)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.common import Environment
+from experiments.common.machine import Environment
 from experiments.gpu.results import GIB, Recorder
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import PeakMeter, free_everything
 from experiments.gpu.profiling import (
@@ -56,7 +56,7 @@ def train(job: Job, case: PlannedCase, record: Recorder) -> None:
     system = in_training(job, case.plan)
     batch = systems.random_batch(job.scale.config, case.batch_size, job.device)
     for _ in range(NUM_STEPS):
-        system.step(*batch, 1)
+        system.step(*batch)
     peak = meter.read()
     record(case.name, MEASURED, peak.allocated / GIB, "GiB")
     record(case.name, RESERVED, peak.reserved / GIB, "GiB")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from experiments.common import Bar, Table, run_ranks
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import seconds_per_call
 from experiments.gpu.results import (

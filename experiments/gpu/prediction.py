@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import free_everything, seconds_per_call, turns_that_fit
 from experiments.gpu.profiling import (
@@ -53,7 +53,7 @@ def train(job: Job, case: PlannedCase, budget_s: float, record: Recorder) -> Non
     batch = systems.random_batch(job.scale.config, case.batch_size, job.device)
 
     def step() -> None:
-        system.step(*batch, 1)
+        system.step(*batch)
 
     for _ in range(2):
         step()

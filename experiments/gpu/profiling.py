@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.contestants import het_fsdp_step
-from experiments.decoders import CPU, make_decoder
+from experiments.common.systems import System
+from experiments.decoders import CPU
 from experiments.gpu import systems
 from experiments.gpu.results import Recorder
 from experiments.gpu.scale import PARAM_DTYPE, REDUCE_DTYPE, Job
-from experiments.gpu.systems import System
-from shardhet import HetFSDP, Plan
+from shardhet import Plan
 from shardhet.models.decoder import Decoder
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
@@ -96,15 +95,4 @@ def noting_lack_of_memory(case: PlannedCase, record: Recorder) -> Iterator[None]
 
 def in_training(job: Job, plan: Plan) -> System:
     """HetFSDP under ``plan`` with the optimizer that was measured."""
-    model = HetFSDP(
-        make_decoder(job.scale.config, job.device),
-        plan,
-        param_dtype=PARAM_DTYPE,
-        reduce_dtype=REDUCE_DTYPE,
-    )
-    optimizer = OPTIMIZER.build(list(model.parameters()))
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor, _: int = 1) -> float:
-        return het_fsdp_step(model, optimizer, tokens, targets)
-
-    return System("HetFSDP", step)
+    return systems.het_fsdp(job.scale.config, plan, job.device, OPTIMIZER.build)

@@ -1,12 +1,11 @@
 """One number per row, and what parts, tables and the file on disk share of them."""
 
-import csv
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from experiments.common import Bar, Spread
+from experiments.common.results import Bar, Spread, write_csv
 
 MIB, GIB = 2**20, 2**30
 
@@ -51,20 +50,13 @@ class Ledger:
         self.rows: list[Row] = []
         self._path = path
         if path is not None:
-            with path.open("w", newline="") as file:
-                self._writer(file).writeheader()
+            path.unlink(missing_ok=True)
 
     def add(self, row: Row) -> None:
         """Keep it."""
         self.rows.append(row)
         if self._path is not None:
-            with self._path.open("a", newline="") as file:
-                self._writer(file).writerow(asdict(row))
-
-    @staticmethod
-    def _writer(file: object) -> "csv.DictWriter[str]":
-        names = [field.name for field in fields(Row)]
-        return csv.DictWriter(file, names, lineterminator="\n")  # type: ignore[arg-type]
+            write_csv(self._path, self.rows)
 
 
 def cases_of(rows: Iterable[Row], metric: str | None = None) -> list[str]:

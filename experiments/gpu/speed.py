@@ -7,10 +7,12 @@ one that is not.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
+from experiments.common.systems import FSDP2, HET, PLAIN, System
 from experiments.gpu import systems
 from experiments.gpu.clock import (
     PeakMeter,
@@ -32,7 +34,6 @@ from experiments.gpu.results import (
     values_of,
 )
 from experiments.gpu.scale import Job
-from experiments.gpu.systems import FSDP2, HET, PLAIN, System
 
 NAME = "speed"
 NUM_STEPS_COMPARED = 4  # losses of all systems agree in these
@@ -85,7 +86,7 @@ def hold(job: Job, contest: Contest, record: Recorder) -> None:
     for each in contestants:
         record(f"{contest.title}: {each.system.name}", LOSS, loss_difference(each, contestants))
     num_rounds = job.pick(full=8, short=2)
-    steps = [lambda each=each: each.system.step(*batch, 1) for each in contestants]
+    steps = [partial(each.system.step, *batch) for each in contestants]
     turn_s = job.budget_s / 2 / (num_rounds * len(steps))  # there are two contests
     step_s = max(seconds_per_call(step, 1, job.device) for step in steps)
     num_steps = turns_that_fit(step_s, turn_s, at_most=MAX_STEPS_OF_A_TURN + 1) - 1
@@ -121,7 +122,7 @@ def enter(
     """Make it, take its first steps, and see what it holds after them."""
     before = allocated_bytes(job.device)
     system = make()
-    losses = [float(system.step(*batch, 1)) for _ in range(NUM_STEPS_COMPARED)]
+    losses = [float(system.step(*batch)) for _ in range(NUM_STEPS_COMPARED)]
     free_everything(job.device)  # the whole model that it was made from
     return Contestant(system, allocated_bytes(job.device) - before, losses)
 

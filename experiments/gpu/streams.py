@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from experiments.common import Bar, Table, run_ranks
-from experiments.contestants import plain_step
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Table
+from experiments.common.systems import PLAIN, stock
 from experiments.decoders import CPU, decoder_config, make_decoder
 from experiments.gpu import systems
 from experiments.gpu.results import (
@@ -136,7 +137,8 @@ def reference_losses(config: DecoderConfig) -> list[float]:
     model = make_decoder(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     batch = systems.random_batch(config, GLOBAL_BATCH_SIZE, CPU)
-    return [plain_step(model, optimizer, *batch) for _ in range(NUM_STEPS)]
+    plain = stock(model, optimizer, name=PLAIN)
+    return [float(plain.step(*batch)) for _ in range(NUM_STEPS)]
 
 
 def train_cases(

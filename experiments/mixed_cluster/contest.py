@@ -9,13 +9,19 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from experiments.contestants import check_same_losses
+from experiments.common.systems import System, check_same_losses
+from experiments.common.unlike import (
+    MIB,
+    PeakOfData,
+    Slowness,
+    forget_building,
+    forget_peak,
+)
 from experiments.decoders import CPU, Batch, random_batches
 from experiments.mixed_cluster import systems
 from experiments.mixed_cluster.clusters import Case
 from experiments.mixed_cluster.plans import MeasuringEffort, Planned, make_plans, measured
-from experiments.mixed_cluster.systems import Make, System, Work
-from experiments.unlike import MIB, PeakOfData, Slowness, forget_building
+from experiments.mixed_cluster.systems import Make, Work
 from shardhet.comm.groups import Communicators
 from shardhet.training.emulation import THREAD_STACK_BYTES, memory_of_process
 
@@ -74,7 +80,7 @@ def take_turns(
     batches = batches_of(case)
     plain = systems.plain_pytorch(case.work, case.plain_batch_size, case.microbatch_size)
     make_by_name = makers(rank, case, slowness, plans)
-    contestants = [make_by_name[name](case.work) for name in names]
+    contestants = [make_by_name[name]() for name in names]
     with slowness.applied():
         plain.step(*batches[0])  # warms up
         seconds = first_steps(contestants, batches)
@@ -118,14 +124,14 @@ def train_by_itself(
     threading.stack_size(THREAD_STACK_BYTES)
     Communicators.over(dist.group.WORLD, CPU)  # their threads are nobody's memory
     peak, level_asked_bytes = PeakOfData(), memory_of_process("VmData")
-    system = make(case.work)
+    system = make()
     forget_building()
     if case.cluster.is_capped:
         own.cap_memory(level_asked_bytes)
     with own.applied():
         # The first makes the optimizer's state, and runs what has not run yet.
         for number, steps in enumerate((1, num_steps)):
-            peak.restart()
+            forget_peak()
             turn = _turn(system, batches, case.work, number, steps)
             peak.look()
     peak_mib = peak.nbytes / MIB
@@ -148,24 +154,26 @@ def makers(
             is_capped=case.cluster.is_capped,
         )
         if case.cluster.is_capped:
-            found[LARGEST_ALONE] = partial(_largest_alone, rank=rank, case=case)
+            found[LARGEST_ALONE] = partial(_largest_alone, rank, case)
     for planned in plans:
         if planned.plan is not None:
             found[planned.system] = partial(
                 systems.het_fsdp,
-                name=planned.system,
-                plan=planned.plan,
+                case.work,
+                planned.system,
+                planned.plan,
                 device=slowness.device,
                 device_spec=case.cluster.device_spec(rank),
             )
     return found
 
 
-def _largest_alone(work: Work, *, rank: int, case: Case) -> System:
+def _largest_alone(rank: int, case: Case) -> System:
     """What one does without sharding: all on the roomiest device."""
     largest = max(range(case.cluster.world_size), key=case.cluster.memory_bytes)
     if rank != largest:
         return System(LARGEST_ALONE, lambda _tokens, _targets: 0.0)
+    work = case.work
     plain = systems.plain_pytorch(work, work.global_batch_size, case.microbatch_size)
     return System(LARGEST_ALONE, plain.step)
 
@@ -272,7 +280,7 @@ def first_steps(contestants: Sequence[System], batches: Sequence[Batch]) -> list
         losses = []
         for step in range(NUM_STEPS_COMPARED):
             start_s = time.perf_counter()
-            losses.append(system.step(*batches[step]))
+            losses.append(float(system.step(*batches[step])))
             last_s = time.perf_counter() - start_s
         mean = torch.tensor(losses, dtype=torch.float64)
         dist.all_reduce(mean)

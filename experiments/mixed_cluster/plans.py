@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from experiments.common.unlike import USABLE_FRACTION
 from experiments.mixed_cluster.clusters import Case
-from experiments.unlike import USABLE_FRACTION
 from shardhet import Plan
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
 from shardhet.planner.objectives import least_memory

@@ -5,24 +5,19 @@ python -m experiments.mixed_cluster.run --quick    about six minutes
 python -m experiments.mixed_cluster.run --only strong
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common import (
-    Environment,
-    console,
-    replace_cases,
-    run_ranks,
-    write_results_block,
-)
+from experiments.common.launch import run_ranks
+from experiments.common.machine import Environment
+from experiments.common.results import console, parser_of, replace_cases, write_results_block
+from experiments.common.unlike import Slowness, slowness_of, why_no_groups
 from experiments.mixed_cluster import contest, report
 from experiments.mixed_cluster.clusters import CASES, STRONG, Case
 from experiments.mixed_cluster.figure import draw
 from experiments.mixed_cluster.plans import Planned
 from experiments.mixed_cluster.systems import has_deepspeed
-from experiments.unlike import Slowness, slowness_of, why_no_groups
 from shardhet.profiler.measure import MeasuringEffort
 
 HERE = Path(__file__).parent
@@ -47,10 +42,7 @@ QUICK = Extent(
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few steps; keeps nothing")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", metavar="WORDS", help="cases whose name has these words: " + _case_names()
     )
@@ -119,7 +111,7 @@ def _turns(
     names: Sequence[str],
     extent: Extent,
 ) -> list[contest.Turn]:
-    turns: list[contest.Turn] = run_ranks(
+    return run_ranks(
         contest.take_turns,
         case.cluster.world_size,
         case,
@@ -129,7 +121,6 @@ def _turns(
         extent.num_rounds,
         extent.turn_s,
     )[0]
-    return turns
 
 
 def _launch(
@@ -137,20 +128,12 @@ def _launch(
 ) -> list[contest.Peak] | None:
     """Peaks of all ranks; None where the system ran out of memory."""
     try:
-        peaks: list[contest.Peak] = run_ranks(
-            contest.train_by_itself,
-            case.cluster.world_size,
-            case,
-            slownesses,
-            plans,
-            name,
-            steps,
-        )[0]
+        world_size, fn = case.cluster.world_size, contest.train_by_itself
+        return run_ranks(fn, world_size, case, slownesses, plans, name, steps)[0]
     except RuntimeError as error:
         if case.cluster.is_capped and any(words in str(error) for words in RAN_OUT):
             return None
         raise
-    return peaks
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common import REPOSITORY, Environment, console, read_csv, write_csv
+from experiments.common.machine import REPOSITORY, Environment
+from experiments.common.results import console, read_csv, write_csv
 from experiments.mutations.faults import Fault, draw
 
 HERE = Path(__file__).parent

@@ -12,9 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from experiments.common import (
-    Environment,
+from experiments.common.machine import Environment
+from experiments.common.results import (
     console,
+    parser_of,
     read_csv,
     write_csv,
     write_results_block,
@@ -66,10 +67,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one plan; keeps nothing")
+    parser = parser_of(__doc__, "one plan; keeps nothing")
     parser.add_argument("--only", action="append", metavar="WORD", help="of family names")
     parser.add_argument("--way", action="append", choices=WAYS, help="of calling")
     parser.add_argument("--case", nargs="+", metavar="FAMILY/WAY", help="only these")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.common.unlike import Slowness
 from experiments.decoders import make_decoder
 from experiments.predicted_and_measured.cases import Case, plans_of
-from experiments.unlike import Slowness
 from shardhet import HetFSDP, Plan, simulate
 from shardhet.fsdp.observer import Activity, Observed
 from shardhet.profiler.batch import ExampleBatch

@@ -7,13 +7,13 @@ same ranks have just measured; nothing of the step that is predicted goes into i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from experiments.common import Bar, Table
-from experiments.scale import systems
-from experiments.scale.forked import run_many_ranks
+from experiments.common import launch, systems
+from experiments.common.results import Bar, Table
+from experiments.common.systems import HET, Rounds, System
 from experiments.scale.paced import ROW_NUMEL, PacedModel, Sleeper
 from experiments.scale.records import (
     Effort,
@@ -26,6 +26,7 @@ from experiments.scale.records import (
     ms_spread,
     samples_of,
     spread,
+    step_seconds,
 )
 from experiments.scale.slept_profile import (
     SPEEDS,
@@ -34,9 +35,7 @@ from experiments.scale.slept_profile import (
     speed_of,
     workload_of,
 )
-from experiments.scale.systems import HET
-from experiments.scale.turns import Rounds, take_turns
-from shardhet import Plan, simulate
+from shardhet import HetFSDP, Plan, simulate
 from shardhet.pricing.setting import Setting
 
 NAME = "worlds"
@@ -87,7 +86,9 @@ def measure(effort: Effort) -> list[Sample]:
     return [
         sample
         for world in worlds
-        for sample in run_many_ranks(measure_rank, world.world_size, world)[0]
+        for sample in launch.run_ranks(
+            measure_rank, world.world_size, world, context=launch.FORKED
+        )[0]
     ]
 
 
@@ -123,18 +124,22 @@ def measure_rank(rank: int, world: World) -> list[Sample]:
     for name, plan in plans.items():
         model = PacedModel(world.num_units, UNIT_NUMEL, Sleeper())
         model.set_pace(FORWARD_S_PER_SAMPLE / speed_of(rank))
-        batch = (torch.zeros(plan.ranks[rank].rank_batch_size, 1),)
-        contestants.append(systems.het_fsdp(model, plan, batch, name=name))
-    seconds = take_turns(contestants, world.rounds)
-    if dist.get_rank():
-        return []
-    samples = samples_of(NAME, f"{size} ranks", COLLECTIVES, GATHER, gather_s)
-    samples += samples_of(NAME, f"{size} ranks", COLLECTIVES, REDUCE, reduce_s)
-    for name, plan in plans.items():
-        predicted_s = simulate(plan, Setting(cluster, workload, profile)).step_time_s
-        samples += samples_of(NAME, f"{size} ranks", name, SIMULATED, [predicted_s])
-        samples += samples_of(NAME, f"{size} ranks", name, STEP, seconds[name])
-    return samples
+        system = systems.het_fsdp(HetFSDP(model, plan), None, name=name)
+        batch = torch.zeros(plan.ranks[rank].rank_batch_size, 1)
+        contestants.append(System(name, partial(system.step, batch)))
+    measured_s = step_seconds(contestants, (), world.rounds)
+    setting = Setting(cluster, workload, profile)
+    simulated_s = {name: [simulate(plan, setting).step_time_s] for name, plan in plans.items()}
+    return [
+        sample
+        for quantity, values in (
+            (GATHER, {COLLECTIVES: gather_s}),
+            (REDUCE, {COLLECTIVES: reduce_s}),
+            (SIMULATED, simulated_s),
+            (STEP, measured_s),
+        )
+        for sample in samples_of(NAME, f"{size} ranks", quantity, values)
+    ]
 
 
 def errors(samples: Sequence[Sample], case: str) -> dict[str, float]:

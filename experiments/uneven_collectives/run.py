@@ -4,7 +4,6 @@ python -m experiments.uneven_collectives.run            two to four minutes
 python -m experiments.uneven_collectives.run --quick    under a minute
 """
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,18 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    Spread,
-    console,
-    markdown_table,
-    print_table,
-    run_ranks,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Page, Spread, parser_of
 from experiments.uneven_collectives import candidates
 from experiments.uneven_collectives.candidates import Run
 from shardhet.comm.buffers import BufferPool
@@ -80,28 +69,14 @@ class Variant:
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few repeats; keeps nothing")
-    options = parser.parse_args()
-    environment = Environment.here()
-    console.print(environment.as_markdown())
+    options = parser_of(__doc__).parse_args()
+    page = Page(HERE, is_kept=not options.quick)
     num_repeats = NUM_REPEATS_QUICK if options.quick else NUM_REPEATS
     samples = run_ranks(measure, WORLD_SIZE, num_repeats)[0]
     header, rows = table(samples)
-    print_table("Median ms of a call (p10-p90), 4 ranks", header, rows)
-    bar_rows = [bar.cells for bar in bars(samples)]
-    print_table("Bars", BAR_HEADER, bar_rows)
-    if options.quick:
-        console.print("--quick: nothing was written.")
-        return
-    write_csv(HERE / "results.csv", samples)
-    shown = [
-        environment.as_markdown(),
-        f"Median ms of a call (p10-p90) over {num_repeats} repeats:",
-        markdown_table(header, rows),
-        markdown_table(BAR_HEADER, bar_rows),
-    ]
-    write_results_block(HERE / "README.md", "\n\n".join(shown))
+    page.table(f"Median ms of a call (p10-p90) over {num_repeats} repeats", header, rows)
+    page.bars(bars(samples))
+    page.keep({"results.csv": samples})
 
 
 # What each rank does
