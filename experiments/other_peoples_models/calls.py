@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.other_peoples_models.records import Batch, Family, Loss, Way
-from experiments.other_peoples_models.tasks import SPECTRUM, TRANSLATION
+from experiments.other_peoples_models.records import Family, Loss, Way
+from experiments.other_peoples_models.tasks import SPECTRUM, TRANSLATION, Batch
 from shardhet import HetFSDP
 from shardhet.fsdp.wrapping import UnitModules, find_units
 

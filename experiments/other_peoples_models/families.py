@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from experiments.other_peoples_models.other_families import OTHERS
 from experiments.other_peoples_models.plans import APART, PLANS
 from experiments.other_peoples_models.records import Case, Family, Loss, Way
-from experiments.other_peoples_models.text_families import TEXT
+from experiments.other_peoples_models.transformers_families import TRANSFORMERS
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*TEXT, *OTHERS)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*TRANSFORMERS, *OTHERS)}
 
 DOCUMENTED = Way(name="logits")
 WAYS: dict[str, Way] = {

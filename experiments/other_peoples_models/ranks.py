@@ -21,8 +21,9 @@ from experiments.other_peoples_models.calls import (
     wanted_units,
 )
 from experiments.other_peoples_models.comparison import MISMATCH, Errors, Step, quiet, relative
-from experiments.other_peoples_models.records import Batch, Family, Loss, Named, RankReport, Way
+from experiments.other_peoples_models.records import Family, Loss, Named, RankReport, Way
 from experiments.other_peoples_models.reference import Reference, load
+from experiments.other_peoples_models.tasks import Batch
 from shardhet import HetFSDP
 
 OUR_CODE = str(Path(shardhet.__file__).parent)

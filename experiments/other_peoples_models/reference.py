@@ -1,16 +1,13 @@
 """What one process gives: the plan's microbatches one after the other, seeded as planned."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
-from torch.overrides import TorchFunctionMode
 
 from experiments.other_peoples_models.calls import (
     MAX_NORM,
@@ -32,10 +29,10 @@ from experiments.other_peoples_models.comparison import (
     sum_in_order,
     unit_by_param,
 )
-from experiments.other_peoples_models.records import Batch, Family, Named, Way
-from shardhet.fsdp.root_dropout import DROPOUT_CALLS
-from shardhet.fsdp.seeds import microbatch_seed
+from experiments.other_peoples_models.records import Family, Named, Way
+from experiments.other_peoples_models.tasks import Batch
 from shardhet.fsdp.wrapping import UnitModules
+from tests.fuzzing.reference import SeededCalls, SeededFunctions
 
 
 @dataclass(kw_only=True)
@@ -185,66 +182,19 @@ class _Plain:
         return losses, grads
 
 
-class Seeds:
-    """Seeds of the microbatch that the reference is at."""
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._first_sample = 0
-        self._calls_by_fqn: dict[str, int] = {}
-
-    def start(self, *, step: int, first_sample: int) -> None:
-        """Before a microbatch."""
-        self._step, self._first_sample, self._calls_by_fqn = step, first_sample, {}
-        self.enter("")
-
-    def enter(self, fqn: str) -> None:
-        """Before a call of a unit, or of a module outside of units that draws numbers."""
-        number = self._calls_by_fqn.get(fqn, 0)
-        self._calls_by_fqn[fqn] = number + 1
-        torch.manual_seed(microbatch_seed(SEED, self._step, fqn, number, self._first_sample))
-
-
-class _SeedingFunctions(TorchFunctionMode):
-    """Seeds before dropout that is called as a function outside of ``modules``."""
-
-    def __init__(self, seeds: Seeds, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self._seeds = seeds
-        self._depth = 0
-        for module in modules:
-            module.register_forward_pre_hook(lambda *_: self._move(1))
-            module.register_forward_hook(lambda *_: self._move(-1), always_call=True)
-
-    def _move(self, by: int) -> None:
-        self._depth += by
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is dropout and not self._depth:
-            self._seeds.enter(DROPOUT_CALLS)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
-def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[Seeds]:
+def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[SeededCalls]:
     """Units, and what draws numbers outside of them, seed as HetFSDP's do."""
-    seeds = Seeds()
+    seeds = SeededCalls(SEED)
     modules = [(unit.fqns[0], module) for unit in units for module in unit.modules]
     modules += random_modules(model, units).items()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
-        for fqn, module in modules
-    ]
-    with _SeedingFunctions(seeds, [module for _, module in modules]):
+    with ExitStack() as hooks, SeededFunctions(seeds):
+        for fqn, module in modules:
+            enter = module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
+            leave = module.register_forward_hook(lambda *_: seeds.leave())
+            hooks.callback(enter.remove)
+            hooks.callback(leave.remove)
         yield seeds
-    for hook in hooks:
-        hook.remove()
 
 
 def load(path: Path) -> Reference:
