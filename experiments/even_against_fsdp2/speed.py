@@ -1,6 +1,6 @@
 """Tokens per second of several systems that take turns in the same processes."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch.distributed as dist
@@ -55,13 +55,13 @@ class Contest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """One timed step."""
+    """One timed step of a contest."""
 
     num_ranks: int
     rank_batch_size: int
     system: str
     round: int
-    step: int  # within the turn; step 0 is left out
+    step: int
     slowest_rank_s: float
 
 
@@ -86,10 +86,7 @@ def measure_speed(rank: int, contest: Contest) -> list[StepSample]:
         StepSample(
             num_ranks=contest.num_ranks,
             rank_batch_size=contest.rank_batch_size,
-            system=timed.system,
-            round=timed.round,
-            step=timed.step,
-            slowest_rank_s=timed.slowest_rank_s,
+            **asdict(timed),
         )
         for timed in systems.take_turns(step_by_system, contest.rounds)
     ]

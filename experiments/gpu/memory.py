@@ -13,7 +13,7 @@ from experiments.gpu.profiling import (
     noting_lack_of_memory,
     planned_cases,
 )
-from experiments.gpu.results import GIB, Recorder, Row, cases_of, median_of, ratio_bar, shown
+from experiments.gpu.results import GIB, Recorder, Row, cases_of, comparison, median_of, shown
 from experiments.gpu.scale import Job
 from shardhet import simulate
 from shardhet.pricing.cost import CostModel
@@ -54,7 +54,7 @@ def train(job: Job, case: PlannedCase, record: Recorder) -> None:
     """A few steps, from the first weight on."""
     meter = PeakMeter(job.device)
     system = in_training(job, case.plan)
-    batch = systems.random_batch(job.scale.config, case.batch_size, job.device)
+    batch = systems.random_batch(job.scale.config, case.plan.global_batch_size, job.device)
     for _ in range(NUM_STEPS):
         system.step(*batch)
     peak = meter.read()
@@ -78,14 +78,4 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """Measured within five per cent of predicted."""
-    found = []
-    for case in cases_of(rows, MEASURED):
-        measured, predicted = median_of(rows, case, MEASURED), median_of(rows, case, PREDICTED)
-        found += ratio_bar(
-            f"{case}: peak memory, measured / predicted",
-            measured,
-            predicted,
-            at_least=1 - TOLERANCE,
-            at_most=1 + TOLERANCE,
-        )
-    return found
+    return comparison(rows, "peak memory", (MEASURED, PREDICTED), TOLERANCE)

@@ -6,7 +6,7 @@ it says is a result too.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,7 @@ from experiments.gpu.streams import (
     reference_losses,
     train,
 )
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.channel import Channel
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from experiments.uneven_collectives.candidates import our_gather, our_reduce
 
 NAME = "NCCL"
 NBYTES = 256 * MIB
@@ -68,33 +66,19 @@ def run(job: Job, record: Recorder) -> None:
 def collectives_of_one(job: Job, record: Recorder) -> None:
     """A gather and a reduction, whose results are known."""
     numel = (MIB if job.is_rehearsal else NBYTES) // 4
-    channel = Channel.of_world()
     shard = torch.rand(numel, device=job.device)
     output = torch.empty_like(shard)
-    scratch = BufferPool()
-
-    def gather() -> None:
-        pending = all_gather_uneven(output, shard, [numel], channel=channel, receivers=(0,))
-        pending.wait()
-        pending.wait_sent()
-
-    def reduce() -> None:
-        pending = reduce_scatter_uneven(
-            output, shard, [numel], channel=channel, contributors=(0,), scratch=scratch
-        )
-        pending.wait()
-        pending.wait_sent()
-
-    calls: dict[str, Callable[[], None]] = {"gather": gather, "reduce": reduce}
+    calls = {
+        "gather": our_gather(output, shard, [numel]),
+        "reduce": our_reduce(output, shard, [numel]),
+    }
     for name, call in calls.items():
         output.zero_()
         call()
-        error = float((output - shard).abs().max())
-        record(f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB", ERROR, error)
+        case = f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB"
+        record(case, ERROR, float((output - shard).abs().max()))
         for repeat in range(job.pick(full=5, short=2)):
-            seconds = seconds_per_call(call, 3, job.device)
-            case = f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB"
-            record(case, SECONDS, seconds, "s", repeat)
+            record(case, SECONDS, seconds_per_call(call, 3, job.device), "s", repeat)
 
 
 def two_ranks(_rank: int, join: Callable[[], None], job: Job) -> list[float] | str:
@@ -127,11 +111,11 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     """What worked, and what was said of what did not."""
     lines = []
     for case in cases_of(rows):
-        seconds, worst = median_of(rows, case, SECONDS), median_of(rows, case, ERROR)
-        ms = None if seconds is None else 1000 * seconds
+        worst = median_of(rows, case, ERROR)
         worst = median_of(rows, case, DIFFERENCE) if worst is None else worst
         said = "refused" if median_of(rows, case, REFUSED) else ""
-        lines.append([case, shown(ms, "{:.2f}"), shown(worst, "{:.1e}"), said])
+        ms = shown(median_of(rows, case, SECONDS), scale=1000)
+        lines.append([case, ms, shown(worst, "{:.1e}"), said])
     return [Table("NCCL", ["case", "ms", "largest error", ""], lines)]
 
 

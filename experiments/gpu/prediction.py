@@ -1,10 +1,11 @@
 """Profile, plan, simulate, train: does a step take as long as was said?"""
 
 from collections.abc import Sequence
+from functools import partial
 
 from experiments.common.results import Bar, Table
 from experiments.gpu import systems
-from experiments.gpu.clock import free_everything, seconds_per_call, turns_that_fit
+from experiments.gpu.clock import free_everything, take_turns
 from experiments.gpu.profiling import (
     PlannedCase,
     in_training,
@@ -16,8 +17,8 @@ from experiments.gpu.results import (
     Recorder,
     Row,
     cases_of,
+    comparison,
     median_of,
-    ratio_bar,
     shown,
     spread_cell,
     values_of,
@@ -49,20 +50,20 @@ def run(job: Job, record: Recorder) -> None:
 
 def train(job: Job, case: PlannedCase, budget_s: float, record: Recorder) -> None:
     """Turns of a few steps each."""
-    system = in_training(job, case.plan)
-    batch = systems.random_batch(job.scale.config, case.batch_size, job.device)
-
-    def step() -> None:
-        system.step(*batch)
-
-    for _ in range(2):
-        step()
-    num_rounds = job.pick(full=5, short=2)
-    step_s = seconds_per_call(step, 1, job.device)
-    num_steps = turns_that_fit(step_s, budget_s / num_rounds, at_most=MAX_STEPS_OF_A_TURN)
-    for turn in range(num_rounds):
-        seconds = seconds_per_call(step, num_steps, job.device)
-        record(case.name, MEASURED, seconds, "s", turn)
+    step = partial(
+        in_training(job, case.plan).step,
+        *systems.random_batch(job.scale.config, case.plan.global_batch_size, job.device),
+    )
+    step()
+    turns = take_turns(
+        {case.name: step},
+        job.device,
+        num_rounds=job.pick(full=5, short=2),
+        budget_s=budget_s,
+        at_most=MAX_STEPS_OF_A_TURN,
+    )
+    for turn in turns:
+        record(case.name, MEASURED, turn.seconds, "s", turn.number)
 
 
 def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase:
@@ -79,7 +80,7 @@ def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase
     name = f"planned: {sizes}, {num_recomputed} units recomputed"
     record(name, PREDICTED, solution.predicted.step_time_s, "s")
     record(name, BOUND, solution.lower_bound_s, "s")
-    return PlannedCase(name=name, plan=solution.plan)
+    return PlannedCase(name, solution.plan)
 
 
 # Tables
@@ -94,22 +95,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             median_of(rows, case, MEASURED),
         )
         error = shown(simulated / measured - 1, "{:+.1%}") if simulated and measured else ""
-        simulated_ms = None if simulated is None else 1000 * simulated
-        ms = [1000 * seconds for seconds in values_of(rows, case, MEASURED)]
-        lines.append([case, shown(simulated_ms, "{:.1f}"), spread_cell(ms, 1), error])
+        spread = spread_cell(values_of(rows, case, MEASURED), 1, scale=1000)
+        lines.append([case, shown(simulated, "{:.1f}", scale=1000), spread, error])
     header = ["plan", "simulated ms", "measured ms (p10-p90)", "error"]
     return [Table("Step time", header, lines)]
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """Simulated within ten per cent of measured."""
-    found = []
-    for case in cases_of(rows, MEASURED):
-        found += ratio_bar(
-            f"{case}: step time, simulated / measured",
-            median_of(rows, case, SIMULATED),
-            median_of(rows, case, MEASURED),
-            at_least=1 - TOLERANCE,
-            at_most=1 + TOLERANCE,
-        )
-    return found
+    return comparison(rows, "step time", (SIMULATED, MEASURED), TOLERANCE)

@@ -10,7 +10,7 @@ from experiments.common.systems import System
 from experiments.decoders import CPU
 from experiments.gpu import systems
 from experiments.gpu.results import Recorder
-from experiments.gpu.scale import PARAM_DTYPE, REDUCE_DTYPE, Job
+from experiments.gpu.scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE, Job
 from shardhet import Plan
 from shardhet.models.decoder import Decoder
 from shardhet.profiler.batch import ExampleBatch
@@ -22,17 +22,12 @@ OPTIMIZER = AdamW(learning_rate=1e-4)
 OUT_OF_MEMORY = "out of memory"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlannedCase:
     """A plan for this device, and what to call it."""
 
     name: str
     plan: Plan
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a step."""
-        return self.plan.global_batch_size
 
 
 def measure_here(job: Job, *, seconds: float) -> Measurement:
@@ -64,23 +59,14 @@ def planned_cases(job: Job) -> list[PlannedCase]:
     size = job.scale.microbatch_size
     part = max(1, size // 4)
     first_half = [f"blocks.{i}" for i in range(job.scale.config.num_layers // 2)]
-    cases = {
-        f"1 x {size}, everything kept": ((size, 1), ()),
-        f"{size // part} x {part}, everything kept": ((part, size // part), ()),
-        f"1 x {size}, half of the blocks recomputed": ((size, 1), first_half),
-        f"2 x {size}, blocks recomputed": ((size, 2), ("blocks.*",)),
-    }
+    plan = systems.one_rank_plan
     return [
+        PlannedCase(f"1 x {size}, everything kept", plan(size)),
+        PlannedCase(f"{size // part} x {part}, everything kept", plan(part, size // part)),
         PlannedCase(
-            name=name,
-            plan=Plan.by_hand(
-                microbatch_sizes=[microbatch_size],
-                num_microbatches=[count],
-                state_shares=[1.0],
-                recompute=[recomputed],
-            ),
-        )
-        for name, ((microbatch_size, count), recomputed) in cases.items()
+            f"1 x {size}, half of the blocks recomputed", plan(size, recompute=first_half)
+        ),
+        PlannedCase(f"2 x {size}, blocks recomputed", plan(size, 2, recompute=RECOMPUTED)),
     ]
 
 

@@ -12,7 +12,7 @@ Recomputation.  Blocks alone, by ``torch.utils.checkpoint`` inside the block's f
 that FSDP2's hooks stay around it (torchtitan's order); HetFSDP recomputes by plan.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from experiments.common import systems
 from experiments.common.systems import PLAIN, System, fused_adamw
 from experiments.decoders import Batch, make_decoder, random_batches, units_of
-from experiments.gpu.scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE
+from experiments.gpu.scale import PARAM_DTYPE, REDUCE_DTYPE
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder, DecoderConfig
 
@@ -54,13 +54,15 @@ def one_rank_group(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def one_rank_plan(*, microbatch_size: int, num_microbatches: int = 1, recompute: bool) -> Plan:
-    """Everything on one device; blocks are recomputed, or nothing."""
+def one_rank_plan(
+    microbatch_size: int, num_microbatches: int = 1, *, recompute: Sequence[str] = ()
+) -> Plan:
+    """Everything on one device."""
     return Plan.by_hand(
         microbatch_sizes=[microbatch_size],
         num_microbatches=[num_microbatches],
         state_shares=[1.0],
-        recompute=[RECOMPUTED if recompute else ()],
+        recompute=[recompute],
     )
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,16 +40,7 @@ class Turn:
     samples_per_s: float
     step_time_s: float  # of the slowest rank
     cpu_s: tuple[float, ...]  # of each rank in a step, of all its threads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """What one rank of one system needed at most, above what it had before the model."""
-
-    system: str
-    rank: int
-    mib: float
-    samples_per_s: float
+    peak_mib: tuple[float, ...] = ()  # of each rank, above what it had before the model
 
 
 def survey(
@@ -112,8 +103,8 @@ def train_by_itself(
     plans: Sequence[Planned],
     name: str,
     num_steps: int,
-) -> list[Peak]:
-    """One system in these fresh processes; the same list on every rank.
+) -> Turn:
+    """One system in these fresh processes; the same on every rank.
 
     Memory is counted, and capped where the case says so, once the system is built: what
     building takes is another question.
@@ -134,11 +125,7 @@ def train_by_itself(
             forget_peak()
             turn = _turn(system, batches, case.work, number, steps)
             peak.look()
-    peak_mib = peak.nbytes / MIB
-    return [
-        Peak(system=name, rank=i, mib=round(mib, 1), samples_per_s=turn.samples_per_s)
-        for i, (mib,) in enumerate(_rows([peak_mib]))
-    ]
+    return replace(turn, peak_mib=tuple(round(mib, 1) for (mib,) in _rows([peak.nbytes / MIB])))
 
 
 def makers(

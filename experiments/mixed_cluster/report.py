@@ -8,7 +8,7 @@ from experiments.common.machine import Environment
 from experiments.common.results import BAR_HEADER, Bar, Spread, markdown_table, print_table
 from experiments.common.systems import FSDP2
 from experiments.mixed_cluster.clusters import CASES, FAST_BUT_SMALL, STRONG, Case
-from experiments.mixed_cluster.contest import TOGETHER, Peak, Turn, plain_name
+from experiments.mixed_cluster.contest import TOGETHER, Turn, plain_name
 from experiments.mixed_cluster.plans import EVEN, PLANNED, SPARED, Planned
 from experiments.mixed_cluster.systems import FSDP2_UNEVEN
 
@@ -45,13 +45,13 @@ class Results:
         self._stamp = environment.stamp
         for planned in plans:
             if planned.predicted_step_time_s is None:
-                self._add(planned.system, RAN_OUT)
+                self.add_lack(planned.system)
             else:
                 step_time_s = round(planned.predicted_step_time_s, 5)
                 self._add(planned.system, PREDICTED, step_time_s=step_time_s)
 
-    def add_turns(self, turns: Sequence[Turn]) -> None:
-        """Steps of systems that took turns."""
+    def add(self, turns: Sequence[Turn]) -> None:
+        """Steps of systems that took turns, or of one by itself."""
         for turn in turns:
             self._add(
                 turn.system,
@@ -59,29 +59,17 @@ class Results:
                 round=turn.round,
                 samples_per_s=round(turn.samples_per_s, 4),
                 step_time_s=round(turn.step_time_s, 5),
+                peak_mib=_joined(turn.peak_mib),
                 cpu_s=_joined(turn.cpu_s),
             )
 
-    def add_launch(self, number: int, system: str, peaks: Sequence[Peak] | None) -> None:
-        """A system by itself, or that it ran out of memory."""
-        if peaks is None:
-            self._add(system, RAN_OUT, round=number)
-            return
-        samples_per_s = peaks[0].samples_per_s
-        self._add(
-            system,
-            TIMED,
-            round=number,
-            samples_per_s=round(samples_per_s, 4),
-            step_time_s=round(self._case.work.global_batch_size / samples_per_s, 5),
-            peak_mib=_joined([peak.mib for peak in peaks]),
-        )
+    def add_lack(self, system: str, number: int = 0) -> None:
+        """A system ran out of memory, or has no plan that fits."""
+        self._add(system, RAN_OUT, round=number)
 
-    def add_peaks(self, number: int, system: str, peaks: Sequence[Peak] | None) -> None:
+    def add_peaks(self, turn: Turn) -> None:
         """Memory of a system that was timed in turns."""
-        assert peaks is not None
-        peak_mib = _joined([peak.mib for peak in peaks])
-        self._add(system, WEIGHED, round=number, peak_mib=peak_mib)
+        self._add(turn.system, WEIGHED, round=turn.round, peak_mib=_joined(turn.peak_mib))
 
     def _add(self, system: str, what: str, **measured: Any) -> None:
         case = self._case.name

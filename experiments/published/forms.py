@@ -1,6 +1,5 @@
 """Five forms of plan for one case, and what each is predicted to give."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -25,6 +24,7 @@ EVEN, COMPUTE_ONLY, MEMORY_ONLY = "even", "compute only", "memory only"
 CEPHALO, FULL = "Cephalo's", "full"
 BY_SPECIFICATION = "full, planned from specifications"
 FEWER_NODES = "full, on the best choice of nodes but all"
+BASELINES = {EVEN: even, COMPUTE_ONLY: compute_only, MEMORY_ONLY: memory_only}
 FORMS = (EVEN, COMPUTE_ONLY, MEMORY_ONLY, CEPHALO, FULL)
 ONE_SIDED = (COMPUTE_ONLY, MEMORY_ONLY)
 ALL_HOSTS = "all"
@@ -111,7 +111,7 @@ def _row(case: Case, inputs: Inputs, form: str) -> Row:
         form=form,
     )
     try:
-        found = _planners(case, inputs)[form]()
+        found = _find(case, inputs, form)
         cost = CostModel(inputs.setting).predict(found.plan)
     except PlanError as error:
         return replace(row, why_not=str(error).removeprefix("plan: "))
@@ -131,34 +131,18 @@ def _row(case: Case, inputs: Inputs, form: str) -> Row:
     )
 
 
-def _planners(case: Case, inputs: Inputs) -> dict[str, Callable[[], _Found]]:
-    batch = case.global_batch_size
-
-    def of_baseline(baseline: Callable) -> Callable[[], _Found]:
-        def plan() -> _Found:
-            solution = baseline(inputs.setting, global_batch_size=batch, effort=COMPARED)
-            return _Found(solution.plan, solution.lower_bound_s)
-
-        return plan
-
-    def full() -> _Found:
-        solution = solve(inputs.setting, global_batch_size=batch)
-        return _Found(solution.plan, solution.lower_bound_s)
-
-    def by_specification() -> _Found:
-        guess = derived_beside(case).setting.profile
-        return _Found(
-            solve(replace(inputs.setting, profile=guess), global_batch_size=batch).plan, 0.0
-        )
-
-    return {
-        EVEN: of_baseline(even),
-        COMPUTE_ONLY: of_baseline(compute_only),
-        MEMORY_ONLY: of_baseline(memory_only),
-        CEPHALO: lambda: _Found(cephalo(inputs.setting, global_batch_size=batch), 0.0),
-        FULL: full,
-        BY_SPECIFICATION: by_specification,
-    }
+def _find(case: Case, inputs: Inputs, form: str) -> _Found:
+    setting, batch = inputs.setting, case.global_batch_size
+    if form == CEPHALO:
+        return _Found(cephalo(setting, global_batch_size=batch), 0.0)
+    if form == BY_SPECIFICATION:
+        guess = replace(setting, profile=derived_beside(case).setting.profile)
+        return _Found(solve(guess, global_batch_size=batch).plan, 0.0)
+    if form == FULL:
+        solution = solve(setting, global_batch_size=batch)
+    else:
+        solution = BASELINES[form](setting, global_batch_size=batch, effort=COMPARED)
+    return _Found(solution.plan, solution.lower_bound_s)
 
 
 def mfu(inputs: Inputs, samples_per_s: float) -> float:

@@ -6,7 +6,7 @@ python -m experiments.uneven_collectives.run --quick    under a minute
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -19,9 +19,6 @@ from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Page, Spread, parser_of
 from experiments.uneven_collectives import candidates
 from experiments.uneven_collectives.candidates import Run
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.channel import Channel
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.transport import Transport, meet
 
 HERE = Path(__file__).parent
@@ -116,12 +113,16 @@ def time_call(run: Run) -> float:
 def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
     """All candidates for one size, on tensors of whole numbers: sums are exact in any order."""
     even, uneven = (split_by(shares, total_numel) for shares in (EVEN_SHARES, UNEVEN_SHARES))
+    gather_in_memory, reduce_in_memory = (
+        partial(call, transport=shared_host())
+        for call in (candidates.our_gather, candidates.our_reduce)
+    )
     whole = (torch.arange(total_numel) % 8191).float()
     gathered = torch.empty_like(whole)
     gathers: list[tuple[str, candidates.GatherCandidate, list[int]]] = [
-        (OURS_UNEVEN, our_gather, uneven),
-        (OURS_EVEN, our_gather, even),
-        (MESSAGES, partial(our_gather, reads_memory=False), uneven),
+        (OURS_UNEVEN, gather_in_memory, uneven),
+        (OURS_EVEN, gather_in_memory, even),
+        (MESSAGES, candidates.our_gather, uneven),
         (GLOO, candidates.gloo_all_gather, even),
         ("broadcasts, uneven", candidates.broadcasts, uneven),
         ("all_to_all, uneven", candidates.all_to_all_gather, uneven),
@@ -134,9 +135,9 @@ def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
     full = whole * (rank + 1)
     total = whole * (WORLD_SIZE * (WORLD_SIZE + 1) // 2)
     reductions: list[tuple[str, candidates.ReduceCandidate, list[int]]] = [
-        (OURS_UNEVEN, our_reduce, uneven),
-        (OURS_EVEN, our_reduce, even),
-        (MESSAGES, partial(our_reduce, reads_memory=False), uneven),
+        (OURS_UNEVEN, reduce_in_memory, uneven),
+        (OURS_EVEN, reduce_in_memory, even),
+        (MESSAGES, candidates.our_reduce, uneven),
         (GLOO, candidates.gloo_reduce_scatter, even),
         ("all_to_all + sum, uneven", candidates.all_to_all_reduce, uneven),
         ("list form, uneven", candidates.list_reduce_scatter, uneven),
@@ -150,54 +151,9 @@ def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
         yield Variant("reduce-scatter", name, run, output, expected)
 
 
-def our_gather(
-    output: Tensor, shard: Tensor, split_numels: Sequence[int], *, reads_memory: bool = True
-) -> Run:
-    """The library's, as HetFSDP calls it; ended when the shard may be overwritten, too."""
-    channel = everybody(reads_memory=reads_memory)
-
-    def run() -> None:
-        pending = all_gather_uneven(
-            output, shard, split_numels, channel=channel, receivers=range(WORLD_SIZE)
-        )
-        pending.wait()
-        pending.wait_sent()
-
-    return run
-
-
-def our_reduce(
-    output: Tensor, full: Tensor, split_numels: Sequence[int], *, reads_memory: bool = True
-) -> Run:
-    """The library's, as HetFSDP calls it; ended when the input may be overwritten, too."""
-    channel, scratch = everybody(reads_memory=reads_memory), BufferPool()
-
-    def run() -> None:
-        pending = reduce_scatter_uneven(
-            output,
-            full,
-            split_numels,
-            channel=channel,
-            contributors=range(WORLD_SIZE),
-            scratch=scratch,
-        )
-        pending.wait()
-        pending.wait_sent()
-
-    return run
-
-
-def everybody(*, reads_memory: bool) -> Channel:
-    """The default group in the order of its ranks."""
-    channel = Channel(dist.group.WORLD, tuple(range(WORLD_SIZE)), dist.get_rank())
-    if not reads_memory:
-        return channel
-    return replace(channel, transport=shared_host())
-
-
 @cache
 def shared_host() -> Transport | None:
-    """The same, through memory."""
+    """For ranks that read each other's memory."""
     assert dist.group.WORLD is not None
     met = meet(dist.group.WORLD, 1)
     return None if met is None else met[0]
