@@ -38,21 +38,16 @@ FORKED.set_forkserver_preload(
 
 
 def run_ranks(
-    fn: Callable[..., Result],
-    world_size: int,
-    *args: Any,
-    initialises: bool = True,
-    context: BaseContext = SPAWNED,
+    fn: Callable[..., Result], world_size: int, *args: Any, context: BaseContext = SPAWNED
 ) -> list[Result]:
     """``fn(rank, *args)`` of every rank of a fresh gloo world with one thread a rank.
 
-    ``fn`` must be a module-level function.  Without ``initialises`` it is called before
-    ``init_process_group``, as ``fn(rank, join, *args)``, and calls ``join()`` itself.
+    ``fn`` must be a module-level function.
     Raises ``RuntimeError`` with the traceback of the first rank to fail.
     """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     join = partial(_join, store.port, world_size)
-    return start_ranks(context, join, fn, world_size, *args, initialises=initialises)
+    return start_ranks(context, join, fn, world_size, *args)
 
 
 def _join(port: int, world_size: int, rank: int) -> None:
@@ -68,10 +63,9 @@ def start_ranks(
     fn: Callable[..., Result],
     world_size: int,
     *args: Any,
-    initialises: bool = True,
 ) -> list[Result]:
     """As ``run_ranks``; ``join(rank)`` opens the group."""
-    args_by_rank = [(rank, join, fn, args, initialises) for rank in range(world_size)]
+    args_by_rank = [(rank, join, fn, args) for rank in range(world_size)]
     results: list[Any] = [None] * world_size
     with started(context, _run_rank, args_by_rank, grace_s=SECONDS_TO_LEAVE) as processes:
         for rank, answer in answers([receiver for _, receiver in processes]):
@@ -87,15 +81,11 @@ def _run_rank(
     join: Callable[[int], None],
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    initialises: bool,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        if initialises:
-            join(rank)
-            result = fn(rank, *args)
-        else:
-            result = fn(rank, partial(join, rank), *args)
+        join(rank)
+        result = fn(rank, *args)
         dist.barrier()  # nobody leaves while a peer still talks to it
         sender.send((result, None))
         dist.destroy_process_group()

@@ -7,7 +7,6 @@ alone.
 """
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +42,8 @@ class MemorySample:
     state_mib: float  # parameters, gradients and moments of the whole model
 
 
-def measure_memory(
-    rank: int, join: Callable[[], None], system_name: str, launch: int
-) -> MemorySample:
+def measure_memory(rank: int, system_name: str, launch: int) -> MemorySample:
     """Build and train one system in this fresh process."""
-    join()
     gc.collect()
     level_mib = resident_mib("VmRSS")
     forget_peak()

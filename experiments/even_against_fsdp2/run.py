@@ -24,39 +24,13 @@ LONG = Rounds(num_rounds=6, num_steps=5)
 OF_LONG_STEPS = Rounds(num_rounds=4, num_steps=4)
 SHORT = Rounds(num_rounds=4, num_steps=3)
 CONTESTS = (
-    Contest(
-        num_ranks=2,
-        rank_batch_size=8,
-        microbatch_sizes=(8,),
-        rounds=LONG,
-    ),
-    Contest(
-        num_ranks=2,
-        rank_batch_size=32,
-        microbatch_sizes=(32, 8),
-        rounds=OF_LONG_STEPS,
-    ),
-    Contest(
-        num_ranks=1,
-        rank_batch_size=8,
-        microbatch_sizes=(8,),
-        rounds=LONG,
-    ),
-    Contest(
-        num_ranks=1,
-        rank_batch_size=32,
-        microbatch_sizes=(32,),
-        rounds=OF_LONG_STEPS,
-    ),
+    Contest(num_ranks=2, rank_batch_size=8, microbatch_sizes=(8,), rounds=LONG),
+    Contest(num_ranks=2, rank_batch_size=32, microbatch_sizes=(32, 8), rounds=OF_LONG_STEPS),
+    Contest(num_ranks=1, rank_batch_size=8, microbatch_sizes=(8,), rounds=LONG),
+    Contest(num_ranks=1, rank_batch_size=32, microbatch_sizes=(32,), rounds=OF_LONG_STEPS),
 )
 QUICK_CONTESTS = tuple(
-    Contest(
-        num_ranks=n,
-        rank_batch_size=8,
-        microbatch_sizes=(8,),
-        rounds=SHORT,
-    )
-    for n in (2, 1)
+    Contest(num_ranks=n, rank_batch_size=8, microbatch_sizes=(8,), rounds=SHORT) for n in (2, 1)
 )
 NUM_LAUNCHES = 3
 LEAST_SPEEDUPS = {(2, 8): 1.10, (2, 32): 1.03, (1, 8): 0.97, (1, 32): 0.97}
@@ -93,7 +67,7 @@ def measure_peaks(num_launches: int) -> list[MemorySample]:
         sample
         for launch in range(num_launches)
         for system in SYSTEMS
-        for sample in run_ranks(measure_memory, NUM_RANKS, system, launch, initialises=False)
+        for sample in run_ranks(measure_memory, NUM_RANKS, system, launch)
     ]
 
 

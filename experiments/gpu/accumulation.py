@@ -103,10 +103,7 @@ def measure_steps(
 
 def overhead_s(rows: Sequence[Row], case: str) -> float | None:
     """Median step less l times the median microbatch; ``case`` ends in l."""
-    step, compute = (
-        median_of(rows, case, STEP),
-        median_of(rows, COMPUTE_CASE, COMPUTE),
-    )
+    step, compute = (median_of(rows, case, STEP), median_of(rows, COMPUTE_CASE, COMPUTE))
     if step is None or compute is None:
         return None
     return step - int(case.rpartition(" ")[2]) * compute

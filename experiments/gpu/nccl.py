@@ -53,7 +53,7 @@ def run(job: Job, record: Recorder) -> None:
         os.environ[MULTI_RANK] = str(int(is_enabled))  # the ranks inherit it
         case = f"{TWO_RANKS}, {MULTI_RANK}={int(is_enabled)}"
         try:
-            found = run_ranks(two_ranks, 2, job, initialises=False)
+            found = run_ranks(two_ranks, 2, job)
         except RuntimeError as error:  # a rank that was aborted
             found = [str(error).strip().splitlines()[-1]]
         reasons = [each for each in found if isinstance(each, str)]
@@ -81,17 +81,12 @@ def collectives_of_one(job: Job, record: Recorder) -> None:
             record(case, SECONDS, seconds_per_call(call, 3, job.device), "s", repeat)
 
 
-def two_ranks(_rank: int, join: Callable[[], None], job: Job) -> list[float] | str:
+def two_ranks(_rank: int, job: Job) -> list[float] | str:
     """Losses of training over NCCL, or why there are none."""
-    join()
     if job.is_cuda:
         torch.cuda.set_device(job.device)
     case = Case(
-        world_size=2,
-        is_split=True,
-        recompute=True,
-        precision=FLOAT32,
-        lateness=LATENESS[0],
+        world_size=2, is_split=True, recompute=True, precision=FLOAT32, lateness=LATENESS[0]
     )
     try:
         group = dist.new_group([0, 1], backend="nccl" if job.is_cuda else "gloo")

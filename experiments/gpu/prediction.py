@@ -70,9 +70,7 @@ def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase
     """What the planner chooses for twice what fits at once."""
     size = job.scale.microbatch_size
     solution = solve(
-        measured.setting,
-        global_batch_size=2 * size,
-        demands=Demands(max_microbatch_size=size),
+        measured.setting, global_batch_size=2 * size, demands=Demands(max_microbatch_size=size)
     )
     [rank] = solution.plan.ranks
     sizes = " + ".join(map(str, rank.microbatch_sizes))

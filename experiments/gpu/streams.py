@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Table
-from experiments.common.systems import PLAIN, stock
+from experiments.common.systems import PLAIN, het_fsdp, stock
 from experiments.decoders import CPU, decoder_config, make_decoder
 from experiments.gpu import systems
 from experiments.gpu.results import (
@@ -178,13 +178,10 @@ def train(
     tokens, targets = systems.random_batch(config, GLOBAL_BATCH_SIZE, device)
     first = case.plan.first_sample(model.position)
     stop = first + case.plan.ranks[model.position].rank_batch_size
-    losses = []
-    for _ in range(NUM_STEPS):
-        loss = model.backward(*model(tokens[first:stop], targets[first:stop]))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float("nan") if loss is None else loss)
-    return losses
+    own = tokens[first:stop], targets[first:stop]
+    step = het_fsdp(model, optimizer).step
+    losses = [step(*own) for _ in range(NUM_STEPS)]
+    return [float("nan") if loss is None else float(loss) for loss in losses]
 
 
 def make_late(

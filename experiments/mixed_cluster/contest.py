@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.common.systems import System, check_same_losses
-from experiments.common.unlike import (
-    MIB,
-    PeakOfData,
-    Slowness,
-    forget_building,
-    forget_peak,
-)
+from experiments.common.unlike import MIB, PeakOfData, Slowness, forget_building, forget_peak
 from experiments.decoders import CPU, Batch, random_batches
 from experiments.mixed_cluster import systems
 from experiments.mixed_cluster.clusters import Case
@@ -174,15 +168,24 @@ def batches_of(case: Case) -> list[Batch]:
     return random_batches(work.config, work.global_batch_size, seed=0, num_batches=NUM_BATCHES)
 
 
+class _Clock:
+    """Seconds of the clock and of all threads of this process since it was made."""
+
+    def __init__(self) -> None:
+        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
+
+    def read(self) -> list[float]:
+        return [time.perf_counter() - self._start_s, time.process_time() - self._start_cpu_s]
+
+
 def _turn(
     system: System, batches: Sequence[Batch], work: Work, number: int, num_steps: int
 ) -> Turn:
     dist.barrier()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    clock = _Clock()
     for step in range(num_steps):
         system.step(*batches[step % len(batches)])
-    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    rows = _rows([seconds / num_steps, cpu_s / num_steps])
+    rows = _rows([each / num_steps for each in clock.read()])
     step_time_s = max(seconds for seconds, _ in rows)
     return Turn(
         system=system.name,
@@ -205,10 +208,10 @@ def _plain_turn(
     dist.barrier()
     mine = [0.0, 0.0]
     if dist.get_rank() == slow_rank:
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        clock = _Clock()
         with slowness.device.slowed():
             plain.step(*batches[number % len(batches)])
-        mine = [time.perf_counter() - start_s, time.process_time() - start_cpu_s]
+        mine = clock.read()
     seconds, cpu_s = _rows(mine)[slow_rank]
     return Turn(
         system=plain_name(slow_rank),
@@ -230,12 +233,12 @@ def _plain_together(
     store, num_steps = dist.distributed_c10d._get_default_store(), 0
     key = f"slowest has finished, round {number}"
     is_slowest = dist.get_rank() == case.cluster.slowest_rank
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    clock = _Clock()
     while not num_steps or not (is_slowest or store.check([key])):
         with slowness.device.slowed():
             plain.step(*batches[num_steps % len(batches)])
         num_steps += 1
-    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    seconds, cpu_s = clock.read()
     if is_slowest:
         store.set(key, "")
     rows = _rows([num_steps * case.plain_batch_size / seconds, cpu_s / num_steps])

@@ -100,7 +100,5 @@ def _attempt(system: str, make: Callable[[], PlanSolution]) -> Planned:
     except PlanError as error:
         return Planned(system=system, plan=None, predicted_step_time_s=None, why_not=str(error))
     return Planned(
-        system=system,
-        plan=solution.plan,
-        predicted_step_time_s=solution.predicted.step_time_s,
+        system=system, plan=solution.plan, predicted_step_time_s=solution.predicted.step_time_s
     )

@@ -102,6 +102,17 @@ def call(model: nn.Module, batch: Batch, family: Family, way: Way, **ours: Any) 
     return model(*positional, **inputs, **options, **ours)
 
 
+def evaluated(
+    model: nn.Module, batch: Batch, family: Family, way: Way, first: int, num_samples: int
+) -> Tensor:
+    """Logits of so many samples without dropout and gradients."""
+    model.eval()
+    with torch.no_grad():
+        output = call(model, part_of(batch, family, first, num_samples), family, way)
+    model.train()
+    return family.logits(output)
+
+
 def _first_parameters(model: nn.Module, names: Collection[str]) -> list[str]:
     """The longest beginning of the model's parameters that consists of ``names`` only."""
     module = model.module if isinstance(model, HetFSDP) else model

@@ -27,11 +27,7 @@ WAYS: dict[str, Way] = {
             call_options={"output_attentions": True},
             config={"attn_implementation": "eager"},
         ),
-        Way(
-            name="router loss",
-            loss=Loss.INNER,
-            call_options={"output_router_logits": True},
-        ),
+        Way(name="router loss", loss=Loss.INNER, call_options={"output_router_logits": True}),
         Way(name="contrastive", loss=Loss.INNER, call_options={"return_loss": True}),
         Way(name="lora", has_lora=True),
         Way(name="units", has_coarse_units=True),

@@ -9,16 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from experiments.other_peoples_models.calls import (
-    MAX_NORM,
-    SEED,
-    call,
-    loss_of,
-    make_batches,
-    make_model,
-    part_of,
-    units_of,
-)
+from experiments.other_peoples_models import calls
 from experiments.other_peoples_models.comparison import (
     Errors,
     Step,
@@ -53,11 +44,11 @@ def run_reference(
     """Write the ``Reference`` of a case to ``path``; ``noise`` where it is known already."""
     quiet()
     started_at_s = time.process_time()
-    model = make_model(family, way)
+    model = calls.make_model(family, way)
     trainer = _Plain(model, family, way, named)
     trainer.train()
     first_s = trainer.ended_at_s[0] - started_at_s
-    units = unit_by_param(model, units_of(model, family, way))
+    units = unit_by_param(model, calls.units_of(model, family, way))
     if noise is None:
         noise = _noise(family, way, named, trainer.steps, units)
     reference = Reference(
@@ -74,9 +65,9 @@ def run_reference(
 def _noise(
     family: Family, way: Way, named: Named, steps: list[Step], units: dict[str, str]
 ) -> dict[str, float]:
-    orders = [_Plain(make_model(family, way), family, way, named, is_reversed=True)]
+    orders = [_Plain(calls.make_model(family, way), family, way, named, is_reversed=True)]
     if not (family.is_random or family.has_batch_norm or way.has_lora):
-        orders.append(_Plain(make_model(family, way), family, way, named, is_whole=True))
+        orders.append(_Plain(calls.make_model(family, way), family, way, named, is_whole=True))
     noise = Errors(unit_by_param=units).by_quantity
     for each in orders:
         each.train()
@@ -120,8 +111,15 @@ class _Plain:
     def train(self) -> None:
         """All steps."""
         num_samples = self._named.plan.global_batch_size
-        for number, batch in enumerate(make_batches(self._family, self._way, num_samples)):
-            logits = self._evaluate(batch) if self._way.evaluates else None
+        for number, batch in enumerate(
+            calls.make_batches(self._family, self._way, num_samples)
+        ):
+            logits = None
+            if self._way.evaluates:
+                size = sum(self._named.eval_sizes)
+                logits = calls.evaluated(
+                    self._model, batch, self._family, self._way, 0, size
+                ).clone()
             started_at_s = time.process_time()
             step = self._step(number, batch)
             self.ended_at_s.append(time.process_time())
@@ -130,15 +128,6 @@ class _Plain:
             step.buffers = copies(dict(self._model.named_buffers()))
             step.logits = logits
             self.steps.append(step)
-
-    def _evaluate(self, batch: Batch) -> Tensor:
-        num_samples = sum(self._named.eval_sizes)
-        self._model.eval()
-        with torch.no_grad():
-            part = part_of(batch, self._family, 0, num_samples)
-            output = call(self._model, part, self._family, self._way)
-        self._model.train()
-        return self._family.logits(output).clone()
 
     def _step(self, number: int, batch: Batch) -> Step:
         losses, grads = self._accumulate(number, batch)
@@ -149,7 +138,7 @@ class _Plain:
         for name, param in params.items():
             param.grad = summed[name]
         kept = {name: None if g is None else g.clone() for name, g in summed.items()}
-        norm = torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), calls.MAX_NORM)
         if not norm.isfinite():
             raise ValueError(f"gradients of step {number} have the norm {norm}.")
         self._optimizer.step()
@@ -165,13 +154,13 @@ class _Plain:
         num_labels = self._family.task.num_valid(batch["labels"])
         losses, grads = [], []
         first = 0
-        units = units_of(self._model, self._family, self._way)
+        units = calls.units_of(self._model, self._family, self._way)
         with seeded(self._model, units) as seeds:
             for size in self._microbatch_sizes:
-                part = part_of(batch, self._family, first, size)
+                part = calls.part_of(batch, self._family, first, size)
                 seeds.start(step=number, first_sample=first)
-                output = call(self._model, part, self._family, self._way)
-                loss_sum, _ = loss_of(output, part, self._family, self._way)
+                output = calls.call(self._model, part, self._family, self._way)
+                loss_sum, _ = calls.loss_of(output, part, self._family, self._way)
                 loss = loss_sum / num_labels
                 loss.backward()
                 losses.append(float(loss.detach()))
@@ -185,7 +174,7 @@ class _Plain:
 @contextmanager
 def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[SeededCalls]:
     """Units, and what draws numbers outside of them, seed as HetFSDP's do."""
-    seeds = SeededCalls(SEED)
+    seeds = SeededCalls(calls.SEED)
     modules = [(unit.fqns[0], module) for unit in units for module in unit.modules]
     modules += random_modules(model, units).items()
     with ExitStack() as hooks, SeededFunctions(seeds):

@@ -65,12 +65,7 @@ _T5 = {**_T5, "decoder_start_token_id": 0}
 # transformers' other ways to compute experts take no float64.
 _EAGER = {"experts_implementation": "eager"}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, **_EAGER}
-_QWEN3_MOE = {
-    **_EAGER,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+_QWEN3_MOE = {**_EAGER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _DEEPSEEK = {
     **_EAGER,
     "num_key_value_heads": 4,

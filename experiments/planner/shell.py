@@ -71,11 +71,7 @@ def main() -> None:
             size = Cluster.load(path).world_size
             model = MODEL if size > 8 else "llama_1b"  # the largest that fits on few devices
             batch = SAMPLES_PER_DEVICE * size
-            arguments = [
-                f"cluster={path.stem}",
-                f"model={model}",
-                f"global_batch_size={batch}",
-            ]
+            arguments = [f"cluster={path.stem}", f"model={model}", f"global_batch_size={batch}"]
             walls, cpus = zip(
                 *(timed(arguments, environment) for _ in range(NUM_RUNS)), strict=True
             )

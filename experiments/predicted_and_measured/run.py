@@ -199,8 +199,8 @@ def measure_case(case: Case, extent: Extent) -> list[Sitting]:
 def rows_of(case: Case, found: Sequence[Sitting], environment: Environment) -> list[Row]:
     """For the file."""
     samples = {
-        each.plan_name: " ".join(str(rank.rank_batch_size) for rank in each.plan.ranks)
-        for each in found[0].predictions
+        name: " ".join(str(rank.rank_batch_size) for rank in plan.ranks)
+        for name, plan in found[0].plans.items()
     }
     predicted = [(each, PREDICTED) for sitting in found for each in sitting.predictions]
     measured = [(each, MEASURED) for sitting in found for each in sitting.steps]

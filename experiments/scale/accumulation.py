@@ -14,13 +14,7 @@ import torch.distributed as dist
 from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Table
 from experiments.common.systems import FSDP2, HET, PLAIN, Rounds, System
-from experiments.decoders import (
-    Batch,
-    decoder_config,
-    make_decoder,
-    random_batches,
-    units_of,
-)
+from experiments.decoders import Batch, decoder_config, make_decoder, random_batches, units_of
 from experiments.scale import records
 from experiments.scale.paced import PacedModel, Sleeper
 from experiments.scale.records import (

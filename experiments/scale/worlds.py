@@ -96,10 +96,7 @@ def plans_of(world_size: int) -> dict[str, Plan]:
     """By name: batches that suit the speeds, and equal ones that make the fast ranks wait."""
     shares = [STATE[i % len(STATE)] * len(STATE) / world_size for i in range(world_size)]
     total = world_size * SAMPLES_PER_RANK
-    speeds = {
-        "by speed": [speed_of(i) for i in range(world_size)],
-        "equal": [1.0] * world_size,
-    }
+    speeds = {"by speed": [speed_of(i) for i in range(world_size)], "equal": [1.0] * world_size}
     return {
         name: Plan.proportional(
             speeds=each,

@@ -4,7 +4,6 @@ python -m experiments.uneven_collectives.run            two to four minutes
 python -m experiments.uneven_collectives.run --quick    under a minute
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Page, Spread, parser_of
+from experiments.common.systems import slowest_rank_seconds
 from experiments.uneven_collectives import candidates
 from experiments.uneven_collectives.candidates import Run
 from shardhet.comm.transport import Transport, meet
@@ -90,7 +90,7 @@ def measure(rank: int, num_repeats: int) -> list[Sample]:
             # Another order in each repeat, so that none profits from the one before it.
             start = repeat % len(variants)
             for variant in variants[start:] + variants[:start]:
-                slowest_rank_s = time_call(variant.run)
+                [slowest_rank_s] = slowest_rank_seconds(lambda _, run=variant.run: run(), 1)
                 if repeat >= 0:
                     samples.append(
                         Sample(
@@ -98,16 +98,6 @@ def measure(rank: int, num_repeats: int) -> list[Sample]:
                         )
                     )
     return samples
-
-
-def time_call(run: Run) -> float:
-    """Seconds of one call on the rank where it took longest."""
-    dist.barrier()
-    start_s = time.perf_counter()
-    run()
-    duration = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
-    dist.all_reduce(duration, op=dist.ReduceOp.MAX)
-    return float(duration)
 
 
 def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
