@@ -5,9 +5,10 @@ what a README shows can be made again from the file beside it.
 """
 
 import csv
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -148,17 +149,13 @@ def replace_cases(
 
     ``order`` is that of the cases in the file.
     """
-    measured = {_case(row) for row in rows}
+    case_of = attrgetter("case")
+    measured = set(map(case_of, rows))
     before = read_csv(path, record) if path.exists() else []
-    kept = [row for row in before if _case(row) not in measured]
-    merged = sorted([*kept, *rows], key=lambda row: order.index(_case(row)))
+    kept = [row for row in before if case_of(row) not in measured]
+    merged = sorted([*kept, *rows], key=lambda row: order.index(case_of(row)))
     write_csv(path, merged)
     return merged
-
-
-def _case(row: object) -> str:
-    case: str = row.case  # type: ignore[attr-defined]
-    return case
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -199,6 +196,11 @@ class Page:
         if rows:
             self._shown.append(show(title, header, rows))
 
+    def tables(self, tables: Iterable[Table]) -> None:
+        """Several."""
+        for each in tables:
+            self.table(each.title, each.header, each.rows)
+
     def bars(self, bars: Sequence[Bar]) -> None:
         """Claims and whether they hold."""
         self.table("Bars", BAR_HEADER, [bar.cells for bar in bars])
@@ -223,3 +225,15 @@ def parser_of(doc: str | None, quick: str = "little, and keeps nothing") -> Argu
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     return parser
+
+
+def parse_cases(parser: ArgumentParser, cases: Iterable[Any]) -> Namespace:
+    """What is asked for; ``cases`` of it are those whose name has the words of --only."""
+    names = [case.name for case in cases]
+    words = "cases whose name has these words, in place of those in results.csv: "
+    parser.add_argument("--only", metavar="WORDS", default="", help=words + "; ".join(names))
+    options = parser.parse_args()
+    options.cases = [case for case in cases if options.only in case.name]
+    if not options.cases:
+        parser.error(f"no case has {options.only!r} in its name; there are {names}")
+    return options

@@ -112,21 +112,12 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class PeakOfData:
-    """Most resident bytes of this process above a level, but for what is mapped from files.
+def data_bytes(key: str) -> int:
+    """Of this process now (VmRSS) or at most (VmHWM), but for what is mapped from files now.
 
     Libraries' code is read in when it first runs, 4 KiB by 4 KiB, and is nobody's data.
     """
-
-    def __init__(self) -> None:
-        """The level is that of now."""
-        self._level_bytes = memory_of_process("VmRSS") - memory_of_process("RssFile")
-        self.nbytes = 0
-
-    def look(self) -> None:
-        """Raise it to the peak since ``forget_peak``, less the files that are there now."""
-        peak_bytes = memory_of_process("VmHWM") - memory_of_process("RssFile")
-        self.nbytes = max(self.nbytes, peak_bytes - self._level_bytes)
+    return memory_of_process(key) - memory_of_process("RssFile")
 
 
 @contextmanager

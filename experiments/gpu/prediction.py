@@ -7,11 +7,10 @@ from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import free_everything, take_turns
 from experiments.gpu.profiling import (
-    PlannedCase,
     in_training,
     measure_here,
     noting_lack_of_memory,
-    planned_cases,
+    plans_by_hand,
 )
 from experiments.gpu.results import (
     Recorder,
@@ -24,7 +23,7 @@ from experiments.gpu.results import (
     values_of,
 )
 from experiments.gpu.scale import Job
-from shardhet import simulate
+from shardhet import Plan, simulate
 from shardhet.planner import Demands, solve
 from shardhet.profiler.measure import Measurement
 
@@ -39,34 +38,34 @@ def run(job: Job, record: Recorder) -> None:
     """The plan that was found first, then plans by hand."""
     measured = measure_here(job, seconds=job.budget_s / 2)
     setting = measured.setting
-    cases = [found_case(job, measured, record), *planned_cases(job)]
-    for case in cases:
-        timeline = simulate(case.plan, setting)
-        record(case.name, SIMULATED, timeline.step_time_s, "s")
+    plans = found_plan(job, measured, record) | plans_by_hand(job)
+    for case, plan in plans.items():
+        timeline = simulate(plan, setting)
+        record(case, SIMULATED, timeline.step_time_s, "s")
         free_everything(job.device)
         with noting_lack_of_memory(case, record):
-            train(job, case, job.budget_s / 2 / len(cases), record)
+            train(job, case, plan, job.budget_s / 2 / len(plans), record)
 
 
-def train(job: Job, case: PlannedCase, budget_s: float, record: Recorder) -> None:
+def train(job: Job, case: str, plan: Plan, budget_s: float, record: Recorder) -> None:
     """Turns of a few steps each."""
     step = partial(
-        in_training(job, case.plan).step,
-        *systems.random_batch(job.scale.config, case.plan.global_batch_size, job.device),
+        in_training(job, plan).step,
+        *systems.random_batch(job.scale.config, plan.global_batch_size, job.device),
     )
     step()
     turns = take_turns(
-        {case.name: step},
+        {case: step},
         job.device,
         num_rounds=job.pick(full=5, short=2),
         budget_s=budget_s,
         at_most=MAX_STEPS_OF_A_TURN,
     )
     for turn in turns:
-        record(case.name, MEASURED, turn.seconds, "s", turn.number)
+        record(case, MEASURED, turn.seconds, "s", turn.number)
 
 
-def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase:
+def found_plan(job: Job, measured: Measurement, record: Recorder) -> dict[str, Plan]:
     """What the planner chooses for twice what fits at once."""
     size = job.scale.microbatch_size
     solution = solve(
@@ -78,7 +77,7 @@ def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase
     name = f"planned: {sizes}, {num_recomputed} units recomputed"
     record(name, PREDICTED, solution.predicted.step_time_s, "s")
     record(name, BOUND, solution.lower_bound_s, "s")
-    return PlannedCase(name, solution.plan)
+    return {name: solution.plan}
 
 
 # Tables

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -20,14 +19,6 @@ from shardhet.training.optim import AdamW
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
 OUT_OF_MEMORY = "out of memory"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCase:
-    """A plan for this device, and what to call it."""
-
-    name: str
-    plan: Plan
 
 
 def measure_here(job: Job, *, seconds: float) -> Measurement:
@@ -54,29 +45,27 @@ def measure_here(job: Job, *, seconds: float) -> Measurement:
     )
 
 
-def planned_cases(job: Job) -> list[PlannedCase]:
+def plans_by_hand(job: Job) -> dict[str, Plan]:
     """One microbatch and several, everything kept, blocks recomputed, and half of them."""
     size = job.scale.microbatch_size
     part = max(1, size // 4)
     first_half = [f"blocks.{i}" for i in range(job.scale.config.num_layers // 2)]
     plan = systems.one_rank_plan
-    return [
-        PlannedCase(f"1 x {size}, everything kept", plan(size)),
-        PlannedCase(f"{size // part} x {part}, everything kept", plan(part, size // part)),
-        PlannedCase(
-            f"1 x {size}, half of the blocks recomputed", plan(size, recompute=first_half)
-        ),
-        PlannedCase(f"2 x {size}, blocks recomputed", plan(size, 2, recompute=RECOMPUTED)),
-    ]
+    return {
+        f"1 x {size}, everything kept": plan(size),
+        f"{size // part} x {part}, everything kept": plan(part, size // part),
+        f"1 x {size}, half of the blocks recomputed": plan(size, recompute=first_half),
+        f"2 x {size}, blocks recomputed": plan(size, 2, recompute=RECOMPUTED),
+    }
 
 
 @contextmanager
-def noting_lack_of_memory(case: PlannedCase, record: Recorder) -> Iterator[None]:
+def noting_lack_of_memory(case: str, record: Recorder) -> Iterator[None]:
     """A plan that does not fit is a result; the plans after it are still to be tried."""
     try:
         yield
     except torch.OutOfMemoryError:
-        record(case.name, OUT_OF_MEMORY, 1)
+        record(case, OUT_OF_MEMORY, 1)
 
 
 def in_training(job: Job, plan: Plan) -> System:

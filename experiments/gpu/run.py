@@ -180,8 +180,7 @@ class Report:
             console.print(outcome.failure, markup=False)
             self.has_failures = True
             self.page.tell(f"**{part.name} did not finish**: {outcome.cause}")
-        for table in part.tables(rows):
-            self.page.table(table.title, table.header, table.rows)
+        self.page.tables(part.tables(rows))
         verdict = ["", "not judged"]
         self._bar_cells += [
             [*bar.cells[:2], *(verdict if job.is_rehearsal else bar.cells[2:])]

@@ -96,9 +96,7 @@ def fsdp2(
     microbatch_size: int | None = None,
 ) -> System:
     """FSDP2 over the default group; parameters are gathered for each microbatch, twice."""
-    model = make_decoder(config, device)
-    if recompute:
-        recompute_blocks(model)
+    model = decoder_of(config, device, recompute=recompute)
     return systems.fsdp2(
         model,
         units_of(model),
@@ -110,9 +108,7 @@ def fsdp2(
 
 def plain_pytorch(config: DecoderConfig, device: torch.device, *, recompute: bool) -> System:
     """One process, a bfloat16 model and its float32 master copy."""
-    model = make_decoder(config, device)
-    if recompute:
-        recompute_blocks(model)
+    model = decoder_of(config, device, recompute=recompute)
     masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
     for master in masters:
         master.grad = torch.zeros_like(master)
@@ -139,9 +135,7 @@ def compute_alone(
     config: DecoderConfig, device: torch.device, *, recompute: bool
 ) -> Callable[[Tensor, Tensor], None]:
     """Forward and backward of one microbatch and nothing else: the least that it can take."""
-    model = make_decoder(config, device).to(PARAM_DTYPE)
-    if recompute:
-        recompute_blocks(model)
+    model = decoder_of(config, device, recompute=recompute).to(PARAM_DTYPE)
 
     def run(tokens: Tensor, targets: Tensor) -> None:
         loss_sum, num_tokens = model(tokens, targets)
@@ -151,9 +145,11 @@ def compute_alone(
     return run
 
 
-def recompute_blocks(model: Decoder) -> None:
-    """Let every block keep its input alone; there is no dropout, so no random state."""
-    for block in model.blocks:
+def decoder_of(config: DecoderConfig, device: torch.device, *, recompute: bool) -> Decoder:
+    """Every block may keep its input alone; there is no dropout, so no random state."""
+    model = make_decoder(config, device)
+    for block in model.blocks if recompute else ():
         block.forward = partial(  # type: ignore[method-assign]
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
         )
+    return model

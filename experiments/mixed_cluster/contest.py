@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.common.systems import System, check_same_losses
-from experiments.common.unlike import MIB, PeakOfData, Slowness, forget_building, forget_peak
+from experiments.common.unlike import MIB, Slowness, data_bytes, forget_building, forget_peak
 from experiments.decoders import CPU, Batch, random_batches
 from experiments.mixed_cluster import systems
 from experiments.mixed_cluster.clusters import Case
@@ -108,7 +108,8 @@ def train_by_itself(
     batches = batches_of(case)
     threading.stack_size(THREAD_STACK_BYTES)
     Communicators.over(dist.group.WORLD, CPU)  # their threads are nobody's memory
-    peak, level_asked_bytes = PeakOfData(), memory_of_process("VmData")
+    level_bytes, level_asked_bytes = data_bytes("VmRSS"), memory_of_process("VmData")
+    peaks_bytes = []
     system = make()
     forget_building()
     if case.cluster.is_capped:
@@ -118,8 +119,9 @@ def train_by_itself(
         for number, steps in enumerate((1, num_steps)):
             forget_peak()
             turn = _turn(system, batches, case.work, number, steps)
-            peak.look()
-    return replace(turn, peak_mib=tuple(round(mib, 1) for (mib,) in _rows([peak.nbytes / MIB])))
+            peaks_bytes.append(data_bytes("VmHWM"))
+    peak_mib = [(max(peaks_bytes) - level_bytes) / MIB]
+    return replace(turn, peak_mib=tuple(round(mib, 1) for (mib,) in _rows(peak_mib)))
 
 
 def makers(

@@ -13,7 +13,13 @@ from typing import Any
 
 from experiments.common.launch import run_ranks
 from experiments.common.machine import Environment
-from experiments.common.results import console, parser_of, replace_cases, write_results_block
+from experiments.common.results import (
+    console,
+    parse_cases,
+    parser_of,
+    replace_cases,
+    write_results_block,
+)
 from experiments.common.unlike import slowness_of, why_no_groups
 from experiments.mixed_cluster import contest, report
 from experiments.mixed_cluster.clusters import CASES, STRONG, Case
@@ -43,14 +49,8 @@ QUICK = Extent(
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only", metavar="WORDS", help="cases whose name has these words: " + _case_names()
-    )
-    options = parser.parse_args()
-    cases = [case for case in CASES if (options.only or "") in case.name]
-    if not cases:
-        parser.error(f"no case is called {options.only!r}; there are {_case_names()}")
+    options = parse_cases(parser_of(__doc__), CASES)
+    cases = options.cases
     if options.quick and not options.only:
         cases = [case for case in cases if case.cluster is STRONG or case.cluster.is_capped]
     environment = Environment.here()
@@ -75,10 +75,6 @@ def main() -> None:
     report.show_bars(rows)
     if options.quick:
         console.print("Only a little was measured: nothing was written.")
-
-
-def _case_names() -> str:
-    return "; ".join(case.name for case in CASES)
 
 
 def measure(

@@ -17,6 +17,7 @@ from experiments.common.results import (
     Page,
     Spread,
     console,
+    parse_cases,
     parser_of,
     print_table,
     replace_cases,
@@ -138,16 +139,8 @@ def _percents(fractions: Sequence[float]) -> str:
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = parser_of(__doc__, "three cases; keeps nothing")
-    parser.add_argument(
-        "--only",
-        metavar="WORDS",
-        help="cases whose name has these words; they replace those in results.csv",
-    )
-    options = parser.parse_args()
-    cases = [case for case in CASES if (options.only or "") in case.name]
-    if not cases:
-        parser.error(f"no case has {options.only!r}: {[case.name for case in CASES]}")
+    options = parse_cases(parser_of(__doc__, "three cases; keeps nothing"), CASES)
+    cases = options.cases
     reason = why_no_groups()
     if reason is not None:
         console.print(f"Cases that are slowed from outside are left out: {reason}")

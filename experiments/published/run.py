@@ -63,8 +63,7 @@ def main() -> None:
     versions = f"{here.date}, commit `{here.commit}`; Python {here.python}, numpy"
     heading = f"{versions} {np.__version__}. Predictions: no clock was read."
     page = Page(HERE, is_kept=not options.quick, heading=heading)
-    for table in tables(rows):
-        page.table(table.title, table.header, table.rows)
+    page.tables(tables(rows))
     if has_tables:
         cells = [check.cells for check in checks(options.data)]
         page.table("Published figures beside ours", CHECK_HEADER, cells)

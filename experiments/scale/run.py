@@ -41,8 +41,7 @@ def main() -> None:
         found, report = measure_part(part, effort)
         samples += found
         bars += report.bars
-        for table in report.tables:
-            page.table(table.title, table.header, table.rows)
+        page.tables(report.tables)
     page.bars(bars)
     page.tell(figure.MARKDOWN)
     page.keep({"results.csv": samples})

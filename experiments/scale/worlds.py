@@ -6,10 +6,10 @@ same ranks have just measured; nothing of the step that is predicted goes into i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from experiments.common import launch, systems
 from experiments.common.results import Bar, Table
@@ -59,36 +59,16 @@ GATHER, REDUCE = "gather_s", "reduce_s"
 COLLECTIVES = "collectives"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """What all ranks are told."""
-
-    world_size: int
-    num_units: int
-    rounds: Rounds
-    num_repeats: int  # of collectives
-
-
 def measure(effort: Effort) -> list[Sample]:
     """One launch for each world size."""
     sizes = FAR_WORLD_SIZES if effort.is_far else WORLD_SIZES
     sizes = QUICK_WORLD_SIZES if effort.is_quick else sizes
-    rounds = effort.rounds(2, 2)
-    worlds = [
-        World(
-            world_size=size,
-            num_units=QUICK_NUM_UNITS if effort.is_quick else NUM_UNITS,
-            rounds=rounds,
-            num_repeats=5 if effort.is_quick else 15,
-        )
-        for size in sizes
-    ]
+    num_units, num_repeats = (QUICK_NUM_UNITS, 5) if effort.is_quick else (NUM_UNITS, 15)
+    extent = (num_units, effort.rounds(2, 2), num_repeats)
     return [
         sample
-        for world in worlds
-        for sample in launch.run_ranks(
-            measure_rank, world.world_size, world, context=launch.FORKED
-        )[0]
+        for size in sizes
+        for sample in launch.run_ranks(measure_rank, size, *extent, context=launch.FORKED)[0]
     ]
 
 
@@ -108,23 +88,23 @@ def plans_of(world_size: int) -> dict[str, Plan]:
     }
 
 
-def measure_rank(rank: int, world: World) -> list[Sample]:
+def measure_rank(rank: int, num_units: int, rounds: Rounds, num_repeats: int) -> list[Sample]:
     """Collectives first, then predictions, then the steps."""
-    size = world.world_size
+    size = dist.get_world_size()
     cluster = cluster_of(size)
-    workload = workload_of(world.num_units, UNIT_NUMEL)
+    workload = workload_of(num_units, UNIT_NUMEL)
     profile, gather_s, reduce_s = measured_profile(
-        cluster, workload, FORWARD_S_PER_SAMPLE, num_repeats=world.num_repeats
+        cluster, workload, FORWARD_S_PER_SAMPLE, num_repeats=num_repeats
     )
     plans = plans_of(size)
     contestants = []
     for name, plan in plans.items():
-        model = PacedModel(world.num_units, UNIT_NUMEL, Sleeper())
+        model = PacedModel(num_units, UNIT_NUMEL, Sleeper())
         model.set_pace(FORWARD_S_PER_SAMPLE / speed_of(rank))
         system = systems.het_fsdp(HetFSDP(model, plan), None, name=name)
         batch = torch.zeros(plan.ranks[rank].rank_batch_size, 1)
         contestants.append(System(name, partial(system.step, batch)))
-    measured_s = step_seconds(contestants, (), world.rounds)
+    measured_s = step_seconds(contestants, (), rounds)
     setting = Setting(cluster, workload, profile)
     simulated_s = {name: [simulate(plan, setting).step_time_s] for name, plan in plans.items()}
     return [

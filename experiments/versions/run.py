@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.machine import REPOSITORY, commit_of
-from experiments.common.results import BAR_HEADER, Bar, Page, Spread, markdown_table, parser_of
+from experiments.common.results import (
+    BAR_HEADER,
+    Bar,
+    Page,
+    Spread,
+    markdown_table,
+    parse_cases,
+    parser_of,
+)
 from experiments.versions.cases import CASES, Case
 
 HERE = Path(__file__).parent
@@ -144,15 +152,13 @@ def main() -> None:
     """Measure, print, and keep."""
     parser = parser_of(__doc__, "two rounds; keeps nothing")
     parser.add_argument("--old", type=Path, required=True, metavar="FOLDER", help="its tree")
-    parser.add_argument("--only", metavar="WORD", default="", help="of case names")
-    options = parser.parse_args()
+    options = parse_cases(parser, CASES.values())
     trees = {"old": options.old.resolve(), "new": REPOSITORY}
     page = Page(HERE, is_kept=not (options.quick or options.only))
     page.tell(f"Old: commit `{commit_of(trees['old'])}`.")
     samples = []
-    for case in CASES.values():
-        if options.only in case.name:
-            samples += measure(case, trees, 2 if options.quick else NUM_ROUNDS)
+    for case in options.cases:
+        samples += measure(case, trees, 2 if options.quick else NUM_ROUNDS)
     page.tell(as_markdown(samples))
     page.keep({"results.csv": samples})
 
