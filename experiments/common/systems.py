@@ -24,9 +24,9 @@ HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"
 LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order
 AS_STORED = MixedPrecisionPolicy()
 
-# Of tensors with samples in dim 0 -> the mean loss over them; stock systems leave it on the
-# device, so that the host need not wait for it.
-Step = Callable[..., Tensor | float | None]
+# Of tensors with samples in dim 0 -> the mean loss over them, a number; stock systems leave it
+# in a tensor on the device, so that the host need not wait for it.
+Step = Callable[..., Any]
 IsLast = Callable[[bool], None]  # before each microbatch: whether it is the last one
 
 
