@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import control_groups
-from experiments.control_groups import (
+from experiments.common import control_groups
+from experiments.common.control_groups import (
     Controller,
     Group,
     NoControlGroupsError,

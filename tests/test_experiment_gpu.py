@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from experiments.common import read_csv
+from experiments.common.results import Page, read_csv
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "gpu"
 GIB = 2**30
@@ -118,7 +118,7 @@ def test_what_a_failed_part_had_measured_is_kept(
     monkeypatch.setattr(run, "HERE", tmp_path)
     shutil.copy(FOLDER / "README.md", tmp_path)
     ledger = results.Ledger(tmp_path / "results.csv")
-    report = run.Report(["a machine"], ledger, is_kept=True)
+    report = run.Report(Page(tmp_path, is_kept=True, heading="a machine"), ledger)
     job = scale.Job(device=torch.device("cpu"), scale=scale.REHEARSAL, budget_s=1.0)
     report.add(run.PARTS[-1], job, 10.0)
     report.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common import read_csv, write_csv
+from experiments.common.results import read_csv, write_csv
 from experiments.published.blocks import (
     BLOCK,
     KIND_BY_GPU,

@@ -11,7 +11,6 @@ from experiments.scale import (
     paced,
     simulated,
     slept_profile,
-    systems,
     worlds,
 )
 from shardhet import simulate
@@ -95,12 +94,6 @@ def test_growth_needs_something_that_grows() -> None:
     assert growth(0.02, 0.022) == pytest.approx(1.1)
     assert growth(-0.001, 0.01) == float("inf")
     assert growth(-0.001, -0.01) == 0
-
-
-def test_microbatches_of_plain_accumulation_are_equal() -> None:
-    split = systems.split
-    parts = split((torch.arange(6), torch.arange(6)), 3)
-    assert [len(tokens) for tokens, _ in parts] == [2, 2, 2]
 
 
 def test_simulator_and_cost_model_look_at_one_plan() -> None:

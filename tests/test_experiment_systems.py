@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from experiments.contestants import (
+from experiments.common.systems import (
     check_same_losses,
     fully_sharded,
     fused_adamw,
-    het_fsdp_step,
-    plain_step,
+    het_fsdp,
     slowest_rank_seconds,
+    split,
+    stock,
 )
 from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
 from shardhet import HetFSDP, Plan
@@ -62,11 +63,16 @@ def _train_all(rank: int, reshards: bool) -> list[str]:
     ours = HetFSDP(make_decoder(CONFIG), Plan.even(WORLD_SIZE, microbatch_size=RANK_BATCH_SIZE))
     fully_sharded(theirs, units_of(theirs), reshards=reshards)
     optimizers = [fused_adamw(each.parameters(), 1e-2) for each in (plain, theirs, ours)]
+    systems = [
+        stock(plain, optimizers[0], name="plain"),
+        stock(theirs, optimizers[1], name="FSDP2"),
+        het_fsdp(ours, optimizers[2]),
+    ]
     losses = {
-        "plain": [plain_step(plain, optimizers[0], *batch) for _ in range(NUM_STEPS)],
-        "HetFSDP": [het_fsdp_step(ours, optimizers[2], *own) for _ in range(NUM_STEPS)],
+        "plain": [systems[0].step(*batch) for _ in range(NUM_STEPS)],
+        "HetFSDP": [systems[2].step(*own) for _ in range(NUM_STEPS)],
     }
-    of_rank = [plain_step(theirs, optimizers[1], *own) for _ in range(NUM_STEPS)]
+    of_rank = [systems[1].step(*own) for _ in range(NUM_STEPS)]
     mean = torch.tensor(of_rank).double()
     dist.all_reduce(mean)
     by_system = {name: torch.tensor(each).double() for name, each in losses.items()}
@@ -78,6 +84,11 @@ def _train_all(rank: int, reshards: bool) -> list[str]:
         if any(unit is each for each in units_of(theirs))
         and not isinstance(next(unit.parameters()), DTensor)
     ]
+
+
+def test_microbatches_are_equal_but_for_the_last() -> None:
+    parts = split((torch.arange(5), torch.arange(5)), 2)
+    assert [len(tokens) for tokens, _ in parts] == [2, 2, 1]
 
 
 def test_systems_whose_losses_differ_are_named() -> None:

@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from experiments.unlike import MIB, MixedCluster, slowness_of
+from experiments.common.unlike import MIB, MixedCluster, slowness_of
 from shardhet.training.emulation import EmulatedDevice, memory_of_process
 from tests.worlds import run_ranks
 

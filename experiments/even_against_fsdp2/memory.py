@@ -7,17 +7,17 @@ alone.
 """
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from experiments.common.systems import FSDP2, HET, System
+from experiments.common.unlike import MIB, forget_peak
 from experiments.decoders import decoder_config
-from experiments.even_against_fsdp2 import systems
-from experiments.even_against_fsdp2.systems import System
+from experiments.even_against_fsdp2.speed import fsdp2, het_fsdp
 from shardhet import Plan
 from shardhet.models.decoder import num_params
+from shardhet.training.emulation import memory_of_process
 
 CONFIG = decoder_config(width=512, num_layers=12, seq_len=128)
 RANK_BATCH_SIZE = 4
@@ -25,8 +25,8 @@ NUM_RANKS = 2
 NUM_WARMUP_STEPS = 2
 NUM_STEPS = 4
 BYTES_PER_PARAM = 16  # float32: itself, its gradient and two AdamW moments
-STATE_MIB = num_params(CONFIG) * BYTES_PER_PARAM / 2**20  # of all ranks together
-SYSTEMS = ("HetFSDP", "FSDP2")
+STATE_MIB = num_params(CONFIG) * BYTES_PER_PARAM / MIB  # of all ranks together
+SYSTEMS = (HET, FSDP2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,8 @@ class MemorySample:
     state_mib: float  # parameters, gradients and moments of the whole model
 
 
-def measure_memory(
-    rank: int, join: Callable[[], None], system_name: str, launch: int
-) -> MemorySample:
+def measure_memory(rank: int, system_name: str, launch: int) -> MemorySample:
     """Build and train one system in this fresh process."""
-    join()
     gc.collect()
     level_mib = resident_mib("VmRSS")
     forget_peak()
@@ -72,21 +69,11 @@ def measure_memory(
 
 def make_system(name: str) -> System:
     """The one of ``SYSTEMS`` called ``name``."""
-    if name == "FSDP2":
-        return systems.fsdp2(CONFIG)
-    plan = Plan.even(NUM_RANKS, microbatch_size=RANK_BATCH_SIZE)
-    return systems.het_fsdp(CONFIG, plan, name=name)
+    if name == FSDP2:
+        return fsdp2(CONFIG)
+    return het_fsdp(CONFIG, Plan.even(NUM_RANKS, microbatch_size=RANK_BATCH_SIZE))
 
 
 def resident_mib(key: str) -> float:
-    """A line of the kernel's record of this process: VmRSS is now, VmHWM the peak."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {key}. Run this on Linux.")
-
-
-def forget_peak() -> None:
-    """Let VmHWM start again from what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    """VmRSS is now, VmHWM the peak."""
+    return memory_of_process(key) / MIB

@@ -4,21 +4,12 @@ python -m experiments.even_against_fsdp2.run            about 6 minutes
 python -m experiments.even_against_fsdp2.run --quick    one or two minutes
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    Spread,
-    console,
-    run_ranks,
-    show,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Page, Spread, parser_of
+from experiments.common.systems import Rounds
 from experiments.even_against_fsdp2.memory import (
     NUM_RANKS,
     STATE_MIB,
@@ -29,17 +20,17 @@ from experiments.even_against_fsdp2.memory import (
 from experiments.even_against_fsdp2.speed import Contest, StepSample, measure_speed
 
 HERE = Path(__file__).parent
+LONG = Rounds(num_rounds=6, num_steps=5)
+OF_LONG_STEPS = Rounds(num_rounds=4, num_steps=4)
+SHORT = Rounds(num_rounds=4, num_steps=3)
 CONTESTS = (
-    Contest(num_ranks=2, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=6, num_steps=5),
-    Contest(
-        num_ranks=2, rank_batch_size=32, microbatch_sizes=(32, 8), num_rounds=4, num_steps=4
-    ),
-    Contest(num_ranks=1, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=6, num_steps=5),
-    Contest(num_ranks=1, rank_batch_size=32, microbatch_sizes=(32,), num_rounds=4, num_steps=4),
+    Contest(num_ranks=2, rank_batch_size=8, microbatch_sizes=(8,), rounds=LONG),
+    Contest(num_ranks=2, rank_batch_size=32, microbatch_sizes=(32, 8), rounds=OF_LONG_STEPS),
+    Contest(num_ranks=1, rank_batch_size=8, microbatch_sizes=(8,), rounds=LONG),
+    Contest(num_ranks=1, rank_batch_size=32, microbatch_sizes=(32,), rounds=OF_LONG_STEPS),
 )
 QUICK_CONTESTS = tuple(
-    Contest(num_ranks=n, rank_batch_size=8, microbatch_sizes=(8,), num_rounds=4, num_steps=3)
-    for n in (2, 1)
+    Contest(num_ranks=n, rank_batch_size=8, microbatch_sizes=(8,), rounds=SHORT) for n in (2, 1)
 )
 NUM_LAUNCHES = 3
 LEAST_SPEEDUPS = {(2, 8): 1.10, (2, 32): 1.03, (1, 8): 0.97, (1, 32): 0.97}
@@ -49,34 +40,25 @@ MEMORY_HEADER = ["system", "peak MiB (p10-p90)", "of the steps alone", "n"]
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps; keeps nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=("speed", "memory"), help="half of it; keeps nothing")
     options = parser.parse_args()
-    environment = Environment.here()
-    console.print(environment.as_markdown())
-    contests = QUICK_CONTESTS if options.quick else CONTESTS
+    page = Page(HERE, is_kept=not (options.quick or options.only))
     steps: list[StepSample] = []
     peaks: list[MemorySample] = []
-    shown = [environment.as_markdown()]
     bars = []
     if options.only != "memory":
-        for contest in contests:
+        for contest in QUICK_CONTESTS if options.quick else CONTESTS:
             steps += run_ranks(measure_speed, contest.num_ranks, contest)[0]
-            shown.append(show(contest.title, SPEED_HEADER, speed_rows(contest, steps)))
+            page.table(contest.title, SPEED_HEADER, speed_rows(contest, steps))
             bars.append(speed_bar(contest, steps))
     if options.only != "speed":
         peaks = measure_peaks(1 if options.quick else NUM_LAUNCHES)
         title = f"Resident memory of a rank, 2 ranks, model state {STATE_MIB:.0f} MiB in all"
-        shown.append(show(title, MEMORY_HEADER, memory_rows(peaks)))
+        page.table(title, MEMORY_HEADER, memory_rows(peaks))
         bars += memory_bars(peaks)
-    shown.append(show("Bars", BAR_HEADER, [bar.cells for bar in bars]))
-    if options.quick or options.only:
-        console.print("Only a part was measured: nothing was written.")
-        return
-    write_csv(HERE / "results.csv", steps)
-    write_csv(HERE / "memory.csv", peaks)
-    write_results_block(HERE / "README.md", "\n\n".join(shown))
+    page.bars(bars)
+    page.keep({"results.csv": steps, "memory.csv": peaks})
 
 
 def measure_peaks(num_launches: int) -> list[MemorySample]:
@@ -85,7 +67,7 @@ def measure_peaks(num_launches: int) -> list[MemorySample]:
         sample
         for launch in range(num_launches)
         for system in SYSTEMS
-        for sample in run_ranks(measure_memory, NUM_RANKS, system, launch, initialises=False)
+        for sample in run_ranks(measure_memory, NUM_RANKS, system, launch)
     ]
 
 
@@ -135,14 +117,7 @@ def memory_rows(peaks: Sequence[MemorySample]) -> list[list[str]]:
     for system in SYSTEMS:
         peak = Spread.of([s.peak_mib for s in peaks if s.system == system])
         steps = Spread.of([s.steps_peak_mib for s in peaks if s.system == system])
-        rows.append(
-            [
-                system,
-                peak.cell(0),
-                steps.cell(0),
-                str(peak.n),
-            ]
-        )
+        rows.append([system, peak.cell(0), steps.cell(0), str(peak.n)])
     return rows
 
 

@@ -1,26 +1,19 @@
-"""Tokens per second of several systems that take turns in the same processes.
+"""Tokens per second of several systems that take turns in the same processes."""
 
-Turns, not launches of their own: on a shared machine the same program differs from launch
-to launch (where memory lies, what the neighbours do) by more than the systems differ.  In
-one process a slow second meets all of them.  A turn is a few steps, of which the first is
-left out because the other system has just had the caches.
-"""
+from dataclasses import asdict, dataclass
+from functools import partial
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 import torch.distributed as dist
 
-from experiments.contestants import check_same_losses, slowest_rank_seconds
-from experiments.decoders import Batch, decoder_config, random_batches
-from experiments.even_against_fsdp2 import systems
-from experiments.even_against_fsdp2.systems import System
-from shardhet import Plan
+from experiments.common import systems
+from experiments.common.systems import FSDP2, HET, PLAIN, Rounds, System
+from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
+from shardhet import HetFSDP, Plan
+from shardhet.models.decoder import DecoderConfig
 
 NUM_BATCHES = 4  # all systems see the same ones over and over
 NUM_STEPS_COMPARED = 4  # losses of all systems are equal in these
-HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"
+LEARNING_RATE = 1e-3
 
 CONFIG = decoder_config(width=256, num_layers=6, seq_len=128)
 
@@ -32,8 +25,7 @@ class Contest:
     num_ranks: int
     rank_batch_size: int
     microbatch_sizes: tuple[int, ...]  # of HetFSDP, one system each
-    num_rounds: int
-    num_steps: int  # of a turn, besides the first
+    rounds: Rounds
 
     @property
     def title(self) -> str:
@@ -63,13 +55,13 @@ class Contest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """One timed step."""
+    """One timed step of a contest."""
 
     num_ranks: int
     rank_batch_size: int
     system: str
     round: int
-    step: int  # within the turn; step 0 is left out
+    step: int
     slowest_rank_s: float
 
 
@@ -80,63 +72,66 @@ def measure_speed(rank: int, contest: Contest) -> list[StepSample]:
         CONFIG, contest.rank_batch_size, seed=rank, num_batches=NUM_BATCHES
     )
     contestants = make_systems(contest)
-    check_same_losses({each.name: first_losses(each, batches) for each in contestants})
-    samples = []
-    for turn in range(-1, contest.num_rounds):  # the first one warms up
-        # There and back again: who goes first in one round goes last in the next.
-        order = contestants if turn % 2 else contestants[::-1]
-        for system in order:
-            durations_s = time_turn(system, batches, contest.num_steps)
-            for step, slowest_rank_s in enumerate(durations_s):
-                if turn >= 0 and step > 0:
-                    sample = StepSample(
-                        num_ranks=contest.num_ranks,
-                        rank_batch_size=contest.rank_batch_size,
-                        system=system.name,
-                        round=turn,
-                        step=step,
-                        slowest_rank_s=slowest_rank_s,
-                    )
-                    samples.append(sample)
-    return samples
+    systems.check_same_losses(
+        {
+            each.name: systems.first_losses(each, batches, NUM_STEPS_COMPARED)
+            for each in contestants
+        }
+    )
+    step_by_system = {
+        each.name: partial(lambda system, step: system.step(*batches[step % NUM_BATCHES]), each)
+        for each in contestants
+    }
+    return [
+        StepSample(
+            num_ranks=contest.num_ranks,
+            rank_batch_size=contest.rank_batch_size,
+            **asdict(timed),
+        )
+        for timed in systems.take_turns(step_by_system, contest.rounds)
+    ]
 
 
 def make_systems(contest: Contest) -> list[System]:
     """HetFSDP once per microbatch size, and its opponent."""
-    ours = [
-        systems.het_fsdp(
+    num_ranks, batch_size = contest.num_ranks, contest.rank_batch_size
+    made = [
+        het_fsdp(
             CONFIG,
-            Plan.even(
-                contest.num_ranks,
-                microbatch_size=size,
-                num_microbatches=contest.rank_batch_size // size,
-            ),
+            Plan.even(num_ranks, microbatch_size=size, num_microbatches=batch_size // size),
             name=contest.system_name(size),
         )
         for size in contest.microbatch_sizes
     ]
-    is_alone = contest.num_ranks == 1
-    if not is_alone:
-        ours.append(
-            systems.het_fsdp_over_gloo(
-                CONFIG,
-                Plan.even(contest.num_ranks, microbatch_size=contest.rank_batch_size),
-                name=contest.over_gloo,
-            )
-        )
-    return [*ours, systems.plain_pytorch(CONFIG) if is_alone else systems.fsdp2(CONFIG)]
+    if num_ranks == 1:
+        return [*made, plain_pytorch()]
+    whole = Plan.even(num_ranks, microbatch_size=batch_size)
+    with systems.over_gloo() as group:
+        made.append(het_fsdp(CONFIG, whole, name=contest.over_gloo, group=group))
+    return [*made, fsdp2(CONFIG)]
 
 
-def time_turn(system: System, batches: Sequence[Batch], num_steps: int) -> list[float]:
-    """Seconds of each step of one turn on the rank where it took longest."""
-    return slowest_rank_seconds(
-        lambda step: system.step(*batches[step % len(batches)]), num_steps + 1
-    )
+def het_fsdp(
+    config: DecoderConfig,
+    plan: Plan,
+    *,
+    name: str = HET,
+    group: dist.ProcessGroup | None = None,
+) -> System:
+    """``plan`` on all ranks of the group, or on one process without a group."""
+    model = HetFSDP(make_decoder(config), plan, group=group)
+    optimizer = systems.fused_adamw(model.parameters(), LEARNING_RATE)
+    return systems.het_fsdp(model, optimizer, name=name)
 
 
-def first_losses(system: System, batches: Sequence[Batch]) -> torch.Tensor:
-    """Means over ranks in the first steps."""
-    losses = [system.step(*batches[step % len(batches)]) for step in range(NUM_STEPS_COMPARED)]
-    mean = torch.tensor(losses, dtype=torch.float64)
-    dist.all_reduce(mean)
-    return mean / dist.get_world_size()
+def fsdp2(config: DecoderConfig) -> System:
+    """Every rank has as many tokens, so its mean of the ranks' means is the global mean."""
+    model = make_decoder(config)
+    return systems.fsdp2(model, units_of(model), LEARNING_RATE)
+
+
+def plain_pytorch() -> System:
+    """One process."""
+    model = make_decoder(CONFIG)
+    optimizer = systems.fused_adamw(model.parameters(), LEARNING_RATE)
+    return systems.stock(model, optimizer, name=PLAIN)

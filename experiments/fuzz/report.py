@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.common import markdown_table
+from experiments.common.results import markdown_table
 from tests.fuzzing.shapes import REFUSABLE
 
 FAULTS = ("wrong", "crash", "hang")

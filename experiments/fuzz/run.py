@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from experiments.common import Environment, console, write_csv, write_results_block
+from experiments.common.machine import Environment
+from experiments.common.results import console, write_csv, write_results_block
 from experiments.fuzz.report import FAULTS, as_markdown, without_names
 from tests.fuzzing.campaign import Court, shrink
 from tests.fuzzing.drawing import draw_case
@@ -89,12 +90,8 @@ def _campaign(seeds: Sequence[int] | None, path: Path | None, num_jobs: int) -> 
                 write_csv(path, rows)
     if seeds is None:
         write_csv(HERE / "results.csv", rows)
-        _tell(rows, f"{environment.as_markdown()} {minutes:.0f} minutes.")
-
-
-def _tell(rows: Sequence[Row], heading: str) -> None:
-    """The README's tables, of a campaign's rows."""
-    write_results_block(HERE / "README.md", f"{heading}\n\n{as_markdown(rows)}")
+        heading = f"{environment.as_markdown()} {minutes:.0f} minutes."
+        write_results_block(HERE / "README.md", f"{heading}\n\n{as_markdown(rows)}")
 
 
 def _judge_block(seeds: Iterable[int]) -> list[Row]:

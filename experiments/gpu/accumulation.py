@@ -10,13 +10,15 @@ with every graph kept it would need the memory of a batch in one go.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
+from experiments.common.systems import FSDP2, HET
 from experiments.gpu import systems
-from experiments.gpu.clock import PeakMeter, free_everything, seconds_per_call, turns_that_fit
+from experiments.gpu.clock import free_everything, seconds_per_call, take_turns
 from experiments.gpu.results import (
     GIB,
     Recorder,
@@ -28,8 +30,7 @@ from experiments.gpu.results import (
     spread_cell,
     values_of,
 )
-from experiments.gpu.scale import Job
-from experiments.gpu.systems import FSDP2, HET
+from experiments.gpu.scale import RECOMPUTED, Job
 from shardhet.apps.common.plots import draw_lines
 
 NAME = "accumulation"
@@ -72,33 +73,29 @@ def measure_steps(
 ) -> None:
     """Steps of l microbatches for every l, the largest first: it is what the plan is for."""
     size, config = len(tokens) // counts[-1], job.scale.config
-    plan = systems.one_rank_plan(
-        microbatch_size=size, num_microbatches=counts[-1], recompute=True
-    )
+    plan = systems.one_rank_plan(size, counts[-1], recompute=RECOMPUTED)
     contestants = [
         systems.het_fsdp(config, plan, job.device),
-        systems.fsdp2(config, job.device, recompute=True),
+        systems.fsdp2(config, job.device, recompute=True, microbatch_size=size),
     ]
-    num_rounds = job.pick(full=5, short=2)
-    turn_s = job.budget_s / (num_rounds * len(contestants) * len(counts))
     for count in reversed(counts):
         batch = tokens[: count * size], targets[: count * size]
-        steps = [
-            lambda each=each, batch=batch, count=count: each.step(*batch, count)
-            for each in contestants
-        ]
-        for step in steps:
+        steps = {
+            f"{each.name}, l = {count}": partial(each.step, *batch) for each in contestants
+        }
+        for step in steps.values():
             step()
-        step_s = max(seconds_per_call(step, 1, job.device) for step in steps)
-        num_steps = turns_that_fit(step_s, turn_s, at_most=MAX_STEPS_OF_A_TURN)
-        for turn in range(num_rounds):
-            for each, step in zip(contestants, steps, strict=True):
-                meter = PeakMeter(job.device)
-                seconds = seconds_per_call(step, num_steps, job.device)
-                record(f"{each.name}, l = {count}", STEP, seconds, "s", turn)
-                if job.is_cuda:  # above what both hold between steps
-                    peak = meter.read().allocated / GIB
-                    record(f"{each.name}, l = {count}", PEAK, peak, "GiB", turn)
+        turns = take_turns(
+            steps,
+            job.device,
+            num_rounds=job.pick(full=5, short=2),
+            budget_s=job.budget_s / len(counts),
+            at_most=MAX_STEPS_OF_A_TURN,
+        )
+        for turn in turns:
+            record(turn.case, STEP, turn.seconds, "s", turn.number)
+            if job.is_cuda:  # above what both hold between steps
+                record(turn.case, PEAK, turn.peak_bytes / GIB, "GiB", turn.number)
 
 
 # Tables
@@ -106,10 +103,7 @@ def measure_steps(
 
 def overhead_s(rows: Sequence[Row], case: str) -> float | None:
     """Median step less l times the median microbatch; ``case`` ends in l."""
-    step, compute = (
-        median_of(rows, case, STEP),
-        median_of(rows, COMPUTE_CASE, COMPUTE),
-    )
+    step, compute = (median_of(rows, case, STEP), median_of(rows, COMPUTE_CASE, COMPUTE))
     if step is None or compute is None:
         return None
     return step - int(case.rpartition(" ")[2]) * compute
@@ -119,11 +113,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     """One line per system and l."""
     lines = []
     for case in sorted(cases_of(rows, STEP)):
-        ms = [1000 * seconds for seconds in values_of(rows, case, STEP)]
-        overhead = overhead_s(rows, case)
-        overhead_ms = None if overhead is None else 1000 * overhead
-        peak = shown(median_of(rows, case, PEAK))
-        lines.append([case, spread_cell(ms, 1), shown(overhead_ms, "{:.1f}"), peak])
+        overhead = shown(overhead_s(rows, case), "{:.1f}", scale=1000)
+        step = spread_cell(values_of(rows, case, STEP), 1, scale=1000)
+        lines.append([case, step, overhead, shown(median_of(rows, case, PEAK))])
     lines.sort(key=lambda line: (line[0].partition(",")[0], int(line[0].rpartition(" ")[2])))
     compute = median_of(rows, COMPUTE_CASE, COMPUTE)
     alone = "" if compute is None else f"; one microbatch alone {1000 * compute:.1f} ms"

@@ -8,7 +8,7 @@ wait in every step pays for that.
 import gc
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,37 @@ class PeakMeter:
         return Peak(allocated, reserved)
 
 
-def turns_that_fit(step_s: float, budget_s: float, *, at_most: int) -> int:
-    """How many steps of ``step_s`` seconds fit into ``budget_s``; at least one."""
-    return max(1, min(at_most, int(budget_s / max(step_s, 1e-6))))
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A few steps of one system."""
+
+    case: str
+    number: int
+    seconds: float  # of a step
+    peak_bytes: int  # of tensors, above what was there before
+
+
+def take_turns(
+    step_by_case: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    num_rounds: int,
+    budget_s: float,
+    at_most: int,
+) -> Iterator[Turn]:
+    """Turns of ``at_most`` steps or as many as the budget allows, each after a step that does
+    not count.
+
+    Turns, not runs of their own: a device's clock falls as it warms up, and in one process a
+    slow minute meets all systems.  Who goes first in one round goes last in the next.
+    """
+    cases = list(step_by_case)
+    step_s = max(seconds_per_call(step, 1, device) for step in step_by_case.values())
+    turn_s = budget_s / (num_rounds * len(cases))
+    num_steps = max(1, min(at_most, int(turn_s / max(step_s, 1e-6)) - 1))
+    for number in range(num_rounds):
+        for case in cases if number % 2 else reversed(cases):
+            meter = PeakMeter(device)
+            step_by_case[case]()
+            seconds = seconds_per_call(step_by_case[case], num_steps, device)
+            yield Turn(case, number, seconds, meter.read().allocated)

@@ -5,7 +5,7 @@ python -m experiments.gpu.figure
 
 from pathlib import Path
 
-from experiments.common import read_csv
+from experiments.common.results import read_csv
 from experiments.gpu import accumulation
 from experiments.gpu.results import Row
 

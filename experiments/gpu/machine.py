@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.common import Environment
+from experiments.common.machine import Environment
 from experiments.gpu.results import GIB, Recorder
 
 
@@ -14,11 +14,11 @@ class Machine:
     """The device and the libraries between it and torch."""
 
     name: str
-    total_bytes: int
-    free_bytes: int
-    has_bfloat16: bool
-    cuda: str
-    nccl: str
+    total_bytes: int = 0
+    free_bytes: int = 0
+    has_bfloat16: bool = True
+    cuda: str = "none"
+    nccl: str = "none"
 
     def as_markdown(self, environment: Environment) -> str:
         """One line for a README."""
@@ -34,14 +34,7 @@ class Machine:
 def look(device: torch.device, _record: Recorder) -> Machine:
     """Ask the driver; of a CPU in a rehearsal there is nothing to ask."""
     if device.type != "cuda":
-        return Machine(
-            name=f"no GPU ({platform.machine()})",
-            total_bytes=0,
-            free_bytes=0,
-            has_bfloat16=True,
-            cuda="none",
-            nccl="none",
-        )
+        return Machine(name=f"no GPU ({platform.machine()})")
     properties = torch.cuda.get_device_properties(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return Machine(

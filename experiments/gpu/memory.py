@@ -3,19 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import PeakMeter, free_everything
 from experiments.gpu.profiling import (
-    PlannedCase,
     in_training,
     measure_here,
     noting_lack_of_memory,
-    planned_cases,
+    plans_by_hand,
 )
-from experiments.gpu.results import GIB, Recorder, Row, cases_of, median_of, ratio_bar, shown
+from experiments.gpu.results import GIB, Recorder, Row, cases_of, comparison, median_of, shown
 from experiments.gpu.scale import Job
-from shardhet import simulate
+from shardhet import Plan, simulate
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.profiler.measure import Measurement
@@ -30,36 +29,36 @@ TOLERANCE = 0.05
 def run(job: Job, record: Recorder) -> None:
     """Predict every plan, then train it."""
     measured = measure_here(job, seconds=job.budget_s / 2)
-    for case in planned_cases(job):
-        predict(case, measured, record)
+    for case, plan in plans_by_hand(job).items():
+        predict(case, plan, measured, record)
         free_everything(job.device)
         with noting_lack_of_memory(case, record):
-            train(job, case, record)
+            train(job, case, plan, record)
 
 
-def predict(case: PlannedCase, measured: Measurement, record: Recorder) -> None:
+def predict(case: str, plan: Plan, measured: Measurement, record: Recorder) -> None:
     """What tensors will need, in all and by what it is for."""
     setting = measured.setting
-    parts = CostModel(setting).predict(case.plan).ranks[0].memory
+    parts = CostModel(setting).predict(plan).ranks[0].memory
     # The context and libraries' own memory are not the allocator's.
     predicted = parts.total_bytes - parts.reserved_bytes
-    simulated = simulate(case.plan, setting).ranks[0].peak_bytes - parts.reserved_bytes
-    record(case.name, PREDICTED, predicted / GIB, "GiB")
-    record(case.name, SIMULATED, simulated / GIB, "GiB")
+    simulated = simulate(plan, setting).ranks[0].peak_bytes - parts.reserved_bytes
+    record(case, PREDICTED, predicted / GIB, "GiB")
+    record(case, SIMULATED, simulated / GIB, "GiB")
     for field in fields(MemoryParts):
-        record(case.name, field.name, getattr(parts, field.name) / GIB, "GiB")
+        record(case, field.name, getattr(parts, field.name) / GIB, "GiB")
 
 
-def train(job: Job, case: PlannedCase, record: Recorder) -> None:
+def train(job: Job, case: str, plan: Plan, record: Recorder) -> None:
     """A few steps, from the first weight on."""
     meter = PeakMeter(job.device)
-    system = in_training(job, case.plan)
-    batch = systems.random_batch(job.scale.config, case.batch_size, job.device)
+    system = in_training(job, plan)
+    batch = systems.random_batch(job.scale.config, plan.global_batch_size, job.device)
     for _ in range(NUM_STEPS):
-        system.step(*batch, 1)
+        system.step(*batch)
     peak = meter.read()
-    record(case.name, MEASURED, peak.allocated / GIB, "GiB")
-    record(case.name, RESERVED, peak.reserved / GIB, "GiB")
+    record(case, MEASURED, peak.allocated / GIB, "GiB")
+    record(case, RESERVED, peak.reserved / GIB, "GiB")
 
 
 # Tables
@@ -78,14 +77,4 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """Measured within five per cent of predicted."""
-    found = []
-    for case in cases_of(rows, MEASURED):
-        measured, predicted = median_of(rows, case, MEASURED), median_of(rows, case, PREDICTED)
-        found += ratio_bar(
-            f"{case}: peak memory, measured / predicted",
-            measured,
-            predicted,
-            at_least=1 - TOLERANCE,
-            at_most=1 + TOLERANCE,
-        )
-    return found
+    return comparison(rows, "peak memory", (MEASURED, PREDICTED), TOLERANCE)

@@ -6,12 +6,13 @@ it says is a result too.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from experiments.common import Bar, Table, run_ranks
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import seconds_per_call
 from experiments.gpu.results import (
@@ -33,9 +34,7 @@ from experiments.gpu.streams import (
     reference_losses,
     train,
 )
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.channel import Channel
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from experiments.uneven_collectives.candidates import our_gather, our_reduce
 
 NAME = "NCCL"
 NBYTES = 256 * MIB
@@ -54,7 +53,7 @@ def run(job: Job, record: Recorder) -> None:
         os.environ[MULTI_RANK] = str(int(is_enabled))  # the ranks inherit it
         case = f"{TWO_RANKS}, {MULTI_RANK}={int(is_enabled)}"
         try:
-            found = run_ranks(two_ranks, 2, job, initialises=False)
+            found = run_ranks(two_ranks, 2, job)
         except RuntimeError as error:  # a rank that was aborted
             found = [str(error).strip().splitlines()[-1]]
         reasons = [each for each in found if isinstance(each, str)]
@@ -67,46 +66,27 @@ def run(job: Job, record: Recorder) -> None:
 def collectives_of_one(job: Job, record: Recorder) -> None:
     """A gather and a reduction, whose results are known."""
     numel = (MIB if job.is_rehearsal else NBYTES) // 4
-    channel = Channel.of_world()
     shard = torch.rand(numel, device=job.device)
     output = torch.empty_like(shard)
-    scratch = BufferPool()
-
-    def gather() -> None:
-        pending = all_gather_uneven(output, shard, [numel], channel=channel, receivers=(0,))
-        pending.wait()
-        pending.wait_sent()
-
-    def reduce() -> None:
-        pending = reduce_scatter_uneven(
-            output, shard, [numel], channel=channel, contributors=(0,), scratch=scratch
-        )
-        pending.wait()
-        pending.wait_sent()
-
-    calls: dict[str, Callable[[], None]] = {"gather": gather, "reduce": reduce}
+    calls = {
+        "gather": our_gather(output, shard, [numel]),
+        "reduce": our_reduce(output, shard, [numel]),
+    }
     for name, call in calls.items():
         output.zero_()
         call()
-        error = float((output - shard).abs().max())
-        record(f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB", ERROR, error)
+        case = f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB"
+        record(case, ERROR, float((output - shard).abs().max()))
         for repeat in range(job.pick(full=5, short=2)):
-            seconds = seconds_per_call(call, 3, job.device)
-            case = f"{ONE_RANK}: {name} of {4 * numel // MIB} MiB"
-            record(case, SECONDS, seconds, "s", repeat)
+            record(case, SECONDS, seconds_per_call(call, 3, job.device), "s", repeat)
 
 
-def two_ranks(_rank: int, join: Callable[[], None], job: Job) -> list[float] | str:
+def two_ranks(_rank: int, job: Job) -> list[float] | str:
     """Losses of training over NCCL, or why there are none."""
-    join()
     if job.is_cuda:
         torch.cuda.set_device(job.device)
     case = Case(
-        world_size=2,
-        is_split=True,
-        recompute=True,
-        precision=FLOAT32,
-        lateness=LATENESS[0],
+        world_size=2, is_split=True, recompute=True, precision=FLOAT32, lateness=LATENESS[0]
     )
     try:
         group = dist.new_group([0, 1], backend="nccl" if job.is_cuda else "gloo")
@@ -126,11 +106,11 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     """What worked, and what was said of what did not."""
     lines = []
     for case in cases_of(rows):
-        seconds, worst = median_of(rows, case, SECONDS), median_of(rows, case, ERROR)
-        ms = None if seconds is None else 1000 * seconds
+        worst = median_of(rows, case, ERROR)
         worst = median_of(rows, case, DIFFERENCE) if worst is None else worst
         said = "refused" if median_of(rows, case, REFUSED) else ""
-        lines.append([case, shown(ms, "{:.2f}"), shown(worst, "{:.1e}"), said])
+        ms = shown(median_of(rows, case, SECONDS), scale=1000)
+        lines.append([case, ms, shown(worst, "{:.1e}"), said])
     return [Table("NCCL", ["case", "ms", "largest error", ""], lines)]
 
 

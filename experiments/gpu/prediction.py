@@ -1,29 +1,29 @@
 """Profile, plan, simulate, train: does a step take as long as was said?"""
 
 from collections.abc import Sequence
+from functools import partial
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
 from experiments.gpu import systems
-from experiments.gpu.clock import free_everything, seconds_per_call, turns_that_fit
+from experiments.gpu.clock import free_everything, take_turns
 from experiments.gpu.profiling import (
-    PlannedCase,
     in_training,
     measure_here,
     noting_lack_of_memory,
-    planned_cases,
+    plans_by_hand,
 )
 from experiments.gpu.results import (
     Recorder,
     Row,
     cases_of,
+    comparison,
     median_of,
-    ratio_bar,
     shown,
     spread_cell,
     values_of,
 )
 from experiments.gpu.scale import Job
-from shardhet import simulate
+from shardhet import Plan, simulate
 from shardhet.planner import Demands, solve
 from shardhet.profiler.measure import Measurement
 
@@ -38,40 +38,38 @@ def run(job: Job, record: Recorder) -> None:
     """The plan that was found first, then plans by hand."""
     measured = measure_here(job, seconds=job.budget_s / 2)
     setting = measured.setting
-    cases = [found_case(job, measured, record), *planned_cases(job)]
-    for case in cases:
-        timeline = simulate(case.plan, setting)
-        record(case.name, SIMULATED, timeline.step_time_s, "s")
+    plans = found_plan(job, measured, record) | plans_by_hand(job)
+    for case, plan in plans.items():
+        timeline = simulate(plan, setting)
+        record(case, SIMULATED, timeline.step_time_s, "s")
         free_everything(job.device)
         with noting_lack_of_memory(case, record):
-            train(job, case, job.budget_s / 2 / len(cases), record)
+            train(job, case, plan, job.budget_s / 2 / len(plans), record)
 
 
-def train(job: Job, case: PlannedCase, budget_s: float, record: Recorder) -> None:
+def train(job: Job, case: str, plan: Plan, budget_s: float, record: Recorder) -> None:
     """Turns of a few steps each."""
-    system = in_training(job, case.plan)
-    batch = systems.random_batch(job.scale.config, case.batch_size, job.device)
+    step = partial(
+        in_training(job, plan).step,
+        *systems.random_batch(job.scale.config, plan.global_batch_size, job.device),
+    )
+    step()
+    turns = take_turns(
+        {case: step},
+        job.device,
+        num_rounds=job.pick(full=5, short=2),
+        budget_s=budget_s,
+        at_most=MAX_STEPS_OF_A_TURN,
+    )
+    for turn in turns:
+        record(case, MEASURED, turn.seconds, "s", turn.number)
 
-    def step() -> None:
-        system.step(*batch, 1)
 
-    for _ in range(2):
-        step()
-    num_rounds = job.pick(full=5, short=2)
-    step_s = seconds_per_call(step, 1, job.device)
-    num_steps = turns_that_fit(step_s, budget_s / num_rounds, at_most=MAX_STEPS_OF_A_TURN)
-    for turn in range(num_rounds):
-        seconds = seconds_per_call(step, num_steps, job.device)
-        record(case.name, MEASURED, seconds, "s", turn)
-
-
-def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase:
+def found_plan(job: Job, measured: Measurement, record: Recorder) -> dict[str, Plan]:
     """What the planner chooses for twice what fits at once."""
     size = job.scale.microbatch_size
     solution = solve(
-        measured.setting,
-        global_batch_size=2 * size,
-        demands=Demands(max_microbatch_size=size),
+        measured.setting, global_batch_size=2 * size, demands=Demands(max_microbatch_size=size)
     )
     [rank] = solution.plan.ranks
     sizes = " + ".join(map(str, rank.microbatch_sizes))
@@ -79,7 +77,7 @@ def found_case(job: Job, measured: Measurement, record: Recorder) -> PlannedCase
     name = f"planned: {sizes}, {num_recomputed} units recomputed"
     record(name, PREDICTED, solution.predicted.step_time_s, "s")
     record(name, BOUND, solution.lower_bound_s, "s")
-    return PlannedCase(name=name, plan=solution.plan)
+    return {name: solution.plan}
 
 
 # Tables
@@ -94,22 +92,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             median_of(rows, case, MEASURED),
         )
         error = shown(simulated / measured - 1, "{:+.1%}") if simulated and measured else ""
-        simulated_ms = None if simulated is None else 1000 * simulated
-        ms = [1000 * seconds for seconds in values_of(rows, case, MEASURED)]
-        lines.append([case, shown(simulated_ms, "{:.1f}"), spread_cell(ms, 1), error])
+        spread = spread_cell(values_of(rows, case, MEASURED), 1, scale=1000)
+        lines.append([case, shown(simulated, "{:.1f}", scale=1000), spread, error])
     header = ["plan", "simulated ms", "measured ms (p10-p90)", "error"]
     return [Table("Step time", header, lines)]
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """Simulated within ten per cent of measured."""
-    found = []
-    for case in cases_of(rows, MEASURED):
-        found += ratio_bar(
-            f"{case}: step time, simulated / measured",
-            median_of(rows, case, SIMULATED),
-            median_of(rows, case, MEASURED),
-            at_least=1 - TOLERANCE,
-            at_most=1 + TOLERANCE,
-        )
-    return found
+    return comparison(rows, "step time", (SIMULATED, MEASURED), TOLERANCE)

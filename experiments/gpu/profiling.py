@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from experiments.contestants import het_fsdp_step
-from experiments.decoders import CPU, make_decoder
+from experiments.common.systems import System
+from experiments.decoders import CPU
 from experiments.gpu import systems
 from experiments.gpu.results import Recorder
-from experiments.gpu.scale import PARAM_DTYPE, REDUCE_DTYPE, Job
-from experiments.gpu.systems import System
-from shardhet import HetFSDP, Plan
+from experiments.gpu.scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE, Job
+from shardhet import Plan
 from shardhet.models.decoder import Decoder
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
@@ -21,19 +19,6 @@ from shardhet.training.optim import AdamW
 
 OPTIMIZER = AdamW(learning_rate=1e-4)
 OUT_OF_MEMORY = "out of memory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCase:
-    """A plan for this device, and what to call it."""
-
-    name: str
-    plan: Plan
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a step."""
-        return self.plan.global_batch_size
 
 
 def measure_here(job: Job, *, seconds: float) -> Measurement:
@@ -60,51 +45,29 @@ def measure_here(job: Job, *, seconds: float) -> Measurement:
     )
 
 
-def planned_cases(job: Job) -> list[PlannedCase]:
+def plans_by_hand(job: Job) -> dict[str, Plan]:
     """One microbatch and several, everything kept, blocks recomputed, and half of them."""
     size = job.scale.microbatch_size
     part = max(1, size // 4)
     first_half = [f"blocks.{i}" for i in range(job.scale.config.num_layers // 2)]
-    cases = {
-        f"1 x {size}, everything kept": ((size, 1), ()),
-        f"{size // part} x {part}, everything kept": ((part, size // part), ()),
-        f"1 x {size}, half of the blocks recomputed": ((size, 1), first_half),
-        f"2 x {size}, blocks recomputed": ((size, 2), ("blocks.*",)),
+    plan = systems.one_rank_plan
+    return {
+        f"1 x {size}, everything kept": plan(size),
+        f"{size // part} x {part}, everything kept": plan(part, size // part),
+        f"1 x {size}, half of the blocks recomputed": plan(size, recompute=first_half),
+        f"2 x {size}, blocks recomputed": plan(size, 2, recompute=RECOMPUTED),
     }
-    return [
-        PlannedCase(
-            name=name,
-            plan=Plan.by_hand(
-                microbatch_sizes=[microbatch_size],
-                num_microbatches=[count],
-                state_shares=[1.0],
-                recompute=[recomputed],
-            ),
-        )
-        for name, ((microbatch_size, count), recomputed) in cases.items()
-    ]
 
 
 @contextmanager
-def noting_lack_of_memory(case: PlannedCase, record: Recorder) -> Iterator[None]:
+def noting_lack_of_memory(case: str, record: Recorder) -> Iterator[None]:
     """A plan that does not fit is a result; the plans after it are still to be tried."""
     try:
         yield
     except torch.OutOfMemoryError:
-        record(case.name, OUT_OF_MEMORY, 1)
+        record(case, OUT_OF_MEMORY, 1)
 
 
 def in_training(job: Job, plan: Plan) -> System:
     """HetFSDP under ``plan`` with the optimizer that was measured."""
-    model = HetFSDP(
-        make_decoder(job.scale.config, job.device),
-        plan,
-        param_dtype=PARAM_DTYPE,
-        reduce_dtype=REDUCE_DTYPE,
-    )
-    optimizer = OPTIMIZER.build(list(model.parameters()))
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor, _: int = 1) -> float:
-        return het_fsdp_step(model, optimizer, tokens, targets)
-
-    return System("HetFSDP", step)
+    return systems.het_fsdp(job.scale.config, plan, job.device, OPTIMIZER.build)

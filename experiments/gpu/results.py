@@ -1,12 +1,11 @@
 """One number per row, and what parts, tables and the file on disk share of them."""
 
-import csv
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from experiments.common import Bar, Spread
+from experiments.common.results import Bar, Spread, write_csv
 
 MIB, GIB = 2**20, 2**30
 
@@ -51,20 +50,13 @@ class Ledger:
         self.rows: list[Row] = []
         self._path = path
         if path is not None:
-            with path.open("w", newline="") as file:
-                self._writer(file).writeheader()
+            path.unlink(missing_ok=True)
 
     def add(self, row: Row) -> None:
         """Keep it."""
         self.rows.append(row)
         if self._path is not None:
-            with self._path.open("a", newline="") as file:
-                self._writer(file).writerow(asdict(row))
-
-    @staticmethod
-    def _writer(file: object) -> "csv.DictWriter[str]":
-        names = [field.name for field in fields(Row)]
-        return csv.DictWriter(file, names, lineterminator="\n")  # type: ignore[arg-type]
+            write_csv(self._path, self.rows)
 
 
 def cases_of(rows: Iterable[Row], metric: str | None = None) -> list[str]:
@@ -83,14 +75,14 @@ def median_of(rows: Iterable[Row], case: str, metric: str) -> float | None:
     return Spread.of(values).median if values else None
 
 
-def shown(value: float | None, pattern: str = "{:.2f}") -> str:
+def shown(value: float | None, pattern: str = "{:.2f}", *, scale: float = 1.0) -> str:
     """A cell; empty where nothing was measured."""
-    return "" if value is None else pattern.format(value)
+    return "" if value is None else pattern.format(scale * value)
 
 
-def spread_cell(values: Sequence[float], digits: int = 0) -> str:
+def spread_cell(values: Sequence[float], digits: int = 0, *, scale: float = 1.0) -> str:
     """Median, first and last decile; empty where nothing was measured."""
-    return Spread.of(values).cell(digits) if values else ""
+    return Spread.of(values).cell(digits, scale=scale) if values else ""
 
 
 def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
@@ -111,3 +103,21 @@ def ratio_bar(
     if dividend is None or not divisor:
         return []
     return [Bar(claim=claim, measured=dividend / divisor, at_least=at_least, at_most=at_most)]
+
+
+def comparison(
+    rows: Sequence[Row], quantity: str, metrics: tuple[str, str], tolerance: float
+) -> list[Bar]:
+    """A bar for each case that has the second metric: the first lies within the tolerance."""
+    first, second = metrics
+    bounds = {"at_least": 1 - tolerance, "at_most": 1 + tolerance}
+    return [
+        bar
+        for case in cases_of(rows, second)
+        for bar in ratio_bar(
+            f"{case}: {quantity}, {first.split()[0]} / {second.split()[0]}",
+            median_of(rows, case, first),
+            median_of(rows, case, second),
+            **bounds,
+        )
+    ]

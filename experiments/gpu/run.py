@@ -17,15 +17,8 @@ from pathlib import Path
 
 import torch
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    Table,
-    console,
-    show,
-    write_results_block,
-)
+from experiments.common.machine import Environment
+from experiments.common.results import BAR_HEADER, Bar, Page, Table, console
 from experiments.gpu import accumulation, machine, memory, nccl, prediction, speed, streams
 from experiments.gpu.launch import run_limited
 from experiments.gpu.machine import Machine
@@ -84,9 +77,9 @@ def main() -> int:
     report = run_parts(options, device, here)
     if options.rehearse:
         console.print(REHEARSAL_LABEL, style="bold")
-    elif not report.is_kept:
+    elif not report.page.is_kept:
         console.print("Only a part was measured: nothing was written.")
-    return 1 if report.failures else 0
+    return 1 if report.has_failures else 0
 
 
 def run_parts(options: argparse.Namespace, device: torch.device, here: Machine) -> "Report":
@@ -95,11 +88,9 @@ def run_parts(options: argparse.Namespace, device: torch.device, here: Machine) 
     if not options.rehearse:
         scale = scale_for(here.free_bytes, is_short=options.quick)
     is_kept = not (options.rehearse or options.quick or options.only)
-    report = Report(
-        [here.as_markdown(Environment.here()), describe_scale(scale)],
-        Ledger(HERE / "results.csv" if is_kept else None),
-        is_kept=is_kept,
-    )
+    page = Page(HERE, is_kept=is_kept, heading=here.as_markdown(Environment.here()))
+    page.tell(describe_scale(scale))
+    report = Report(page, Ledger(HERE / "results.csv" if is_kept else None))
     deadline_s = time.monotonic() + TOTAL_S
     for part in PARTS:
         if options.only in (None, part.name):
@@ -166,14 +157,11 @@ def describe_scale(scale: Scale) -> str:
 class Report:
     """What was found so far, on the terminal and in the files."""
 
-    def __init__(self, head: list[str], ledger: Ledger, *, is_kept: bool) -> None:
-        self.failures: list[str] = []
-        self.is_kept = is_kept
-        self._shown = head
+    def __init__(self, page: Page, ledger: Ledger) -> None:
+        self.page = page
+        self.has_failures = False
         self._ledger = ledger
         self._bar_cells: list[list[str]] = []
-        for line in head:
-            console.print(line)
 
     def add(self, part: Part, job: Job, limit_s: float) -> None:
         """Run a part; take what it has recorded, whether it finished or not."""
@@ -190,31 +178,23 @@ class Report:
         console.print(f"{part.name}: {len(rows)} numbers in {outcome.seconds:.0f} s")
         if outcome.failure is not None:
             console.print(outcome.failure, markup=False)
-            self.failures.append(f"**{part.name} did not finish**: {outcome.cause}")
-        for table in part.tables(rows):
-            self._show(table)
+            self.has_failures = True
+            self.page.tell(f"**{part.name} did not finish**: {outcome.cause}")
+        self.page.tables(part.tables(rows))
         verdict = ["", "not judged"]
         self._bar_cells += [
             [*bar.cells[:2], *(verdict if job.is_rehearsal else bar.cells[2:])]
             for bar in part.bars(rows)
         ]
-        self._write()
+        self.page.write_block()
 
     def close(self) -> None:
         """All bars, and the picture."""
-        self._show(Table("Bars", BAR_HEADER, self._bar_cells))
-        self._write()
-        if self.is_kept:
+        self.page.table("Bars", BAR_HEADER, self._bar_cells)
+        self.page.write_block()
+        if self.page.is_kept:
             rows = [row for row in self._ledger.rows if row.part == accumulation.NAME]
             accumulation.draw(rows, HERE / "accumulation.png")
-
-    def _show(self, table: Table) -> None:
-        if table.rows:
-            self._shown.append(show(table.title, table.header, table.rows))
-
-    def _write(self) -> None:
-        if self.is_kept:
-            write_results_block(HERE / "README.md", "\n\n".join([*self._shown, *self.failures]))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,15 @@
-"""Tokens per second and peak memory of three systems that take turns on one device.
-
-Turns, not runs of their own: a device's clock falls as it warms up, and in one process a
-slow minute meets all three.  A turn is a few steps of one system, timed as a whole, after
-one that is not.
-"""
+"""Tokens per second and peak memory of three systems that take turns on one device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
+from experiments.common.systems import FSDP2, HET, PLAIN, System
 from experiments.gpu import systems
-from experiments.gpu.clock import (
-    PeakMeter,
-    allocated_bytes,
-    free_everything,
-    seconds_per_call,
-    turns_that_fit,
-)
+from experiments.gpu.clock import allocated_bytes, free_everything, take_turns
 from experiments.gpu.results import (
     GIB,
     Recorder,
@@ -31,8 +22,7 @@ from experiments.gpu.results import (
     spread_cell,
     values_of,
 )
-from experiments.gpu.scale import Job
-from experiments.gpu.systems import FSDP2, HET, PLAIN, System
+from experiments.gpu.scale import RECOMPUTED, Job
 
 NAME = "speed"
 NUM_STEPS_COMPARED = 4  # losses of all systems agree in these
@@ -84,30 +74,28 @@ def hold(job: Job, contest: Contest, record: Recorder) -> None:
     contestants = [enter(job, make, batch) for make in makers(job, contest)]
     for each in contestants:
         record(f"{contest.title}: {each.system.name}", LOSS, loss_difference(each, contestants))
-    num_rounds = job.pick(full=8, short=2)
-    steps = [lambda each=each: each.system.step(*batch, 1) for each in contestants]
-    turn_s = job.budget_s / 2 / (num_rounds * len(steps))  # there are two contests
-    step_s = max(seconds_per_call(step, 1, job.device) for step in steps)
-    num_steps = turns_that_fit(step_s, turn_s, at_most=MAX_STEPS_OF_A_TURN + 1) - 1
+    cases = [f"{contest.title}: {each.system.name}" for each in contestants]
+    steps = [partial(each.system.step, *batch) for each in contestants]
+    held_bytes = [each.held_bytes for each in contestants]
+    turns = take_turns(
+        dict(zip(cases, steps, strict=True)),
+        job.device,
+        num_rounds=job.pick(full=8, short=2),
+        budget_s=job.budget_s / 2,  # there are two contests
+        at_most=MAX_STEPS_OF_A_TURN,
+    )
     tokens = contest.batch_size * job.scale.config.seq_len
-    for turn in range(num_rounds):
-        # There and back again: who goes first in one round goes last in the next.
-        order = list(zip(contestants, steps, strict=True))
-        for each, step in order if turn % 2 else order[::-1]:
-            case = f"{contest.title}: {each.system.name}"
-            meter = PeakMeter(job.device)
-            step()
-            seconds = seconds_per_call(step, max(1, num_steps), job.device)
-            record(case, RATE, tokens / seconds, "tokens/s", turn)
-            if job.is_cuda:
-                peak = meter.read().allocated + each.held_bytes
-                record(case, PEAK, peak / GIB, "GiB", turn)
+    for turn in turns:
+        record(turn.case, RATE, tokens / turn.seconds, "tokens/s", turn.number)
+        if job.is_cuda:
+            peak = turn.peak_bytes + held_bytes[cases.index(turn.case)]
+            record(turn.case, PEAK, peak / GIB, "GiB", turn.number)
 
 
 def makers(job: Job, contest: Contest) -> list[Callable[[], System]]:
     """How each system is made."""
     config, device, recompute = job.scale.config, job.device, contest.recompute
-    plan = systems.one_rank_plan(microbatch_size=contest.batch_size, recompute=recompute)
+    plan = systems.one_rank_plan(contest.batch_size, recompute=RECOMPUTED if recompute else ())
     return [
         lambda: systems.het_fsdp(config, plan, device),
         lambda: systems.fsdp2(config, device, recompute=recompute),
@@ -121,7 +109,7 @@ def enter(
     """Make it, take its first steps, and see what it holds after them."""
     before = allocated_bytes(job.device)
     system = make()
-    losses = [float(system.step(*batch, 1)) for _ in range(NUM_STEPS_COMPARED)]
+    losses = [float(system.step(*batch)) for _ in range(NUM_STEPS_COMPARED)]
     free_everything(job.device)  # the whole model that it was made from
     return Contestant(system, allocated_bytes(job.device) - before, losses)
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from experiments.common import Bar, Table, run_ranks
-from experiments.contestants import plain_step
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Table
+from experiments.common.systems import PLAIN, het_fsdp, stock
 from experiments.decoders import CPU, decoder_config, make_decoder
 from experiments.gpu import systems
 from experiments.gpu.results import (
@@ -136,7 +137,8 @@ def reference_losses(config: DecoderConfig) -> list[float]:
     model = make_decoder(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     batch = systems.random_batch(config, GLOBAL_BATCH_SIZE, CPU)
-    return [plain_step(model, optimizer, *batch) for _ in range(NUM_STEPS)]
+    plain = stock(model, optimizer, name=PLAIN)
+    return [float(plain.step(*batch)) for _ in range(NUM_STEPS)]
 
 
 def train_cases(
@@ -176,13 +178,10 @@ def train(
     tokens, targets = systems.random_batch(config, GLOBAL_BATCH_SIZE, device)
     first = case.plan.first_sample(model.position)
     stop = first + case.plan.ranks[model.position].rank_batch_size
-    losses = []
-    for _ in range(NUM_STEPS):
-        loss = model.backward(*model(tokens[first:stop], targets[first:stop]))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float("nan") if loss is None else loss)
-    return losses
+    own = tokens[first:stop], targets[first:stop]
+    step = het_fsdp(model, optimizer).step
+    losses = [step(*own) for _ in range(NUM_STEPS)]
+    return [float("nan") if loss is None else float(loss) for loss in losses]
 
 
 def make_late(

@@ -12,9 +12,8 @@ Recomputation.  Blocks alone, by ``torch.utils.checkpoint`` inside the block's f
 that FSDP2's hooks stay around it (torchtitan's order); HetFSDP recomputes by plan.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,28 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from experiments.contestants import fully_sharded, fused_adamw, het_fsdp_step
+from experiments.common import systems
+from experiments.common.systems import PLAIN, System, fused_adamw
 from experiments.decoders import Batch, make_decoder, random_batches, units_of
-from experiments.gpu.scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE
+from experiments.gpu.scale import PARAM_DTYPE, REDUCE_DTYPE
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder, DecoderConfig
 
-HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"
 LEARNING_RATE = 1e-4
 PRECISION = {"param_dtype": PARAM_DTYPE, "reduce_dtype": REDUCE_DTYPE}
-
-# tokens and targets, [B, T], and in how many microbatches -> mean loss, on the device or not
-Step = Callable[[Tensor, Tensor, int], Tensor | float]
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """A model in training."""
-
-    name: str
-    step: Step
 
 
 @contextmanager
@@ -65,13 +54,15 @@ def one_rank_group(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def one_rank_plan(*, microbatch_size: int, num_microbatches: int = 1, recompute: bool) -> Plan:
-    """Everything on one device; blocks are recomputed, or nothing."""
+def one_rank_plan(
+    microbatch_size: int, num_microbatches: int = 1, *, recompute: Sequence[str] = ()
+) -> Plan:
+    """Everything on one device."""
     return Plan.by_hand(
         microbatch_sizes=[microbatch_size],
         num_microbatches=[num_microbatches],
         state_shares=[1.0],
-        recompute=[RECOMPUTED if recompute else ()],
+        recompute=[recompute],
     )
 
 
@@ -81,63 +72,51 @@ def random_batch(config: DecoderConfig, num_samples: int, device: torch.device) 
     return tokens.to(device), targets.to(device)
 
 
-def het_fsdp(config: DecoderConfig, plan: Plan, device: torch.device) -> System:
+def ours(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Every system's."""
+    return fused_adamw(params, LEARNING_RATE)
+
+
+def het_fsdp(
+    config: DecoderConfig,
+    plan: Plan,
+    device: torch.device,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer] = ours,
+) -> System:
     """HetFSDP under ``plan``, which decides on microbatches and recomputation."""
     model = HetFSDP(make_decoder(config, device), plan, **PRECISION)
-    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
-
-    def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> float:
-        planned = len(plan.ranks[0].split(len(tokens)))
-        assert planned == num_microbatches, f"the plan makes {planned} microbatches of it"
-        return het_fsdp_step(model, optimizer, tokens, targets)
-
-    return System(HET, step)
+    return systems.het_fsdp(model, make_optimizer(list(model.parameters())))
 
 
-def fsdp2(config: DecoderConfig, device: torch.device, *, recompute: bool) -> System:
-    """FSDP2 over the default group; microbatches by one backward pass each.
-
-    Gradients are reduced after the last of them (``set_requires_gradient_sync``); parameters
-    are gathered for each, forward and backward.
-    """
-    model = make_decoder(config, device)
-    if recompute:
-        recompute_blocks(model)
-    sharded = fully_sharded(model, units_of(model), policy=MixedPrecisionPolicy(**PRECISION))
-    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
-
-    def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> Tensor:
-        losses = []
-        parts = zip(
-            tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True
-        )
-        for i, part in enumerate(parts):
-            sharded.set_requires_gradient_sync(i == num_microbatches - 1)
-            loss_sum, _ = model(*part)
-            loss = loss_sum / targets.numel()
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack(losses).sum()
-
-    return System(FSDP2, step)
+def fsdp2(
+    config: DecoderConfig,
+    device: torch.device,
+    *,
+    recompute: bool,
+    microbatch_size: int | None = None,
+) -> System:
+    """FSDP2 over the default group; parameters are gathered for each microbatch, twice."""
+    model = decoder_of(config, device, recompute=recompute)
+    return systems.fsdp2(
+        model,
+        units_of(model),
+        LEARNING_RATE,
+        microbatch_size=microbatch_size,
+        policy=MixedPrecisionPolicy(**PRECISION),
+    )
 
 
 def plain_pytorch(config: DecoderConfig, device: torch.device, *, recompute: bool) -> System:
     """One process, a bfloat16 model and its float32 master copy."""
-    model = make_decoder(config, device)
-    if recompute:
-        recompute_blocks(model)
+    model = decoder_of(config, device, recompute=recompute)
     masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
     for master in masters:
         master.grad = torch.zeros_like(master)
     model.to(PARAM_DTYPE)
     params = list(model.parameters())
-    optimizer = fused_adamw(masters, LEARNING_RATE)
+    optimizer = ours(masters)
 
-    def step(tokens: Tensor, targets: Tensor, num_microbatches: int = 1) -> Tensor:
-        assert num_microbatches == 1, "not needed here"
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss_sum, num_tokens = model(tokens, targets)
         loss = loss_sum / num_tokens
         loss.backward()
@@ -156,9 +135,7 @@ def compute_alone(
     config: DecoderConfig, device: torch.device, *, recompute: bool
 ) -> Callable[[Tensor, Tensor], None]:
     """Forward and backward of one microbatch and nothing else: the least that it can take."""
-    model = make_decoder(config, device).to(PARAM_DTYPE)
-    if recompute:
-        recompute_blocks(model)
+    model = decoder_of(config, device, recompute=recompute).to(PARAM_DTYPE)
 
     def run(tokens: Tensor, targets: Tensor) -> None:
         loss_sum, num_tokens = model(tokens, targets)
@@ -168,9 +145,11 @@ def compute_alone(
     return run
 
 
-def recompute_blocks(model: Decoder) -> None:
-    """Let every block keep its input alone; there is no dropout, so no random state."""
-    for block in model.blocks:
+def decoder_of(config: DecoderConfig, device: torch.device, *, recompute: bool) -> Decoder:
+    """Every block may keep its input alone; there is no dropout, so no random state."""
+    model = make_decoder(config, device)
+    for block in model.blocks if recompute else ():
         block.forward = partial(  # type: ignore[method-assign]
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
         )
+    return model

@@ -4,7 +4,6 @@ python -m experiments.hf_folder.run            a few minutes, 4 GB of disk
 python -m experiments.hf_folder.run --quick    a folder of 0.2 GB
 """
 
-import argparse
 import threading
 import time
 from dataclasses import dataclass
@@ -16,21 +15,13 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    console,
-    run_ranks,
-    show,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Page, parser_of
+from experiments.common.unlike import MIB
 from shardhet import HetFSDP, Plan
 from shardhet.hf import load_pretrained, save_pretrained
 
 HERE = Path(__file__).parent
-MIB = 2**20
 SHARES = (0.5, 0.2, 0.3)
 PLAN = Plan.by_hand(microbatch_sizes=[1, 1, 1], state_shares=SHARES)
 BY_ROWS, WHOLE = "load_pretrained by plan", "from_pretrained on every rank, then HetFSDP"
@@ -170,10 +161,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 def main() -> None:
     """Measure, show, and write the results into README.md."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    is_quick = parser.parse_args().quick
-    environment = Environment.here()
+    is_quick = parser_of(__doc__, "a small folder; keeps nothing").parse_args().quick
+    page = Page(HERE, is_kept=not is_quick)
     with TemporaryDirectory() as place:
         tiny, folder = Path(place) / "tiny", Path(place) / "model"
         again = Path(place) / "again"
@@ -208,13 +197,9 @@ def main() -> None:
         ]
         for p in peaks
     ]
-    text = environment.as_markdown() + "\n\n" + show("Memory of each rank", HEADER, rows)
-    text += "\n\n" + show("Bars", BAR_HEADER, [bar.cells for bar in bars])
-    if is_quick:
-        console.print("--quick: nothing is written")
-        return
-    write_csv(HERE / "results.csv", peaks)
-    write_results_block(HERE / "README.md", text)
+    page.table("Memory of each rank", HEADER, rows)
+    page.bars(bars)
+    page.keep({"results.csv": peaks})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python -m experiments.launches.run            about ten minutes
 python -m experiments.launches.run --quick    two launches of each kind
 """
 
-import argparse
 import json
 import os
 import socket
@@ -16,20 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from tempfile import TemporaryDirectory
 
 from hatchling.builders.wheel import WheelBuilder
 
-from experiments.common import (
-    BAR_HEADER,
-    REPOSITORY,
-    Bar,
-    Environment,
-    console,
-    show,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.machine import REPOSITORY
+from experiments.common.results import Bar, Page, console, parser_of
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 300
@@ -152,13 +144,8 @@ def num_losses(run_dir: Path) -> int:
 
 def main() -> None:
     """Launch, count, and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few launches; keeps nothing")
-    options = parser.parse_args()
-    environment = Environment.here()
-    console.print(environment.as_markdown())
+    options = parser_of(__doc__).parse_args()
+    page = Page(HERE, is_kept=not options.quick)
     times = 2 if options.quick else 20
     launches = []
     for kind, begin in ((FOUR_RANKS, four_ranks), (TWO_AGENTS, two_agents)):
@@ -171,29 +158,25 @@ def main() -> None:
                     WHEEL, 0, lambda f: [start([shardhet, "train", *TINY], f, PYTHONPATH="")]
                 )
             )
-    tables = [environment.as_markdown(), *report(launches)]
-    if options.quick:
-        console.print("Only a little was measured: nothing was written.")
-        return
-    write_csv(HERE / "results.csv", launches)
-    write_results_block(HERE / "README.md", "\n\n".join(tables))
+    report(launches, page)
+    page.keep({"results.csv": launches})
 
 
-def report(launches: Sequence[Launch]) -> list[str]:
+def report(launches: Sequence[Launch], page: Page) -> None:
     """A table of kinds and a bar for each."""
     rows, bars = [], []
     for kind in dict.fromkeys(each.kind for each in launches):
         of_kind = [each for each in launches if each.kind == kind]
         complete = sum(each.is_complete for each in of_kind)
-        seconds = sorted(each.seconds for each in of_kind)
-        median_s = seconds[len(seconds) // 2]
+        median_s = median_high(each.seconds for each in of_kind)
         rows.append([kind, str(complete), str(len(of_kind)), f"{median_s:.1f}"])
         claim = f"{kind}: part of launches that leave what they should"
         bars.append(Bar(claim=claim, measured=complete / len(of_kind), at_least=1.0))
     for each in launches:
         if each.words:
             console.print(f"{each.kind} {each.number}: {each.words}", markup=False)
-    return [show("Launches", HEADER, rows), show("Bars", BAR_HEADER, [b.cells for b in bars])]
+    page.table("Launches", HEADER, rows)
+    page.bars(bars)
 
 
 if __name__ == "__main__":

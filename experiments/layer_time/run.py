@@ -10,17 +10,16 @@ but one and judged on that one, for each kind in turn.
 
 import csv
 import json
-import os
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.common.machine import SHARED_DATA
 from shardhet.records.profiles import Curve
 
 HERE = Path(__file__).parent
-DATA = Path(os.environ.get("SHARDHET_SHARED_DATA", HERE.parents[2] / "shared" / "data"))
 SIZES = np.arange(1.0, 6.0)
 POWERS, PARTS, GROWTHS = (
     (0.0, 0.5, 1.0, 1.5),
@@ -34,7 +33,7 @@ Floats = NDArray[np.float64]
 
 def curves() -> tuple[list[str], list[Floats]]:
     """The kind of GPU and the values of every curve with more than five points."""
-    table = json.loads((DATA / "cephalo" / "model_latencies.json").read_text())
+    table = json.loads((SHARED_DATA / "cephalo" / "model_latencies.json").read_text())
     gpus, values = [], []
     for by_gpu in table.values():
         for gpu, by_length in by_gpu.items():

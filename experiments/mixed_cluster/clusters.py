@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from experiments.common.unlike import MixedCluster
 from experiments.decoders import decoder_config
 from experiments.mixed_cluster.systems import Work
-from experiments.unlike import MixedCluster
 
 MILD = MixedCluster(name="mild", cores=(0.95, 0.76))
 TWO_KINDS = MixedCluster(name="two kinds", cores=(0.6, 0.6, 0.3, 0.3))

@@ -3,19 +3,19 @@
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from experiments.contestants import check_same_losses
+from experiments.common.systems import System, check_same_losses
+from experiments.common.unlike import MIB, Slowness, data_bytes, forget_building, forget_peak
 from experiments.decoders import CPU, Batch, random_batches
 from experiments.mixed_cluster import systems
 from experiments.mixed_cluster.clusters import Case
 from experiments.mixed_cluster.plans import MeasuringEffort, Planned, make_plans, measured
-from experiments.mixed_cluster.systems import Make, System, Work
-from experiments.unlike import MIB, PeakOfData, Slowness, forget_building
+from experiments.mixed_cluster.systems import Make, Work
 from shardhet.comm.groups import Communicators
 from shardhet.training.emulation import THREAD_STACK_BYTES, memory_of_process
 
@@ -34,16 +34,7 @@ class Turn:
     samples_per_s: float
     step_time_s: float  # of the slowest rank
     cpu_s: tuple[float, ...]  # of each rank in a step, of all its threads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """What one rank of one system needed at most, above what it had before the model."""
-
-    system: str
-    rank: int
-    mib: float
-    samples_per_s: float
+    peak_mib: tuple[float, ...] = ()  # of each rank, above what it had before the model
 
 
 def survey(
@@ -74,7 +65,7 @@ def take_turns(
     batches = batches_of(case)
     plain = systems.plain_pytorch(case.work, case.plain_batch_size, case.microbatch_size)
     make_by_name = makers(rank, case, slowness, plans)
-    contestants = [make_by_name[name](case.work) for name in names]
+    contestants = [make_by_name[name]() for name in names]
     with slowness.applied():
         plain.step(*batches[0])  # warms up
         seconds = first_steps(contestants, batches)
@@ -106,8 +97,8 @@ def train_by_itself(
     plans: Sequence[Planned],
     name: str,
     num_steps: int,
-) -> list[Peak]:
-    """One system in these fresh processes; the same list on every rank.
+) -> Turn:
+    """One system in these fresh processes; the same on every rank.
 
     Memory is counted, and capped where the case says so, once the system is built: what
     building takes is another question.
@@ -117,22 +108,20 @@ def train_by_itself(
     batches = batches_of(case)
     threading.stack_size(THREAD_STACK_BYTES)
     Communicators.over(dist.group.WORLD, CPU)  # their threads are nobody's memory
-    peak, level_asked_bytes = PeakOfData(), memory_of_process("VmData")
-    system = make(case.work)
+    level_bytes, level_asked_bytes = data_bytes("VmRSS"), memory_of_process("VmData")
+    peaks_bytes = []
+    system = make()
     forget_building()
     if case.cluster.is_capped:
         own.cap_memory(level_asked_bytes)
     with own.applied():
         # The first makes the optimizer's state, and runs what has not run yet.
         for number, steps in enumerate((1, num_steps)):
-            peak.restart()
+            forget_peak()
             turn = _turn(system, batches, case.work, number, steps)
-            peak.look()
-    peak_mib = peak.nbytes / MIB
-    return [
-        Peak(system=name, rank=i, mib=round(mib, 1), samples_per_s=turn.samples_per_s)
-        for i, (mib,) in enumerate(_rows([peak_mib]))
-    ]
+            peaks_bytes.append(data_bytes("VmHWM"))
+    peak_mib = [(max(peaks_bytes) - level_bytes) / MIB]
+    return replace(turn, peak_mib=tuple(round(mib, 1) for (mib,) in _rows(peak_mib)))
 
 
 def makers(
@@ -148,24 +137,26 @@ def makers(
             is_capped=case.cluster.is_capped,
         )
         if case.cluster.is_capped:
-            found[LARGEST_ALONE] = partial(_largest_alone, rank=rank, case=case)
+            found[LARGEST_ALONE] = partial(_largest_alone, rank, case)
     for planned in plans:
         if planned.plan is not None:
             found[planned.system] = partial(
                 systems.het_fsdp,
-                name=planned.system,
-                plan=planned.plan,
+                case.work,
+                planned.system,
+                planned.plan,
                 device=slowness.device,
                 device_spec=case.cluster.device_spec(rank),
             )
     return found
 
 
-def _largest_alone(work: Work, *, rank: int, case: Case) -> System:
+def _largest_alone(rank: int, case: Case) -> System:
     """What one does without sharding: all on the roomiest device."""
     largest = max(range(case.cluster.world_size), key=case.cluster.memory_bytes)
     if rank != largest:
         return System(LARGEST_ALONE, lambda _tokens, _targets: 0.0)
+    work = case.work
     plain = systems.plain_pytorch(work, work.global_batch_size, case.microbatch_size)
     return System(LARGEST_ALONE, plain.step)
 
@@ -179,15 +170,24 @@ def batches_of(case: Case) -> list[Batch]:
     return random_batches(work.config, work.global_batch_size, seed=0, num_batches=NUM_BATCHES)
 
 
+class _Clock:
+    """Seconds of the clock and of all threads of this process since it was made."""
+
+    def __init__(self) -> None:
+        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
+
+    def read(self) -> list[float]:
+        return [time.perf_counter() - self._start_s, time.process_time() - self._start_cpu_s]
+
+
 def _turn(
     system: System, batches: Sequence[Batch], work: Work, number: int, num_steps: int
 ) -> Turn:
     dist.barrier()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    clock = _Clock()
     for step in range(num_steps):
         system.step(*batches[step % len(batches)])
-    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    rows = _rows([seconds / num_steps, cpu_s / num_steps])
+    rows = _rows([each / num_steps for each in clock.read()])
     step_time_s = max(seconds for seconds, _ in rows)
     return Turn(
         system=system.name,
@@ -210,10 +210,10 @@ def _plain_turn(
     dist.barrier()
     mine = [0.0, 0.0]
     if dist.get_rank() == slow_rank:
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        clock = _Clock()
         with slowness.device.slowed():
             plain.step(*batches[number % len(batches)])
-        mine = [time.perf_counter() - start_s, time.process_time() - start_cpu_s]
+        mine = clock.read()
     seconds, cpu_s = _rows(mine)[slow_rank]
     return Turn(
         system=plain_name(slow_rank),
@@ -235,12 +235,12 @@ def _plain_together(
     store, num_steps = dist.distributed_c10d._get_default_store(), 0
     key = f"slowest has finished, round {number}"
     is_slowest = dist.get_rank() == case.cluster.slowest_rank
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    clock = _Clock()
     while not num_steps or not (is_slowest or store.check([key])):
         with slowness.device.slowed():
             plain.step(*batches[num_steps % len(batches)])
         num_steps += 1
-    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    seconds, cpu_s = clock.read()
     if is_slowest:
         store.set(key, "")
     rows = _rows([num_steps * case.plain_batch_size / seconds, cpu_s / num_steps])
@@ -272,7 +272,7 @@ def first_steps(contestants: Sequence[System], batches: Sequence[Batch]) -> list
         losses = []
         for step in range(NUM_STEPS_COMPARED):
             start_s = time.perf_counter()
-            losses.append(system.step(*batches[step]))
+            losses.append(float(system.step(*batches[step])))
             last_s = time.perf_counter() - start_s
         mean = torch.tensor(losses, dtype=torch.float64)
         dist.all_reduce(mean)

@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from experiments.common import read_csv
+from experiments.common.results import read_csv
 from experiments.mixed_cluster.clusters import CASES
 from experiments.mixed_cluster.report import CaseRows, Row
 

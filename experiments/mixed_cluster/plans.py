@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from experiments.common.unlike import USABLE_FRACTION
 from experiments.mixed_cluster.clusters import Case
-from experiments.unlike import USABLE_FRACTION
 from shardhet import Plan
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
 from shardhet.planner.objectives import least_memory
@@ -100,7 +100,5 @@ def _attempt(system: str, make: Callable[[], PlanSolution]) -> Planned:
     except PlanError as error:
         return Planned(system=system, plan=None, predicted_step_time_s=None, why_not=str(error))
     return Planned(
-        system=system,
-        plan=solution.plan,
-        predicted_step_time_s=solution.predicted.step_time_s,
+        system=system, plan=solution.plan, predicted_step_time_s=solution.predicted.step_time_s
     )

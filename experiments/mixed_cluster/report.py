@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    Spread,
-    markdown_table,
-    print_table,
-)
+from experiments.common.machine import Environment
+from experiments.common.results import BAR_HEADER, Bar, Spread, markdown_table, print_table
+from experiments.common.systems import FSDP2
 from experiments.mixed_cluster.clusters import CASES, FAST_BUT_SMALL, STRONG, Case
-from experiments.mixed_cluster.contest import TOGETHER, Peak, Turn, plain_name
+from experiments.mixed_cluster.contest import TOGETHER, Turn, plain_name
 from experiments.mixed_cluster.plans import EVEN, PLANNED, SPARED, Planned
-from experiments.mixed_cluster.systems import FSDP2, FSDP2_UNEVEN
+from experiments.mixed_cluster.systems import FSDP2_UNEVEN
 
 TIMED, WEIGHED, RAN_OUT, PREDICTED = "timed", "weighed", "out of memory", "predicted"
 HEADER = ["system", "samples/s (p10-p90)", "of the ideal", "times FSDP2", "MiB per rank", "n"]
@@ -29,11 +25,11 @@ class Row:
     case: str
     system: str
     what: str  # TIMED, WEIGHED, RAN_OUT or PREDICTED
-    round: int
-    samples_per_s: float
-    step_time_s: float
-    peak_mib: str  # of each rank, above what it had before the model
-    cpu_s: str  # of each rank in a step
+    round: int = 0
+    samples_per_s: float = 0.0
+    step_time_s: float = 0.0
+    peak_mib: str = ""  # of each rank, above what it had before the model
+    cpu_s: str = ""  # of each rank in a step
     cpu: str  # of the machine
     commit: str
     date: str
@@ -46,73 +42,38 @@ class Results:
     def __init__(self, case: Case, environment: Environment, plans: Sequence[Planned]) -> None:
         self.rows: list[Row] = []
         self._case = case
-        self._environment = environment
+        self._stamp = environment.stamp
         for planned in plans:
             if planned.predicted_step_time_s is None:
-                self._add(planned.system, RAN_OUT)
+                self.add_lack(planned.system)
             else:
-                self._add(planned.system, PREDICTED, step_time_s=planned.predicted_step_time_s)
+                step_time_s = round(planned.predicted_step_time_s, 5)
+                self._add(planned.system, PREDICTED, step_time_s=step_time_s)
 
-    def add_turns(self, turns: Sequence[Turn]) -> None:
-        """Steps of systems that took turns."""
+    def add(self, turns: Sequence[Turn]) -> None:
+        """Steps of systems that took turns, or of one by itself."""
         for turn in turns:
             self._add(
                 turn.system,
                 TIMED,
-                number=turn.round,
-                samples_per_s=turn.samples_per_s,
-                step_time_s=turn.step_time_s,
+                round=turn.round,
+                samples_per_s=round(turn.samples_per_s, 4),
+                step_time_s=round(turn.step_time_s, 5),
+                peak_mib=_joined(turn.peak_mib),
                 cpu_s=_joined(turn.cpu_s),
             )
 
-    def add_launch(self, number: int, system: str, peaks: Sequence[Peak] | None) -> None:
-        """A system by itself, or that it ran out of memory."""
-        if peaks is None:
-            self._add(system, RAN_OUT, number=number)
-            return
-        self._add(
-            system,
-            TIMED,
-            number=number,
-            samples_per_s=peaks[0].samples_per_s,
-            step_time_s=self._case.work.global_batch_size / peaks[0].samples_per_s,
-            peak_mib=_joined([peak.mib for peak in peaks]),
-        )
+    def add_lack(self, system: str, number: int = 0) -> None:
+        """A system ran out of memory, or has no plan that fits."""
+        self._add(system, RAN_OUT, round=number)
 
-    def add_peaks(self, number: int, system: str, peaks: Sequence[Peak] | None) -> None:
+    def add_peaks(self, turn: Turn) -> None:
         """Memory of a system that was timed in turns."""
-        assert peaks is not None
-        self._add(
-            system, WEIGHED, number=number, peak_mib=_joined([peak.mib for peak in peaks])
-        )
+        self._add(turn.system, WEIGHED, round=turn.round, peak_mib=_joined(turn.peak_mib))
 
-    def _add(
-        self,
-        system: str,
-        what: str,
-        *,
-        number: int = 0,
-        samples_per_s: float = 0.0,
-        step_time_s: float = 0.0,
-        peak_mib: str = "",
-        cpu_s: str = "",
-    ) -> None:
-        self.rows.append(
-            Row(
-                case=self._case.name,
-                system=system,
-                what=what,
-                round=number,
-                samples_per_s=round(samples_per_s, 4),
-                step_time_s=round(step_time_s, 5),
-                peak_mib=peak_mib,
-                cpu_s=cpu_s,
-                cpu=self._environment.cpu,
-                commit=self._environment.commit,
-                date=self._environment.date,
-                load_before=self._environment.load_before,
-            )
-        )
+    def _add(self, system: str, what: str, **measured: Any) -> None:
+        case = self._case.name
+        self.rows.append(Row(case=case, system=system, what=what, **measured, **self._stamp))
 
 
 def _joined(numbers: Sequence[float]) -> str:

@@ -5,24 +5,26 @@ python -m experiments.mixed_cluster.run --quick    about six minutes
 python -m experiments.mixed_cluster.run --only strong
 """
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from experiments.common import (
-    Environment,
+from experiments.common.launch import run_ranks
+from experiments.common.machine import Environment
+from experiments.common.results import (
     console,
+    parse_cases,
+    parser_of,
     replace_cases,
-    run_ranks,
     write_results_block,
 )
+from experiments.common.unlike import slowness_of, why_no_groups
 from experiments.mixed_cluster import contest, report
 from experiments.mixed_cluster.clusters import CASES, STRONG, Case
 from experiments.mixed_cluster.figure import draw
-from experiments.mixed_cluster.plans import Planned
 from experiments.mixed_cluster.systems import has_deepspeed
-from experiments.unlike import Slowness, slowness_of, why_no_groups
 from shardhet.profiler.measure import MeasuringEffort
 
 HERE = Path(__file__).parent
@@ -47,17 +49,8 @@ QUICK = Extent(
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few steps; keeps nothing")
-    parser.add_argument(
-        "--only", metavar="WORDS", help="cases whose name has these words: " + _case_names()
-    )
-    options = parser.parse_args()
-    cases = [case for case in CASES if (options.only or "") in case.name]
-    if not cases:
-        parser.error(f"no case is called {options.only!r}; there are {_case_names()}")
+    options = parse_cases(parser_of(__doc__), CASES)
+    cases = options.cases
     if options.quick and not options.only:
         cases = [case for case in cases if case.cluster is STRONG or case.cluster.is_capped]
     environment = Environment.here()
@@ -84,73 +77,39 @@ def main() -> None:
         console.print("Only a little was measured: nothing was written.")
 
 
-def _case_names() -> str:
-    return "; ".join(case.name for case in CASES)
-
-
 def measure(
     case: Case, extent: Extent, environment: Environment, has_groups: bool
 ) -> list[report.Row]:
     """Everything about one case."""
+    is_capped = case.cluster.is_capped
     with slowness_of(case.cluster, has_groups=has_groups) as slownesses:
-        world_size = case.cluster.world_size
-        plans = run_ranks(contest.survey, world_size, case, slownesses, extent.profile)[0]
+
+        def run(fn: Callable[..., Any], *args: Any) -> Any:
+            return run_ranks(fn, case.cluster.world_size, case, slownesses, *args)[0]
+
+        plans = run(contest.survey, extent.profile)
         report.show_plans(plans)
         names = list(contest.makers(0, case, slownesses[0], plans))
         results = report.Results(case, environment, plans)
-        if case.cluster.is_capped:
-            # Only plain PyTorch in turns; a system that is to be capped needs its own process.
-            results.add_turns(_turns(case, slownesses, plans, [], extent))
-            for number in range(extent.num_rounds):
-                for name in names:
-                    results.add_launch(number, name, _launch(case, slownesses, plans, name, 2))
-            return results.rows
-        results.add_turns(_turns(case, slownesses, plans, names, extent))
-        for number in range(case.num_weighed if extent is FULL else 1):
-            for name in names:
-                results.add_peaks(number, name, _launch(case, slownesses, plans, name, 1))
-        return results.rows
-
-
-def _turns(
-    case: Case,
-    slownesses: Sequence[Slowness],
-    plans: Sequence[Planned],
-    names: Sequence[str],
-    extent: Extent,
-) -> list[contest.Turn]:
-    turns: list[contest.Turn] = run_ranks(
-        contest.take_turns,
-        case.cluster.world_size,
-        case,
-        slownesses,
-        plans,
-        names,
-        extent.num_rounds,
-        extent.turn_s,
-    )[0]
-    return turns
-
-
-def _launch(
-    case: Case, slownesses: Sequence[Slowness], plans: Sequence[Planned], name: str, steps: int
-) -> list[contest.Peak] | None:
-    """Peaks of all ranks; None where the system ran out of memory."""
-    try:
-        peaks: list[contest.Peak] = run_ranks(
-            contest.train_by_itself,
-            case.cluster.world_size,
-            case,
-            slownesses,
-            plans,
-            name,
-            steps,
-        )[0]
-    except RuntimeError as error:
-        if case.cluster.is_capped and any(words in str(error) for words in RAN_OUT):
-            return None
-        raise
-    return peaks
+        # Plain PyTorch always takes turns; a system that is to be capped needs its own process.
+        in_turns = [] if is_capped else names
+        results.add(run(contest.take_turns, plans, in_turns, extent.num_rounds, extent.turn_s))
+        num_weighed = case.num_weighed if extent is FULL else 1
+        num_launches = extent.num_rounds if is_capped else num_weighed
+        for number, name in product(range(num_launches), names):
+            try:
+                turn = run(contest.train_by_itself, plans, name, 2 if is_capped else 1)
+            except RuntimeError as error:
+                if not is_capped or not any(words in str(error) for words in RAN_OUT):
+                    raise
+                results.add_lack(name, number)
+                continue
+            turn = replace(turn, round=number)
+            if is_capped:
+                results.add([turn])
+            else:
+                results.add_peaks(turn)
+    return results.rows
 
 
 if __name__ == "__main__":

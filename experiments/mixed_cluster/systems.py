@@ -2,7 +2,8 @@
 
 All start from the same weights and take the same step: AdamW on the mean loss over the
 global batch, in float32, with nothing recomputed.  Each rank takes its own samples out of
-the global batch, so that systems may deal it out differently.
+the global batch, so that systems may deal it out differently; the losses of all ranks add up
+to the mean loss over it.
 """
 
 import importlib.util
@@ -10,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch.distributed as dist
@@ -21,27 +21,19 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from experiments.contestants import fully_sharded, fused_adamw, het_fsdp_step
+from experiments.common import systems
+from experiments.common.systems import FSDP2, PLAIN, System
 from experiments.decoders import CPU, make_decoder, units_of
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.models.decoder import Block, Decoder, DecoderConfig, Embedding, Head
 from shardhet.training.emulation import EmulatedDevice
 
 LEARNING_RATE = 1e-3
-FSDP2_RECOMPUTED = "FSDP2, recomputed"
-FSDP2, FSDP2_UNEVEN = "FSDP2", "FSDP2, uneven counts"  # the second is the strong baseline
+FSDP2_RECOMPUTED = f"{FSDP2}, recomputed"
+FSDP2_UNEVEN = f"{FSDP2}, uneven counts"  # the strong baseline
+DEEPSPEED = "DeepSpeed ZeRO-3"
 
-# Of the global batch, tokens and targets, [B, T]; the parts of all ranks add up to the mean
-# loss over it.
-Step = Callable[[Tensor, Tensor], float]
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """A model in training on all ranks."""
-
-    name: str
-    step: Step
+Make = Callable[[], System]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +55,18 @@ class Work:
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The same for everyone, too."""
-        return fused_adamw(model.parameters(), LEARNING_RATE)
+        return systems.fused_adamw(model.parameters(), LEARNING_RATE)
 
-
-# Ours
+    @property
+    def even(self) -> list[int]:
+        """Samples of each rank where all have as many."""
+        each, rest = divmod(self.global_batch_size, dist.get_world_size())
+        if rest:
+            raise ValueError(
+                f"{self.name}: a global batch of {self.global_batch_size} does not divide by "
+                f"{dist.get_world_size()} ranks, but stock systems need it to. Change it."
+            )
+        return [each] * dist.get_world_size()
 
 
 def het_fsdp(
@@ -78,138 +78,75 @@ def het_fsdp(
     model = HetFSDP(work.model(), plan, device_spec=device_spec)
     optimizer = work.optimizer(model)
     device.slow_down(model, optimizer)
-    first = plan.first_sample(model.position)
-    own = slice(first, first + plan.ranks[model.position].rank_batch_size)
-
-    def step(tokens: Tensor, targets: Tensor) -> float:
-        return het_fsdp_step(model, optimizer, tokens[own], targets[own]) / plan.world_size
-
-    return System(name, step)
-
-
-# Stock PyTorch.  Its gradients are means over ranks, so each rank's loss is scaled by the
-# number of ranks; losses are sums over tokens divided by those of the global batch.
+    system = systems.het_fsdp(model, optimizer, name=name)
+    return _on_part(system, [rank.rank_batch_size for rank in plan.ranks], model.position)
 
 
 def plain_pytorch(work: Work, rank_batch_size: int, microbatch_size: int) -> System:
-    """One process by itself."""
+    """One process by itself, on the first samples."""
     model = work.model()
-    optimizer = work.optimizer(model)
-    own = _spans([rank_batch_size], microbatch_size)[0]
-    num_tokens = rank_batch_size * work.config.seq_len
-
-    def step(tokens: Tensor, targets: Tensor) -> float:
-        losses = [_backward(model, tokens[s], targets[s], 1 / num_tokens) for s in own]
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum(losses)
-
-    return System("plain PyTorch", step)
+    system = systems.stock(
+        model, work.optimizer(model), name=PLAIN, microbatch_size=microbatch_size
+    )
+    return System(
+        PLAIN, lambda *batch: system.step(*(part[:rank_batch_size] for part in batch))
+    )
 
 
-def fsdp2(work: Work, name: str, microbatch_size: int | None = None) -> System:
-    """Fully sharded, even batches."""
-    model = work.model()
-    sharded = fully_sharded(model, units_of(model))
-    return _stock(work, name, sharded, _even(work), microbatch_size)
+# Stock PyTorch.  Its gradients are means over ranks, so each rank's losses are divided by its
+# even part of the global batch's tokens.
 
 
-def fsdp2_recomputed(work: Work, name: str) -> System:
-    """The same with the activations of every block recomputed, for devices short of memory."""
-    model = work.model()
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(block)
-    return _stock(work, name, fully_sharded(model, units_of(model)), _even(work), None)
-
-
-def fsdp2_uneven(
-    work: Work, name: str, rank_batch_sizes: Sequence[int], microbatch_size: int
+def _fsdp2(
+    work: Work,
+    name: str,
+    *,
+    microbatch_size: int | None = None,
+    rank_batch_sizes: Sequence[int] | None = None,
+    recomputes: bool = False,
 ) -> System:
-    """FSDP2 with a number of microbatches of each rank's own.
-
-    That is possible where parameters stay unsharded from the first forward to the last
-    backward (as in ZeRO-2) and gradients are reduced after the last microbatch only: then all
-    ranks launch the same collectives.
-    """
+    """FSDP2; with numbers of microbatches of each rank's own it shards as ZeRO-2 does."""
     model = work.model()
-    sharded = fully_sharded(model, units_of(model), reshards=False)
+    if recomputes:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+    system = systems.fsdp2(
+        model,
+        units_of(model),
+        LEARNING_RATE,
+        name=name,
+        microbatch_size=microbatch_size,
+        num_tokens=work.global_num_tokens / dist.get_world_size(),
+        reshards=rank_batch_sizes is None,
+    )
+    return _on_part(system, rank_batch_sizes or work.even, dist.get_rank())
 
-    def prepare(is_last: bool) -> None:
-        sharded.set_requires_gradient_sync(is_last)
-        sharded.set_reshard_after_backward(is_last)
 
-    return _stock(work, name, sharded, rank_batch_sizes, microbatch_size, prepare)
+def _wrapped(work: Work, name: str, wrap: Callable[[nn.Module], nn.Module]) -> System:
+    """Even batches in one microbatch."""
+    model = wrap(work.model())
+    system = systems.stock(model, work.optimizer(model), name=name)
+    return _on_part(system, work.even, dist.get_rank())
 
 
-def fsdp1(work: Work, name: str) -> System:
-    """FSDP's first version, fully sharded, the same units."""
-    model = FullyShardedDataParallel(
-        work.model(),
+def _fsdp1(module: nn.Module) -> nn.Module:
+    """Fully sharded, the same units."""
+    return FullyShardedDataParallel(
+        module,
         auto_wrap_policy=ModuleWrapPolicy({Block, Embedding, Head}),
         device_id=CPU,
         use_orig_params=True,
     )
-    return _stock(work, name, model, _even(work), None)
 
 
-def ddp(work: Work, name: str) -> System:
-    """Everything on every rank."""
-    return _stock(work, name, DistributedDataParallel(work.model()), _even(work), None)
-
-
-def _even(work: Work) -> list[int]:
-    each, rest = divmod(work.global_batch_size, dist.get_world_size())
-    if rest:
-        raise ValueError(
-            f"{work.name}: a global batch of {work.global_batch_size} does not divide by "
-            f"{dist.get_world_size()} ranks, but stock systems need it to. Change it."
-        )
-    return [each] * dist.get_world_size()
-
-
-def _stock(
-    work: Work,
-    name: str,
-    model: Any,
-    rank_batch_sizes: Sequence[int],
-    microbatch_size: int | None,
-    prepare: Callable[[bool], None] = lambda is_last: None,
-) -> System:
-    """Gradient accumulation over the rank's microbatches; None is one for the whole."""
-    optimizer = work.optimizer(model)
-    own = _spans(rank_batch_sizes, microbatch_size or max(rank_batch_sizes))[dist.get_rank()]
-    world_size = dist.get_world_size()
-    scale = world_size / work.global_num_tokens
+def _on_part(system: System, rank_batch_sizes: Sequence[int], position: int) -> System:
+    first = sum(rank_batch_sizes[:position])
+    own = slice(first, first + rank_batch_sizes[position])
 
     def step(tokens: Tensor, targets: Tensor) -> float:
-        losses = []
-        for i, span in enumerate(own):
-            prepare(i == len(own) - 1)
-            losses.append(_backward(model, tokens[span], targets[span], scale))
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum(losses) / world_size
+        return float(system.step(tokens[own], targets[own])) / len(rank_batch_sizes)
 
-    return System(name, step)
-
-
-def _spans(rank_batch_sizes: Sequence[int], microbatch_size: int) -> list[list[slice]]:
-    """Samples of the global batch of each microbatch of each rank."""
-    stops = accumulate(rank_batch_sizes)
-    return [
-        [
-            slice(start, min(start + microbatch_size, stop))
-            for start in range(stop - size, stop, microbatch_size)
-        ]
-        for size, stop in zip(rank_batch_sizes, stops, strict=True)
-    ]
-
-
-def _backward(model: Any, tokens: Tensor, targets: Tensor, scale: float) -> float:
-    loss_sum, _ = model(tokens, targets)
-    loss = loss_sum * scale
-    loss.backward()
-    return float(loss.detach())
+    return System(system.name, step)
 
 
 # DeepSpeed, where it is installed
@@ -220,42 +157,34 @@ def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def deepspeed_zero3(work: Work, name: str) -> System:
+def deepspeed_zero3(work: Work) -> System:
     """ZeRO stage 3, even batches."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # it does not start without
     import deepspeed
 
-    rank_batch_size = _even(work)[0]
-    engine, *_ = deepspeed.initialize(
-        model=work.model(),
-        dist_init_required=False,
-        config={
-            "train_micro_batch_size_per_gpu": rank_batch_size,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": 3},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": LEARNING_RATE, "torch_adam": True, "fused": True},
-            },
-            "steps_per_print": 2**31,
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.even[0],
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "torch_adam": True, "fused": True},
         },
+        "steps_per_print": 2**31,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=work.model(), dist_init_required=False, config=settings
     )
-    own = _spans(_even(work), rank_batch_size)[dist.get_rank()][0]
-    world_size = dist.get_world_size()
-    scale = world_size / work.global_num_tokens
 
     def step(tokens: Tensor, targets: Tensor) -> float:
-        loss_sum, _ = engine(tokens[own], targets[own])
-        loss = loss_sum * scale
+        loss_sum, num_tokens = engine(tokens, targets)
+        loss = loss_sum / num_tokens
         engine.backward(loss)
         engine.step()
-        return float(loss.detach()) / world_size
+        return float(loss.detach())
 
-    return System(name, step)
-
-
-Make = Callable[[Work], System]
+    return _on_part(System(DEEPSPEED, step), work.even, dist.get_rank())
 
 
 def stock_systems(
@@ -268,24 +197,18 @@ def stock_systems(
         microbatch_size=1,
     )
     uneven = [rank.rank_batch_size * microbatch_size for rank in counts.ranks]
-    made: dict[str, Make] = {
-        FSDP2: partial(fsdp2, name=FSDP2),
-        f"{FSDP2}, batches of {microbatch_size}": partial(
-            fsdp2,
-            name=f"{FSDP2}, batches of {microbatch_size}",
-            microbatch_size=microbatch_size,
-        ),
-        FSDP2_UNEVEN: partial(
-            fsdp2_uneven,
-            name=FSDP2_UNEVEN,
-            rank_batch_sizes=uneven,
-            microbatch_size=microbatch_size,
-        ),
-        "FSDP1": partial(fsdp1, name="FSDP1"),
-        "DDP": partial(ddp, name="DDP"),
+    of_fsdp2: dict[str, dict[str, Any]] = {
+        FSDP2: {},
+        f"{FSDP2}, batches of {microbatch_size}": {"microbatch_size": microbatch_size},
+        FSDP2_UNEVEN: {"microbatch_size": microbatch_size, "rank_batch_sizes": uneven},
     }
+    made: dict[str, Make] = {
+        name: partial(_fsdp2, work, name, **options) for name, options in of_fsdp2.items()
+    }
+    made["FSDP1"] = partial(_wrapped, work, "FSDP1", _fsdp1)
+    made["DDP"] = partial(_wrapped, work, "DDP", DistributedDataParallel)
     if is_capped:
-        made[FSDP2_RECOMPUTED] = partial(fsdp2_recomputed, name=FSDP2_RECOMPUTED)
+        made[FSDP2_RECOMPUTED] = partial(_fsdp2, work, FSDP2_RECOMPUTED, recomputes=True)
     if has_deepspeed():
-        made["DeepSpeed ZeRO-3"] = partial(deepspeed_zero3, name="DeepSpeed ZeRO-3")
+        made[DEEPSPEED] = partial(deepspeed_zero3, work)
     return made

@@ -12,13 +12,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from experiments.common import REPOSITORY, Environment, console, read_csv, write_csv
+from experiments.common.machine import REPOSITORY, Environment
+from experiments.common.results import console, read_csv, write_csv
 from experiments.mutations.faults import Fault, draw
 
 HERE = Path(__file__).parent
@@ -88,14 +89,7 @@ def main() -> None:
 def judge(number: int, fault: Fault) -> Verdict:
     """Run the tests on a copy of the tree with the fault."""
     started_at_s = time.monotonic()
-    verdict = partial(
-        Verdict,
-        number=number,
-        path=fault.path,
-        line=fault.line,
-        before=fault.before,
-        after=fault.after,
-    )
+    verdict = partial(Verdict, number=number, **asdict(fault))
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         for part in ("shardhet", "tests", "experiments", "conf"):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.other_peoples_models.records import Batch, Family, Loss, Way
-from experiments.other_peoples_models.tasks import SPECTRUM, TRANSLATION
+from experiments.other_peoples_models.records import Family, Loss, Way
+from experiments.other_peoples_models.tasks import SPECTRUM, TRANSLATION, Batch
 from shardhet import HetFSDP
 from shardhet.fsdp.wrapping import UnitModules, find_units
 
@@ -100,6 +100,17 @@ def call(model: nn.Module, batch: Batch, family: Family, way: Way, **ours: Any) 
     if way.loss is Loss.ITEMS:
         options["num_items_in_batch"] = 1
     return model(*positional, **inputs, **options, **ours)
+
+
+def evaluated(
+    model: nn.Module, batch: Batch, family: Family, way: Way, first: int, num_samples: int
+) -> Tensor:
+    """Logits of so many samples without dropout and gradients."""
+    model.eval()
+    with torch.no_grad():
+        output = call(model, part_of(batch, family, first, num_samples), family, way)
+    model.train()
+    return family.logits(output)
 
 
 def _first_parameters(model: nn.Module, names: Collection[str]) -> list[str]:

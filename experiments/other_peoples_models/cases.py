@@ -33,9 +33,9 @@ class Runner:
     def __init__(self, folder: Path, commit: str) -> None:
         self._folder = folder
         self._commit = commit
-        self._path_by_key: dict[tuple[str, str, tuple[int, ...]], Path] = {}
+        # Where each is, and why there is none.
+        self._made: dict[tuple[str, str, tuple[int, ...]], tuple[Path, str | None]] = {}
         self._noise_by_key: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
-        self._failure_by_key: dict[tuple[str, str, tuple[int, ...]], str] = {}
 
     def run(self, case: Case) -> Row:
         """The case's row."""
@@ -94,20 +94,21 @@ class Runner:
     def _reference(self, family: Family, way: Way, named: Named) -> tuple[Path, str | None]:
         sizes = tuple(s for rank in named.plan.ranks for s in rank.microbatch_sizes)
         key = (family.name, way.name, sizes)
-        for path in [p for k, p in self._path_by_key.items() if k[0] != family.name]:
-            path.unlink(missing_ok=True)  # cases come family by family
-        if key not in self._path_by_key:
-            path = self._folder / f"{len(self._path_by_key)}.pt"
+        for other, (path, _) in self._made.items():
+            if other[0] != family.name:
+                path.unlink(missing_ok=True)  # cases come family by family
+        if key not in self._made:
+            path = self._folder / f"{len(self._made)}.pt"
             known = self._noise_by_key.get((family.name, sizes))
             [failure] = run_forks(
                 _try_reference, 1, family, way, named, path, known, timeout_s=TIMEOUT_S
             )
-            self._path_by_key[key] = path
-            if failure != "":
-                self._failure_by_key[key] = failure or "it ended without a message."
-            elif known is None:
+            if failure is None:
+                failure = "it ended without a message."
+            elif not failure and known is None:
                 self._noise_by_key[family.name, sizes] = load(path).noise
-        return self._path_by_key[key], self._failure_by_key.get(key)
+            self._made[key] = path, failure or None
+        return self._made[key]
 
 
 def _has_ended(report: RankReport) -> bool:

@@ -8,26 +8,17 @@ ALONE = Named(
     plan=Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[5], state_shares=[1.0]),
     eval_sizes=(3,),
 )
-KEPT = Named(
-    name="2 ranks",
-    plan=Plan.by_hand(
-        microbatch_sizes=[2, 1],
-        rank_batch_sizes=[5, 2],
-        state_shares=[0.7, 0.3],
-        reshard_after_forward=False,
-    ),
-    eval_sizes=(1, 4),
-)
-RECOMPUTED = Named(
-    name="2 ranks, recomputed",
-    plan=Plan.by_hand(
-        microbatch_sizes=[2, 1],
-        rank_batch_sizes=[5, 2],
-        state_shares=[0.7, 0.3],
-        recompute=[True, True],
-    ),
-    eval_sizes=(1, 4),
-)
+
+
+def _two_ranks(name: str, **options: bool) -> Named:
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1], rank_batch_sizes=[5, 2], state_shares=[0.7, 0.3], **options
+    )
+    return Named(name=name, plan=plan, eval_sizes=(1, 4))
+
+
+KEPT = _two_ranks("2 ranks", reshard_after_forward=False)
+RECOMPUTED = _two_ranks("2 ranks, recomputed", recompute=True)
 APART = Named(  # one only computes, one only stores
     name="3 ranks",
     plan=Plan.by_hand(

@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 
 import shardhet
-from experiments.other_peoples_models.calls import (
-    MAX_NORM,
-    SEED,
-    batch_dim_of,
-    call,
-    loss_of,
-    make_batches,
-    make_model,
-    part_of,
-    wanted_units,
-)
+from experiments.other_peoples_models import calls
 from experiments.other_peoples_models.comparison import MISMATCH, Errors, Step, quiet, relative
-from experiments.other_peoples_models.records import Batch, Family, Loss, Named, RankReport, Way
+from experiments.other_peoples_models.records import Family, Loss, Named, RankReport, Way
 from experiments.other_peoples_models.reference import Reference, load
+from experiments.other_peoples_models.tasks import Batch
 from shardhet import HetFSDP
 
 OUR_CODE = str(Path(shardhet.__file__).parent)
@@ -75,7 +66,7 @@ class _Rank:
         """All steps, then the state dict."""
         self.errors = Errors(unit_by_param=reference.unit_by_param)
         sizes = [rank.rank_batch_size for rank in self._named.plan.ranks]
-        batches = make_batches(self._family, self._way, sum(sizes))
+        batches = calls.make_batches(self._family, self._way, sum(sizes))
         started_at_s = time.process_time()
         self.phase = "wrap"
         model = self._wrapped()
@@ -99,9 +90,9 @@ class _Rank:
         self._compare_state_dict(model, reference.state)
 
     def _wrapped(self) -> HetFSDP:
-        model = make_model(self._family, self._way)
-        units = wanted_units(self._family, self._way)
-        options: dict[str, Any] = {"seed": SEED, "units": units}
+        model = calls.make_model(self._family, self._way)
+        units = calls.wanted_units(self._family, self._way)
+        options: dict[str, Any] = {"seed": calls.SEED, "units": units}
         if self._family.batch_dim != 0:
             options["batch_dim"] = self._family.batch_dim
         if self._way.loss is Loss.FUNCTION:
@@ -113,7 +104,7 @@ class _Rank:
         return loss_sum, torch.tensor(num_valid)
 
     def _part(self, batch: Batch, sizes: list[int], position: int) -> Batch:
-        return part_of(batch, self._family, sum(sizes[:position]), sizes[position])
+        return calls.part_of(batch, self._family, sum(sizes[:position]), sizes[position])
 
     def _step(
         self,
@@ -126,35 +117,31 @@ class _Rank:
         """One step as a user writes it, with what it computes held against ``expected``."""
         self.phase = f"forward of step {number}"
         if self._way.loss is Loss.FUNCTION:
-            output = call(model, batch, self._family, self._way, loss_inputs=(batch["labels"],))
+            output = calls.call(
+                model, batch, self._family, self._way, loss_inputs=(batch["labels"],)
+            )
             loss_sum, num_valid = self._family.logits(output)
         else:
-            output = call(model, batch, self._family, self._way)
-            loss_sum, num_valid = loss_of(output, batch, self._family, self._way)
+            output = calls.call(model, batch, self._family, self._way)
+            loss_sum, num_valid = calls.loss_of(output, batch, self._family, self._way)
         self.phase = f"backward of step {number}"
         mean = model.backward(loss_sum, num_valid)
         compared_at_s = time.process_time()
         self._compare_grads(model, mean, expected, number)
         self._comparing_s = time.process_time() - compared_at_s
         self.phase = f"clipping of step {number}"
-        norm = model.clip_grad_norm_(MAX_NORM)
+        norm = model.clip_grad_norm_(calls.MAX_NORM)
         self.errors.see_number("grad", float(norm), expected.norm, f"step {number}: norm")
         optimizer.step()
         optimizer.zero_grad()
 
     def _evaluate(self, model: HetFSDP, batch: Batch, expected: Step, number: int) -> None:
         self.phase = f"evaluation before step {number}"
-        sizes = list(self._named.eval_sizes)
+        sizes = self._named.eval_sizes
         first, size = sum(sizes[: model.position]), sizes[model.position]
-        model.eval()
-        with torch.no_grad():
-            part = part_of(batch, self._family, first, size)
-            output = call(model, part, self._family, self._way)
-        model.train()
+        found = calls.evaluated(model, batch, self._family, self._way, first, size)
         assert expected.logits is not None
-        dim = batch_dim_of(self._family, "logits")
-        own = expected.logits.narrow(dim, first, size)
-        found = self._family.logits(output)
+        own = expected.logits.narrow(calls.batch_dim_of(self._family, "logits"), first, size)
         self.errors.see("grad", relative(found, own), f"evaluation before step {number}")
 
     def _compare_grads(

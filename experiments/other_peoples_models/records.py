@@ -5,24 +5,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from experiments.other_peoples_models.tasks import Task
 from shardhet import Plan
-
-Batch = dict[str, Tensor]  # by argument of the model's forward; "labels" is one of them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a family is trained for, as its documentation has it."""
-
-    make_batch: Callable[[torch.Generator, int, int], Batch]  # samples, sequence length
-    loss: Callable[[Tensor, Tensor], tuple[Tensor, int]]  # of logits and labels, in float64
-    num_valid: Callable[[Tensor], int]  # labels that a mean of the model's own loss is over
-    has_mask: bool = False  # whether it takes an attention_mask
-    has_length: bool = True  # whether its sequences may be longer or shorter
-    takes_num_items: bool = False  # num_items_in_batch= makes its own loss a sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +55,6 @@ class Way:
     has_coarse_units: bool = False
     collides: bool = False  # the second step's sequences are as long as a rank's batch
     evaluates: bool = False  # before every step
-    evaluates_with: str = ""  # what is compared then, by name of the output
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,15 @@
 """What one process gives: the plan's microbatches one after the other, seeded as planned."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
-from torch.overrides import TorchFunctionMode
 
-from experiments.other_peoples_models.calls import (
-    MAX_NORM,
-    SEED,
-    call,
-    loss_of,
-    make_batches,
-    make_model,
-    part_of,
-    units_of,
-)
+from experiments.other_peoples_models import calls
 from experiments.other_peoples_models.comparison import (
     Errors,
     Step,
@@ -32,10 +20,10 @@ from experiments.other_peoples_models.comparison import (
     sum_in_order,
     unit_by_param,
 )
-from experiments.other_peoples_models.records import Batch, Family, Named, Way
-from shardhet.fsdp.root_dropout import DROPOUT_CALLS
-from shardhet.fsdp.seeds import microbatch_seed
+from experiments.other_peoples_models.records import Family, Named, Way
+from experiments.other_peoples_models.tasks import Batch
 from shardhet.fsdp.wrapping import UnitModules
+from tests.fuzzing.reference import SeededCalls, SeededFunctions
 
 
 @dataclass(kw_only=True)
@@ -56,11 +44,11 @@ def run_reference(
     """Write the ``Reference`` of a case to ``path``; ``noise`` where it is known already."""
     quiet()
     started_at_s = time.process_time()
-    model = make_model(family, way)
+    model = calls.make_model(family, way)
     trainer = _Plain(model, family, way, named)
     trainer.train()
     first_s = trainer.ended_at_s[0] - started_at_s
-    units = unit_by_param(model, units_of(model, family, way))
+    units = unit_by_param(model, calls.units_of(model, family, way))
     if noise is None:
         noise = _noise(family, way, named, trainer.steps, units)
     reference = Reference(
@@ -77,9 +65,9 @@ def run_reference(
 def _noise(
     family: Family, way: Way, named: Named, steps: list[Step], units: dict[str, str]
 ) -> dict[str, float]:
-    orders = [_Plain(make_model(family, way), family, way, named, is_reversed=True)]
+    orders = [_Plain(calls.make_model(family, way), family, way, named, is_reversed=True)]
     if not (family.is_random or family.has_batch_norm or way.has_lora):
-        orders.append(_Plain(make_model(family, way), family, way, named, is_whole=True))
+        orders.append(_Plain(calls.make_model(family, way), family, way, named, is_whole=True))
     noise = Errors(unit_by_param=units).by_quantity
     for each in orders:
         each.train()
@@ -123,8 +111,15 @@ class _Plain:
     def train(self) -> None:
         """All steps."""
         num_samples = self._named.plan.global_batch_size
-        for number, batch in enumerate(make_batches(self._family, self._way, num_samples)):
-            logits = self._evaluate(batch) if self._way.evaluates else None
+        for number, batch in enumerate(
+            calls.make_batches(self._family, self._way, num_samples)
+        ):
+            logits = None
+            if self._way.evaluates:
+                size = sum(self._named.eval_sizes)
+                logits = calls.evaluated(
+                    self._model, batch, self._family, self._way, 0, size
+                ).clone()
             started_at_s = time.process_time()
             step = self._step(number, batch)
             self.ended_at_s.append(time.process_time())
@@ -133,15 +128,6 @@ class _Plain:
             step.buffers = copies(dict(self._model.named_buffers()))
             step.logits = logits
             self.steps.append(step)
-
-    def _evaluate(self, batch: Batch) -> Tensor:
-        num_samples = sum(self._named.eval_sizes)
-        self._model.eval()
-        with torch.no_grad():
-            part = part_of(batch, self._family, 0, num_samples)
-            output = call(self._model, part, self._family, self._way)
-        self._model.train()
-        return self._family.logits(output).clone()
 
     def _step(self, number: int, batch: Batch) -> Step:
         losses, grads = self._accumulate(number, batch)
@@ -152,7 +138,7 @@ class _Plain:
         for name, param in params.items():
             param.grad = summed[name]
         kept = {name: None if g is None else g.clone() for name, g in summed.items()}
-        norm = torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), calls.MAX_NORM)
         if not norm.isfinite():
             raise ValueError(f"gradients of step {number} have the norm {norm}.")
         self._optimizer.step()
@@ -168,13 +154,13 @@ class _Plain:
         num_labels = self._family.task.num_valid(batch["labels"])
         losses, grads = [], []
         first = 0
-        units = units_of(self._model, self._family, self._way)
+        units = calls.units_of(self._model, self._family, self._way)
         with seeded(self._model, units) as seeds:
             for size in self._microbatch_sizes:
-                part = part_of(batch, self._family, first, size)
+                part = calls.part_of(batch, self._family, first, size)
                 seeds.start(step=number, first_sample=first)
-                output = call(self._model, part, self._family, self._way)
-                loss_sum, _ = loss_of(output, part, self._family, self._way)
+                output = calls.call(self._model, part, self._family, self._way)
+                loss_sum, _ = calls.loss_of(output, part, self._family, self._way)
                 loss = loss_sum / num_labels
                 loss.backward()
                 losses.append(float(loss.detach()))
@@ -185,66 +171,19 @@ class _Plain:
         return losses, grads
 
 
-class Seeds:
-    """Seeds of the microbatch that the reference is at."""
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._first_sample = 0
-        self._calls_by_fqn: dict[str, int] = {}
-
-    def start(self, *, step: int, first_sample: int) -> None:
-        """Before a microbatch."""
-        self._step, self._first_sample, self._calls_by_fqn = step, first_sample, {}
-        self.enter("")
-
-    def enter(self, fqn: str) -> None:
-        """Before a call of a unit, or of a module outside of units that draws numbers."""
-        number = self._calls_by_fqn.get(fqn, 0)
-        self._calls_by_fqn[fqn] = number + 1
-        torch.manual_seed(microbatch_seed(SEED, self._step, fqn, number, self._first_sample))
-
-
-class _SeedingFunctions(TorchFunctionMode):
-    """Seeds before dropout that is called as a function outside of ``modules``."""
-
-    def __init__(self, seeds: Seeds, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self._seeds = seeds
-        self._depth = 0
-        for module in modules:
-            module.register_forward_pre_hook(lambda *_: self._move(1))
-            module.register_forward_hook(lambda *_: self._move(-1), always_call=True)
-
-    def _move(self, by: int) -> None:
-        self._depth += by
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is dropout and not self._depth:
-            self._seeds.enter(DROPOUT_CALLS)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
-def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[Seeds]:
+def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[SeededCalls]:
     """Units, and what draws numbers outside of them, seed as HetFSDP's do."""
-    seeds = Seeds()
+    seeds = SeededCalls(calls.SEED)
     modules = [(unit.fqns[0], module) for unit in units for module in unit.modules]
     modules += random_modules(model, units).items()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
-        for fqn, module in modules
-    ]
-    with _SeedingFunctions(seeds, [module for _, module in modules]):
+    with ExitStack() as hooks, SeededFunctions(seeds):
+        for fqn, module in modules:
+            enter = module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
+            leave = module.register_forward_hook(lambda *_: seeds.leave())
+            hooks.callback(enter.remove)
+            hooks.callback(leave.remove)
         yield seeds
-    for hook in hooks:
-        hook.remove()
 
 
 def load(path: Path) -> Reference:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from experiments.common import markdown_table
+from experiments.common.results import markdown_table
 from experiments.other_peoples_models.records import Row, Verdict
 
 LETTERS = {Verdict.EXACT: "exact", Verdict.REFUSED: "refused", Verdict.WRONG: "**WRONG**"}

@@ -12,9 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from experiments.common import (
-    Environment,
+from experiments.common.machine import Environment
+from experiments.common.results import (
     console,
+    parser_of,
     read_csv,
     write_csv,
     write_results_block,
@@ -66,10 +67,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one plan; keeps nothing")
+    parser = parser_of(__doc__, "one plan; keeps nothing")
     parser.add_argument("--only", action="append", metavar="WORD", help="of family names")
     parser.add_argument("--way", action="append", choices=WAYS, help="of calling")
     parser.add_argument("--case", nargs="+", metavar="FAMILY/WAY", help="only these")
@@ -80,26 +78,19 @@ def _options() -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace) -> list[Case]:
-    if options.case:
-        pairs = [case.split("/") for case in options.case]
-        return [
-            case
-            for family, way in pairs
-            for case in cases_of(FAMILIES[family], way, is_quick=options.quick)
-        ]
     words = [word.lower() for word in options.only or [""]]
-    families = [
-        family
+    pairs = [case.split("/") for case in options.case or ()] or [
+        (name, way)
         for name, family in FAMILIES.items()
         if any(word in name.lower() for word in words)
+        for way in options.way or ways_of(family)
     ]
     cases = [
         case
-        for family in families
-        for way in options.way or ways_of(family)
-        for case in cases_of(family, way, is_quick=options.quick)
+        for family, way in pairs
+        for case in cases_of(FAMILIES[family], way, is_quick=options.quick)
     ]
-    return sorted(cases, key=_turn)
+    return cases if options.case else sorted(cases, key=_turn)
 
 
 def _turn(case: Case) -> tuple[int, int]:

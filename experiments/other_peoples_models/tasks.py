@@ -1,10 +1,11 @@
 """What models are trained for: their batches, with padding, and their losses in float64."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
-
-from experiments.other_peoples_models.records import Batch, Task
 
 NUM_WORDS = 61
 NUM_CLASSES = 5
@@ -13,6 +14,8 @@ NUM_CHANNELS = 3
 IGNORED = -100
 PAD = 0
 FIRST_WORD = 4  # below are padding and the like
+
+Batch = dict[str, Tensor]  # by argument of the model's forward; "labels" is one of them
 
 
 def _words(generator: Generator, num_samples: int, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -152,6 +155,23 @@ def _of_pairs(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     return -(texts * images).sum(), len(logits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a family is trained for, as its documentation has it."""
+
+    make_batch: Callable[[torch.Generator, int, int], Batch]  # samples, sequence length
+    loss: Callable[[Tensor, Tensor], tuple[Tensor, int]] = (
+        _each_label  # of logits and labels, in float64
+    )
+    num_valid: Callable[[Tensor], int] = (
+        _num_labels  # labels that a mean of the model's own loss is over
+    )
+    has_mask: bool = False  # whether it takes an attention_mask
+    has_length: bool = True  # whether its sequences may be longer or shorter
+    takes_num_items: bool = False  # num_items_in_batch= makes its own loss a sum
+
+
+# A class label for each sample is valid, whatever it is: ``num_valid=len``.
 NEXT_WORD = Task(
     make_batch=_next_words,
     loss=_shifted,
@@ -159,65 +179,16 @@ NEXT_WORD = Task(
     has_mask=True,
     takes_num_items=True,
 )
-MASKED_WORD = Task(
-    make_batch=_masked_words,
-    loss=_each_label,
-    num_valid=_num_labels,
-    has_mask=True,
-)
-SENTENCE = Task(make_batch=_sentences, loss=_each_label, num_valid=len, has_mask=True)
-TRANSLATION = Task(
-    make_batch=_translations,
-    loss=_each_label,
-    num_valid=_num_labels,
-    has_mask=True,
-)
-IMAGE = Task(
-    make_batch=_images,
-    loss=_each_label,
-    num_valid=len,
-    has_length=False,
-)
-TIMM_IMAGE = Task(
-    make_batch=_timm_images,
-    loss=_each_label,
-    num_valid=len,
-    has_length=False,
-)
-PAIR = Task(
-    make_batch=_pairs,
-    loss=_of_pairs,
-    num_valid=len,
-    has_mask=True,
-    has_length=False,
-)
-SPEECH = Task(
-    make_batch=_speech,
-    loss=_each_label,
-    num_valid=len,
-    has_mask=True,
-    has_length=False,
-)
+MASKED_WORD = Task(make_batch=_masked_words, has_mask=True)
+SENTENCE = Task(make_batch=_sentences, num_valid=len, has_mask=True)
+TRANSLATION = Task(make_batch=_translations, has_mask=True)
+IMAGE = Task(make_batch=_images, num_valid=len, has_length=False)
+TIMM_IMAGE = Task(make_batch=_timm_images, num_valid=len, has_length=False)
+PAIR = Task(make_batch=_pairs, loss=_of_pairs, num_valid=len, has_mask=True, has_length=False)
+SPEECH = Task(make_batch=_speech, num_valid=len, has_mask=True, has_length=False)
 DICTATION = Task(
-    make_batch=_dictation,
-    loss=_alignment,
-    num_valid=len,
-    has_mask=True,
-    has_length=False,
+    make_batch=_dictation, loss=_alignment, num_valid=len, has_mask=True, has_length=False
 )
-SPECTRUM = Task(
-    make_batch=_spectra,
-    loss=_each_label,
-    num_valid=_num_labels,
-    has_length=False,
-)
-SEQUENCE_FIRST = Task(
-    make_batch=_sequences_first,
-    loss=_each_label,
-    num_valid=_num_labels,
-)
-SEQUENCES_FIRST = Task(
-    make_batch=_two_sequences_first,
-    loss=_each_label,
-    num_valid=_num_labels,
-)
+SPECTRUM = Task(make_batch=_spectra, has_length=False)
+SEQUENCE_FIRST = Task(make_batch=_sequences_first)
+SEQUENCES_FIRST = Task(make_batch=_two_sequences_first)

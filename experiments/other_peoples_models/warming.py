@@ -5,7 +5,7 @@ from importlib import import_module
 
 import torch
 
-from experiments.common import console
+from experiments.common.results import console
 from experiments.other_peoples_models.records import Family
 
 torch.set_num_threads(1)  # a fork of a process with threads may hang

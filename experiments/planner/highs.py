@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.common import Spread, console, write_csv
+from experiments.common.results import Spread, console, write_csv
 from shardhet.planner.assignment import assign
 from shardhet.planner.certificate import certify
 from shardhet.planner.search import Effort, NothingFitsError, search

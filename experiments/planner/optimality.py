@@ -7,18 +7,34 @@ exhaustive search shares no code with ours, and the objective is computed again 
 integers.  The test suite runs a part of this (tests/test_planner_search.py).
 """
 
-import csv
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from experiments.common.results import write_csv
 from shardhet.planner.search import NothingFitsError, search
 from tests.planning_problems import BruteForce, recomputed_objective
 from tests.test_planner_search import random_small
 
 HERE = Path(__file__).parent
 NUM_BLOCKS, PROBLEMS_PER_BLOCK = 11, 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One problem that has a plan."""
+
+    block: int
+    problem: int
+    kinds: int
+    devices: int
+    batch: int
+    objective_s: float
+    relative_difference: float
+    relative_gap: float
+    cpu_s: float
 
 
 def main() -> None:
@@ -41,42 +57,27 @@ def main() -> None:
             assert objective is not None
             brute = BruteForce(problem, objective * (1 + 1e-7))
             assert brute.was_reached
-            difference = abs(brute.best / objective - 1)
             sizes = [group.count for group in problem.groups]
             rows.append(
-                [
-                    block,
-                    i,
-                    len(sizes),
-                    sum(sizes),
-                    problem.global_batch_size,
-                    objective,
-                    difference,
-                    found.relative_gap,
-                    spent_s,
-                ]
+                Row(
+                    block=block,
+                    problem=i,
+                    kinds=len(sizes),
+                    devices=sum(sizes),
+                    batch=problem.global_batch_size,
+                    objective_s=objective,
+                    relative_difference=abs(brute.best / objective - 1),
+                    relative_gap=found.relative_gap,
+                    cpu_s=spent_s,
+                )
             )
-    with (HERE / "optimality.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            [
-                "block",
-                "problem",
-                "kinds",
-                "devices",
-                "batch",
-                "objective_s",
-                "relative_difference",
-                "relative_gap",
-                "cpu_s",
-            ]
-        )
-        writer.writerows(rows)
-    differences, gaps, seconds = (np.array([row[c] for row in rows]) for c in (6, 7, 8))
+    write_csv(HERE / "optimality.csv", rows)
+    seconds = [row.cpu_s for row in rows]
     print(
         f"{len(rows)} problems solved, {num_infeasible} proven impossible; worst relative "
-        f"difference {differences.max():.1e}, worst stated gap {gaps.max():.1e}; median "
-        f"{np.median(seconds):.4f} s, worst {seconds.max():.4f} s"
+        f"difference {max(row.relative_difference for row in rows):.1e}, worst stated gap "
+        f"{max(row.relative_gap for row in rows):.1e}; median "
+        f"{np.median(seconds):.4f} s, worst {max(seconds):.4f} s"
     )
 
 

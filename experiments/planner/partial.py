@@ -6,16 +6,17 @@ Every described cluster and model as ``shardhet plan`` reads them, planned with 
 recomputed at once (1 step) and in 2, 4 and 8 steps.  Predictions: nothing is run.
 """
 
-import csv
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 
-from shardhet.apps.common.planning_input import Request, load
-from shardhet.apps.plan import DOOR
+from experiments.common.results import write_csv
+from experiments.published.inputs import described
 from shardhet.config.compose import conf_dir
-from shardhet.config.planning import Inputs, PlannerConf, register_planning_schemas
+from shardhet.config.planning import Inputs
 from shardhet.planner import Effort, PlanError, solve
 from shardhet.records.cluster import Cluster
 from shardhet.simulator.simulation import simulate
@@ -25,70 +26,77 @@ MODELS = ("bert_large", "vit_g", "llama_1b", "gpt_2_7b", "llama_7b")
 BATCHES = (128, 256, 512)
 STEPS = (1, 2, 4, 8)
 GAINS = (0.001, 0.01, 0.05)
-CASE = ["cluster", "devices", "model", "batch"]
-MEASURES = ["steps", "step_s", "simulated_s", "gap", "cpu_s"]
 
 
-def described(cluster: str, model: str) -> Inputs:
-    """What ``shardhet plan`` plans for."""
-    register_planning_schemas()
-    request = Request((f"cluster=described/{cluster}", f"model={model}"), (), None)
-    return load(DOOR, request, PlannerConf)[1]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case with one number of steps; nothing is run."""
+
+    cluster: str
+    devices: int
+    model: str
+    batch: int
+    steps: int = 1
+    step_s: float = 0.0
+    simulated_s: float = 0.0
+    gap: float = 0.0
+    cpu_s: float = 0.0  # of the planner
 
 
-def planned(inputs: Inputs, batch: int, steps: int) -> tuple[float, ...] | None:
-    """Predicted and simulated step, gap, the planner's CPU seconds; None where nothing fits."""
-    effort = Effort(recompute_steps=steps)
+def planned(inputs: Inputs, row: Row) -> Row | None:
+    """The row with what was found; None where nothing fits."""
+    effort = Effort(recompute_steps=row.steps)
     start_s = time.process_time()
     try:
-        solution = solve(inputs.setting, global_batch_size=batch, effort=effort, num_rescored=1)
+        solution = solve(
+            inputs.setting, global_batch_size=row.batch, effort=effort, num_rescored=1
+        )
     except PlanError:
         return None
-    cpu_s = time.process_time() - start_s
-    simulated_s = simulate(solution.plan, inputs.setting).step_time_s
-    return (solution.predicted.step_time_s, simulated_s, solution.relative_gap, cpu_s)
+    return replace(
+        row,
+        cpu_s=time.process_time() - start_s,
+        step_s=solution.predicted.step_time_s,
+        simulated_s=simulate(solution.plan, inputs.setting).step_time_s,
+        gap=solution.relative_gap,
+    )
 
 
-def cases() -> Iterator[tuple[str, int, str, int, dict[int, tuple[float, ...]]]]:
-    """Where a plan fits: cluster, devices, model, batch, and the plans by number of steps."""
+def cases() -> Iterator[dict[int, Row]]:
+    """Where a plan fits: its rows by number of steps."""
     for path in sorted((conf_dir() / "cluster" / "described").glob("*.yaml")):
-        size = Cluster.load(path).world_size
-        for model in MODELS:
-            inputs = described(path.stem, model)
-            for batch in BATCHES:
-                plans = {steps: planned(inputs, batch, steps) for steps in STEPS}
-                fitting = {steps: plan for steps, plan in plans.items() if plan is not None}
-                assert len(fitting) in (0, len(STEPS)), "all of it is always a choice"
-                if fitting:
-                    yield path.stem, size, model, batch, fitting
+        devices = Cluster.load(path).world_size
+        for model, batch in product(MODELS, BATCHES):
+            inputs = described(path.stem, f"model={model}")
+            case = Row(cluster=path.stem, devices=devices, model=model, batch=batch)
+            rows = [planned(inputs, replace(case, steps=steps)) for steps in STEPS]
+            fitting = {row.steps: row for row in rows if row is not None}
+            assert len(fitting) in (0, len(STEPS)), "all of it is always a choice"
+            if fitting:
+                yield fitting
 
 
 def main() -> None:
     """All cases to partial.csv; what each number of steps gives to the screen."""
     found = list(cases())
-    with (HERE / "partial.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*CASE, *MEASURES])
-        for *case, plans in found:
-            writer.writerows([*case, steps, *plan] for steps, plan in plans.items())
+    write_csv(HERE / "partial.csv", [row for rows in found for row in rows.values()])
     print(f"{len(found)} cases fit")
     for steps in STEPS:
-        columns = list(zip(*(plans[steps] for *_, plans in found), strict=True))
-        gains, simulated = (
-            [plans[1][i] / plans[steps][i] - 1 for *_, plans in found] for i in (0, 1)
-        )
+        rows = [each[steps] for each in found]
+        gains = [each[1].step_s / each[steps].step_s - 1 for each in found]
+        simulated = [each[1].simulated_s / each[steps].simulated_s - 1 for each in found]
+        cpu_s = [row.cpu_s for row in rows]
         numbers = ", ".join(f"{sum(g > least for g in gains)} > {least:.1%}" for least in GAINS)
         print(
             f"{steps} steps: mean {mean(gains):.2%}, best {max(gains):.2%} (simulated "
             f"{mean(simulated):.2%}, {max(simulated):.2%}), {numbers}; worst gap "
-            f"{max(columns[2]):.1e}; CPU median {median(columns[3]):.2f} s, worst "
-            f"{max(columns[3]):.2f} s"
+            f"{max(row.gap for row in rows):.1e}; CPU median {median(cpu_s):.2f} s, worst "
+            f"{max(cpu_s):.2f} s"
         )
-    best = sorted(found, key=lambda each: each[-1][4][0] / each[-1][1][0])
-    for cluster, _, model, batch, plans in best[:8]:
-        print(
-            f"  {cluster:22} {model:10} {batch:4}: {plans[1][0] / plans[4][0] - 1:.1%} faster"
-        )
+    best = sorted(found, key=lambda rows: rows[4].step_s / rows[1].step_s)
+    for rows in best[:8]:
+        row, gain = rows[4], rows[1].step_s / rows[4].step_s - 1
+        print(f"  {row.cluster:22} {row.model:10} {row.batch:4}: {gain:.1%} faster")
 
 
 if __name__ == "__main__":

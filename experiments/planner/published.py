@@ -10,9 +10,7 @@ parameter shared out at will.  Seconds are CPU
 seconds of one thread, medians of runs of both in turn.
 """
 
-import csv
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +19,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.common.machine import SHARED_DATA
+from experiments.common.results import write_csv
 from shardhet.planner.cephalo import cephalo_choice
 from shardhet.planner.problem import Group, Problem
 from shardhet.planner.search import NothingFitsError, search
 
 HERE = Path(__file__).parent
-DATA = Path(os.environ.get("SHARDHET_SHARED_DATA", HERE.parents[2] / "shared" / "data"))
 GPUS = ["l4", "l4", "a6000", "p40", "p40", "p40", "p100", "p100"]
 GIB_BY_GPU = {"l4": 22.5, "a6000": 47.99, "p40": 22.5, "p100": 12.0}  # theirs, usable
 USABLE, COMMUNICATION_GIB, EXTRA_MS = 0.75, 2.0, 10.0
@@ -146,10 +145,22 @@ def cpu_seconds(run: Callable[[], float], repeats: int) -> list[float]:
     return seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model."""
+
+    model: str
+    our_ms: float
+    dp_ms: float
+    our_s: float
+    dp_s: float
+    times_faster: float
+
+
 def main() -> None:
     """One row per model."""
-    latencies = json.loads((DATA / "cephalo" / "model_latencies.json").read_text())
-    memories = json.loads((DATA / "cephalo" / "model_memory.json").read_text())
+    latencies = json.loads((SHARED_DATA / "cephalo" / "model_latencies.json").read_text())
+    memories = json.loads((SHARED_DATA / "cephalo" / "model_memory.json").read_text())
     rows = []
     for model, by_gpu in sorted(latencies.items()):
         entries = {gpu: by_gpu.get(gpu, {}).get("512", {}).get("float32") for gpu in GIB_BY_GPU}
@@ -168,16 +179,13 @@ def main() -> None:
             their_seconds += cpu_seconds(lambda c=case: theirs(*c), 1)
             our_seconds += cpu_seconds(lambda c=case: ours(*c), OURS_PER_ROUND)
         our_s, their_s = float(np.median(our_seconds)), float(np.median(their_seconds))
-        rows.append([model, our_ms, their_ms, our_s, their_s, their_s / our_s])
+        rows.append(Row(model, our_ms, their_ms, our_s, their_s, their_s / our_s))
         print(
             f"{model:24} {our_ms:10.4f} {their_ms:10.4f} ms   {our_s:.4f} {their_s:.4f} s "
             f"{their_s / our_s:7.1f} times"
         )
-    print(f"median {np.median([row[-1] for row in rows]):.1f} times")
-    with (HERE / "published.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", "our_ms", "dp_ms", "our_s", "dp_s", "times_faster"])
-        writer.writerows(rows)
+    print(f"median {np.median([row.times_faster for row in rows]):.1f} times")
+    write_csv(HERE / "published.csv", rows)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,18 @@ plans, and the simulated step.  torch is not imported: a module that refuses to 
 its place.
 """
 
-import csv
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from experiments.common.machine import REPOSITORY, Environment
+from experiments.common.results import write_csv
 from shardhet.config.compose import conf_dir
 from shardhet.records.cluster import Cluster
 
@@ -27,6 +28,19 @@ MODEL = "llama_7b"
 SAMPLES_PER_DEVICE = 4
 BAR_S = 5.0  # of the largest
 NO_TORCH = 'raise ImportError("shardhet plan must not need torch")\n'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One command."""
+
+    cluster: str
+    devices: int
+    model: str
+    batch: int
+    run: int
+    wall_s: float
+    cpu_s: float
 
 
 def timed(arguments: list[str], environment: dict[str, str]) -> tuple[float, float]:
@@ -48,7 +62,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "torch.py").write_text(NO_TORCH)
-        paths = [folder, str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+        paths = [folder, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "OMP_NUM_THREADS": "1",
@@ -57,26 +71,31 @@ def main() -> None:
             size = Cluster.load(path).world_size
             model = MODEL if size > 8 else "llama_1b"  # the largest that fits on few devices
             batch = SAMPLES_PER_DEVICE * size
-            arguments = [
-                f"cluster={path.stem}",
-                f"model={model}",
-                f"global_batch_size={batch}",
+            arguments = [f"cluster={path.stem}", f"model={model}", f"global_batch_size={batch}"]
+            walls, cpus = zip(
+                *(timed(arguments, environment) for _ in range(NUM_RUNS)), strict=True
+            )
+            rows += [
+                Row(
+                    cluster=path.stem,
+                    devices=size,
+                    model=model,
+                    batch=batch,
+                    run=i,
+                    wall_s=wall_s,
+                    cpu_s=cpu_s,
+                )
+                for i, (wall_s, cpu_s) in enumerate(zip(walls, cpus, strict=True))
             ]
-            runs = [timed(arguments, environment) for _ in range(NUM_RUNS)]
-            rows += [[path.stem, size, model, batch, i, *run] for i, run in enumerate(runs)]
-            walls, cpus = zip(*runs, strict=True)
             print(
                 f"{path.stem:22} {size:4} devices {model}: median {median(walls):.2f} s, worst "
                 f"{max(walls):.2f} s; CPU median {median(cpus):.2f} s"
             )
-    with (HERE / "shell.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["cluster", "devices", "model", "batch", "run", "wall_s", "cpu_s"])
-        writer.writerows(rows)
-    largest = max(row[1] for row in rows)
-    worst_s = max(row[5] for row in rows if row[1] == largest)
+    write_csv(HERE / "shell.csv", rows)
+    largest = max(row.devices for row in rows)
+    worst_s = max(row.wall_s for row in rows if row.devices == largest)
     print(f"{largest} devices: {'met' if worst_s <= BAR_S else 'NOT MET'} (bar {BAR_S} s)")
-    print(platform.platform(), "python", sys.version.split()[0], "cores", os.cpu_count())
+    print(Environment.here().as_markdown("start-up included"))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from experiments.common.unlike import MixedCluster
 from experiments.decoders import decoder_config
-from experiments.unlike import MixedCluster
 from shardhet import Plan
 from shardhet.models.decoder import DecoderConfig
 from shardhet.planner import Demands, baselines, solve

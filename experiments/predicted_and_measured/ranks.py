@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.common.unlike import Slowness
 from experiments.decoders import make_decoder
 from experiments.predicted_and_measured.cases import Case, plans_of
-from experiments.unlike import Slowness
 from shardhet import HetFSDP, Plan, simulate
 from shardhet.fsdp.observer import Activity, Observed
 from shardhet.profiler.batch import ExampleBatch
@@ -28,37 +28,22 @@ NUM_WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """A step as the simulator sees it with the profile of one sitting."""
-
-    plan_name: str
-    plan: Plan
-    sitting: int
-    step_time_s: float
-    waits: tuple[float, ...]  # of each rank, as a fraction of the step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step as it was."""
+    """A step as it was, or as the simulator sees it with the profile of its sitting."""
 
     plan_name: str
     sitting: int
     step_time_s: float  # of the slowest rank
-    waits: tuple[float, ...]  # for the end of the slowest rank, too
+    waits: tuple[float, ...]  # of each rank, for the slowest one's end too; parts of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sitting:
     """Everything of one launch; the same on every rank."""
 
-    predictions: tuple[Prediction, ...]
-    steps: tuple[Step, ...]
-
-    @property
-    def plans(self) -> dict[str, Plan]:
-        """By name."""
-        return {each.plan_name: each.plan for each in self.predictions}
+    plans: Mapping[str, Plan]
+    predictions: Sequence[Step]
+    steps: Sequence[Step]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +79,11 @@ def sit(
             for name, plan in plans.items()
             for step in _steps(case, name, plan, slowness.device, number, extent.num_steps)
         ]
-    return Sitting(predictions=tuple(predictions), steps=tuple(steps))
+    return Sitting(plans=plans, predictions=predictions, steps=steps)
 
 
 def _steps(
-    case: Case,
-    name: str,
-    plan: Plan,
-    device: EmulatedDevice,
-    sitting: int,
-    num_steps: int,
+    case: Case, name: str, plan: Plan, device: EmulatedDevice, sitting: int, num_steps: int
 ) -> list[Step]:
     """Of a model that is alone in its processes."""
     run = _Run(case, name, plan, device)
@@ -124,11 +104,10 @@ def _measure(case: Case, slowness: Slowness, effort: MeasuringEffort) -> Measure
     )
 
 
-def _predict(name: str, plan: Plan, sitting: int, measurement: Measurement) -> Prediction:
+def _predict(name: str, plan: Plan, sitting: int, measurement: Measurement) -> Step:
     timeline = simulate(plan, measurement.setting)
-    return Prediction(
+    return Step(
         plan_name=name,
-        plan=plan,
         sitting=sitting,
         step_time_s=timeline.step_time_s,
         waits=tuple(rank.waiting_s / timeline.step_time_s for rank in timeline.ranks),

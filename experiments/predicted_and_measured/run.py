@@ -5,27 +5,26 @@ python -m experiments.predicted_and_measured.run --quick    about three minutes
 python -m experiments.predicted_and_measured.run --only "quota 0.9"
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from experiments.common import (
-    BAR_HEADER,
+from experiments.common.launch import run_ranks
+from experiments.common.machine import Environment
+from experiments.common.results import (
     Bar,
-    Environment,
+    Page,
     Spread,
     console,
-    markdown_table,
+    parse_cases,
+    parser_of,
     print_table,
     replace_cases,
-    run_ranks,
-    write_results_block,
 )
+from experiments.common.unlike import slowness_of, why_no_groups
 from experiments.predicted_and_measured.cases import CASES, MAX_MICROBATCH_SIZE, Case
 from experiments.predicted_and_measured.ranks import Extent, Sitting, sit
-from experiments.unlike import slowness_of, why_no_groups
 from shardhet.profiler.measure import MeasuringEffort
 
 HERE = Path(__file__).parent
@@ -140,52 +139,32 @@ def _percents(fractions: Sequence[float]) -> str:
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="three cases; keeps nothing")
-    parser.add_argument(
-        "--only",
-        metavar="WORDS",
-        help="cases whose name has these words; they replace those in results.csv",
-    )
-    options = parser.parse_args()
-    cases = [case for case in CASES if (options.only or "") in case.name]
-    if not cases:
-        parser.error(f"no case has {options.only!r}: {[case.name for case in CASES]}")
+    options = parse_cases(parser_of(__doc__, "three cases; keeps nothing"), CASES)
+    cases = options.cases
     reason = why_no_groups()
     if reason is not None:
         console.print(f"Cases that are slowed from outside are left out: {reason}")
         cases = [case for case in cases if not case.is_slowed_from_outside]
     if options.quick:
         cases = cases[:: max(1, len(cases) // 3)][:3]
-    environment = Environment.here()
-    console.print(environment.as_markdown())
+    page = Page(HERE, is_kept=not options.quick)
     results = HERE / "results.csv"
     if not (options.quick or options.only):
         results.unlink(missing_ok=True)
     rows: list[Row] = []
     for case in cases:
         found = measure_case(case, QUICK if options.quick else FULL)
-        of_case = rows_of(case, found, environment)
+        of_case = rows_of(case, found, page.environment)
         print_table(case.name, HEADER, [each.cells for each in verdicts_of(of_case)])
         if options.quick:
             rows += of_case
         else:  # at once: what comes next may fail
             rows = replace_cases(results, of_case, Row, [case.name for case in CASES])
     verdicts = verdicts_of(rows)
-    bars = bars_of(verdicts)
-    print_table("Bars", BAR_HEADER, [bar.cells for bar in bars])
-    if options.quick:
-        console.print("Only a little was measured: nothing was written.")
-        return
-    tables = [
-        environment.as_markdown(),
-        markdown_table(BAR_HEADER, [bar.cells for bar in bars]),
-        markdown_table(HEADER, [verdict.cells for verdict in verdicts]),
-        when(rows),
-    ]
-    write_results_block(HERE / "README.md", "\n\n".join(tables))
+    page.bars(bars_of(verdicts))
+    page.table("Steps", HEADER, [verdict.cells for verdict in verdicts])
+    page.tell(when(rows))
+    page.keep({})
 
 
 def when(rows: Sequence[Row]) -> str:
@@ -213,8 +192,8 @@ def measure_case(case: Case, extent: Extent) -> list[Sitting]:
 def rows_of(case: Case, found: Sequence[Sitting], environment: Environment) -> list[Row]:
     """For the file."""
     samples = {
-        each.plan_name: " ".join(str(rank.rank_batch_size) for rank in each.plan.ranks)
-        for each in found[0].predictions
+        name: " ".join(str(rank.rank_batch_size) for rank in plan.ranks)
+        for name, plan in found[0].plans.items()
     }
     predicted = [(each, PREDICTED) for sitting in found for each in sitting.predictions]
     measured = [(each, MEASURED) for sitting in found for each in sitting.steps]
@@ -227,10 +206,7 @@ def rows_of(case: Case, found: Sequence[Sitting], environment: Environment) -> l
             samples=samples[each.plan_name],
             step_time_s=round(each.step_time_s, 5),
             waits=" ".join(f"{waits:.3f}" for waits in each.waits),
-            cpu=environment.cpu,
-            commit=environment.commit,
-            date=environment.date,
-            load_before=environment.load_before,
+            **environment.stamp,
         )
         for each, what in (*predicted, *measured)
     ]

@@ -1,6 +1,5 @@
 """Five forms of plan for one case, and what each is predicted to give."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -25,6 +24,7 @@ EVEN, COMPUTE_ONLY, MEMORY_ONLY = "even", "compute only", "memory only"
 CEPHALO, FULL = "Cephalo's", "full"
 BY_SPECIFICATION = "full, planned from specifications"
 FEWER_NODES = "full, on the best choice of nodes but all"
+BASELINES = {EVEN: even, COMPUTE_ONLY: compute_only, MEMORY_ONLY: memory_only}
 FORMS = (EVEN, COMPUTE_ONLY, MEMORY_ONLY, CEPHALO, FULL)
 ONE_SIDED = (COMPUTE_ONLY, MEMORY_ONLY)
 ALL_HOSTS = "all"
@@ -44,16 +44,16 @@ class Row:
     tokens_per_sample: int
     global_batch_size: int
     form: str
-    hosts: str  # types of node that are used
-    predicted_step_time_s: float
-    predicted_samples_per_s: float
-    mfu: float  # model FLOPs, nothing recomputed, over the peak of all devices
-    simulated_step_time_s: float
-    lower_bound_s: float  # of the step of any plan of the form; 0: not known
-    links_part: float  # of the step: turns that last as long as the links need
-    memory_part: float  # of its budget, of the fullest device
-    num_computing: int
-    why_not: str
+    hosts: str = ALL_HOSTS  # types of node that are used
+    predicted_step_time_s: float = 0.0
+    predicted_samples_per_s: float = 0.0
+    mfu: float = 0.0  # model FLOPs, nothing recomputed, over the peak of all devices
+    simulated_step_time_s: float = 0.0
+    lower_bound_s: float = 0.0  # of the step of any plan of the form; 0: not known
+    links_part: float = 0.0  # of the step: turns that last as long as the links need
+    memory_part: float = 0.0  # of its budget, of the fullest device
+    num_computing: int = 0
+    why_not: str = ""
 
     @property
     def fits(self) -> bool:
@@ -98,21 +98,30 @@ def _fewer_nodes(case: Case) -> list[Row]:
 
 
 def _row(case: Case, inputs: Inputs, form: str) -> Row:
+    workload = inputs.setting.workload
+    row = Row(
+        part=case.part,
+        cluster=case.cluster,
+        num_devices=inputs.setting.cluster.world_size,
+        model=case.model,
+        num_params=workload.numel,
+        param_dtype=workload.param_dtype,
+        tokens_per_sample=workload.tokens_per_sample,
+        global_batch_size=case.global_batch_size,
+        form=form,
+    )
     try:
-        found = _planners(case, inputs)[form]()
+        found = _find(case, inputs, form)
         cost = CostModel(inputs.setting).predict(found.plan)
     except PlanError as error:
-        return _as_row(case, inputs, form, why_not=str(error).removeprefix("plan: "))
-    timeline = simulate(found.plan, inputs.setting)
-    seconds = cost.step_time_s
-    return _as_row(
-        case,
-        inputs,
-        form,
-        predicted_step_time_s=_short(seconds),
-        predicted_samples_per_s=_short(case.global_batch_size / seconds),
-        mfu=_short(mfu(inputs, case.global_batch_size / seconds)),
-        simulated_step_time_s=_short(timeline.step_time_s),
+        return replace(row, why_not=str(error).removeprefix("plan: "))
+    samples_per_s = case.global_batch_size / cost.step_time_s
+    return replace(
+        row,
+        predicted_step_time_s=_short(cost.step_time_s),
+        predicted_samples_per_s=_short(samples_per_s),
+        mfu=_short(mfu(inputs, samples_per_s)),
+        simulated_step_time_s=_short(simulate(found.plan, inputs.setting).step_time_s),
         lower_bound_s=_short(found.lower_bound_s),
         links_part=_short(links_part(cost)),
         memory_part=_short(
@@ -122,34 +131,18 @@ def _row(case: Case, inputs: Inputs, form: str) -> Row:
     )
 
 
-def _planners(case: Case, inputs: Inputs) -> dict[str, Callable[[], _Found]]:
-    batch = case.global_batch_size
-
-    def of_baseline(baseline: Callable) -> Callable[[], _Found]:
-        def plan() -> _Found:
-            solution = baseline(inputs.setting, global_batch_size=batch, effort=COMPARED)
-            return _Found(solution.plan, solution.lower_bound_s)
-
-        return plan
-
-    def full() -> _Found:
-        solution = solve(inputs.setting, global_batch_size=batch)
-        return _Found(solution.plan, solution.lower_bound_s)
-
-    def by_specification() -> _Found:
-        guess = derived_beside(case).setting.profile
-        return _Found(
-            solve(replace(inputs.setting, profile=guess), global_batch_size=batch).plan, 0.0
-        )
-
-    return {
-        EVEN: of_baseline(even),
-        COMPUTE_ONLY: of_baseline(compute_only),
-        MEMORY_ONLY: of_baseline(memory_only),
-        CEPHALO: lambda: _Found(cephalo(inputs.setting, global_batch_size=batch), 0.0),
-        FULL: full,
-        BY_SPECIFICATION: by_specification,
-    }
+def _find(case: Case, inputs: Inputs, form: str) -> _Found:
+    setting, batch = inputs.setting, case.global_batch_size
+    if form == CEPHALO:
+        return _Found(cephalo(setting, global_batch_size=batch), 0.0)
+    if form == BY_SPECIFICATION:
+        guess = replace(setting, profile=derived_beside(case).setting.profile)
+        return _Found(solve(guess, global_batch_size=batch).plan, 0.0)
+    if form == FULL:
+        solution = solve(setting, global_batch_size=batch)
+    else:
+        solution = BASELINES[form](setting, global_batch_size=batch, effort=COMPARED)
+    return _Found(solution.plan, solution.lower_bound_s)
 
 
 def mfu(inputs: Inputs, samples_per_s: float) -> float:
@@ -168,35 +161,6 @@ def links_part(cost: StepCost) -> float:
     """The part of a step in which compute does not set the pace."""
     paced_s = sum(turn.seconds for turn in cost.turns if turn.is_paced_by_links)
     return (paced_s + cost.exposed_comm_s) / cost.step_time_s
-
-
-def _as_row(case: Case, inputs: Inputs, form: str, **found: float | str) -> Row:
-    nothing = dict.fromkeys(
-        (
-            "predicted_step_time_s",
-            "predicted_samples_per_s",
-            "mfu",
-            "simulated_step_time_s",
-            "lower_bound_s",
-            "links_part",
-            "memory_part",
-        ),
-        0.0,
-    )
-    known = {**nothing, "num_computing": 0, "why_not": "", **found}
-    return Row(
-        part=case.part,
-        cluster=case.cluster,
-        num_devices=inputs.setting.cluster.world_size,
-        model=case.model,
-        num_params=inputs.setting.workload.numel,
-        param_dtype=inputs.setting.workload.param_dtype,
-        tokens_per_sample=inputs.setting.workload.tokens_per_sample,
-        global_batch_size=case.global_batch_size,
-        form=form,
-        hosts=ALL_HOSTS,
-        **known,
-    )
 
 
 def _short(value: float) -> float:

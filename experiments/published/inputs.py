@@ -96,7 +96,9 @@ def cases() -> Iterator[Case]:
                 )
     for cluster in CLUSTERS:
         for model in MODELS:
-            for batch in batches(described(cluster, f"model={model}").cluster.world_size):
+            for batch in batches(
+                described(cluster, f"model={model}").setting.cluster.world_size
+            ):
                 yield Case(part=DERIVED, cluster=cluster, model=model, global_batch_size=batch)
 
 

@@ -8,21 +8,13 @@ the folder cephalo in SHARDHET_SHARED_DATA; without them only derived figures ar
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from experiments.common import (
-    BAR_HEADER,
-    Environment,
-    console,
-    read_csv,
-    show,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.machine import SHARED_DATA, Environment
+from experiments.common.results import BAR_HEADER, Page, Table, parser_of, read_csv
 from experiments.published.checks import CHECK_HEADER, checks
 from experiments.published.forms import BY_SPECIFICATION, EVEN, FULL, Row, predict
 from experiments.published.inputs import (
@@ -53,37 +45,31 @@ from experiments.published.summary import (
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.csv"
-SHARED = Path(os.environ.get("SHARDHET_SHARED_DATA", HERE.parents[2] / "shared" / "data"))
 QUICK_CLUSTERS, QUICK_BATCH = ("rtx4090_2x3090", PUBLISHED_CLUSTER), 128
 
 
 def main() -> None:
     """Predict, print, and keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few cases; keeps nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=CLUSTERS, help="keeps the others' rows")
-    parser.add_argument("--data", type=Path, default=SHARED / "cephalo")
+    parser.add_argument("--data", type=Path, default=SHARED_DATA / "cephalo")
     options = parser.parse_args()
     has_tables = (options.data / "model_latencies.json").is_file()
     chosen = [case for case in cases() if is_chosen(case, options, has_tables)]
-    rows = []
-    for case in chosen:
-        rows += predict(case, inputs_of(case, options.data))
+    rows = [row for case in chosen for row in predict(case, inputs_of(case, options.data))]
     if not options.quick and RESULTS.is_file():
         rows = merged(rows, read_csv(RESULTS, Row))
-    shown = [tables(rows)]
-    if has_tables:
-        cells = [check.cells for check in checks(options.data)]
-        shown.append(show("Published figures beside ours", CHECK_HEADER, cells))
-    if options.quick:
-        console.print("Only a part was predicted: nothing was written.")
-        return
-    write_csv(RESULTS, rows)
-    draw(rows, HERE / "predicted.png")
     here = Environment.here()
     versions = f"{here.date}, commit `{here.commit}`; Python {here.python}, numpy"
-    shown.insert(0, f"{versions} {np.__version__}. Predictions: no clock was read.")
-    write_results_block(HERE / "README.md", "\n\n".join(shown))
+    heading = f"{versions} {np.__version__}. Predictions: no clock was read."
+    page = Page(HERE, is_kept=not options.quick, heading=heading)
+    page.tables(tables(rows))
+    if has_tables:
+        cells = [check.cells for check in checks(options.data)]
+        page.table("Published figures beside ours", CHECK_HEADER, cells)
+    page.keep({RESULTS.name: rows})
+    if page.is_kept:
+        draw(rows, HERE / "predicted.png")
 
 
 def is_chosen(case: Case, options: argparse.Namespace, has_tables: bool) -> bool:
@@ -105,7 +91,7 @@ def merged(new: Sequence[Row], old: Sequence[Row]) -> list[Row]:
     return [row for key in order for row in rows_by_case.get(key, [])]
 
 
-def tables(rows: Sequence[Row]) -> str:
+def tables(rows: Sequence[Row]) -> list[Table]:
     """All tables that rows alone make; single cases at one batch per cluster."""
     every = by_case(rows)
     lines, single = [], []
@@ -113,62 +99,56 @@ def tables(rows: Sequence[Row]) -> str:
         for cluster in dict.fromkeys(e.cluster for e in every if e.part == part):
             of_cluster = [e for e in every if (e.part, e.cluster) == (part, cluster)]
             batches = sorted({e.batch for e in of_cluster})
-            for batch in batches:
-                found = [e for e in of_cluster if e.batch == batch]
-                lines.append(summary_cells(found))
+            lines += [
+                summary_cells([e for e in of_cluster if e.batch == batch]) for batch in batches
+            ]
             found = at_shown_batch(of_cluster)
-            single.append(show(found[0].title, CASE_HEADER, [e.cells for e in found]))
-    shown = [
-        show("Bars", BAR_HEADER, [bar.cells for bar in bars(rows)]),
-        show("How many cases fit, and ratios of samples/s", SUMMARY_HEADER, lines),
+            single.append(Table(found[0].title, CASE_HEADER, [e.cells for e in found]))
+    return [
+        Table("Bars", BAR_HEADER, [bar.cells for bar in bars(rows)]),
+        Table("How many cases fit, and ratios of samples/s", SUMMARY_HEADER, lines),
         *single,
-        show_fewer_nodes(every),
-        show_rounds(every),
-        show_refusals(every),
-        show_lost_trust(every),
+        Table(
+            f"Where some nodes alone are faster, batch {FEWER_BATCH}",
+            ["cluster", "model", "all", "samples/s", "only", "these", "samples/s", "of all"],
+            [cells for each in every if (cells := fewer_nodes(each))],
+        ),
+        Table(
+            "Where the largest batch is slower at once than in rounds of a smaller one",
+            ["cluster", "model", "batch", "at once", "in rounds", "samples/s", "of at once"],
+            rounds(every),
+        ),
+        Table(
+            "Where not even the full plan fits",
+            ["cluster", "model", "batch", "nearest miss"],
+            refusals(every),
+        ),
+        Table(
+            "Planned from specifications, judged by published times; samples/s",
+            ["model", "batch", FULL, BY_SPECIFICATION, f"of {FULL}", f"of {EVEN}"],
+            [plan_by_specification(each) for each in every if each.part == MEASURED],
+        ),
     ]
-    return "\n\n".join(text for text in shown if text)
 
 
-def show_fewer_nodes(every: Sequence[Forms]) -> str:
-    """Where the whole cluster is slower than some of its nodes."""
-    cells = [cells for each in every if (cells := fewer_nodes(each))]
-    header = ["cluster", "model", "all", "samples/s", "only", "these", "samples/s", "of all"]
-    title = f"Where some nodes alone are faster, batch {FEWER_BATCH}"
-    return show(title, header, cells) if cells else ""
-
-
-def show_rounds(every: Sequence[Forms]) -> str:
+def rounds(every: Sequence[Forms]) -> list[list[str]]:
     """Where a batch in rounds would be faster than at once."""
     found: dict[tuple[str, str, str], list[Forms]] = {}
     for each in every:
         if each.part != NO_LINKS:
             found.setdefault(each.key[:3], []).append(each)
-    cells = [cells for each in found.values() if (cells := in_rounds(each))]
-    header = ["cluster", "model", "batch", "at once", "in rounds", "samples/s", "of at once"]
-    title = "Where the largest batch is slower at once than in rounds of a smaller one"
-    return show(title, header, cells) if cells else ""
+    return [cells for each in found.values() if (cells := in_rounds(each))]
 
 
-def show_refusals(every: Sequence[Forms]) -> str:
+def refusals(every: Sequence[Forms]) -> list[list[str]]:
     """Where there is no plan at all: the smallest batch, and what would help."""
     refused: dict[tuple[str, str, str], list[str]] = {}
     for each in every:
         full = each.row(FULL)
         if not full.fits and each.part != NO_LINKS:
-            place = (each.part, each.cluster, full.model)
-            refused.setdefault(place, [full.model, str(each.batch), full.why_not])
-    cells = [[f"{cluster}: {part}", *said] for (part, cluster, _), said in refused.items()]
-    header = ["cluster", "model", "batch", "nearest miss"]
-    return show("Where not even the full plan fits", header, cells) if cells else ""
-
-
-def show_lost_trust(every: Sequence[Forms]) -> str:
-    """What a plan made from specifications gives where blocks take as long as published."""
-    cells = [plan_by_specification(each) for each in every if each.part == MEASURED]
-    header = ["model", "batch", FULL, BY_SPECIFICATION, f"of {FULL}", f"of {EVEN}"]
-    title = "Planned from specifications, judged by published times; samples/s"
-    return show(title, header, cells) if cells else ""
+            said = [f"{each.cluster}: {each.part}", full.model, str(each.batch), full.why_not]
+            refused.setdefault((each.part, each.cluster, full.model), said)
+    return list(refused.values())
 
 
 if __name__ == "__main__":

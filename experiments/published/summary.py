@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from experiments.common import Bar
+from experiments.common.results import Bar
 from experiments.published.forms import (
     BY_SPECIFICATION,
     CEPHALO,

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from experiments.common import Bar, Table, run_ranks
-from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
-from experiments.scale import systems
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Table
+from experiments.common.systems import FSDP2, HET, PLAIN, Rounds, System
+from experiments.decoders import Batch, decoder_config, make_decoder, random_batches, units_of
+from experiments.scale import records
 from experiments.scale.paced import PacedModel, Sleeper
 from experiments.scale.records import (
     Effort,
@@ -23,11 +25,8 @@ from experiments.scale.records import (
     median,
     ms,
     ms_spread,
-    samples_of,
     spread,
 )
-from experiments.scale.systems import FSDP2, HET, PLAIN
-from experiments.scale.turns import Contestant, Rounds, take_turns
 from shardhet import Plan
 
 NAME = "accumulation"
@@ -63,9 +62,14 @@ def _measure_rank(rank: int, counts: Sequence[int], rounds: Rounds) -> list[Samp
         sample
         for compute in COMPUTES
         for count in counts
-        for name, values in take_turns(_contestants(compute, count), rounds).items()
-        for sample in samples_of(NAME, case_name(compute, count), name, QUANTITY, values)
+        for sample in _measure_case(compute, count, rounds)
     ]
+
+
+def _measure_case(compute: str, count: int, rounds: Rounds) -> list[Sample]:
+    contestants, batch = _real(count) if compute == REAL else _slept(compute, count)
+    seconds = records.step_seconds(contestants, batch, rounds)
+    return records.samples_of(NAME, case_name(compute, count), QUANTITY, seconds)
 
 
 def case_name(compute: str, count: int) -> str:
@@ -73,38 +77,19 @@ def case_name(compute: str, count: int) -> str:
     return f"{compute}, {count} microbatches"
 
 
-def _contestants(compute: str, count: int) -> list[Contestant]:
-    if compute == REAL:
-        return _real(count)
-    return _slept(count, UNIT_NUMEL_BY_SLEPT[compute])
-
-
-def _real(count: int) -> list[Contestant]:
+def _real(count: int) -> tuple[list[System], Batch]:
     [batch] = random_batches(CONFIG, count * MICROBATCH_SIZE, seed=dist.get_rank())
     plan = Plan.even(NUM_RANKS, microbatch_size=MICROBATCH_SIZE, num_microbatches=count)
-    decoder = make_decoder(CONFIG)
-    return [
-        systems.het_fsdp(make_decoder(CONFIG), plan, batch),
-        systems.fsdp2(decoder, units_of(decoder), batch, num_microbatches=count),
-        systems.plain(make_decoder(CONFIG), batch, num_microbatches=count),
-    ]
+    models = [make_decoder(CONFIG) for _ in range(3)]
+    return records.trio(models, units_of, plan, MICROBATCH_SIZE), batch
 
 
-def _slept(count: int, unit_numel: int) -> list[Contestant]:
-    batch = (torch.zeros(count, 1),)
+def _slept(compute: str, count: int) -> tuple[list[System], tuple[torch.Tensor]]:
     plan = Plan.even(NUM_RANKS, microbatch_size=1, num_microbatches=count)
-    ours, theirs, alone = (_paced(unit_numel) for _ in range(3))
-    return [
-        systems.het_fsdp(ours, plan, batch),
-        systems.fsdp2(theirs, list(theirs.blocks), batch, num_microbatches=count),
-        systems.plain(alone, batch, num_microbatches=count),
-    ]
-
-
-def _paced(unit_numel: int) -> PacedModel:
-    model = PacedModel(NUM_UNITS, unit_numel, Sleeper())
-    model.set_pace(FORWARD_S)
-    return model
+    models = [PacedModel(NUM_UNITS, UNIT_NUMEL_BY_SLEPT[compute], Sleeper()) for _ in range(3)]
+    for model in models:
+        model.set_pace(FORWARD_S)
+    return records.trio(models, PacedModel.units, plan, 1), (torch.zeros(count, 1),)
 
 
 def beyond_compute_s(samples: Sequence[Sample], compute: str, count: int, system: str) -> float:
@@ -117,7 +102,7 @@ def beyond_compute_s(samples: Sequence[Sample], compute: str, count: int, system
 def counts_in(samples: Sequence[Sample]) -> list[int]:
     """Numbers of microbatches that were measured."""
     found = {sample.case for sample in samples}
-    return [count for count in (*COUNTS, *QUICK_COUNTS) if case_name(REAL, count) in found]
+    return [count for count in COUNTS if case_name(REAL, count) in found]
 
 
 def growth(first: float, last: float) -> float:
@@ -127,7 +112,7 @@ def growth(first: float, last: float) -> float:
 
 def report(samples: Sequence[Sample]) -> Report:
     """A table and a bar for each kind of compute."""
-    counts = sorted(set(counts_in(samples)))
+    counts = counts_in(samples)
     tables, bars = [], []
     for compute in COMPUTES:
         tables.append(

@@ -6,10 +6,10 @@ python -m experiments.scale.figure
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.common import read_csv
+from experiments.common.results import read_csv
+from experiments.common.systems import FSDP2, HET
 from experiments.scale import accumulation, worlds
 from experiments.scale.records import Sample, cases_in, median
-from experiments.scale.systems import FSDP2, HET
 from shardhet.apps.common.plots import draw_lines
 
 HERE = Path(__file__).parent

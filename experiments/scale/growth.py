@@ -8,22 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from experiments.common import Bar, Table, run_ranks
+from experiments.common import systems
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Table
+from experiments.common.systems import FSDP2, HET, Rounds
 from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
-from experiments.scale import systems
-from experiments.scale.records import (
-    Effort,
-    Part,
-    Report,
-    Sample,
-    cases_in,
-    ms_spread,
-    samples_of,
-    spread,
-)
-from experiments.scale.systems import FSDP2, HET
-from experiments.scale.turns import Rounds, take_turns
-from shardhet import Plan
+from experiments.scale import records
+from experiments.scale.records import Effort, Part, Report, Sample, cases_in, ms_spread, spread
+from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import DecoderConfig, num_params
 
 NAME = "growth"
@@ -78,22 +70,14 @@ def _measure_rank(rank: int, models: Sequence[Model], rounds: Rounds) -> list[Sa
 def _measure_model(model: Model, rounds: Rounds) -> list[Sample]:
     config = model.config
     [batch] = random_batches(config, RANK_BATCH_SIZE, seed=dist.get_rank())
-    decoder = make_decoder(config)
+    plan = Plan.even(NUM_RANKS, microbatch_size=RANK_BATCH_SIZE)
+    ours, theirs = HetFSDP(make_decoder(config), plan), make_decoder(config)
     contestants = [
-        systems.het_fsdp(
-            make_decoder(config),
-            Plan.even(NUM_RANKS, microbatch_size=RANK_BATCH_SIZE),
-            batch,
-            learning_rate=LEARNING_RATE,
-        ),
-        systems.fsdp2(decoder, units_of(decoder), batch, learning_rate=LEARNING_RATE),
+        systems.het_fsdp(ours, systems.fused_adamw(ours.parameters(), LEARNING_RATE)),
+        systems.fsdp2(theirs, units_of(theirs), LEARNING_RATE),
     ]
-    seconds = take_turns(contestants, rounds)
-    return [
-        sample
-        for name, values in seconds.items()
-        for sample in samples_of(NAME, model.name, name, QUANTITY, values)
-    ]
+    seconds = records.step_seconds(contestants, batch, rounds)
+    return records.samples_of(NAME, model.name, QUANTITY, seconds)
 
 
 def report(samples: Sequence[Sample]) -> Report:

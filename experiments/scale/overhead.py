@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.common import Bar, Table, run_ranks
-from experiments.scale import systems
+from experiments.common import systems
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Table
+from experiments.common.systems import HET, PLAIN, System
 from experiments.scale.records import Effort, Part, Report, Sample, median, samples_of
-from experiments.scale.systems import HET, PLAIN
-from experiments.scale.turns import Contestant
-from shardhet import Plan
+from shardhet import HetFSDP, Plan
 
 NAME = "overhead"
 NUMS_UNITS = (4, 8, 16, 32, 64)
@@ -60,28 +60,27 @@ def _measure_rank(
 ) -> list[Sample]:
     samples = []
     for num_units, count in product(nums_units, nums_microbatches):
-        batch = (torch.ones(count, WIDTH),)
+        batch = torch.ones(count, WIDTH)
         plan = Plan.even(1, microbatch_size=1, num_microbatches=count)
         contestants = [
-            systems.het_fsdp(TinyModel(num_units), plan, batch),
-            systems.plain(TinyModel(num_units), batch, num_microbatches=count),
+            systems.het_fsdp(HetFSDP(TinyModel(num_units), plan), None),
+            systems.stock(TinyModel(num_units), None, name=PLAIN, microbatch_size=1),
         ]
         seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
         for turn in range(-1, NUM_TURNS):  # the first one warms up
             for each in contestants:
-                cpu_s = _cpu_seconds(each, num_steps)
+                cpu_s = _cpu_seconds(each, batch, num_steps)
                 if turn >= 0:
                     seconds[each.name].append(cpu_s)
-        for name, values in seconds.items():
-            samples += samples_of(NAME, case_name(num_units, count), name, QUANTITY, values)
+        samples += samples_of(NAME, case_name(num_units, count), QUANTITY, seconds)
     return samples
 
 
-def _cpu_seconds(contestant: Contestant, num_steps: int) -> float:
+def _cpu_seconds(contestant: System, batch: Tensor, num_steps: int) -> float:
     """Of one step, on the average; of all threads of the process."""
     start_s = time.process_time()
     for _ in range(num_steps):
-        contestant.step()
+        contestant.step(batch)
     return (time.process_time() - start_s) / num_steps
 
 

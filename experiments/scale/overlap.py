@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from experiments.common import Bar, Spread, Table, run_ranks
-from experiments.scale import systems
-from experiments.scale.paced import PacedModel, Sleeper, Spend, Worker, step_seconds
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Spread, Table
+from experiments.common.systems import FSDP2, HET, PLAIN, Rounds
+from experiments.scale import records
+from experiments.scale.paced import PacedModel, Sleeper, Worker, step_seconds
 from experiments.scale.records import (
     Effort,
     Part,
@@ -23,11 +25,8 @@ from experiments.scale.records import (
     median,
     ms,
     ms_spread,
-    samples_of,
     spread,
 )
-from experiments.scale.systems import FSDP2, HET, PLAIN
-from experiments.scale.turns import Contestant, Rounds, take_turns
 from shardhet import Plan
 
 NAME = "overlap"
@@ -49,27 +48,6 @@ class Compute(NamedTuple):
     kind: str  # SLEPT or BUSY
 
 
-class _Trio:
-    """The same model under HetFSDP, FSDP2 and alone, all at one pace."""
-
-    def __init__(self, world_size: int, num_units: int, spend: Spend) -> None:
-        batch = (torch.zeros(1, 1),)
-        self._num_units = num_units
-        self._models = [PacedModel(num_units, UNIT_NUMEL, spend) for _ in range(3)]
-        ours, theirs, alone = self._models
-        plan = Plan.even(world_size, microbatch_size=1)
-        self.sharded: list[Contestant] = [
-            systems.het_fsdp(ours, plan, batch),
-            systems.fsdp2(theirs, list(theirs.blocks), batch),
-        ]
-        self.all = [*self.sharded, systems.plain(alone, batch)]
-
-    def set_pace(self, compute_s: float) -> None:
-        """Of a whole step."""
-        for model in self._models:
-            model.set_pace(compute_s / step_seconds(self._num_units, 1, 1.0))
-
-
 def measure(effort: Effort) -> list[Sample]:
     """One launch for each number of ranks."""
     ratios = QUICK_RATIOS if effort.is_quick else RATIOS
@@ -87,25 +65,22 @@ def measure(effort: Effort) -> list[Sample]:
 def _measure_rank(
     rank: int, world_size: int, num_units: int, ratios: Sequence[float], rounds: Rounds
 ) -> list[Sample]:
+    batch = (torch.zeros(1, 1),)
     samples = []
     for kind, spend in ((SLEPT, Sleeper()), (BUSY, Worker())):
         compute = Compute(world_size, kind)
-        trio = _Trio(world_size, num_units, spend)
-        alone = take_turns(trio.sharded, rounds)
-        samples += _samples(case_name(compute, 0), alone)
+        models = [PacedModel(num_units, UNIT_NUMEL, spend) for _ in range(3)]
+        trio = records.trio(models, PacedModel.units, Plan.even(world_size, microbatch_size=1))
+        sharded = [each for each in trio if each.name != PLAIN]
+        alone = records.step_seconds(sharded, batch, rounds)
+        samples += records.samples_of(NAME, case_name(compute, 0), QUANTITY, alone)
         collectives_s = Spread.of(alone[HET]).median  # the same on every rank
         for ratio in ratios:
-            trio.set_pace(ratio * collectives_s)
-            samples += _samples(case_name(compute, ratio), take_turns(trio.all, rounds))
+            for model in models:
+                model.set_pace(ratio * collectives_s / step_seconds(num_units, 1, 1.0))
+            seconds = records.step_seconds(trio, batch, rounds)
+            samples += records.samples_of(NAME, case_name(compute, ratio), QUANTITY, seconds)
     return samples
-
-
-def _samples(case: str, seconds: dict[str, list[float]]) -> list[Sample]:
-    return [
-        sample
-        for name, values in seconds.items()
-        for sample in samples_of(NAME, case, name, QUANTITY, values)
-    ]
 
 
 def case_name(compute: Compute, ratio: float) -> str:

@@ -117,6 +117,10 @@ class PacedModel(nn.Module):
             x = block(x)
         return x.sum(), torch.tensor(len(x))
 
+    def units(self) -> list[nn.Module]:
+        """In order of execution."""
+        return list(self.blocks)
+
     def set_pace(self, forward_s_per_sample: float) -> None:
         """Of every unit, from now on."""
         for block in self.blocks:

@@ -4,11 +4,16 @@ Every measurement is one line of one file, in long form; tables, bars and pictur
 from these lines alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from experiments.common import Bar, Spread, Table
-from experiments.scale.turns import Rounds
+from torch import Tensor, nn
+
+from experiments.common import systems
+from experiments.common.results import Bar, Spread, Table
+from experiments.common.systems import PLAIN, Rounds, System
+from shardhet import HetFSDP, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +59,38 @@ class Part:
     report: Callable[[Sequence[Sample]], Report]
 
 
+def trio(
+    models: Sequence[nn.Module],
+    units_of: Callable[[nn.Module], list[nn.Module]],
+    plan: Plan,
+    microbatch_size: int | None = None,
+) -> list[System]:
+    """Three copies of a model: by HetFSDP, by FSDP2, and alone; none has an optimizer."""
+    ours, theirs, alone = models
+    return [
+        systems.het_fsdp(HetFSDP(ours, plan), None),
+        systems.fsdp2(theirs, units_of(theirs), None, microbatch_size=microbatch_size),
+        systems.stock(alone, None, name=PLAIN, microbatch_size=microbatch_size),
+    ]
+
+
+def step_seconds(
+    contestants: Sequence[System], batch: tuple[Tensor, ...], rounds: Rounds
+) -> dict[str, list[float]]:
+    """Of each system's counted steps on one batch.  Collective."""
+    steps = {each.name: partial(_step, each, batch) for each in contestants}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for timed in systems.take_turns(steps, rounds, in_line=True):
+        seconds[timed.system].append(timed.slowest_rank_s)
+    return seconds
+
+
+def _step(system: System, batch: tuple[Tensor, ...], _number: int) -> None:
+    system.step(*batch)
+
+
 def samples_of(
-    part: str, case: str, system: str, quantity: str, values: Sequence[float]
+    part: str, case: str, quantity: str, values_by_system: Mapping[str, Sequence[float]]
 ) -> list[Sample]:
     """Repetitions of one measurement."""
     return [
@@ -67,6 +102,7 @@ def samples_of(
             number=number,
             value=round(value, 9),
         )
+        for system, values in values_by_system.items()
         for number, value in enumerate(values)
     ]
 

@@ -6,19 +6,10 @@ python -m experiments.scale.run --quick          one minute; keeps nothing
 python -m experiments.scale.run --only overlap   one part; keeps nothing
 """
 
-import argparse
 import time
 from pathlib import Path
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    console,
-    show,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.results import Bar, Page, console, parser_of
 from experiments.scale import accumulation, figure, growth, overhead, overlap, simulated, worlds
 from experiments.scale.records import Effort, Part, Report, Sample
 
@@ -38,33 +29,24 @@ PARTS = {
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few and small; keeps nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--far", action="store_true", help="a world of 64 ranks too")
     parser.add_argument("--only", choices=PARTS, help="one part; keeps nothing")
     options = parser.parse_args()
-    environment = Environment.here()
-    console.print(environment.as_markdown())
+    page = Page(HERE, is_kept=not (options.quick or options.only))
     effort = Effort(is_quick=options.quick, is_far=options.far)
-    parts = [part for name, part in PARTS.items() if options.only in (None, name)]
     samples: list[Sample] = []
-    shown = [environment.as_markdown()]
     bars: list[Bar] = []
-    for part in parts:
+    for part in [part for name, part in PARTS.items() if options.only in (None, name)]:
         found, report = measure_part(part, effort)
         samples += found
         bars += report.bars
-        shown += [show(table.title, table.header, table.rows) for table in report.tables]
-    shown.append(show("Bars", BAR_HEADER, [bar.cells for bar in bars]))
-    shown.append(figure.MARKDOWN)
-    if options.quick or options.only:
-        console.print("Only a part was measured: nothing was written.")
-        return
-    write_csv(HERE / "results.csv", samples)
-    write_results_block(HERE / "README.md", "\n\n".join(shown))
-    figure.main()
+        page.tables(report.tables)
+    page.bars(bars)
+    page.tell(figure.MARKDOWN)
+    page.keep({"results.csv": samples})
+    if page.is_kept:
+        figure.main()
 
 
 def measure_part(part: Part, effort: Effort) -> tuple[list[Sample], Report]:

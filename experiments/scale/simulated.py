@@ -7,7 +7,7 @@ planner trusts the cost model.  Here both look at the same plans.
 import time
 from collections.abc import Sequence
 
-from experiments.common import Bar, Table
+from experiments.common.results import Bar, Table
 from experiments.scale.records import Effort, Part, Report, Sample, cases_in, median, samples_of
 from shardhet import Cluster, Plan, Workload, simulate
 from shardhet.pricing.cost import CostModel
@@ -104,7 +104,7 @@ def _measure_case(size: int, samples_per_device: int) -> list[Sample]:
     return [
         sample
         for quantity, value in values.items()
-        for sample in samples_of(NAME, case, SYSTEM, quantity, [value])
+        for sample in samples_of(NAME, case, quantity, {SYSTEM: [value]})
     ]
 
 

@@ -13,25 +13,11 @@ from experiments.scale.paced import BACKWARD_OVER_FORWARD, ROW_NUMEL
 from shardhet.comm.members import Members
 from shardhet.profiler.assemble import unevenness_weights
 from shardhet.profiler.stopwatch import timing_of
-from shardhet.profiler.traffic import (
-    Channels,
-    CollectiveSamples,
-    Traffic,
-    even_shares,
-)
+from shardhet.profiler.traffic import Channels, CollectiveSamples, Traffic, even_shares
 from shardhet.profiler.turns import turn_overhead_seconds
+from shardhet.records import profiles
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
-from shardhet.records.profiles import (
-    CollectivePoint,
-    Collectives,
-    ComputePoint,
-    DeviceProfile,
-    Profile,
-    Source,
-    Timing,
-    UnitProfile,
-)
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 SPEEDS = (1.0, 0.5, 0.25, 0.25)  # of the ranks, over and over
@@ -74,43 +60,43 @@ def workload_of(num_units: int, unit_numel: int) -> Workload:
     return Workload(kinds=(kind,), units=units)
 
 
-def slept_devices(forward_s_per_sample: float) -> tuple[DeviceProfile, ...]:
+def slept_devices(forward_s_per_sample: float) -> tuple[profiles.DeviceProfile, ...]:
     """One profile per speed."""
-    profiles = []
+    found = []
     for speed in dict.fromkeys(SPEEDS):
         points = tuple(
-            ComputePoint(
+            profiles.ComputePoint(
                 microbatch_size=size,
-                forward=Timing.single(size * forward_s_per_sample / speed),
-                backward=Timing.single(
+                forward=profiles.Timing.single(size * forward_s_per_sample / speed),
+                backward=profiles.Timing.single(
                     BACKWARD_OVER_FORWARD * size * forward_s_per_sample / speed
                 ),
             )
             for size in MICROBATCH_SIZES
         )
-        unit = UnitProfile(unit_kind=UNIT_KIND, points=points)
-        profiles.append(
-            DeviceProfile(device_kind=device_kind(speed), source=Source.DERIVED, units=(unit,))
+        unit = profiles.UnitProfile(unit_kind=UNIT_KIND, points=points)
+        found.append(
+            profiles.DeviceProfile(
+                device_kind=device_kind(speed), source=profiles.Source.DERIVED, units=(unit,)
+            )
         )
-    return tuple(profiles)
+    return tuple(found)
 
 
 def measured_profile(
     cluster: Cluster, workload: Workload, forward_s_per_sample: float, *, num_repeats: int
-) -> tuple[Profile, list[float], list[float]]:
+) -> tuple[profiles.Profile, list[float], list[float]]:
     """The profile, and seconds of gathers and reductions of one unit.  Collective."""
     measured = _measure_collectives(workload, num_repeats)
     points = tuple(
-        CollectivePoint(
-            nbytes=each.nbytes,
-            gather=timing_of(each.gather_s),
-            reduce=timing_of(each.reduce_s),
+        profiles.CollectivePoint(
+            nbytes=each.nbytes, gather=timing_of(each.gather_s), reduce=timing_of(each.reduce_s)
         )
         for each in measured
     )
-    profile = Profile(
+    profile = profiles.Profile(
         devices=slept_devices(forward_s_per_sample),
-        collectives=Collectives(source=Source.MEASURED, points=points),
+        collectives=profiles.Collectives(source=profiles.Source.MEASURED, points=points),
         turn_overhead_s=_turn_overhead_s(num_repeats),
     )
     gather_weight, reduce_weight = unevenness_weights(measured, profile, cluster, workload)

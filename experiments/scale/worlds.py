@@ -6,14 +6,14 @@ same ranks have just measured; nothing of the step that is predicted goes into i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from experiments.common import Bar, Table
-from experiments.scale import systems
-from experiments.scale.forked import run_many_ranks
+from experiments.common import launch, systems
+from experiments.common.results import Bar, Table
+from experiments.common.systems import HET, Rounds, System
 from experiments.scale.paced import ROW_NUMEL, PacedModel, Sleeper
 from experiments.scale.records import (
     Effort,
@@ -26,6 +26,7 @@ from experiments.scale.records import (
     ms_spread,
     samples_of,
     spread,
+    step_seconds,
 )
 from experiments.scale.slept_profile import (
     SPEEDS,
@@ -34,9 +35,7 @@ from experiments.scale.slept_profile import (
     speed_of,
     workload_of,
 )
-from experiments.scale.systems import HET
-from experiments.scale.turns import Rounds, take_turns
-from shardhet import Plan, simulate
+from shardhet import HetFSDP, Plan, simulate
 from shardhet.pricing.setting import Setting
 
 NAME = "worlds"
@@ -60,34 +59,16 @@ GATHER, REDUCE = "gather_s", "reduce_s"
 COLLECTIVES = "collectives"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """What all ranks are told."""
-
-    world_size: int
-    num_units: int
-    rounds: Rounds
-    num_repeats: int  # of collectives
-
-
 def measure(effort: Effort) -> list[Sample]:
     """One launch for each world size."""
     sizes = FAR_WORLD_SIZES if effort.is_far else WORLD_SIZES
     sizes = QUICK_WORLD_SIZES if effort.is_quick else sizes
-    rounds = effort.rounds(2, 2)
-    worlds = [
-        World(
-            world_size=size,
-            num_units=QUICK_NUM_UNITS if effort.is_quick else NUM_UNITS,
-            rounds=rounds,
-            num_repeats=5 if effort.is_quick else 15,
-        )
-        for size in sizes
-    ]
+    num_units, num_repeats = (QUICK_NUM_UNITS, 5) if effort.is_quick else (NUM_UNITS, 15)
+    extent = (num_units, effort.rounds(2, 2), num_repeats)
     return [
         sample
-        for world in worlds
-        for sample in run_many_ranks(measure_rank, world.world_size, world)[0]
+        for size in sizes
+        for sample in launch.run_ranks(measure_rank, size, *extent, context=launch.FORKED)[0]
     ]
 
 
@@ -95,10 +76,7 @@ def plans_of(world_size: int) -> dict[str, Plan]:
     """By name: batches that suit the speeds, and equal ones that make the fast ranks wait."""
     shares = [STATE[i % len(STATE)] * len(STATE) / world_size for i in range(world_size)]
     total = world_size * SAMPLES_PER_RANK
-    speeds = {
-        "by speed": [speed_of(i) for i in range(world_size)],
-        "equal": [1.0] * world_size,
-    }
+    speeds = {"by speed": [speed_of(i) for i in range(world_size)], "equal": [1.0] * world_size}
     return {
         name: Plan.proportional(
             speeds=each,
@@ -110,31 +88,35 @@ def plans_of(world_size: int) -> dict[str, Plan]:
     }
 
 
-def measure_rank(rank: int, world: World) -> list[Sample]:
+def measure_rank(rank: int, num_units: int, rounds: Rounds, num_repeats: int) -> list[Sample]:
     """Collectives first, then predictions, then the steps."""
-    size = world.world_size
+    size = dist.get_world_size()
     cluster = cluster_of(size)
-    workload = workload_of(world.num_units, UNIT_NUMEL)
+    workload = workload_of(num_units, UNIT_NUMEL)
     profile, gather_s, reduce_s = measured_profile(
-        cluster, workload, FORWARD_S_PER_SAMPLE, num_repeats=world.num_repeats
+        cluster, workload, FORWARD_S_PER_SAMPLE, num_repeats=num_repeats
     )
     plans = plans_of(size)
     contestants = []
     for name, plan in plans.items():
-        model = PacedModel(world.num_units, UNIT_NUMEL, Sleeper())
+        model = PacedModel(num_units, UNIT_NUMEL, Sleeper())
         model.set_pace(FORWARD_S_PER_SAMPLE / speed_of(rank))
-        batch = (torch.zeros(plan.ranks[rank].rank_batch_size, 1),)
-        contestants.append(systems.het_fsdp(model, plan, batch, name=name))
-    seconds = take_turns(contestants, world.rounds)
-    if dist.get_rank():
-        return []
-    samples = samples_of(NAME, f"{size} ranks", COLLECTIVES, GATHER, gather_s)
-    samples += samples_of(NAME, f"{size} ranks", COLLECTIVES, REDUCE, reduce_s)
-    for name, plan in plans.items():
-        predicted_s = simulate(plan, Setting(cluster, workload, profile)).step_time_s
-        samples += samples_of(NAME, f"{size} ranks", name, SIMULATED, [predicted_s])
-        samples += samples_of(NAME, f"{size} ranks", name, STEP, seconds[name])
-    return samples
+        system = systems.het_fsdp(HetFSDP(model, plan), None, name=name)
+        batch = torch.zeros(plan.ranks[rank].rank_batch_size, 1)
+        contestants.append(System(name, partial(system.step, batch)))
+    measured_s = step_seconds(contestants, (), rounds)
+    setting = Setting(cluster, workload, profile)
+    simulated_s = {name: [simulate(plan, setting).step_time_s] for name, plan in plans.items()}
+    return [
+        sample
+        for quantity, values in (
+            (GATHER, {COLLECTIVES: gather_s}),
+            (REDUCE, {COLLECTIVES: reduce_s}),
+            (SIMULATED, simulated_s),
+            (STEP, measured_s),
+        )
+        for sample in samples_of(NAME, f"{size} ranks", quantity, values)
+    ]
 
 
 def errors(samples: Sequence[Sample], case: str) -> dict[str, float]:

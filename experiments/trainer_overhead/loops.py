@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from torch import Tensor
 
-from experiments.contestants import slowest_rank_seconds
+from experiments.common.systems import Rounds, take_turns
 from shardhet import HetFSDP
 from shardhet.apps.common.display import Display
 from shardhet.apps.common.joining import announced_device
@@ -51,14 +51,6 @@ TERMINAL_WIDTH = 120  # columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
-    """How long the two loops take turns."""
-
-    num_rounds: int
-    num_steps: int  # of a turn, besides the first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
     """One timed step."""
 
@@ -69,7 +61,7 @@ class StepSample:
     slowest_rank_s: float
 
 
-def measure(rank: int, folder: str, setting: str, contest: Contest) -> list[StepSample]:
+def measure(rank: int, folder: str, setting: str, rounds: Rounds) -> list[StepSample]:
     """Steps of both loops; the same list on every rank."""
     conf = load_resolved(Path(folder) / "config.yaml")
     env = RankEnv(
@@ -90,23 +82,16 @@ def measure(rank: int, folder: str, setting: str, contest: Contest) -> list[Step
             TRAIN: lambda _: run.take_step(run.model.step + 1, display),
             BARE: lambda _: bare.take_step(),
         }
-        samples = []
-        for turn in range(-1, contest.num_rounds):  # the first one warms up
-            # There and back again: who goes first in one round goes last in the next.
-            for loop in (TRAIN, BARE) if turn % 2 else (BARE, TRAIN):
-                durations_s = slowest_rank_seconds(step_by_loop[loop], contest.num_steps + 1)
-                samples += [
-                    StepSample(
-                        setting=setting,
-                        loop=loop,
-                        round=turn,
-                        step=step,
-                        slowest_rank_s=duration_s,
-                    )
-                    for step, duration_s in enumerate(durations_s)
-                    if turn >= 0 and step > 0
-                ]
-    return samples
+        return [
+            StepSample(
+                setting=setting,
+                loop=timed.system,
+                round=timed.round,
+                step=timed.step,
+                slowest_rank_s=timed.slowest_rank_s,
+            )
+            for timed in take_turns(step_by_loop, rounds)
+        ]
 
 
 def write_config(folder: Path, setting: str) -> int:

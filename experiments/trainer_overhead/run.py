@@ -4,35 +4,25 @@ python -m experiments.trainer_overhead.run            about 6 minutes
 python -m experiments.trainer_overhead.run --quick    one minute
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    Spread,
-    console,
-    run_ranks,
-    show,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Page, Spread, parser_of
+from experiments.common.systems import Rounds
 from experiments.trainer_overhead.loops import (
     BARE,
     OVERRIDES_BY_SETTING,
     TRAIN,
-    Contest,
     StepSample,
     measure,
     write_config,
 )
 
 HERE = Path(__file__).parent
-CONTEST = Contest(num_rounds=20, num_steps=40)
-QUICK_CONTEST = Contest(num_rounds=4, num_steps=10)
+ROUNDS = Rounds(num_rounds=20, num_steps=40)
+QUICK_ROUNDS = Rounds(num_rounds=4, num_steps=10)
 MOST_OVERHEAD = 1.01  # step time of shardhet train over the bare loop's
 HEADER = ["loop", "step ms (p10-p90)", "n", "step time / bare"]
 ROUND_HEADER = ["step time / bare, per round", "p10", "p90", "n"]
@@ -40,36 +30,26 @@ ROUND_HEADER = ["step time / bare, per round", "p10", "p90", "n"]
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few steps; keeps nothing")
-    options = parser.parse_args()
-    environment = Environment.here()
-    console.print(environment.as_markdown())
-    shown = [environment.as_markdown()]
+    options = parser_of(__doc__).parse_args()
+    page = Page(HERE, is_kept=not options.quick)
     steps: list[StepSample] = []
     bars = []
     for setting in OVERRIDES_BY_SETTING:
-        found = measure_setting(setting, QUICK_CONTEST if options.quick else CONTEST)
+        found = measure_setting(setting, QUICK_ROUNDS if options.quick else ROUNDS)
         ratios = ratio_by_round(found)
-        shown.append(show(f"Steps, {setting}", HEADER, loop_rows(found)))
-        shown.append(show("Medians of one round", ROUND_HEADER, [ratio_cells(ratios)]))
+        page.table(f"Steps, {setting}", HEADER, loop_rows(found))
+        page.table("Medians of one round", ROUND_HEADER, [ratio_cells(ratios)])
         bars.append(overhead_bar(setting, ratios))
         steps += found
-    shown.append(show("Bars", BAR_HEADER, [bar.cells for bar in bars]))
-    if options.quick:
-        console.print("Only a part was measured: nothing was written.")
-        return
-    write_csv(HERE / "results.csv", steps)
-    write_results_block(HERE / "README.md", "\n\n".join(shown))
+    page.bars(bars)
+    page.keep({"results.csv": steps})
 
 
-def measure_setting(setting: str, contest: Contest) -> list[StepSample]:
+def measure_setting(setting: str, rounds: Rounds) -> list[StepSample]:
     """Both loops in turn, in one launch."""
     with TemporaryDirectory() as folder:
         num_ranks = write_config(Path(folder), setting)
-        return run_ranks(measure, num_ranks, folder, setting, contest)[0]
+        return run_ranks(measure, num_ranks, folder, setting, rounds)[0]
 
 
 def overhead_bar(setting: str, ratios: Spread) -> Bar:

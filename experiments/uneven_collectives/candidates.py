@@ -1,15 +1,21 @@
-"""Other ways to gather and reduce shards of unequal length, to be timed beside ours.
+"""Ways to gather and reduce shards of unequal length: ours, and others to be timed beside it.
 
 Each candidate is made once, with all its buffers, and then called again and again on the
 same tensors.  Uneven ones want ``split_numels``; those of gloo itself can only be even.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.channel import Channel
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.transport import Transport
 
 Run = Callable[[], None]
 
@@ -17,6 +23,47 @@ Run = Callable[[], None]
 GatherCandidate = Callable[[Tensor, Tensor, Sequence[int]], Run]
 # output: [split_numels[rank]]; full: [sum(split_numels)]
 ReduceCandidate = Callable[[Tensor, Tensor, Sequence[int]], Run]
+
+
+def our_gather(
+    output: Tensor,
+    shard: Tensor,
+    split_numels: Sequence[int],
+    *,
+    transport: Transport | None = None,
+) -> Run:
+    """The library's, as HetFSDP calls it; ended when the shard may be overwritten, too."""
+    channel = replace(Channel.of_world(), transport=transport)
+
+    def run() -> None:
+        pending = all_gather_uneven(
+            output, shard, split_numels, channel=channel, receivers=range(channel.world_size)
+        )
+        pending.wait()
+        pending.wait_sent()
+
+    return run
+
+
+def our_reduce(
+    output: Tensor,
+    full: Tensor,
+    split_numels: Sequence[int],
+    *,
+    transport: Transport | None = None,
+) -> Run:
+    """The library's, as HetFSDP calls it; ended when the input may be overwritten, too."""
+    channel, scratch = replace(Channel.of_world(), transport=transport), BufferPool()
+    everyone = range(channel.world_size)
+
+    def run() -> None:
+        pending = reduce_scatter_uneven(
+            output, full, split_numels, channel=channel, contributors=everyone, scratch=scratch
+        )
+        pending.wait()
+        pending.wait_sent()
+
+    return run
 
 
 def gloo_all_gather(output: Tensor, shard: Tensor, split_numels: Sequence[int]) -> Run:

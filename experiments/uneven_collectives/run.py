@@ -4,10 +4,8 @@ python -m experiments.uneven_collectives.run            two to four minutes
 python -m experiments.uneven_collectives.run --quick    under a minute
 """
 
-import argparse
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -16,23 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.common import (
-    BAR_HEADER,
-    Bar,
-    Environment,
-    Spread,
-    console,
-    markdown_table,
-    print_table,
-    run_ranks,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.launch import run_ranks
+from experiments.common.results import Bar, Page, Spread, parser_of
+from experiments.common.systems import slowest_rank_seconds
 from experiments.uneven_collectives import candidates
 from experiments.uneven_collectives.candidates import Run
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.channel import Channel
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.transport import Transport, meet
 
 HERE = Path(__file__).parent
@@ -80,28 +66,14 @@ class Variant:
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few repeats; keeps nothing")
-    options = parser.parse_args()
-    environment = Environment.here()
-    console.print(environment.as_markdown())
+    options = parser_of(__doc__).parse_args()
+    page = Page(HERE, is_kept=not options.quick)
     num_repeats = NUM_REPEATS_QUICK if options.quick else NUM_REPEATS
     samples = run_ranks(measure, WORLD_SIZE, num_repeats)[0]
     header, rows = table(samples)
-    print_table("Median ms of a call (p10-p90), 4 ranks", header, rows)
-    bar_rows = [bar.cells for bar in bars(samples)]
-    print_table("Bars", BAR_HEADER, bar_rows)
-    if options.quick:
-        console.print("--quick: nothing was written.")
-        return
-    write_csv(HERE / "results.csv", samples)
-    shown = [
-        environment.as_markdown(),
-        f"Median ms of a call (p10-p90) over {num_repeats} repeats:",
-        markdown_table(header, rows),
-        markdown_table(BAR_HEADER, bar_rows),
-    ]
-    write_results_block(HERE / "README.md", "\n\n".join(shown))
+    page.table(f"Median ms of a call (p10-p90) over {num_repeats} repeats", header, rows)
+    page.bars(bars(samples))
+    page.keep({"results.csv": samples})
 
 
 # What each rank does
@@ -118,7 +90,7 @@ def measure(rank: int, num_repeats: int) -> list[Sample]:
             # Another order in each repeat, so that none profits from the one before it.
             start = repeat % len(variants)
             for variant in variants[start:] + variants[:start]:
-                slowest_rank_s = time_call(variant.run)
+                [slowest_rank_s] = slowest_rank_seconds(lambda _, run=variant.run: run(), 1)
                 if repeat >= 0:
                     samples.append(
                         Sample(
@@ -128,25 +100,19 @@ def measure(rank: int, num_repeats: int) -> list[Sample]:
     return samples
 
 
-def time_call(run: Run) -> float:
-    """Seconds of one call on the rank where it took longest."""
-    dist.barrier()
-    start_s = time.perf_counter()
-    run()
-    duration = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
-    dist.all_reduce(duration, op=dist.ReduceOp.MAX)
-    return float(duration)
-
-
 def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
     """All candidates for one size, on tensors of whole numbers: sums are exact in any order."""
     even, uneven = (split_by(shares, total_numel) for shares in (EVEN_SHARES, UNEVEN_SHARES))
+    gather_in_memory, reduce_in_memory = (
+        partial(call, transport=shared_host())
+        for call in (candidates.our_gather, candidates.our_reduce)
+    )
     whole = (torch.arange(total_numel) % 8191).float()
     gathered = torch.empty_like(whole)
     gathers: list[tuple[str, candidates.GatherCandidate, list[int]]] = [
-        (OURS_UNEVEN, our_gather, uneven),
-        (OURS_EVEN, our_gather, even),
-        (MESSAGES, partial(our_gather, reads_memory=False), uneven),
+        (OURS_UNEVEN, gather_in_memory, uneven),
+        (OURS_EVEN, gather_in_memory, even),
+        (MESSAGES, candidates.our_gather, uneven),
         (GLOO, candidates.gloo_all_gather, even),
         ("broadcasts, uneven", candidates.broadcasts, uneven),
         ("all_to_all, uneven", candidates.all_to_all_gather, uneven),
@@ -159,9 +125,9 @@ def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
     full = whole * (rank + 1)
     total = whole * (WORLD_SIZE * (WORLD_SIZE + 1) // 2)
     reductions: list[tuple[str, candidates.ReduceCandidate, list[int]]] = [
-        (OURS_UNEVEN, our_reduce, uneven),
-        (OURS_EVEN, our_reduce, even),
-        (MESSAGES, partial(our_reduce, reads_memory=False), uneven),
+        (OURS_UNEVEN, reduce_in_memory, uneven),
+        (OURS_EVEN, reduce_in_memory, even),
+        (MESSAGES, candidates.our_reduce, uneven),
         (GLOO, candidates.gloo_reduce_scatter, even),
         ("all_to_all + sum, uneven", candidates.all_to_all_reduce, uneven),
         ("list form, uneven", candidates.list_reduce_scatter, uneven),
@@ -175,54 +141,9 @@ def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
         yield Variant("reduce-scatter", name, run, output, expected)
 
 
-def our_gather(
-    output: Tensor, shard: Tensor, split_numels: Sequence[int], *, reads_memory: bool = True
-) -> Run:
-    """The library's, as HetFSDP calls it; ended when the shard may be overwritten, too."""
-    channel = everybody(reads_memory=reads_memory)
-
-    def run() -> None:
-        pending = all_gather_uneven(
-            output, shard, split_numels, channel=channel, receivers=range(WORLD_SIZE)
-        )
-        pending.wait()
-        pending.wait_sent()
-
-    return run
-
-
-def our_reduce(
-    output: Tensor, full: Tensor, split_numels: Sequence[int], *, reads_memory: bool = True
-) -> Run:
-    """The library's, as HetFSDP calls it; ended when the input may be overwritten, too."""
-    channel, scratch = everybody(reads_memory=reads_memory), BufferPool()
-
-    def run() -> None:
-        pending = reduce_scatter_uneven(
-            output,
-            full,
-            split_numels,
-            channel=channel,
-            contributors=range(WORLD_SIZE),
-            scratch=scratch,
-        )
-        pending.wait()
-        pending.wait_sent()
-
-    return run
-
-
-def everybody(*, reads_memory: bool) -> Channel:
-    """The default group in the order of its ranks."""
-    channel = Channel(dist.group.WORLD, tuple(range(WORLD_SIZE)), dist.get_rank())
-    if not reads_memory:
-        return channel
-    return replace(channel, transport=shared_host())
-
-
 @cache
 def shared_host() -> Transport | None:
-    """The same, through memory."""
+    """For ranks that read each other's memory."""
     assert dist.group.WORLD is not None
     met = meet(dist.group.WORLD, 1)
     return None if met is None else met[0]

@@ -6,7 +6,6 @@ python -m experiments.versions.run --old FOLDER --quick
 FOLDER is a tree of the older version: git worktree add FOLDER COMMIT.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.common import (
+from experiments.common.machine import REPOSITORY, commit_of
+from experiments.common.results import (
     BAR_HEADER,
-    REPOSITORY,
     Bar,
-    Environment,
+    Page,
     Spread,
-    console,
     markdown_table,
-    write_csv,
-    write_results_block,
+    parse_cases,
+    parser_of,
 )
 from experiments.versions.cases import CASES, Case
 
@@ -150,33 +148,19 @@ def as_markdown(samples: list[Sample]) -> str:
     return f"{markdown_table(header, rows)}\n\n{verdicts}"
 
 
-def _commit_of(tree: Path) -> str:
-    command = ["git", "-C", str(tree), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "two rounds; keeps nothing")
     parser.add_argument("--old", type=Path, required=True, metavar="FOLDER", help="its tree")
-    parser.add_argument("--quick", action="store_true", help="two rounds; keeps nothing")
-    parser.add_argument("--only", metavar="WORD", default="", help="of case names")
-    options = parser.parse_args()
-    environment = Environment.here()
-    console.print(environment.as_markdown())
+    options = parse_cases(parser, CASES.values())
     trees = {"old": options.old.resolve(), "new": REPOSITORY}
+    page = Page(HERE, is_kept=not (options.quick or options.only))
+    page.tell(f"Old: commit `{commit_of(trees['old'])}`.")
     samples = []
-    for case in CASES.values():
-        if options.only in case.name:
-            found = measure(case, trees, 2 if options.quick else NUM_ROUNDS)
-            console.print(as_markdown(found), markup=False)
-            samples += found
-    if not options.quick and not options.only:
-        text = f"{environment.as_markdown()}\n\nOld: commit `{_commit_of(trees['old'])}`."
-        write_csv(HERE / "results.csv", samples)
-        write_results_block(HERE / "README.md", f"{text}\n\n{as_markdown(samples)}")
+    for case in options.cases:
+        samples += measure(case, trees, 2 if options.quick else NUM_ROUNDS)
+    page.tell(as_markdown(samples))
+    page.keep({"results.csv": samples})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.control_groups import Group, NoControlGroupsError, quotas
+from experiments.common.control_groups import Group, NoControlGroupsError, quotas
 from shardhet import DeviceSpec
 from shardhet.training.emulation import EmulatedDevice, cores_for, memory_of_process, stay_on
 
@@ -107,25 +107,17 @@ def forget_building() -> None:
     ctypes.CDLL(None).malloc_trim(0)  # of the C library
 
 
-class PeakOfData:
-    """Most resident bytes of this process above a level, but for what is mapped from files.
+def forget_peak() -> None:
+    """Let the system's record of this process's peak start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def data_bytes(key: str) -> int:
+    """Of this process now (VmRSS) or at most (VmHWM), but for what is mapped from files now.
 
     Libraries' code is read in when it first runs, 4 KiB by 4 KiB, and is nobody's data.
     """
-
-    def __init__(self) -> None:
-        """The level is that of now."""
-        self._level_bytes = memory_of_process("VmRSS") - memory_of_process("RssFile")
-        self.nbytes = 0
-
-    def restart(self) -> None:
-        """Forget the system's record of what was before; ``nbytes`` keeps what it has."""
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def look(self) -> None:
-        """Raise ``nbytes`` to the peak since ``restart``, less the files that are there now."""
-        peak_bytes = memory_of_process("VmHWM") - memory_of_process("RssFile")
-        self.nbytes = max(self.nbytes, peak_bytes - self._level_bytes)
+    return memory_of_process(key) - memory_of_process("RssFile")
 
 
 @contextmanager

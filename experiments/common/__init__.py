@@ -1,0 +1,1 @@
+"""What experiments share: machine, launches, systems, unlike processes, results."""
