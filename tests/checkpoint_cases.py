@@ -183,7 +183,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: Iterable[int]) ->
         else:
             loss_sum, num_tokens = model(**batch)
             (loss_sum / num_tokens).backward()
-            losses.append(float(loss_sum) / num_tokens)
+            losses.append(loss_sum.item() / num_tokens)
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -27,3 +27,11 @@ def damaged(path: Path, what: str) -> CheckpointError:
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error for a file that the system does not give."""
     return damaged(path, (error.strerror or str(error)).lower())
+
+
+def unwritable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that the system does not take."""
+    return CheckpointError(
+        f"{path}: {error.strerror or error}. Free space or choose another disk; earlier "
+        "checkpoints are as they were."
+    )

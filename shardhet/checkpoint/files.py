@@ -9,11 +9,12 @@ in between, ``recover`` gives it its name back
 import hashlib
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.errors import CheckpointError, unwritable
 
 MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
 CHUNK_BYTES = 2**22
@@ -21,22 +22,23 @@ DIGEST_BYTES = 16
 
 
 class DigestingFile:
-    """A new file that knows its length and the digest of what was written to it."""
+    """A new file that knows its length and the digest of what was written to it.
+
+    Raises ``CheckpointError`` naming the file when the disk does not take it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes = 0
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self.failure: OSError | None = None  # torch.save raises another error in its place
-        self._file: IO[bytes] = open_new(path)
+        self.failure: CheckpointError | None = None  # torch.save may raise another error
+        with self._named():
+            self._file: IO[bytes] = open_new(path)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append ``data``; raises ``OSError`` as files do."""
-        try:
+        """Append ``data``; returns its length."""
+        with self._named():
             self._file.write(data)
-        except OSError as error:
-            self.failure = error
-            raise
         self._hash.update(data)
         added = memoryview(data).nbytes
         self.num_bytes += added
@@ -47,14 +49,23 @@ class DigestingFile:
 
     def finish(self) -> None:
         """Close the file once the disk has it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._named():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def abandon(self) -> None:
         """Close the file after a failure."""
         with suppress(OSError):
             self._file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = unwritable(self.path, error)
+            raise self.failure from error
 
     @property
     def digest(self) -> str:

@@ -87,7 +87,7 @@ def write_rank_file(
         if file is not None:
             file.abandon()
         cause = (file.failure if file is not None else None) or error
-        return Report(rank=rank, failure=_in_words(cause, folder / name))
+        return Report(rank=rank, failure=in_words(cause))
     facts = FileFacts(file.num_bytes, file.digest)
     return Report(rank=rank, file=name, facts=facts, bytes_by_name=spans)
 
@@ -97,12 +97,3 @@ def _packed(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     host = rows.detach().cpu().contiguous().reshape(shape)
     is_alone = host.untyped_storage().nbytes() == host.nbytes
     return host if is_alone else host.clone()
-
-
-def _in_words(error: Exception, path: Path) -> str:
-    if isinstance(error, OSError):
-        return (
-            f"{path}: {error.strerror or error}. Free space or choose another disk; "
-            "earlier checkpoints are as they were."
-        )
-    return f"{path}: {in_words(error)}"
