@@ -52,7 +52,7 @@ class Odd(nn.Module):
         x = self.embedding(tokens) + self.offset
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.frozen(x)).double()
+        logits = self.head(self.frozen(x))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         return loss, targets.numel()
 

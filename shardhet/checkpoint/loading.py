@@ -209,7 +209,7 @@ class _Loading:
         }
 
 
-def _model_names(saved: SavedCheckpoint) -> dict[str, str]:
+def model_names(saved: SavedCheckpoint) -> dict[str, str]:
     """The entries of the model's parameters and buffers, by fqn."""
     tensors = saved.stored.tensors
     if saved.manifest is None and not any(name.startswith(MODEL) for name in tensors):
@@ -220,7 +220,7 @@ def _model_names(saved: SavedCheckpoint) -> dict[str, str]:
 
 def _match(saved: SavedCheckpoint, parts: Sequence[ModelPart]) -> dict[str, str]:
     """The entry of every part by its fqn; raises ``CheckpointError`` listing what differs."""
-    names = _model_names(saved)
+    names = model_names(saved)
     found = {
         part.fqn: names[fqn] for part in parts for fqn in reversed(part.fqns) if fqn in names
     }

@@ -73,8 +73,12 @@ class SavedCheckpoint:
     @property
     def num_bytes(self) -> int:
         """Of all its files that hold tensors or values."""
-        names = {place.file for place in self._places()}
-        return sum((self.folder / name).stat().st_size for name in names)
+        return sum((self.folder / name).stat().st_size for name in self.file_names)
+
+    @property
+    def file_names(self) -> list[str]:
+        """The files that hold tensors or values."""
+        return sorted({place.file for place in self._places()})
 
     def _places(self) -> Iterator[BytesPlace]:
         yield from self.stored.values.values()
