@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import load, save
 from tests.checkpoint_cases import (
+    OPTIMIZERS,
     Case,
     State,
     check_same,
@@ -130,3 +131,21 @@ def test_any_plan_loads_what_any_other_saved(seed: int, tmp_path: Path) -> None:
     [(loaded, losses), *_] = run_ranks(load_under, world_size_of(case.loaded_as), case, folder)
     check_same(loaded, saved)
     assert losses == pytest.approx(expected, rel=BAR, abs=0)
+
+
+def test_the_cases_drawn_are_of_every_kind() -> None:
+    cases = [draw_case(seed) for seed in range(30)]
+    kinds = [(kind_of(case.saved_as), kind_of(case.loaded_as)) for case in cases]
+    for other in ("plain", "fsdp2"):
+        assert ("plan", other) in kinds
+        assert (other, "plan") in kinds
+    assert sum(kind != ("plan", "plan") for kind in kinds) == 10
+    ends = [end for case in cases for end in (case.saved_as, case.loaded_as)]
+    plans = [end for end in ends if isinstance(end, Plan)]
+    assert {plan.world_size for plan in plans} == {1, 2, 3, 4}
+    assert any(0.0 in plan.state_shares for plan in plans)
+    assert {case.optimizer for case in cases} == set(OPTIMIZERS)
+
+
+def kind_of(end: Plan | int | None) -> str:
+    return "plain" if end is None else "fsdp2" if isinstance(end, int) else "plan"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import CheckpointError, files, load, save, save_async, saving
+from shardhet.checkpoint import CheckpointError, files, load, ranks, save, save_async
 from tests.checkpoint_cases import (
     Lion,
     Odd,
@@ -183,9 +183,24 @@ def test_what_ranks_disagree_on_is_named(tmp_path: Path) -> None:
     assert "rank 0: extra['a'][0] is a object" in value
 
 
+def save_gathered(rank: int, folder: Path) -> None:
+    model = wrap(Odd().double(), Plan.even(1, microbatch_size=6))
+    with model.unit_by_unit():
+        model.module.blocks[0].inner.register_forward_pre_hook(
+            lambda *_: save(model, None, folder / "gathered")
+        )
+        with pytest.raises(CheckpointError, match=r"outside of model\.unit_by_unit"):
+            model.module.blocks[0](torch.zeros(1, 5, dtype=torch.float64))
+
+
+def test_parameters_that_are_gathered_are_not_saved(tmp_path: Path) -> None:
+    run_ranks(save_gathered, 1, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def save_on_rank_zero_alone(rank: int, folder: Path) -> None:
     model, optimizer = trained()
-    saving.SECONDS_FOR_ALL_TO_COME = 1.0
+    ranks.SECONDS_FOR_ALL_TO_COME = 1.0
     if rank == 0:
         save(model, optimizer, folder / "alone")
     time.sleep(2)

@@ -19,6 +19,7 @@ from shardhet.checkpoint.manifest import FileFacts, Manifest, model_digest
 from shardhet.checkpoint.metadata import BytesPlace, metadata_of
 from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.writing import Report, write_rank_file
+from shardhet.comm.noticeboard import Noticeboard
 
 SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -48,11 +49,13 @@ class Job:
         self._has_written = threading.Event()
         self._stops = threading.Event()
         self._thread: threading.Thread | None = None
+        self._board: Noticeboard | None = None
 
     def start(self, topic: str) -> None:
         """Write in a thread, and on rank zero complete the folder there."""
+        self._board = self._ranks.noticeboard(topic)
         self._thread = threading.Thread(
-            target=self._run, args=(topic,), name=f"writes {self._path.name}", daemon=True
+            target=self._run, args=(self._board,), name=f"writes {self._path.name}", daemon=True
         )
         self._thread.start()
 
@@ -82,9 +85,13 @@ class Job:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, topic: str) -> None:
+    def clear(self) -> None:
+        """Take this rank's report off the noticeboard."""
+        if self._board is not None:
+            self._board.clear(self._ranks.position)
+
+    def _run(self, board: Noticeboard) -> None:
         self.write()
-        board = self._ranks.noticeboard(topic)
         with suppress(RuntimeError):  # the store may be gone; whoever waits finds out
             board.post(self._ranks.position, self.written().to_json())
             while self._ranks.is_writer and not self._stops.is_set():

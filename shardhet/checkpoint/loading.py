@@ -3,7 +3,8 @@
 Order of collectives (all ranks, in this order; "checkpoint.load" is their name):
 
     0  of the save of this model that is under way, if there is one
-    1  every rank has opened the folder and verified its share of the files
+    1  all ranks have come; then every rank has opened the folder and verified its share of
+       the files
     2  every rank has compared names and shapes with its model and optimizer
     3  every rank has read its rows
 
@@ -34,7 +35,6 @@ from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.reading import Reader, SavedCheckpoint, param_groups, states_by_fqn
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.values import decode, tensor_names
-from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
 from shardhet.fsdp import HetFSDP
 
 CALL = "checkpoint.load"
@@ -60,8 +60,9 @@ def load(model: nn.Module, optimizer: optim.Optimizer | None, path: str | Path) 
     """
     wait_for_pending(model)
     ranks = Ranks(model)
+    ranks.meet(CALL)
     loading = _Loading(model, optimizer, Path(path).absolute(), ranks)
-    opened = ranks.agree(loading.open, call=CALL, within_s=SECONDS_FOR_ALL_TO_COME)
+    opened = ranks.agree(loading.open, call=CALL)
     if len(set(opened)) > 1:
         raise CheckpointError(
             f"{path}: ranks have opened different checkpoints: {opened} in plan order. Name "

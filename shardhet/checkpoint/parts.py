@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shardhet.checkpoint.errors import CheckpointError
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.state import persistent_buffers
 from shardhet.records.layout import Span
@@ -52,6 +53,11 @@ def _parts_of_rows(model: HetFSDP, fqns: dict[nn.Parameter, list[str]]) -> Itera
     boxes = model.sharded_state_dict()
     for fqn, param in model.named_parameters():
         box = boxes[fqn]
+        if param not in fqns:
+            raise CheckpointError(
+                f"{fqn}: parameters are gathered at this moment. Save and load between steps, "
+                "outside of model.unit_by_unit()."
+            )
         names = tuple(dict.fromkeys((fqn, *fqns[param])))
         yield ModelPart(names, box.tensor, box.rows, box.global_shape, param)
 

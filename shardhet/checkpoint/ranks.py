@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardhet.checkpoint.errors import CheckpointError, in_words
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
 from shardhet.comm.noticeboard import Noticeboard
 from shardhet.fsdp import HetFSDP
 
@@ -32,9 +33,14 @@ class Ranks:
             return [value]
         return self._model.exchange_objects(value, call=call, within_s=within_s)
 
-    def agree(
-        self, work: Callable[[], T], *, call: str, within_s: float | None = None
-    ) -> list[T]:
+    def meet(self, call: str) -> None:
+        """Wait until all ranks have come to ``call``.  Collective.
+
+        Raises ``TimeoutError`` if some do not, as when rank zero alone calls.
+        """
+        self.exchange(None, call=call, within_s=SECONDS_FOR_ALL_TO_COME)
+
+    def agree(self, work: Callable[[], T], *, call: str) -> list[T]:
         """Do ``work`` on every rank; its results, by position.  Collective.
 
         Raises one ``CheckpointError`` on every rank if it fails on any.  The ranks have all
@@ -47,7 +53,7 @@ class Ranks:
         except Exception as error:
             failure = error
         message = None if failure is None else in_words(failure)
-        outcomes = self.exchange((self.rank, message, result), call=call, within_s=within_s)
+        outcomes = self.exchange((self.rank, message, result), call=call)
         self.raise_if_any([(rank, text) for rank, text, _ in outcomes], cause=failure)
         return [result for _, _, result in outcomes]
 

@@ -3,8 +3,8 @@
 Order of collectives (all ranks, in this order; "checkpoint.save" is their name):
 
     0  of the previous save of this model, if it has not been waited for: its 4 and 5
-    1  every rank says what it holds, or why it cannot be saved
-    2  rank zero has made the unfinished folder
+    1  all ranks have come; then every rank says what it holds, or why it cannot be saved
+    2  rank zero has made the unfinished folder; if asynchronous, every rank has its copies
     3  no collective: every rank writes one file, in a thread if asynchronous
     4  every rank says what it has written
     5  rank zero has completed the folder (metadata, plan, manifest, rename)
@@ -32,7 +32,6 @@ from shardhet.checkpoint.errors import CheckpointError
 from shardhet.checkpoint.held import Held
 from shardhet.checkpoint.job import Job
 from shardhet.checkpoint.ranks import Ranks
-from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
 
 CALL = "checkpoint.save"
 
@@ -104,9 +103,11 @@ class PendingSave:
             reports = self._ranks.exchange(self._job.written(), call=CALL)
         finally:
             self._job.stop()
-        failures = [(report.rank, report.failure) for report in reports]
-        self._ranks.agree(lambda: self._job.complete(reports), call=CALL)
-        self._ranks.raise_if_any(failures)
+        try:
+            self._ranks.agree(lambda: self._job.complete(reports), call=CALL)
+        finally:
+            self._job.clear()  # rank zero has read everything
+        self._ranks.raise_if_any([(report.rank, report.failure) for report in reports])
 
 
 # By model, until somebody has waited for it.
@@ -131,17 +132,20 @@ def _start(
     wait_for_pending(model)
     ranks = Ranks(model)
     path = path.absolute()
+    ranks.meet(CALL)
     held = Held(ranks)
-    holdings = ranks.agree(
-        lambda: held.collect(model, optimizer, path, extra),
-        call=CALL,
-        within_s=SECONDS_FOR_ALL_TO_COME,
-    )
-    topics = ranks.agree(lambda: _begin(holdings, path, ranks), call=CALL)
+    holdings = ranks.agree(lambda: held.collect(model, optimizer, path, extra), call=CALL)
+
+    def begin() -> str | None:
+        topic = _begin(holdings, path, ranks)
+        if is_async:
+            held.copy()
+        return topic
+
+    topics = ranks.agree(begin, call=CALL)
     [(writer, topic)] = [(i, each) for i, each in enumerate(topics) if each is not None]
     job = Job(path, ranks, held, holdings, writer=writer)
     if is_async:
-        held.copy()
         job.start(topic)
     else:
         job.write()
