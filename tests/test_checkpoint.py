@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import load, save
+from shardhet.checkpoint import CheckpointError, load, save
 from tests.checkpoint_cases import (
     OPTIMIZERS,
     Case,
@@ -117,6 +117,18 @@ def load_with_fsdp2(case: Case, module: nn.Module, folder: str) -> tuple[State, 
     state = whole_of_fsdp2(module, optimizer)
     losses = train(module, optimizer, next_steps(case))
     return state, losses
+
+
+def refuse_dtensors(rank: int, folder: Path) -> None:
+    module = sharded_by_fsdp2(nn.Linear(4, 4), 2)
+    with pytest.raises(CheckpointError, match=r"Save and load .* torch.distributed"):
+        save(module, None, folder / "saved")
+
+
+def test_a_model_of_fsdp2_is_left_to_torch(tmp_path: Path) -> None:
+    run_ranks(refuse_dtensors, 2, tmp_path)
+    with pytest.raises(CheckpointError, match="on the meta device"):
+        save(nn.Linear(2, 2, device="meta"), None, tmp_path / "saved")
 
 
 def world_size_of(end: Plan | int | None) -> int:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 
-from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import CheckpointError, load, save
+from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet.checkpoint import CheckpointError, load, save, save_async
 from tests.checkpoint_cases import (
     Odd,
     OddBlock,
@@ -46,6 +46,34 @@ def resume_under_the_same_plan(rank: int, folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
 def test_under_the_same_plan_the_next_losses_are_bit_equal(tmp_path: Path, kind: str) -> None:
     run_ranks(resume_under_the_same_plan, 3, tmp_path, kind)
+
+
+KINDS = ("slow", "fast", "large")  # as ranks announce themselves, in another order than planned
+BY_KIND = Plan.by_hand(
+    microbatch_sizes=[2, 1, 1],
+    rank_batch_sizes=[3, 1, 2],
+    state_shares=[0.6, 0.0, 0.4],
+    devices=[DeviceSpec(kind=kind) for kind in ("large", "slow", "fast")],
+)
+
+
+def save_and_load_by_kind(rank: int, folder: Path) -> list[str]:
+    torch.manual_seed(0)
+    model = wrap(Odd().double(), BY_KIND, device_spec=DeviceSpec(kind=KINDS[rank]))
+    assert model.position == (1, 2, 0)[rank]
+    optimizer = make_optimizer(model, "adamw")
+    train(model, optimizer, range(2))
+    state = whole_state(model, optimizer)
+    save_async(model, optimizer, folder / "saved", extra=rank)
+    train(model, optimizer, range(1))
+    assert load(model, optimizer, folder / "saved") == 0
+    check_same(whole_state(model, optimizer), state)
+    return sorted(path.name for path in (folder / "saved").glob("*.distcp"))
+
+
+def test_ranks_may_be_in_another_order_than_the_plan(tmp_path: Path) -> None:
+    names = run_ranks(save_and_load_by_kind, 3, tmp_path)
+    assert names == [["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]] * 3
 
 
 class Dropping(nn.Module):

@@ -135,7 +135,10 @@ def begin(path: Path) -> Path:
     unfinished = unfinished_path(path)
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(_replaced_path(path), ignore_errors=True)
+    new_parents = [parent for parent in path.parents if not parent.exists()]
     unfinished.mkdir(parents=True)
+    for parent in new_parents:
+        sync_folder(parent.parent)
     return unfinished
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardhet.checkpoint.errors import CheckpointError
 from shardhet.fsdp import HetFSDP
@@ -31,8 +32,12 @@ class ModelPart:
 
 
 def parts_of(model: nn.Module) -> list[ModelPart]:
-    """Every parameter and persistent buffer, in the model's own order and under its names."""
+    """Every parameter and persistent buffer, in the model's own order and under its names.
+
+    Raises ``CheckpointError`` for a model whose tensors are not where they seem to be.
+    """
     plain = model.module if isinstance(model, HetFSDP) else model
+    _check_is_plain(plain)
     fqns: dict[nn.Parameter, list[str]] = {}
     for fqn, param in plain.named_parameters(remove_duplicate=False):
         fqns.setdefault(param, []).append(fqn)
@@ -47,6 +52,19 @@ def parts_of(model: nn.Module) -> list[ModelPart]:
         for p, names in fqns.items()
     ]
     return [*params, *buffers]
+
+
+def _check_is_plain(module: nn.Module) -> None:
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, DTensor):
+            raise CheckpointError(
+                f"{fqn} is a DTensor, as of FSDP2. Save and load such a model with "
+                "torch.distributed.checkpoint, whose names are the same."
+            )
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{fqn} is on the meta device and has no values. Materialize the model first."
+            )
 
 
 def _parts_of_rows(model: HetFSDP, fqns: dict[nn.Parameter, list[str]]) -> Iterator[ModelPart]:
