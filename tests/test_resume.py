@@ -101,6 +101,18 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(
     assert names == ["step_00000006", "step_00000007"]
 
 
+def test_a_run_without_a_checkpoint_begins_anew(
+    text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    more = (f"data.path={text}", "resume=auto")
+    path = configure(folder, *TEXT, *UNEVEN, *more)
+    run_ranks(train_until, 2, path, 2, 1)
+    assert list(losses(folder)) == [1]
+    run_ranks(train_rank, 2, [path] * 2)
+    assert losses(folder) == losses(undisturbed)
+
+
 def test_another_plan_goes_on_from_a_path(
     text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ class Run:
             device=device,
         )
         self._resumed_from = self._checkpoints.resume()
+        self.trainer.forget_peak_memory()
         announced = dict(everyone.exchange_objects((self._model.position, spec)))
         self._devices = [
             replace(
@@ -265,7 +266,8 @@ class Run:
             self._look(step, display)
         if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
             self._evaluate(step, display)
-        self._checkpoints.after_step(step)
+        if self._checkpoints.after_step(step):
+            self.trainer.forget_peak_memory()  # exclude the memory that writing took
 
     def _look(self, step: int, display: Display) -> None:
         uses = self.trainer.look_at_devices()

@@ -57,12 +57,11 @@ class RunCheckpoints:
         if self._conf.resume is None:
             return None
         path, extra = self._load(self._conf.resume)
-        if path is None:
-            return None
-        check_goes_on(extra, self._course, source=str(path))
-        states = extra["random_states"]
-        if self._model.position < len(states):
-            restore_random_states(states[self._model.position], self._device)
+        if path is not None:
+            check_goes_on(extra, self._course, source=str(path))
+            states = extra["random_states"]
+            if self._model.position < len(states):
+                restore_random_states(states[self._model.position], self._device)
         if self._model.rank == 0:
             self._folder.forget_metrics_after(self._model.step)
         self._model.exchange([])  # no rank goes on before that
@@ -75,16 +74,17 @@ class RunCheckpoints:
             return (None, None) if found is None else (found.path, found.extra)
         return Path(resume), load(self._model, self._optimizer, resume)
 
-    def after_step(self, step: int) -> None:
-        """Write a checkpoint if it is time."""
+    def after_step(self, step: int) -> bool:
+        """Write a checkpoint if it is time, and say whether it was."""
         every = self._conf.checkpoint.every
         if not every or (step % every and step != self._conf.num_steps):
-            return
+            return False
         states = self._model.exchange_objects(random_states(self._device))
         extra = state_of(self._course, step, states)
         in_background = self._conf.checkpoint.in_background
         save = self._checkpoints.save_async if in_background else self._checkpoints.save
         save(self._model, self._optimizer, extra=extra)
+        return True
 
     def close(self) -> None:
         """Until the last checkpoint is complete."""
