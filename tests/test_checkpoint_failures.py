@@ -180,7 +180,7 @@ def test_what_ranks_disagree_on_is_named(tmp_path: Path) -> None:
     assert "path: positions 0 and 1" in paths
     assert "groups: positions 0 and 1" in groups
     assert "not one of the model's" in foreign
-    assert "rank 0: extra['a'][0] is a object" in value
+    assert "rank 0: extra['a'][0] is of type object" in value
 
 
 def save_gathered(rank: int, folder: Path) -> None:

@@ -62,7 +62,7 @@ def _plain_option(value: Any, where: str) -> Any:
     if type(value) in (bool, int, float, str, type(None)):
         return value
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint does not hold. Keep it "
+        f"{where} is of type {type(value).__name__}, which a checkpoint does not hold. Keep it "
         "outside of the optimizer's groups."
     )
 
@@ -103,7 +103,7 @@ def _held(value: Any, part: ModelPart, what: str) -> HeldState:
     elif type(value) in (bool, int, float, complex):
         return HeldState(None, value)
     else:
-        shape = f"a {type(value).__name__}"
+        shape = f"of type {type(value).__name__}"
     raise CheckpointError(
         f"{what} of {part.fqn} is {shape}. A checkpoint holds states that have the shape of "
         "their parameter, and single numbers. Use an optimizer with such states, or save "

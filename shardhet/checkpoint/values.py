@@ -33,8 +33,8 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
     if type(value) in (dict, Counter):
         return _encode_dict(value, where, keep)
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint does not hold. Give numbers, "
-        "texts, tensors, and lists, tuples and dicts of them."
+        f"{where} is of type {type(value).__name__}, which a checkpoint does not hold. Give "
+        "numbers, texts, tensors, and lists, tuples and dicts of them."
     )
 
 

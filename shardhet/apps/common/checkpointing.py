@@ -68,8 +68,9 @@ class RunCheckpoints:
         return path
 
     def _load(self, resume: str) -> tuple[Path | None, Any]:
-        if resume == AUTO or Checkpoints(resume).steps():
-            checkpoints = self._checkpoints if resume == AUTO else Checkpoints(resume)
+        checkpoints = self._checkpoints if resume == AUTO else Checkpoints(resume)
+        has_steps = any(self._model.exchange_objects(bool(checkpoints.steps())))
+        if resume == AUTO or has_steps:
             found = checkpoints.load_latest(self._model, self._optimizer)
             return (None, None) if found is None else (found.path, found.extra)
         return Path(resume), load(self._model, self._optimizer, resume)
