@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.common import Environment, console, write_csv
+from experiments.common.machine import Environment
+from experiments.common.results import console, write_csv
 from shardhet.apps.common.planning_input import load, read_request
 from shardhet.apps.plan import DOOR
 from shardhet.config.planning import PlannerConf

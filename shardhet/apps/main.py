@@ -14,6 +14,11 @@ COMMANDS = {
     "plan": ("shardhet.apps.plan", "find the best plan for a cluster and a model"),
     "simulate": ("shardhet.apps.simulate", "walk through one step of a plan, event by event"),
     "train": ("shardhet.apps.train", "train a model on devices that are not alike"),
+    "inspect": (
+        "shardhet.apps.checkpoint_inspect",
+        "see what a checkpoint holds and whether it is whole",
+    ),
+    "export": ("shardhet.apps.checkpoint_export", "write a checkpoint's model as one file"),
     "plot": ("shardhet.apps.plot", "draw loss, throughput and device use of a run"),
 }
 

@@ -32,7 +32,7 @@ from shardhet.config.compose import (
     register_schemas,
     to_conf,
 )
-from shardhet.config.train import TrainConf
+from shardhet.config.train import AUTO, TrainConf
 from shardhet.records.plan import Plan
 
 
@@ -44,7 +44,8 @@ def _train(cfg: DictConfig) -> None:
     cfg.run_dir = context.runtime.output_dir
     folder = RunFolder(Path(cfg.run_dir))
     try:
-        folder.check_unused(is_restart=env is not None and env.is_restarted)
+        is_restarted = env is not None and env.is_restarted
+        folder.check_unused(is_restart=is_restarted or cfg.resume == AUTO)
         conf = to_conf(cfg)
         plan = checked_plan(conf, num_launched=None if env is None else env.world_size)
     except ConfigError as error:
@@ -70,6 +71,7 @@ def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:
     """
     check_logger(conf.logger)
     conf.check_device()
+    conf.check_resume()
     conf.check_model_fits_data()
     return conf.to_plan(conf.world_size(num_launched))
 

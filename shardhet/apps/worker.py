@@ -18,6 +18,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from shardhet import HetFSDP
+from shardhet.apps.common.checkpointing import RunCheckpoints
 from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
 from shardhet.apps.common.joining import announced_device, joined
@@ -115,6 +116,16 @@ class Run:
             memory_level_bytes=level_bytes,
             run=self._task.run,
         )
+        self._checkpoints = RunCheckpoints(
+            conf,
+            folder,
+            self._model,
+            optimizer,
+            data_digest=self._task.data_digest,
+            device=device,
+        )
+        self._resumed_from = self._checkpoints.resume()
+        self.trainer.forget_peak_memory()
         announced = dict(everyone.exchange_objects((self._model.position, spec)))
         self._devices = [
             replace(
@@ -150,6 +161,7 @@ class Run:
         with self.begin(console) as display:
             for step in range(self._model.step + 1, self._conf.num_steps + 1):
                 self.take_step(step, display)
+        self._checkpoints.close()
         for each in self._loggers:
             each.close()
         if self._conf.save_model:
@@ -188,6 +200,12 @@ class Run:
             f"{_count(plan.world_size, 'device')}; a step is "
             f"{_count(plan.global_batch_size, 'sample')}"
         )
+        if self._resumed_from is not None:
+            console.print(
+                f"goes on after step {self._model.step}, from {self._resumed_from}",
+                markup=False,
+                soft_wrap=True,
+            )
         if self._conf.compile:
             console.print(self._say_who_compiles(), markup=False, soft_wrap=True)
         if not console.is_terminal:
@@ -248,6 +266,8 @@ class Run:
             self._look(step, display)
         if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
             self._evaluate(step, display)
+        if self._checkpoints.after_step(step):
+            self.trainer.forget_peak_memory()  # exclude the memory that writing took
 
     def _look(self, step: int, display: Display) -> None:
         uses = self.trainer.look_at_devices()

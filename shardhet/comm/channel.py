@@ -33,6 +33,8 @@ COLLECTIVE_CALLS = (
     "GradScaler",
     "gather_units",
     "unit_by_unit",
+    "checkpoint.save",
+    "checkpoint.load",
 )
 
 # All records that keep process groups alive (see groups.py).

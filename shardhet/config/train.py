@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from omegaconf import MISSING
 
@@ -55,6 +56,23 @@ class TraceConf:
 
 
 @dataclass(kw_only=True)
+class CheckpointConf:
+    """When the whole state is written to checkpoints/ in the run folder, and what stays."""
+
+    every: int = 0  # steps between two checkpoints, and one at the end; 0: none
+    keep_last: int = 2  # newest ones that stay; 0: all
+    keep_every: int = 0  # steps whose multiples stay, too; 0: none
+    in_background: bool = False  # copy the state to host memory and go on while it is written
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep_last", "keep_every"):
+            check_at_least(f"checkpoint.{name}", getattr(self, name), 0)
+
+
+AUTO = "auto"
+
+
+@dataclass(kw_only=True)
 class TrainConf:
     """A training run.  Every key is here or in the class of its group."""
 
@@ -68,6 +86,10 @@ class TrainConf:
     eval_every: int = 0  # steps between two evaluations; 0: only at the end
     num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
+    checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
+    # checkpoint, or of a folder with several, which must exist; null: begin at step 0.
+    resume: str | None = None
     transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
@@ -107,6 +129,14 @@ class TrainConf:
     def to_plan(self, world_size: int) -> Plan:
         """The plan for ``world_size`` ranks."""
         return self.plan.to_record(self.cluster.devices(world_size))
+
+    def check_resume(self) -> None:
+        """Raise if there is nothing at the path to resume from."""
+        if self.resume not in (None, AUTO) and not Path(self.resume).is_dir():
+            raise ConfigError(
+                f"resume: {self.resume!r} is no folder. Give the path of a checkpoint, or "
+                "resume=auto for the newest one in the run folder."
+            )
 
     def check_model_fits_data(self) -> None:
         """Raise if the model cannot be built or cannot be trained on the data."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
+from shardhet.comm.noticeboard import Noticeboard
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.runtime import Runtime
 from shardhet.fsdp.state import (
@@ -95,8 +96,18 @@ class ModuleWithState(ModuleOfRows):
                 )
             return self._control.exchange(numbers)
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """All ranks' ``value`` (anything picklable), by position.  Collective."""
-        with self._lifeline.guard("exchange"):
-            self._control.enter("exchange")
+    def exchange_objects(
+        self, value: Any, *, call: str = "exchange", within_s: float | None = None
+    ) -> list[Any]:
+        """Every rank's ``value`` (anything picklable), by position.  Collective.
+
+        ``call`` is one of ``COLLECTIVE_CALLS``; ranks in different calls all raise.  Raises
+        ``TimeoutError`` if not all ranks come ``within_s``.
+        """
+        with self._lifeline.guard(call):
+            self._control.enter(call, within_s=within_s)
             return self._control.exchange_objects(value)
+
+    def noticeboard(self, topic: str) -> Noticeboard:
+        """Where the ranks of this model leave texts for each other without a collective."""
+        return Noticeboard.of(self._control, topic)

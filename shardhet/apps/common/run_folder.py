@@ -46,6 +46,7 @@ class RunFolder:
     devices.json         the device found for each position of the plan
     metrics.jsonl        one line per step, report of device use, and evaluation
     logs/rank0.log ...   the log of each rank; with all output of ranks above zero
+    checkpoints/         the whole state after some steps, if the configuration says so
     """
 
     path: Path
@@ -72,6 +73,11 @@ class RunFolder:
         return self.path / "model.safetensors"
 
     @property
+    def checkpoints_dir(self) -> Path:
+        """The folder of the checkpoints, one per step."""
+        return self.path / "checkpoints"
+
+    @property
     def trace_dir(self) -> Path:
         return self.path / "traces"
 
@@ -90,7 +96,10 @@ class RunFolder:
     def check_unused(self, *, is_restart: bool) -> None:
         """Raise if another run has already written here."""
         if self.metrics_path.exists() and not is_restart:
-            raise ConfigError(f"run_dir: {self.path} holds a run already. Name another folder.")
+            raise ConfigError(
+                f"run_dir: {self.path} holds a run already. Name another folder, or go on "
+                "with resume=auto."
+            )
 
     def remove_if_empty(self) -> None:
         """Remove the folder that Hydra created, if nothing was written to it."""
@@ -103,6 +112,16 @@ class RunFolder:
         save_resolved(cfg, self.config_path)
         _write_json(self.path / "config_sources.json", sources)
         _write_json(self.path / "run.json", describe_process())
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop lines of later steps, which a resumed run takes again."""
+        if not self.metrics_path.exists():
+            return
+        lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        unfinished = self.metrics_path.with_suffix(".unfinished")
+        unfinished.write_text("".join(kept), encoding="utf-8")
+        unfinished.replace(self.metrics_path)
 
     def save_devices(self, devices: Sequence[DeviceSpec]) -> None:
         """Write the device found for each position of the plan."""
@@ -168,6 +187,14 @@ def _git_state() -> dict[str, Any] | None:
 def _git(source_dir: Path, *arguments: str) -> str:
     command = ["git", "-C", str(source_dir), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics; a line that a killed run left in part is of no step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def _write_json(path: Path, document: Any) -> None:

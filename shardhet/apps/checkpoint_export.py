@@ -1,0 +1,90 @@
+"""``shardhet export PATH --to FORMAT --out FILE``: a checkpoint's model as one file."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from shardhet.checkpoint import CheckpointError
+from shardhet.checkpoint.reading import SavedCheckpoint
+from shardhet.checkpoint.summary import read_model
+
+FORMATS = ("safetensors", "torch")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the model; the exit status is 1 if that fails, 2 if the command line is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="shardhet export",
+        description="Write the parameters and buffers of a checkpoint under the model's own "
+        "names to one file, which plain PyTorch opens. The number of ranks that saved does not "
+        "matter. Takes host memory for the whole model.",
+    )
+    parser.add_argument("path", type=Path, help="the folder of a checkpoint")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="the format of the file")
+    parser.add_argument("--out", type=Path, required=True, help="the file, which must be new")
+    given = parser.parse_args(arguments)
+    if given.to == "safetensors" and not _has_safetensors():
+        parser.error(
+            "safetensors is not installed. Run pip install safetensors, or choose --to torch."
+        )
+    if given.out.exists():
+        parser.error(f"{given.out} exists. Name a new file, or remove it.")
+    if not given.out.absolute().parent.is_dir():
+        parser.error(f"{given.out.absolute().parent} is no folder. Make it first.")
+    try:
+        saved = SavedCheckpoint.open(given.path)
+        saved.verify()
+        tensors = read_model(saved)
+        write_model(tensors, given.out, given.to)
+    except (CheckpointError, OSError) as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"{error}\nNothing was exported.", markup=False)
+        raise SystemExit(1) from None
+    num = sum(tensor.numel() for tensor in tensors.values())
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{len(tensors)} tensors with {num:,} elements", markup=False)
+    console.print(f"written to {given.out}", markup=False)
+
+
+def write_model(tensors: Mapping[str, Tensor], path: Path, to: str) -> None:
+    """Write ``tensors`` to ``path``, which appears when it is complete."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        if to == "safetensors":
+            from safetensors.torch import save_file
+
+            save_file(_unshared(tensors), unfinished, metadata={"format": "pt"})
+        else:
+            torch.save(dict(tensors), unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tied parameters as copies: the format allows no shared memory."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        is_shared = id(tensor) in seen
+        seen.add(id(tensor))
+        found[name] = tensor.clone() if is_shared else tensor
+    return found
+
+
+def _has_safetensors() -> bool:
+    try:
+        import safetensors.torch  # noqa: F401 -- only to see whether it is here
+    except ImportError:
+        return False
+    return True

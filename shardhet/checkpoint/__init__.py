@@ -1,0 +1,17 @@
+"""Portable checkpoints: written under one plan, read under any other, or without one."""
+
+from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.folder import Checkpoints, Latest, Resumed
+from shardhet.checkpoint.loading import load
+from shardhet.checkpoint.saving import PendingSave, save, save_async
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Latest",
+    "PendingSave",
+    "Resumed",
+    "load",
+    "save",
+    "save_async",
+]

@@ -1,0 +1,37 @@
+"""The error of this room, raised on every rank with one message."""
+
+from pathlib import Path
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file and what is wrong."""
+
+
+def in_words(error: Exception) -> str:
+    """``error`` as one line for other ranks; files are named by errors of the system."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for a file that is not what was written."""
+    return CheckpointError(
+        f"{path}: {what}. Use another checkpoint, or copy this one again from where it is "
+        "whole."
+    )
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that the system does not give."""
+    return damaged(path, (error.strerror or str(error)).lower())
+
+
+def unwritable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that the system does not take."""
+    return CheckpointError(
+        f"{path}: {error.strerror or error}. Free space or choose another disk; earlier "
+        "checkpoints are as they were."
+    )

@@ -1,0 +1,167 @@
+"""Files and folders of a checkpoint on disk: complete, or not there.
+
+.NAME.unfinished   being written; whoever finds one that nobody writes may remove it
+NAME               complete: it appears by one rename, after all its files are on disk
+.NAME.replaced     an earlier NAME while the new one takes its place; if the program ends
+in between, ``recover`` gives it its name back
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from shardhet.checkpoint.errors import CheckpointError, unwritable
+
+MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
+CHUNK_BYTES = 2**22
+DIGEST_BYTES = 16
+
+
+class DigestingFile:
+    """A new file that knows its length and the digest of what was written to it.
+
+    Raises ``CheckpointError`` naming the file when the disk does not take it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self.failure: CheckpointError | None = None  # torch.save may raise another error
+        with self._named():
+            self._file: IO[bytes] = open_new(path)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append ``data``; returns its length."""
+        with self._named():
+            self._file.write(data)
+        self._hash.update(data)
+        added = memoryview(data).nbytes
+        self.num_bytes += added
+        return added
+
+    def flush(self) -> None:
+        """Writers of torch call it; what counts happens in ``finish``."""
+
+    def finish(self) -> None:
+        """Close the file once the disk has it."""
+        with self._named():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file after a failure."""
+        with suppress(OSError):
+            self._file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = unwritable(self.path, error)
+            raise self.failure from error
+
+    @property
+    def digest(self) -> str:
+        """Of all that was written, BLAKE2b in hexadecimal."""
+        return self._hash.hexdigest()
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """Open a file that must not be there yet."""
+    return path.open("xb")
+
+
+def write_file(path: Path, content: bytes) -> DigestingFile:
+    """Write a whole new file; returns it closed, for its length and digest."""
+    file = DigestingFile(path)
+    try:
+        file.write(content)
+        file.finish()
+    except BaseException:
+        file.abandon()
+        raise
+    return file
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file, as ``DigestingFile.digest``."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def digest_of_bytes(content: bytes) -> str:
+    """The digest of ``content``, as ``DigestingFile.digest``."""
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def unfinished_path(path: Path) -> Path:
+    """Where the checkpoint ``path`` is written until it is complete."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _replaced_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def recover(path: Path) -> None:
+    """Put an earlier checkpoint back if a save ended while it was being replaced."""
+    replaced = _replaced_path(path)
+    if replaced.is_dir() and not path.exists():
+        with suppress(FileNotFoundError):  # another process was faster
+            replaced.rename(path)
+
+
+def begin(path: Path) -> Path:
+    """Make the folder in which ``path`` is written; remove what a killed save left there.
+
+    Raises ``CheckpointError`` if ``path`` is something else than a checkpoint.
+    """
+    recover(path)
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not (path / METADATA).is_file() and not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{path}: it exists and is no checkpoint. Name another folder, or remove it."
+        )
+    unfinished = unfinished_path(path)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(_replaced_path(path), ignore_errors=True)
+    new_parents = [parent for parent in path.parents if not parent.exists()]
+    unfinished.mkdir(parents=True)
+    for parent in new_parents:
+        sync_folder(parent.parent)
+    return unfinished
+
+
+def complete(path: Path) -> None:
+    """Give the unfinished folder its name, on disk when this returns."""
+    unfinished, replaced = unfinished_path(path), _replaced_path(path)
+    sync_folder(unfinished)
+    if path.exists():
+        path.rename(replaced)
+    unfinished.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def give_up(path: Path) -> None:
+    """Remove the unfinished folder of ``path``, so that a full disk has room again."""
+    shutil.rmtree(unfinished_path(path), ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in ``folder``."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

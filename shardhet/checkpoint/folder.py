@@ -1,0 +1,215 @@
+"""Checkpoints: a folder with one checkpoint for each of some steps.
+
+    FOLDER/step_00000100           complete
+    FOLDER/.step_00000200.removed  on its way out; never read, and removed by the next save
+
+Rank zero lists, cleans up and removes; the other ranks learn what it has found.
+"""
+
+import logging
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn, optim
+
+from shardhet.checkpoint import files
+from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.loading import CALL as LOADS
+from shardhet.checkpoint.loading import load
+from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.reading import SavedCheckpoint
+from shardhet.checkpoint.saving import CALL as SAVES
+from shardhet.checkpoint.saving import PendingSave, save, save_async, wait_for_pending
+from shardhet.fsdp import HetFSDP
+
+_NAME = re.compile(r"step_(\d{8,})")
+_LEFT_BEHIND = re.compile(r"\.step_(\d{8,})\.(unfinished|replaced|removed)")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latest:
+    """The newest checkpoint that is whole."""
+
+    path: Path
+    step: int
+    skipped: tuple[str, ...] = ()  # what is wrong with each newer one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What was loaded."""
+
+    path: Path
+    step: int
+    extra: Any
+
+
+class Checkpoints:
+    """The checkpoints of one run, by step.
+
+        checkpoints = Checkpoints("run/checkpoints", keep_last=3, keep_every=1000)
+        resumed = checkpoints.load_latest(model, optimizer)
+        ...
+        checkpoints.save(model, optimizer, extra={"scheduler": scheduler.state_dict()})
+
+    Saving and loading are collective; listing is not.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, keep_last: int | None = None, keep_every: int | None = None
+    ) -> None:
+        """Name the folder, which need not be there.
+
+        Of the checkpoints up to the one that was saved last, the newest ``keep_last`` stay
+        (None: all), and those whose step is a multiple of ``keep_every``.  Raises
+        ``ValueError`` unless both are at least 1.
+        """
+        for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}: {number} but it must be at least 1.")
+        self.folder = Path(folder)
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._unsettled: int | None = None  # the step of a save that may be under way
+
+    def path_of(self, step: int) -> Path:
+        """The folder of one step's checkpoint."""
+        return self.folder / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, whole or not, in ascending order."""
+        if not self.folder.is_dir():
+            return []
+        names = (each.name for each in self.folder.iterdir() if each.is_dir())
+        return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+
+    def latest(self) -> Latest | None:
+        """The newest checkpoint whose files are what was written; None if there is none.
+
+        Reads all files of the newest ones until one is whole.  Logs a warning for each that is
+        not; raises ``CheckpointError`` listing them if none is.
+        """
+        skipped: list[str] = []
+        for step in reversed(self.steps()):
+            path = self.path_of(step)
+            try:
+                SavedCheckpoint.open(path).verify()
+            except CheckpointError as error:
+                logger.warning("skipped a checkpoint that is not whole: %s", error)
+                skipped.append(str(error))
+                continue
+            return Latest(path=path, step=step, skipped=tuple(skipped))
+        if skipped:
+            raise CheckpointError(
+                f"{self.folder}: none of its {len(skipped)} checkpoints is whole: "
+                f"{' '.join(skipped)} To begin anew, name another folder."
+            )
+        return None
+
+    def load_latest(
+        self, model: nn.Module, optimizer: optim.Optimizer | None
+    ) -> Resumed | None:
+        """Load the newest whole checkpoint; None if there is none at all.  Collective.
+
+        Raises ``CheckpointError`` on every rank if there are some but none is whole, or if it
+        does not fit the model.
+        """
+        self.wait(model)
+        ranks = Ranks(model)
+        found = ranks.agree(lambda: self._look() if ranks.is_writer else None, call=LOADS)
+        latest = next((each for each in found if each is not None), None)
+        if latest is None:
+            return None
+        extra = load(model, optimizer, latest.path)
+        return Resumed(path=latest.path, step=latest.step, extra=extra)
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer | None,
+        *,
+        extra: Any = None,
+        step: int | None = None,
+    ) -> Path:
+        """As ``shardhet.checkpoint.save``, at its step's path; then remove old ones.
+
+        ``step`` is that of a HetFSDP itself if it is not given.  Collective.
+        """
+        step = self._begin(model, step)
+        save(model, optimizer, self.path_of(step), extra=extra)
+        self._settle(Ranks(model), step)
+        return self.path_of(step)
+
+    def save_async(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer | None,
+        *,
+        extra: Any = None,
+        step: int | None = None,
+    ) -> PendingSave:
+        """As ``save``, but writes in a thread.  Collective.
+
+        Old ones are removed at the next call or by ``wait``.
+        """
+        step = self._begin(model, step)
+        pending = save_async(model, optimizer, self.path_of(step), extra=extra)
+        self._unsettled = step
+        return pending
+
+    def wait(self, model: nn.Module) -> None:
+        """Until the last checkpoint is complete and old ones are removed.  Collective."""
+        step, self._unsettled = self._unsettled, None
+        wait_for_pending(model)
+        if step is not None:
+            self._settle(Ranks(model), step)
+
+    def _begin(self, model: nn.Module, step: int | None) -> int:
+        if step is None and not isinstance(model, HetFSDP):
+            raise ValueError("step: a plain module does not count steps. Pass step.")
+        self.wait(model)
+        ranks = Ranks(model)
+        ranks.agree(lambda: self._clean() if ranks.is_writer else None, call=SAVES)
+        return model.step if step is None and isinstance(model, HetFSDP) else int(step or 0)
+
+    def _settle(self, ranks: Ranks, step: int) -> None:
+        if ranks.is_writer:
+            try:
+                self._remove_old(step)
+            except OSError as error:  # the new one is there, which is what counts
+                logger.warning("an old checkpoint could not be removed: %s", error)
+
+    def _remove_old(self, newest: int) -> None:
+        """Remove what need not be kept; later steps are of another history and stay."""
+        if self._keep_last is None:
+            return
+        steps = [step for step in self.steps() if step <= newest]
+        for step in steps[: -self._keep_last]:
+            if self._keep_every is None or step % self._keep_every:
+                path = self.path_of(step)
+                removed = path.with_name(f".{path.name}.removed")
+                path.rename(removed)  # so that none is there in part
+                shutil.rmtree(removed)
+
+    def _look(self) -> Latest | None:
+        for path, _ in self._left_behind():
+            files.recover(path)
+        return self.latest()
+
+    def _clean(self) -> None:
+        """Remove what killed programs left behind."""
+        for path, kind in self._left_behind():
+            files.recover(path)
+            shutil.rmtree(path.with_name(f".{path.name}.{kind}"), ignore_errors=True)
+
+    def _left_behind(self) -> list[tuple[Path, str]]:
+        names: list[str] = []
+        with suppress(FileNotFoundError):
+            names = sorted(each.name for each in self.folder.iterdir())
+        found = [match for name in names if (match := _LEFT_BEHIND.fullmatch(name))]
+        return [(self.path_of(int(match[1])), match[2]) for match in found]

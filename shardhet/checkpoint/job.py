@@ -1,0 +1,165 @@
+"""The writing of one checkpoint on one rank: its file, and on rank zero the whole folder."""
+
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from shardhet.checkpoint import files
+from shardhet.checkpoint.entries import Holding
+from shardhet.checkpoint.errors import CheckpointError, in_words
+from shardhet.checkpoint.held import Held
+from shardhet.checkpoint.manifest import FileFacts, Manifest, model_digest
+from shardhet.checkpoint.metadata import BytesPlace, metadata_of
+from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.writing import Report, write_rank_file
+from shardhet.comm.noticeboard import Noticeboard
+
+SECONDS_BETWEEN_LOOKS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How rank zero's part ended."""
+
+    failure: str | None = None
+
+
+class Job:
+    """The writing of one checkpoint on one rank, here or in a thread."""
+
+    def __init__(
+        self, path: Path, ranks: Ranks, held: Held, holdings: Sequence[Holding], *, writer: int
+    ) -> None:
+        self._path = path
+        self._ranks = ranks
+        self._held: Held | None = held
+        self._holdings = holdings
+        self._entries = held.add_whole(holdings, writer)
+        self._extra, self._plan_json = held.extra, held.plan_json
+        self._writer = writer
+        self._report: Report | None = None
+        self._outcome: _Outcome | None = None
+        self._has_written = threading.Event()
+        self._stops = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._board: Noticeboard | None = None
+
+    def start(self, topic: str) -> None:
+        """Write in a thread, and on rank zero complete the folder there."""
+        self._board = self._ranks.noticeboard(topic)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._board,), name=f"writes {self._path.name}", daemon=True
+        )
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write this rank's file; a failure is in the report."""
+        assert self._held is not None
+        try:
+            self._report = write_rank_file(
+                files.unfinished_path(self._path),
+                self._entries,
+                self._held.content,
+                rank=self._ranks.rank,
+                position=self._ranks.position,
+            )
+        finally:
+            self._held = None  # frees the copies
+            self._has_written.set()
+
+    def written(self) -> Report:
+        """The report, once there is one."""
+        self._has_written.wait()
+        return self._report or Report(rank=self._ranks.rank, failure="its thread has ended")
+
+    def stop(self) -> None:
+        """End the thread: rank zero's need not look for reports any longer."""
+        self._stops.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def clear(self) -> None:
+        """Take this rank's report off the noticeboard."""
+        if self._board is not None:
+            self._board.clear(self._ranks.position)
+
+    def _run(self, board: Noticeboard) -> None:
+        self.write()
+        with suppress(RuntimeError):  # the store may be gone; whoever waits finds out
+            board.post(self._ranks.position, self.written().to_json())
+            while self._ranks.is_writer and not self._stops.is_set():
+                texts = board.read_all()
+                if texts is not None:
+                    with suppress(Exception):  # kept as the outcome
+                        self.complete([Report.from_json(text) for text in texts])
+                    break
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def complete(self, reports: Sequence[Report]) -> None:
+        """On rank zero, and once: give the folder its name, or remove it after a failure.
+
+        Raises what went wrong in that, each time.
+        """
+        if not self._ranks.is_writer:
+            return
+        if self._outcome is None:
+            try:
+                self._complete(reports)
+                self._outcome = _Outcome()
+            except Exception as error:
+                files.give_up(self._path)
+                self._outcome = _Outcome(in_words(error))
+        if self._outcome.failure is not None:
+            raise CheckpointError(self._outcome.failure)
+
+    def _complete(self, reports: Sequence[Report]) -> None:
+        if any(report.failure is not None for report in reports):
+            files.give_up(self._path)
+            return
+        folder = files.unfinished_path(self._path)
+        places: dict[tuple[str, int], BytesPlace] = {}
+        facts: dict[str, FileFacts] = {}
+        for position, report in enumerate(reports):
+            places |= report.places(position)
+            if report.file is not None and report.facts is not None:
+                facts[report.file] = report.facts
+        content = pickle.dumps(metadata_of(self._entries, places))
+        texts = {files.METADATA: content}
+        if self._plan_json is not None:
+            texts[files.PLAN] = self._plan_json.encode("ascii")
+        for name, text in texts.items():
+            written = files.write_file(folder / name, text)
+            facts[name] = FileFacts(written.num_bytes, written.digest)
+        manifest = self._manifest(facts).to_json()
+        files.write_file(folder / files.MANIFEST, manifest.encode("ascii"))
+        files.complete(self._path)
+
+    def _manifest(self, facts: Mapping[str, FileFacts]) -> Manifest:
+        mine = self._holdings[self._writer]
+        tensors = {
+            fqn: (part.global_shape, part.dtype) for part in mine.parts for fqn in part.fqns
+        }
+        return Manifest(
+            step=mine.step,
+            world_size=len(self._holdings),
+            model_digest=model_digest(tensors),
+            optimizer=mine.optimizer,
+            versions={name: _version(name) for name in ("shardhet", "torch")},
+            files=facts,
+            extra=self._extra,
+        )
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return str(torch.__version__)
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None

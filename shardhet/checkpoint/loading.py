@@ -1,0 +1,246 @@
+"""load: a checkpoint into a model and its optimizer, under any plan.
+
+Order of collectives (all ranks, in this order; "checkpoint.load" is their name):
+
+    0  of the save of this model that is under way, if there is one
+    1  all ranks have come; then every rank has opened the folder and verified its share of
+       the files
+    2  every rank has compared names and shapes with its model and optimizer
+    3  every rank has read its rows
+
+Model and optimizer are untouched if 1 or 2 raises.  A failure in 3 (a disk that stops
+answering) leaves them half loaded.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardhet.checkpoint import files
+from shardhet.checkpoint.entries import GROUPS, MODEL, STATE
+from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.optimizer_state import (
+    StoredState,
+    options_for,
+    part_by_param,
+    restore,
+    some,
+)
+from shardhet.checkpoint.parts import ModelPart, parts_of
+from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.reading import Reader, SavedCheckpoint, param_groups, states_by_fqn
+from shardhet.checkpoint.saving import wait_for_pending
+from shardhet.checkpoint.values import decode, tensor_names
+from shardhet.fsdp import HetFSDP
+
+CALL = "checkpoint.load"
+logger = logging.getLogger(__name__)
+
+
+def load(model: nn.Module, optimizer: optim.Optimizer | None, path: str | Path) -> Any:
+    """Load model and optimizer from the folder ``path``; returns ``extra``.  Collective.
+
+    The plan, the number of ranks and the dtypes may be others than when it was saved.  A plain
+    module is loaded by each process that calls, without the others.  A checkpoint that
+    ``torch.distributed.checkpoint`` wrote of ``{"model": ..., "optim": ...}`` (or of a model's
+    state dict alone) is read too, but has no digests that its files could be compared with.
+    Gradients stay as they are; ``model.step`` of a HetFSDP is that of the checkpoint.
+
+    Args:
+        model: has the parameters and buffers of the one that was saved.
+        optimizer: of the same class; None leaves its state in the file.
+        path: the folder that ``save`` was given.
+
+    Raises ``CheckpointError`` on every rank if a file is damaged or missing, or listing names
+    and shapes that do not fit; model and optimizer are then untouched.
+    """
+    wait_for_pending(model)
+    ranks = Ranks(model)
+    ranks.meet(CALL)
+    loading = _Loading(model, optimizer, Path(path).absolute(), ranks)
+    opened = ranks.agree(loading.open, call=CALL)
+    if len(set(opened)) > 1:
+        raise CheckpointError(
+            f"{path}: ranks have opened different checkpoints: {opened} in plan order. Name "
+            "one folder that all ranks share."
+        )
+    ranks.agree(loading.compare, call=CALL)
+    ranks.agree(loading.take, call=CALL)
+    return loading.extra
+
+
+class _Loading:
+    """One rank's part."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: optim.Optimizer | None, path: Path, ranks: Ranks
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._path = path
+        self._ranks = ranks
+        self._saved: SavedCheckpoint
+        self._parts: list[ModelPart] = []
+        self._name_by_fqn: dict[str, str] = {}  # of the part, to the entry
+        self._options: list[dict[str, Any]] = []
+        self.extra: Any = None
+
+    def open(self) -> str:
+        """Open and verify; what identifies the checkpoint."""
+        if self._ranks.is_writer:
+            files.recover(self._path)
+        self._saved = saved = SavedCheckpoint.open(self._path)
+        saved.verify(self._ranks.position, self._ranks.world_size)
+        if saved.manifest is None and self._ranks.is_writer:
+            logger.warning("%s has no manifest: its files cannot be verified", self._path)
+        facts = "" if saved.manifest is None else saved.manifest.to_json()
+        return f"{self._path} ({files.digest_of_bytes(facts.encode())})"
+
+    def compare(self) -> None:
+        """Raise unless everything that will be read is there and fits."""
+        self._parts = parts_of(self._model)
+        self._name_by_fqn = _match(self._saved, self._parts)
+        manifest = self._saved.manifest
+        if manifest is not None:
+            missing = set(tensor_names(manifest.extra)) - self._saved.stored.tensors.keys()
+            if missing:
+                raise CheckpointError(f"{self._path}: extra lacks {sorted(missing)}.")
+        if self._optimizer is None:
+            return
+        if not any(name.startswith(GROUPS) for name in self._saved.stored.values):
+            raise CheckpointError(
+                f"{self._path}: it holds no optimizer. Load with optimizer=None."
+            )
+        kind = type(self._optimizer).__name__
+        if manifest is not None and manifest.optimizer != kind:
+            raise CheckpointError(
+                f"{self._path}: it holds the state of {manifest.optimizer}, not of {kind}. "
+                f"Make the optimizer {manifest.optimizer}, or load with optimizer=None."
+            )
+        with Reader.of(self._saved) as reader:
+            groups = param_groups(self._saved, reader, GROUPS)
+        self._options = options_for(self._optimizer, self._parts, groups)
+        self._check_states()
+
+    def _check_states(self) -> None:
+        """States of parameters that are trained, of their shape or scalars."""
+        tensors = self._saved.stored.tensors
+        parts = self._trained()
+        problems = []
+        for fqn, states in states_by_fqn(self._saved, STATE).items():
+            if fqn not in parts:
+                problems.append(f"state of {fqn}, which is not trained")
+                continue
+            for name in states.values():
+                shape = tensors[name].shape if name in tensors else ()
+                if shape not in ((), parts[fqn].global_shape):
+                    problems.append(f"{name} {shape} instead of {parts[fqn].global_shape}")
+        if problems:
+            raise CheckpointError(
+                f"{self._path}: its optimizer does not fit: {some(problems)}. Train the "
+                "parameters that were trained."
+            )
+
+    def _trained(self) -> dict[str, ModelPart]:
+        """The parts of the optimizer's parameters, under all their names."""
+        assert self._optimizer is not None
+        known = part_by_param(self._parts)
+        params = (param for group in self._optimizer.param_groups for param in group["params"])
+        return {fqn: known[param] for param in params for fqn in known[param].fqns}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Read this rank's rows, and everything that ranks have whole."""
+        with Reader.of(self._saved) as reader:
+            for part in self._parts:
+                reader.read_rows(self._name_by_fqn[part.fqn], part.rows, part.tensor)
+            if self._optimizer is not None:
+                states = self._read_states(reader)
+                restore(self._optimizer, self._parts, states, self._options)
+            if self._saved.manifest is not None:
+                self.extra = decode(self._saved.manifest.extra, reader.tensor)
+        if isinstance(self._model, HetFSDP) and self._saved.manifest is not None:
+            self._model.step = self._saved.manifest.step or 0
+
+    def _read_states(self, reader: Reader) -> dict[str, dict[str, StoredState]]:
+        parts = self._trained()
+        tensors = self._saved.stored.tensors
+        by_fqn = states_by_fqn(self._saved, STATE)
+        scalars = self._scalar_names(by_fqn, parts)
+        found: dict[str, dict[str, StoredState]] = {}
+        for fqn, states in by_fqn.items():
+            part = parts[fqn]
+            saved_param = tensors[self._name_by_fqn[part.fqn]]
+            for state, name in states.items():
+                if name not in tensors:
+                    value, follows_param = reader.value(name), False
+                elif state in scalars:
+                    value, follows_param = reader.tensor(name), False
+                else:
+                    value = self._read_like(part, name, reader)
+                    follows_param = tensors[name].dtype == saved_param.dtype
+                found.setdefault(part.fqn, {})[state] = StoredState(value, follows_param)
+        return found
+
+    def _read_like(self, part: ModelPart, name: str, reader: Reader) -> Tensor:
+        """A state's rows in the shape of the local parameter."""
+        assert part.param is not None
+        dtype = self._saved.stored.tensors[name].dtype
+        rows = torch.empty(part.tensor.shape, dtype=dtype)
+        reader.read_rows(name, part.rows, rows)
+        return rows.view(part.param.shape)
+
+    def _scalar_names(
+        self, by_fqn: Mapping[str, Mapping[str, str]], parts: Mapping[str, ModelPart]
+    ) -> set[str]:
+        """States that are one number whatever the parameter is.
+
+        Those of a 0-d parameter could be either; the other parameters say which.
+        """
+        tensors = self._saved.stored.tensors
+        return {"step"} | {
+            state
+            for fqn, states in by_fqn.items()
+            for state, name in states.items()
+            if parts[fqn].global_shape and name in tensors and not tensors[name].shape
+        }
+
+
+def model_names(saved: SavedCheckpoint) -> dict[str, str]:
+    """The entries of the model's parameters and buffers, by fqn."""
+    tensors = saved.stored.tensors
+    if saved.manifest is None and not any(name.startswith(MODEL) for name in tensors):
+        others = (STATE, GROUPS)  # a model's state dict alone, without a prefix
+        return {name: name for name in tensors if not name.startswith(others)}
+    return {name.removeprefix(MODEL): name for name in tensors if name.startswith(MODEL)}
+
+
+def _match(saved: SavedCheckpoint, parts: Sequence[ModelPart]) -> dict[str, str]:
+    """The entry of every part by its fqn; raises ``CheckpointError`` listing what differs."""
+    names = model_names(saved)
+    found = {
+        part.fqn: names[fqn] for part in parts for fqn in reversed(part.fqns) if fqn in names
+    }
+    missing = sorted(part.fqn for part in parts if part.fqn not in found)
+    unexpected = sorted(names.keys() - {fqn for part in parts for fqn in part.fqns})
+    others = []
+    for part in parts:
+        if part.fqn in found:
+            stored = saved.stored.tensors[found[part.fqn]]
+            dtype = part.tensor.dtype
+            if stored.shape != part.global_shape:
+                others.append(f"{part.fqn} {stored.shape} instead of {part.global_shape}")
+            elif stored.dtype.is_floating_point != dtype.is_floating_point:
+                others.append(f"{part.fqn} {stored.dtype} instead of {dtype}")
+    if missing or unexpected or others:
+        lists = {"missing": missing, "unexpected": unexpected, "of another kind": others}
+        shown = "; ".join(f"{what}: {some(which)}" for what, which in lists.items() if which)
+        raise CheckpointError(
+            f"{saved.folder}: it does not fit the model: {shown}. Load it into the model that "
+            "was saved."
+        )
+    return found

@@ -1,0 +1,91 @@
+"""What a run needs besides model and optimizer to go on as if it had never stopped.
+
+The batch of a step, its dropout and its learning rate are functions of the step, so there is
+little: what they are functions *of* is compared, and random states are put back.
+"""
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What the batches and learning rates of a run depend on besides the step."""
+
+    global_batch_size: int
+    data_digest: str
+    seed: int  # of batches and dropout
+    schedule: str  # of the learning rate, in words
+
+
+def state_of(course: Course, step: int, random_states: Sequence[Any]) -> dict[str, Any]:
+    """As plain values and tensors; ``random_states`` are those of all ranks, by position."""
+    return {
+        "step": step,
+        "num_samples": step * course.global_batch_size,
+        "global_batch_size": course.global_batch_size,
+        "data_digest": course.data_digest,
+        "seed": course.seed,
+        "schedule": course.schedule,
+        "random_states": list(random_states),
+    }
+
+
+def check_goes_on(state: Mapping[str, Any] | None, course: Course, *, source: str) -> None:
+    """Raise ``ValueError`` if the next batches would not be those that come next.
+
+    Another learning rate schedule is a wish that is granted, with a warning.
+    """
+    if state is None or "data_digest" not in state:
+        raise ValueError(
+            f"resume: {source} does not say which data it has seen, so it was not written by "
+            "shardhet train. Load it in a program of your own, or start anew."
+        )
+    names = {
+        "global_batch_size": "Give a plan with the same global batch",
+        "data_digest": "Train on the data that it was trained on",
+        "seed": "Set the same seed",
+    }
+    for name, remedy in names.items():
+        mine, theirs = getattr(course, name), state[name]
+        if mine != theirs:
+            raise ValueError(
+                f"resume: {source} was written with {name} {theirs!r} but here it is {mine!r}, "
+                f"so the run would not go on where it was. {remedy}."
+            )
+    if state["schedule"] != course.schedule:
+        logger.warning(
+            "the learning rate was %s and is %s from now on", state["schedule"], course.schedule
+        )
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of this process's global generators."""
+    of_numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002
+    name, keys, *rest = of_numpy
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """The inverse of ``random_states``; an accelerator's only where there is one again."""
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,125 @@
+"""Checkpoints that are written while training goes on."""
+
+import time
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from shardhet.checkpoint import CheckpointError, files, load, save, save_async
+from tests.checkpoint_cases import check_same, train, whole_state
+from tests.test_checkpoint_failures import full_disk, message_of, trained
+from tests.worlds import run_ranks
+
+SLOWLY_S = 0.5
+
+
+def slowly(path: Path) -> IO[bytes]:
+    """A file of a disk that takes its time."""
+    time.sleep(SLOWLY_S)
+    return path.open("xb")
+
+
+def train_while_it_is_saved(rank: int, folder: Path) -> None:
+    model, optimizer = trained()
+    expected = whole_state(model, optimizer)
+    usual, files.open_new = files.open_new, slowly
+    pending = save_async(model, optimizer, folder / "first", extra=[rank])
+    assert not (folder / "first").exists()
+    train(model, optimizer, range(2, 5))
+    pending.wait()
+    pending.wait()  # it is over
+    files.open_new = usual
+    assert load(model, optimizer, folder / "first") == [0]
+    check_same(whole_state(model, optimizer), expected)
+
+
+def test_what_is_written_is_the_state_of_the_call(tmp_path: Path) -> None:
+    run_ranks(train_while_it_is_saved, 3, tmp_path)
+
+
+def look_without_waiting(rank: int, folder: Path) -> None:
+    model, optimizer = trained()
+    pending = save_async(model, optimizer, folder / "alone")
+    deadline = time.monotonic() + 10
+    while not (folder / "alone").exists():  # no collective call until then
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pending.wait()
+    load(model, optimizer, folder / "alone")
+    board = pending._job._board
+    assert board is not None
+    assert board.read_all() is None  # the rendezvous store keeps nothing of it
+
+
+def test_it_is_complete_before_anybody_waits(tmp_path: Path) -> None:
+    run_ranks(look_without_waiting, 3, tmp_path)
+
+
+def save_twice_and_load(rank: int, folder: Path) -> None:
+    model, optimizer = trained()
+    states = []
+    for name in ("first", "second"):
+        train(model, optimizer, range(1))
+        states.append(whole_state(model, optimizer))
+        save_async(model, optimizer, folder / name)
+    train(model, optimizer, range(1))
+    assert (folder / "first").is_dir()  # the second save has waited for it
+    load(model, optimizer, folder / "second")
+    check_same(whole_state(model, optimizer), states[1])
+    load(model, optimizer, folder / "first")
+    check_same(whole_state(model, optimizer), states[0])
+
+
+def test_the_next_call_waits_for_the_previous_one(tmp_path: Path) -> None:
+    run_ranks(save_twice_and_load, 3, tmp_path)
+
+
+def fail_in_the_thread(rank: int, folder: Path, bad_rank: int, how: str) -> str:
+    model, optimizer = trained()
+    save(model, optimizer, folder / "earlier")
+    usual = files.open_new
+    if rank == bad_rank:
+        files.open_new = full_disk
+    pending = save_async(model, optimizer, folder / "failing")
+    train(model, optimizer, range(2, 3))
+    if how == "save":
+        message = message_of(lambda: save(model, optimizer, folder / "later"))
+    elif how == "load":
+        message = message_of(lambda: load(model, optimizer, folder / "earlier"))
+    else:
+        message = message_of(pending.wait)
+    files.open_new = usual
+    assert [each.name for each in folder.iterdir()] == ["earlier"]
+    model.exchange([0.0])
+    save(model, optimizer, folder / "later")
+    load(model, optimizer, folder / "later")
+    return message
+
+
+@pytest.mark.parametrize("bad_rank", [0, 2])
+@pytest.mark.parametrize("how", ["save", "load", "wait"])
+def test_a_failure_in_a_thread_is_raised_at_the_next_call_on_every_rank(
+    tmp_path: Path, bad_rank: int, how: str
+) -> None:
+    messages = run_ranks(fail_in_the_thread, 3, tmp_path, bad_rank, how)
+    assert len(set(messages)) == 1
+    assert f"rank {bad_rank}: " in messages[0]
+    assert "No space left on device" in messages[0]
+
+
+def save_by_itself(rank: int, folder: Path) -> None:
+    from tests.checkpoint_cases import Odd, make_optimizer
+
+    model = Odd()
+    optimizer = make_optimizer(model, "adamw")
+    train(model, optimizer, range(1))
+    pending = save_async(model, optimizer, folder / "plain")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        save(model, optimizer, folder)
+    pending.wait()
+    load(model, optimizer, folder / "plain")
+
+
+def test_a_plain_module_is_saved_in_a_thread_too(tmp_path: Path) -> None:
+    run_ranks(save_by_itself, 1, tmp_path)

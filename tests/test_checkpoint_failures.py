@@ -1,0 +1,342 @@
+"""Failures while a checkpoint is saved or loaded: one message, and the last one stays."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from shardhet import HetFSDP, Plan
+from shardhet.checkpoint import CheckpointError, files, load, ranks, save, save_async
+from tests.checkpoint_cases import (
+    Lion,
+    Odd,
+    check_same,
+    make_optimizer,
+    train,
+    whole_state,
+    wrap,
+)
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+WITHIN_S = 10.0
+THREE = Plan.by_hand(
+    microbatch_sizes=[2, 1, 0], rank_batch_sizes=[4, 2, 0], state_shares=[0.5, 0.3, 0.2]
+)
+
+
+def trained(seed: int = 0) -> tuple[HetFSDP, optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = wrap(Odd().double(), THREE)
+    optimizer = make_optimizer(model, "adamw")
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+def full_disk(path: Path) -> IO[bytes]:
+    """A file of a disk without space."""
+    path.touch()
+    return Path("/dev/full").open("wb")
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        call()
+    return str(raised.value)
+
+
+def save_to_a_full_disk(rank: int, folder: Path, bad_rank: int, name: str) -> str:
+    model, optimizer = trained()
+    save(model, optimizer, folder / "last", extra="earlier")
+    before = whole_state(model, optimizer)
+    train(model, optimizer, range(2, 3))
+    usual = files.open_new
+    if rank == bad_rank:
+        files.open_new = lambda path: (
+            full_disk(path) if path.name.endswith(name) else usual(path)
+        )
+    try:
+        message = message_of(lambda: save(model, optimizer, folder / "last", extra="later"))
+    finally:
+        files.open_new = usual
+    assert sorted(each.name for each in folder.iterdir()) == ["last"]  # space is free again
+    assert load(model, optimizer, folder / "last") == "earlier"
+    check_same(whole_state(model, optimizer), before)
+    save(model, optimizer, folder / "last", extra="later")  # once there is space
+    assert load(model, optimizer, folder / "last") == "later"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("bad_rank", "name"),
+    [(0, ".distcp"), (1, ".distcp"), (0, ".metadata"), (0, "plan.json"), (0, "manifest.json")],
+)
+def test_a_full_disk_keeps_the_previous_checkpoint(
+    tmp_path: Path, bad_rank: int, name: str
+) -> None:
+    messages = run_ranks(save_to_a_full_disk, 3, tmp_path, bad_rank, name)
+    assert len(set(messages)) == 1
+    assert f"rank {bad_rank}: " in messages[0]
+    assert "No space left on device" in messages[0]
+    assert name in messages[0]
+
+
+def save_into_a_file(rank: int, folder: Path) -> str:
+    model, optimizer = trained()
+    (folder / "file").touch()
+    return message_of(lambda: save(model, optimizer, folder / "file" / "checkpoint"))
+
+
+def test_a_folder_that_cannot_be_made_is_said_on_every_rank(tmp_path: Path) -> None:
+    messages = run_ranks(save_into_a_file, 3, tmp_path)
+    assert len(set(messages)) == 1
+    assert "rank 0: " in messages[0]
+    assert str(tmp_path / "file") in messages[0]
+
+
+def save_over_other_files(rank: int, folder: Path) -> str:
+    model, optimizer = trained()
+    return message_of(lambda: save(model, optimizer, folder))
+
+
+def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("all of it")
+    messages = run_ranks(save_over_other_files, 3, tmp_path)
+    assert all("is no checkpoint" in message for message in messages)
+    assert (tmp_path / "thesis.tex").read_text() == "all of it"
+
+
+class Averaging(Lion):
+    """Keeps a mean for each row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["row_mean"] = param.grad.new_zeros(len(param), 1, 1)
+
+
+class Odder(Lion):
+    """Keeps an object, on one rank."""
+
+    rank = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if self.rank == 1:
+                self.state[param]["history"] = [1, 2]
+
+
+def save_states_of_other_shapes(rank: int, folder: Path, kind: type[Lion]) -> str:
+    torch.manual_seed(0)
+    model = wrap(Odd().double(), THREE)
+    Odder.rank = rank
+    optimizer = kind(param for param in model.parameters() if param.requires_grad)
+    train(model, optimizer, range(1))
+    message = message_of(lambda: save(model, optimizer, folder / "none"))
+    assert not list(folder.iterdir())
+    save(model, None, folder / "model alone")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [(Averaging, "Averaging: state 'row_mean'"), (Odder, "rank 1: Odder: state 'history'")],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_states_of_another_shape_are_refused_before_anything_is_written(
+    tmp_path: Path, kind: type[Lion], found: str
+) -> None:
+    messages = run_ranks(save_states_of_other_shapes, 3, tmp_path, kind)
+    assert len(set(messages)) == 1
+    assert found in messages[0]
+    assert "optimizer=None" in messages[0]
+
+
+def save_to_other_paths(rank: int, folder: Path) -> list[str]:
+    model, optimizer = trained()
+    paths = message_of(lambda: save(model, optimizer, folder / str(rank)))
+    optimizer.param_groups[0]["lr"] = 0.1 * rank
+    groups = message_of(lambda: save(model, optimizer, folder / "same"))
+    foreign = optim.SGD(nn.Linear(2, 2).parameters())
+    other = message_of(lambda: save(model, foreign, folder / "same"))
+    value = message_of(lambda: save(model, None, folder / "same", extra={"a": [object()]}))
+    assert not list(folder.iterdir())
+    return [paths, groups, other, value]
+
+
+def test_what_ranks_disagree_on_is_named(tmp_path: Path) -> None:
+    results = run_ranks(save_to_other_paths, 3, tmp_path)
+    assert results[0] == results[1] == results[2]
+    paths, groups, foreign, value = results[0]
+    assert "path: positions 0 and 1" in paths
+    assert "groups: positions 0 and 1" in groups
+    assert "not one of the model's" in foreign
+    assert "rank 0: extra['a'][0] is of type object" in value
+
+
+def save_gathered(rank: int, folder: Path) -> None:
+    model = wrap(Odd().double(), Plan.even(1, microbatch_size=6))
+    with model.unit_by_unit():
+        model.module.blocks[0].inner.register_forward_pre_hook(
+            lambda *_: save(model, None, folder / "gathered")
+        )
+        with pytest.raises(CheckpointError, match=r"outside of model\.unit_by_unit"):
+            model.module.blocks[0](torch.zeros(1, 5, dtype=torch.float64))
+
+
+def test_parameters_that_are_gathered_are_not_saved(tmp_path: Path) -> None:
+    run_ranks(save_gathered, 1, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def save_on_rank_zero_alone(rank: int, folder: Path) -> None:
+    model, optimizer = trained()
+    ranks.SECONDS_FOR_ALL_TO_COME = 1.0
+    if rank == 0:
+        save(model, optimizer, folder / "alone")
+    time.sleep(2)
+    train(model, optimizer, range(1))
+
+
+def test_a_save_on_one_rank_alone_does_not_hang(tmp_path: Path) -> None:
+    outcomes = run_ranks_expecting_failure(save_on_rank_zero_alone, 3, tmp_path)
+    assert "checkpoint.save: not all ranks have called it" in outcomes[0].message
+    assert all(outcome.duration_s < WITHIN_S for outcome in outcomes)
+
+
+def save_the_previous(rank: int, folder: Path) -> None:
+    save(*trained(), folder / "last", extra="earlier")
+
+
+def die_while_others_save(rank: int, folder: Path, is_async: bool) -> None:
+    torch.manual_seed(1)
+    model = wrap(Odd().double(), THREE)
+    optimizer = make_optimizer(model, "adamw")
+    if rank == 1:
+        files.open_new = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    if is_async:
+        save_async(model, optimizer, folder / "last").wait()
+    else:
+        save(model, optimizer, folder / "last")
+
+
+def load_and_save_again(rank: int, folder: Path) -> str:
+    model, optimizer = trained(seed=1)
+    extra: str = load(model, optimizer, folder / "last")
+    save(model, optimizer, folder / "last")
+    return extra
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_rank_that_is_killed_ends_all_and_keeps_the_previous(
+    tmp_path: Path, is_async: bool
+) -> None:
+    run_ranks(save_the_previous, 3, tmp_path)
+    outcomes = run_ranks_expecting_failure(die_while_others_save, 3, tmp_path, is_async)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "ended without a message" in outcome.message, outcome.traceback
+        assert outcome.duration_s < WITHIN_S
+    assert (tmp_path / ".last.unfinished").is_dir()
+    assert run_ranks(load_and_save_again, 3, tmp_path) == ["earlier"] * 3
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+class KilledAt:
+    """Kills this process right before its n-th change of the file system."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+
+def save_and_be_killed(folder: Path, number: int) -> None:
+    model = nn.Linear(2, 2)
+    killed = KilledAt(number)
+    for owner, name in (
+        (os, "fsync"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (Path, "rename"),
+        (Path, "mkdir"),
+        (files, "open_new"),
+        (files.DigestingFile, "write"),
+    ):
+        setattr(owner, name, killed.before(getattr(owner, name)))
+    save(model, None, folder / "last", extra=number)
+    os._exit(0)
+
+
+def kill_at_every_step(rank: int, folder: Path) -> int:
+    """How many steps a save has; after each the folder holds a whole checkpoint."""
+    model = nn.Linear(2, 2)
+    save(model, None, folder / "last", extra=-1)
+    newest = -1
+    for number in range(1000):
+        child = os.fork()
+        if child == 0:
+            save_and_be_killed(folder, number)
+        _, status = os.waitpid(child, 0)
+        found = load(model, None, folder / "last")
+        assert found in (newest, number), f"{number}: {found}"
+        newest = found
+        if os.WIFEXITED(status):
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert newest == number
+            assert [each.name for each in folder.iterdir()] == ["last"]
+            return number
+    return -1
+
+
+def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    [num_steps] = run_ranks(kill_at_every_step, 1, tmp_path)
+    assert num_steps > 20
+
+
+def load_what_one_rank_finds_damaged(rank: int, folder: Path) -> list[str]:
+    model, optimizer = trained()
+    save(model, optimizer, folder / "whole", extra=torch.arange(3))
+    before = whole_state(model, optimizer)
+    if rank == 0:
+        shutil.copytree(folder / "whole", folder / "bad")
+        path = folder / "bad" / "__2_0.distcp"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    model.exchange([0.0])
+    train(model, optimizer, range(1))
+    after = whole_state(model, optimizer)
+    damaged = message_of(lambda: load(model, optimizer, folder / "bad"))
+    here = folder / ("whole" if rank != 1 else "nowhere")
+    elsewhere = message_of(lambda: load(model, optimizer, here))
+    check_same(whole_state(model, optimizer), after)
+    extra: Tensor = load(model, optimizer, folder / "whole")
+    assert torch.equal(extra, torch.arange(3))
+    check_same(whole_state(model, optimizer), before)
+    return [damaged, elsewhere]
+
+
+def test_what_one_rank_finds_all_ranks_say(tmp_path: Path) -> None:
+    results = run_ranks(load_what_one_rank_finds_damaged, 3, tmp_path)
+    assert results[0] == results[1] == results[2]
+    damaged, elsewhere = results[0]
+    assert "__2_0.distcp: its content does not fit its digest" in damaged
+    assert "rank 1: " in elsewhere
+    assert "nowhere: it does not exist" in elsewhere

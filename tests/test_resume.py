@@ -1,0 +1,192 @@
+"""Runs that are cut off and go on: the same losses, each once."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.worker import Run
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import CONFIG_NAME, VERSION_BASE, conf_dir, to_conf
+from shardhet.training.resuming import random_states, restore_random_states
+from tests.test_train import ALONE, SMALL, run
+from tests.test_worker import configure, train_rank, write_pages
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+NUM_STEPS = 7
+TEXT = (
+    "data=text_dir",
+    "debug=quick",
+    f"num_steps={NUM_STEPS}",
+    "model.width=16",
+    "model.num_layers=1",
+    "data.seq_len=8",
+    "checkpoint.every=2",
+    "precision=FP64",
+)
+UNEVEN = (
+    "plan=by_hand",
+    "cluster.num_ranks=2",
+    "plan.microbatch_sizes=[2,1]",
+    "plan.num_microbatches=[3,2]",
+    "plan.state_shares=[0.3,0.7]",
+)
+STORING = (
+    "plan=by_hand",
+    "cluster.num_ranks=3",
+    "plan.microbatch_sizes=[4,0,2]",
+    "plan.num_microbatches=[1,0,2]",
+    "plan.state_shares=[0.0,0.9,0.1]",
+)
+
+
+def train_until(rank: int, path: str, world_size: int, stop: int) -> None:
+    """As one of the ranks, which are all gone after step ``stop``."""
+    folder = RunFolder(Path(path))
+    env = RankEnv(
+        rank=rank, world_size=world_size, local_rank=rank, store_host="localhost", store_port=0
+    )
+    run = Run(folder.load_config(), folder, env, torch.device("cpu"))
+    with run.begin(Console(quiet=True)) as display:
+        for step in range(run.model.step + 1, stop + 1):
+            run.take_step(step, display)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step; fails if a step is there twice."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    found = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+    assert len(dict(found)) == len(found), found
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pages(tmp_path_factory.mktemp("resume") / "text")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing has happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    path = configure(folder, *TEXT, *UNEVEN, f"data.path={text}", "checkpoint.keep_last=0")
+    run_ranks(train_rank, 2, [path] * 2)
+    names = sorted(each.name for each in RunFolder(folder).checkpoints_dir.iterdir())
+    assert names == [f"step_{step:08d}" for step in (2, 4, 6, 7)]
+    return folder
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_that_was_cut_off_goes_on_bit_by_bit(
+    text: Path, undisturbed: Path, tmp_path: Path, in_background: bool
+) -> None:
+    more = (f"data.path={text}", f"checkpoint.in_background={in_background}")
+    folder = tmp_path / "run"
+    path = configure(folder, *TEXT, *UNEVEN, *more, "resume=auto")
+    run_ranks(train_until, 2, path, 2, 5)
+    assert list(losses(folder)) == [1, 2, 3, 4, 5]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # as a kill leaves it
+    configure(folder, *TEXT, *UNEVEN, *more, "resume=auto")
+    run_ranks(train_rank, 2, [path] * 2)
+    assert losses(folder) == losses(undisturbed)
+    names = sorted(each.name for each in RunFolder(folder).checkpoints_dir.iterdir())
+    assert names == ["step_00000006", "step_00000007"]
+
+
+def test_a_run_without_a_checkpoint_begins_anew(
+    text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    more = (f"data.path={text}", "resume=auto")
+    path = configure(folder, *TEXT, *UNEVEN, *more)
+    run_ranks(train_until, 2, path, 2, 1)
+    assert list(losses(folder)) == [1]
+    run_ranks(train_rank, 2, [path] * 2)
+    assert losses(folder) == losses(undisturbed)
+
+
+def test_another_plan_goes_on_from_a_path(
+    text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    expected = losses(undisturbed)
+    source = RunFolder(undisturbed).checkpoints_dir / "step_00000004"
+    path = configure(tmp_path / "run", *TEXT, *STORING, f"data.path={text}", f"resume={source}")
+    run_ranks(train_rank, 3, [path] * 3)
+    found = losses(tmp_path / "run")
+    assert list(found) == [5, 6, 7]
+    np.testing.assert_allclose(list(found.values()), [expected[step] for step in found], 1e-9)
+
+
+def test_a_folder_of_checkpoints_is_a_path_too(
+    text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    source = RunFolder(undisturbed).checkpoints_dir
+    path = configure(tmp_path / "run", *TEXT, *UNEVEN, f"data.path={text}", f"resume={source}")
+    run_ranks(train_rank, 2, [path] * 2)
+    assert losses(tmp_path / "run") == {}  # the newest one is of the last step
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("seed=5", "was written with seed 0 but here it is 5"),
+        ("plan.num_microbatches=[3,3]", "was written with global_batch_size 8"),
+        ("optim=sgd", "holds the state of AdamW, not of SGD"),
+        ("model.width=24", "does not fit the model"),
+    ],
+)
+def test_a_run_that_would_not_be_the_same_is_refused(
+    text: Path, undisturbed: Path, tmp_path: Path, change: str, said: str
+) -> None:
+    source = RunFolder(undisturbed).checkpoints_dir / "step_00000004"
+    path = configure(
+        tmp_path / "run", *TEXT, *UNEVEN, f"data.path={text}", change, f"resume={source}"
+    )
+    for outcome in run_ranks_expecting_failure(train_rank, 2, [path] * 2, within_s=30.0):
+        assert said in outcome.message, outcome.traceback
+
+
+def test_a_path_must_exist(tmp_path: Path) -> None:
+    configure(tmp_path / "run", "debug=quick")
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        for value in (str(tmp_path / "nowhere"), "Auto"):
+            cfg = compose(CONFIG_NAME, [f"run_dir={tmp_path}", f"resume={value}"])
+            with pytest.raises(ConfigError, match=r"resume: .* is no folder"):
+                to_conf(cfg).check_resume()
+        with pytest.raises(ConfigError, match=r"checkpoint.every: -1"):
+            to_conf(compose(CONFIG_NAME, [f"run_dir={tmp_path}", "checkpoint.every=-1"]))
+
+
+def test_the_command_goes_on_in_its_own_folder(tmp_path: Path) -> None:
+    command = [*ALONE, *SMALL, "cluster.num_ranks=1", "run_dir=here", "checkpoint.every=1"]
+    first = run([*command, "num_steps=2"], tmp_path)
+    assert first.returncode == 0, first.stderr
+    refused = run(command, tmp_path)
+    assert refused.returncode == 1
+    assert "go on with resume=auto" in refused.stderr
+    again = run([*command, "num_steps=3", "resume=auto"], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert f"goes on after step 2, from {tmp_path / 'here/checkpoints/step_00000002'}" in (
+        again.stdout
+    )
+    assert list(losses(tmp_path / "here")) == [1, 2, 3]
+
+
+def test_random_states_come_back() -> None:
+    states = random_states(torch.device("cpu"))
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.random(), torch.rand(()).item()  # noqa: NPY002
+
+    drawn = draw()
+    assert draw() != drawn
+    restore_random_states(states, torch.device("cpu"))
+    assert draw() == drawn
