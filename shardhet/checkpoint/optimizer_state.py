@@ -178,29 +178,12 @@ def options_for(
         for fqn in group["params"]
     }
     found = []
-    mine: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
-        names = {fqn for param in group["params"] for fqn in known[param].fqns}
-        mine |= names
-        fqns = [
-            next((fqn for fqn in known[param].fqns if fqn in options_of), known[param].fqn)
-            for param in group["params"]
-        ]
-        missing = [fqn for fqn in fqns if fqn not in options_of]
-        if missing:
-            raise CheckpointError(
-                f"optimizer: the checkpoint has no options for {some(missing)} of group "
-                f"{number}. Train the parameters that were trained."
-            )
-        each = [options_of[fqn] for fqn in fqns]
-        for fqn, options in zip(fqns, each, strict=True):
-            if repr(options) != repr(each[0]):
-                raise CheckpointError(
-                    f"optimizer: group {number} has {fqns[0]} and {fqn}, which were saved "
-                    "with different options. Make groups as they were."
-                )
-        found.append(each[0] if each else {})
-        _check_options(optimizer, found[-1], number)
+        each = _options_of_group([known[p] for p in group["params"]], options_of, number)
+        _check_options(optimizer, each, number)
+        found.append(each)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    mine = {fqn for param in params for fqn in known[param].fqns}
     unexpected = sorted(options_of.keys() - mine)
     if unexpected:
         raise CheckpointError(
@@ -208,6 +191,26 @@ def options_for(
             "the parameters that were trained."
         )
     return found
+
+
+def _options_of_group(
+    parts: Sequence[ModelPart], options_of: Mapping[str, dict[str, Any]], number: int
+) -> dict[str, Any]:
+    """The options that all parameters of a group were saved with."""
+    fqns = [next((fqn for fqn in part.fqns if fqn in options_of), part.fqn) for part in parts]
+    missing = [fqn for fqn in fqns if fqn not in options_of]
+    if missing:
+        raise CheckpointError(
+            f"optimizer: the checkpoint has no options for {some(missing)} of group "
+            f"{number}. Train the parameters that were trained."
+        )
+    for fqn in fqns:
+        if repr(options_of[fqn]) != repr(options_of[fqns[0]]):
+            raise CheckpointError(
+                f"optimizer: group {number} has {fqns[0]} and {fqn}, which were saved "
+                "with different options. Make groups as they were."
+            )
+    return options_of[fqns[0]] if fqns else {}
 
 
 def _check_options(optimizer: optim.Optimizer, found: Mapping[str, Any], number: int) -> None:
