@@ -13,7 +13,9 @@ any units.  It also asks of every device that recomputes whether it had to.
 """
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -246,20 +248,23 @@ def main() -> None:
     """One row a case; the worst to the screen."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=NUM_CASES, help="how many of the cases")
+    parser.add_argument("--jobs", type=int, default=2, help="cases that are tried at a time")
     options = parser.parse_args()
     console.print(Environment.here().as_markdown())
     results: list[Result] = []
-    case = 0
-    while len(results) < options.first:
-        found = judge(case)
-        case += 1
-        if found is not None:
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(judge, range(2 * options.first)):
+            if found is None or len(results) == options.first:
+                continue
             results.append(found)
             console.print(
                 f"{found.case} {found.cluster} {found.model} {found.batch}: "
                 f"inside {found.gain_inside:.3%}, outside {found.gain_outside:.3%}, "
                 f"needless {found.num_needless} of {found.num_recomputing}"
             )
+            if len(results) == options.first:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
     if options.first == NUM_CASES:
         write_csv(HERE / "local_search.csv", results)
     console.print(
