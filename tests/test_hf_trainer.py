@@ -351,7 +351,7 @@ def test_resuming_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 
     trainer = HetTrainer(llama(), arguments(tmp_path), plan=ONE, train_dataset=texts(8, 1))
-    with pytest.raises(ValueError, match="resume_from_checkpoint"):
+    with pytest.raises(ValueError, match="the trainer does not resume"):
         trainer.train(resume_from_checkpoint=True)
 
 

@@ -101,13 +101,8 @@ class Runtime:
         splits = call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         with self.observers.watch("", Activity.AGREE):
-            self.batch, index = agree_on_batch(
-                self._plan,
-                self._control,
-                num_samples=call.num_samples,
-                index=index,
-                step=self.step,
-            )
+            counted = {"num_samples": call.num_samples, "index": index, "step": self.step}
+            self.batch, index = agree_on_batch(self._plan, self._control, **counted)
         if not self.batch.computing:
             return None
         self._comm.receivers = self.batch.computing

@@ -35,7 +35,8 @@ REFUSED = {
     "deepspeed": "the plan shards the model. Leave it out",
     "fsdp": "the plan shards the model. Leave it out",
     "parallelism_config": "the plan shards the model. Leave it out",
-    "resume_from_checkpoint": "checkpoints do not hold the optimizer's state. Leave it out",
+    "resume_from_checkpoint": "the trainer does not resume. Keep the whole state by hand with "
+    "shardhet.checkpoint.save(trainer.het, trainer.optimizer, folder)",
     "load_best_model_at_end": "checkpoints are not read back. Load the best one by hand "
     "with load_pretrained",
     "activation_checkpointing": "the plan says what is recomputed. Write "
@@ -100,8 +101,9 @@ def _check_choices(args: TrainingArguments) -> None:
         )
     if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
         raise ValueError(
-            "TrainingArguments: the optimizer's state cannot be checkpointed. Pass "
-            "save_only_model=True or save_strategy='no'."
+            "TrainingArguments: the trainer's own checkpoints hold the model alone. Pass "
+            "save_only_model=True or save_strategy='no', and keep the whole state with "
+            "shardhet.checkpoint.save(trainer.het, trainer.optimizer, folder)."
         )
     if not args.average_tokens_across_devices:
         raise ValueError(

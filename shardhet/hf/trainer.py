@@ -26,6 +26,7 @@ from transformers.trainer_utils import (
 
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.arguments import (
+    REFUSED,
     check_optimizer,
     check_optimizer_class,
     checked,
@@ -103,10 +104,7 @@ class HetTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; there is nothing to resume from."""
         if resume_from_checkpoint:
-            raise ValueError(
-                "HetTrainer.train: resume_from_checkpoint: checkpoints do not hold the "
-                "optimizer's state. Leave it out."
-            )
+            raise ValueError(f"HetTrainer.train: {REFUSED['resume_from_checkpoint']}.")
         return super().train(None, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
