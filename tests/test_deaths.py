@@ -2,13 +2,17 @@
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 
 from shardhet import Plan
+from shardhet.comm.failure import SECONDS_TO_HEAR_THE_CAUSE
+from tests.hosts import on_different_hosts
 from tests.test_bad_input import HOSTS, PLAN, TURNED, WITHIN_S, others_hear, wrap
 from tests.worlds import Outcome, run_ranks_expecting_failure
 
@@ -108,3 +112,25 @@ def test_a_rank_that_ends_its_loop_early_is_named_by_all_others() -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.message.startswith("rank 1 (any device on beta) ended without a message")
         assert outcome.duration_s < WITHIN_S
+
+
+def die_beside_a_busy_rank(rank: int) -> None:
+    """Each rank is on a host of its own; when rank 2 dies, rank 1 computes for long."""
+    with mock.patch("socket.gethostname", return_value=f"host-{rank}"), on_different_hosts():
+        model, _, x = wrap(rank)
+        for step in range(3):
+            if step == 2 and rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == 2 and rank == 1:
+                time.sleep(1.5 * SECONDS_TO_HEAR_THE_CAUSE)
+            model.backward(*model(x))
+
+
+def test_a_rank_of_another_host_that_is_busy_is_not_called_dead() -> None:
+    first, busy, dead = run_ranks_expecting_failure(die_beside_a_busy_rank, 3)
+    assert dead.exit_code == -signal.SIGKILL
+    assert first.message.startswith(
+        "rank 1 (any device on beta), rank 2 (any device on gamma) did not answer within 3 s"
+    )
+    assert "ended without a message, cut off, or computing still" in first.message
+    assert busy.message.startswith("rank 2 (any device on gamma) did not answer within 3 s")

@@ -22,7 +22,8 @@ class Lifeline:
     The failing rank writes what happened to the rendezvous store and then breaks its
     connections.  Its peers see their collectives fail, break their own connections so that
     ranks further away notice too, and look up the cause in the store.  If nobody wrote a
-    cause, the ranks that do not sign off are the ones that died.
+    cause, those of this host that have ended are named, or those of other hosts that do not
+    sign off in time.
     """
 
     def __init__(
@@ -84,22 +85,38 @@ class Lifeline:
                 return f"{cause}\nAll ranks stop. Mend the cause on that rank and start again."
             time.sleep(SECONDS_BETWEEN_LOOKS)
         silent = [
-            name
-            for position, name in enumerate(self._names)
+            position
+            for position in range(len(self._names))
             if not store.check([f"shardhet_signed_off_{position}"])
-            and not self._is_known_to_run(position)
         ]
-        if not silent:
-            return f"The ranks lost each other in {self.doing}: {error}. Check the network."
-        return (
-            f"{', '.join(silent)} ended without a message while this rank was in "
-            f"{self.doing}. Look at its exit code and log: killed, out of memory, or cut off."
-        )
+        ended, unknown = self._split_by_host(silent)
+        if ended:
+            return (
+                f"{', '.join(ended)} ended without a message while this rank was in "
+                f"{self.doing}. Look at its exit code and log: killed, out of memory, or cut "
+                "off."
+            )
+        if unknown:
+            return (
+                f"{', '.join(unknown)} did not answer within {SECONDS_TO_HEAR_THE_CAUSE:g} s "
+                f"while this rank was in {self.doing}: ended without a message, cut off, or "
+                "computing still. Look at the exit codes and logs there."
+            )
+        return f"The ranks lost each other in {self.doing}: {error}. Check the network."
 
-    def _is_known_to_run(self, position: int) -> bool:
-        """Whether the rank is a running process on this host, busy with something else."""
-        host, pid = json.loads(self._store.get(f"shardhet_process_{position}"))
-        return host == socket.gethostname() and is_running(pid)
+    def _split_by_host(self, silent: Sequence[int]) -> tuple[list[str], list[str]]:
+        """Names of those that have ended, and of those of other hosts, which may be busy.
+
+        A rank of this host that still runs is neither: it is busy with something else.
+        """
+        ended, unknown = [], []
+        for position in silent:
+            host, pid = json.loads(self._store.get(f"shardhet_process_{position}"))
+            if host != socket.gethostname():
+                unknown.append(self._names[position])
+            elif not is_running(pid):
+                ended.append(self._names[position])
+        return ended, unknown
 
     @property
     def _store(self) -> Any:  # a rendezvous store; torch does not export its type
