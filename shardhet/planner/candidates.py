@@ -18,7 +18,7 @@ from shardhet.planner.problem import Bools, Floats, Group, Ints, Problem
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanError
-from shardhet.planner.splits import Splits
+from shardhet.planner.splits import Splits, splits_of
 from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Workload
@@ -196,14 +196,14 @@ class _GroupTimes:
         self._members = [_RoleTimes(builder, role, self._sizes) for role in roles]
         # Devices that must be equal cut their batches by the slowest of them.
         self._whole_s: Floats = reduce(np.maximum, [each.whole_s for each in self._members])
-        self.splits = Splits(self._whole_s, 0)
+        self.splits = splits_of(tuple(self._whole_s.tolist()), 0)
         self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
         self.least_seconds = max(member.least_seconds for member in self._members)
 
     def group(self, cut_s: float, within_s: Sequence[float] | None) -> tuple[Group, Ints, Ints]:
         """The group at a cut, and the splits and recompute choices of its candidates."""
         batches, allowed = self._batches(cut_s), self._allowed_choices()
-        self.splits = Splits(self._whole_s, int(batches.max(initial=0)))
+        self.splits = splits_of(tuple(self._whole_s.tolist()), int(batches.max(initial=0)))
         per_choice = list(self._of_choices(allowed, batches))
         costs = np.concatenate([each.costs for each in per_choice], axis=2)  # [D, b, n]
         room = np.concatenate([each.room for each in per_choice], axis=1)  # [b, n]

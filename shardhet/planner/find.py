@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -11,7 +12,7 @@ from shardhet.planner.candidates import Candidate, CandidateTable, TableBuilder
 from shardhet.planner.certificate import Certificate, certify
 from shardhet.planner.demands import Demands
 from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Choice, Limits, Problem, fill_level
+from shardhet.planner.problem import Choice, Limits, Problem, Value, fill_level
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.pricing.cost import CostModel
@@ -128,9 +129,8 @@ def _solve_as(
     table, found = _search(builder, effort)
     bound_s = found.lower_bound_s - _share_dependent_s(model, builder.turns)
     met = (found.choices, *found.runners_up)[:num_rescored]
-    fitting = _fitting_plans(builder, demands, table, met) or _fitting_plans(
-        builder, demands, table, found.runners_up
-    )
+    plans_of = partial(_fitting_plans, builder, demands, table, is_final=num_rescored > 1)
+    fitting = plans_of(met) or plans_of(found.runners_up)
     if not fitting:
         raise NoRoomForRowsError(
             "plan: no share fits once it is rounded to rows. Raise a budget.",
@@ -209,12 +209,15 @@ def _fitting_plans(
     demands: Demands,
     table: CandidateTable,
     met: Sequence[tuple[Choice, ...]],
+    *,
+    is_final: bool,
 ) -> list[PlanSolution]:
     """The plans of these choices that fit after rounding to rows, fastest first.
 
-    HiGHS reassigns the candidates within the limits of each choice.  The state of each is
-    spread in two ways: for the fastest optimizer, and as evenly as possible.  The plans do
-    not have a bound yet.
+    HiGHS reassigns the candidates within the limits of each choice; if the plan ``is_final``,
+    and not only its step of interest, also those that are as fast and compute less.  The state
+    of each is spread in two ways: for the fastest optimizer, and as evenly as possible.  The
+    plans do not have a bound yet.
     """
     model = builder.model
     budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
@@ -223,12 +226,7 @@ def _fitting_plans(
     values = [value for _, value in worth if value is not None]
     if not values:
         return []
-    # Of what is as fast as the choices, what computes least may be dominated in the table.
-    longest_s = [
-        max(column) for column in zip(*(each.phases_s for each in values), strict=True)
-    ]
-    cut_s = CUT_GROWTH * max(each.objective_s for each in values)
-    wider = builder.table(cut_s, within_s=longest_s)
+    wider = _wider(builder, values) if is_final else table
     for choices, value in worth:
         if value is None:
             continue
@@ -258,6 +256,19 @@ def _fitting_plans(
         (each.predicted.step_time_s for each in fitting), default=0.0
     )
     return [each for each in fitting if each.predicted.step_time_s <= slowest_s]
+
+
+def _wider(builder: TableBuilder, values: Sequence[Value]) -> CandidateTable:
+    """All candidates that may be as fast as these choices, with those that compute less.
+
+    Where links hide compute, ``builder.table`` has only one of candidates that are equally
+    fast, perhaps one that recomputes.
+    """
+    longest_s = [
+        max(column) for column in zip(*(each.phases_s for each in values), strict=True)
+    ]
+    cut_s = 1.01 * max(each.objective_s for each in values)  # no device computes longer
+    return builder.table(cut_s, within_s=longest_s)
 
 
 def _plan(

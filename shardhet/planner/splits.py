@@ -11,12 +11,20 @@ Curves that are straight lines tie all splits with the same number of microbatch
 have sizes that a device is slow at.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from shardhet.planner.problem import Bools, Floats, Ints
 
 LEAST_GAIN = 1e-3  # of compute, for which microbatches may be unlike each other
 MAX_BATCH = 2048  # beyond, one microbatch among so many matters little
+
+
+@lru_cache(maxsize=64)
+def splits_of(whole_s: tuple[float, ...], max_batch: int) -> "Splits":
+    """``Splits``, kept: plans that reshard, that do not, and with more memory have the same."""
+    return Splits(np.array(whole_s), max_batch)
 
 
 class Splits:
@@ -26,11 +34,13 @@ class Splits:
         """``whole_s`` [1 + M] is the compute of one microbatch by its size; 0 at size 0."""
         self._num_sizes = len(whole_s) - 1
         self._ends_with: list[Bools] = []  # per size m, [1 + B]: f_m(b) uses m
+        self._known: dict[bytes, Floats] = {}  # seconds of the fastest splits, by curves
         self._is_other = np.zeros((max_batch + 1, self._num_sizes), dtype=bool)
         if max_batch <= MAX_BATCH:
             batches = np.arange(max_batch + 1)
-            least_s = np.where(batches > 0, np.inf, 0.0)
-            for size in range(1, self._num_sizes + 1):
+            least_s: Floats = np.asarray(batches * whole_s[1], dtype=np.float64)
+            self._ends_with.append(batches > 0)
+            for size in range(2, self._num_sizes + 1):
                 least_s, uses = _with_size(least_s, float(whole_s[size]), size)
                 self._ends_with.append(uses)
                 alike_s = batches // size * whole_s[size] + whole_s[batches % size]
@@ -71,16 +81,20 @@ class Splits:
 
     def _fastest(self, curves_s: Floats) -> Floats:
         """[K, 1 + B, M] seconds of the fastest split."""
-        sums = np.zeros((len(curves_s), len(self._is_other)))
-        found = []
-        for size, uses in enumerate(self._ends_with, start=1):
+        key = curves_s.tobytes()
+        if key in self._known:
+            return self._known[key]
+        sums: Floats = curves_s[:, 1:2] * np.arange(len(self._is_other))
+        found = [sums]
+        for size, uses in enumerate(self._ends_with[1:], start=2):
             sums = sums.copy()
             for start in range(size, sums.shape[1], size):
                 stop = min(start + size, sums.shape[1])
                 with_size = sums[:, start - size : stop - size] + curves_s[:, size, None]
                 sums[:, start:stop] = np.where(uses[start:stop], with_size, sums[:, start:stop])
             found.append(sums)
-        return np.stack(found, axis=2)
+        self._known[key] = np.stack(found, axis=2)
+        return self._known[key]
 
 
 def _with_size(least_s: Floats, microbatch_s: float, size: int) -> tuple[Floats, Bools]:
