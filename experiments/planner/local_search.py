@@ -265,8 +265,7 @@ def main() -> None:
             if len(results) == options.first:
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
-    if options.first == NUM_CASES:
-        write_csv(HERE / "local_search.csv", results)
+    write_csv(HERE / "local_search.csv", results)
     console.print(
         f"{len(results)} cases; at most {max(each.gain_inside for each in results):.3%} faster "
         f"inside the class, {max(each.gain_outside for each in results):.3%} outside; "
