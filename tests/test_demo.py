@@ -9,6 +9,7 @@ from safetensors import safe_open
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
 from shardhet.apps.demo import parts
 from shardhet.apps.prediction import Outcome, Prediction
+from shardhet.checkpoint import Checkpoints
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.training.trainer import DeviceUse
@@ -29,6 +30,7 @@ def test_all_of_it_runs_and_stays_in_one_folder(tmp_path: Path) -> None:
     with safe_open(demo / "run/model.safetensors", "pt") as model:
         numel = sum(model.get_tensor(name).numel() for name in model.keys())  # noqa: SIM118
     assert numel == sum(unit.numel for unit in plan.units)
+    assert Checkpoints(demo / "run/checkpoints").latest() is not None
     lines = [json.loads(line) for line in (demo / "run/metrics.jsonl").read_text().splitlines()]
     assert all(line["predicted_step_time_s"] > 0 for line in lines if "step_time_s" in line)
     assert any("device3/predicted_memory_bytes" in line for line in lines)

@@ -79,6 +79,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
                 f"trace_steps.first_step={min(TRACE_FROM, num_steps)}",
                 "trace_steps.num_steps=1",
                 "save_model=true",
+                f"checkpoint.every={num_steps}",
                 f"hydra.run.dir={folder / 'run'}",
             ),
         ),
@@ -126,6 +127,7 @@ def _where(folder: Path) -> str:
   {folder}/simulated.json                the simulated one, the same way
   {folder}/plan.png, step.png            the plan and the simulated step as pictures
   {folder}/run/model.safetensors         the trained model, whole
+  {folder}/run/checkpoints               the whole state, for resume=PATH under any plan
   {folder}/run/metrics.jsonl             every step, predicted beside measured
   shardhet plot {folder}/run             draws it"""
 
