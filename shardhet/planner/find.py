@@ -25,6 +25,7 @@ CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may 
 NUM_RESCORED = 4
 RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction are simulated
 LEAST_GAIN = 1e-3  # of the step, for which parameters that stay gathered may take memory
+NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
 NO_DEMANDS = Demands()
 GIB = 2**30
 
@@ -70,7 +71,8 @@ def solve(
     missed: PlanError | None = None
     for reshards in (True, False):
         model = CostModel(setting, reshards)
-        if not reshards and not _may_gain(model, found):
+        if found and _spared_s(model) <= NO_GAIN * found[0].predicted.step_time_s:
+            bounds_s.append(found[0].lower_bound_s - _spared_s(model))
             continue
         try:
             solution = _solve_as(model, global_batch_size, demands, effort, num_rescored)
@@ -86,18 +88,13 @@ def solve(
     return replace(_fastest(found, setting, num_rescored), lower_bound_s=min(bounds_s))
 
 
-def _may_gain(model: CostModel, resharding: Sequence[PlanSolution]) -> bool:
-    """Whether plans that do not reshard after forward may be faster than these.
+def _spared_s(model: CostModel) -> float:
+    """How much plans that do not reshard after forward are at most faster than those that do.
 
     Each turn gains at most the gather that it is spared, times what compute loses beside it.
     """
-    spared_s = (
-        replace(model, reshard_after_forward=True).turns(unevenness=1.0).comm_s
-        - model.turns(unevenness=1.0).comm_s
-    )
-    return not resharding or (
-        spared_s * _most_slowed(model) > LEAST_GAIN * resharding[0].predicted.step_time_s
-    )
+    resharding = replace(model, reshard_after_forward=True).turns(unevenness=1.0)
+    return _most_slowed(model) * (resharding.comm_s - model.turns(unevenness=1.0).comm_s)
 
 
 def _fastest(

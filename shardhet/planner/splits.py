@@ -21,7 +21,7 @@ LEAST_GAIN = 1e-3  # of compute, for which microbatches may be unlike each other
 MAX_BATCH = 2048  # beyond, one microbatch among so many matters little
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def splits_of(whole_s: tuple[float, ...], max_batch: int) -> "Splits":
     """``Splits``, kept: plans that reshard, that do not, and with more memory have the same."""
     return Splits(np.array(whole_s), max_batch)

@@ -39,15 +39,13 @@ class Bounds:
 
     minimum: float = -inf
     maximum: float = inf
-    above: float = -inf
 
     def admit(self, value: float) -> bool:
         """Whether the value is finite and within the bounds."""
-        return isfinite(value) and self.minimum <= value <= self.maximum and value > self.above
+        return isfinite(value) and self.minimum <= value <= self.maximum
 
     def __str__(self) -> str:
-        claims = [f"above {self.above:g}"] if self.above > -inf else []
-        claims += [f"at least {self.minimum:g}"] if self.minimum > -inf else []
+        claims = [f"at least {self.minimum:g}"] if self.minimum > -inf else []
         claims += [f"at most {self.maximum:g}"] if self.maximum < inf else []
         return " and ".join(["finite", *claims])
 
