@@ -120,10 +120,10 @@ def algorithm(name: str) -> Iterator[None]:
     """Run what another backend would, as far as gloo on CPU can."""
     by_name = {
         "send_recv": collectives._SEND_RECV,
-        "all_to_all": collectives._ALGORITHMS[("gloo", "cuda")],
-        "nccl": collectives._ALGORITHMS[("nccl", "cuda")],
+        "all_to_all": collectives._ALGORITHMS[("gloo", False)],
+        "nccl": collectives._ALGORITHMS[("nccl", False)],
     }
-    with mock.patch.dict(collectives._ALGORITHMS, {("gloo", "cpu"): by_name[name]}):
+    with mock.patch.dict(collectives._ALGORITHMS, {("gloo", True): by_name[name]}):
         yield
 
 

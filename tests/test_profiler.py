@@ -66,7 +66,6 @@ def test_the_analytic_decoder_is_what_is_counted(
     assert counted == Workload.transformer(
         **shape,  # type: ignore[arg-type]
         param_dtype=param_dtype,
-        reduce_dtype=param_dtype,
     )
 
 
@@ -90,7 +89,6 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory() -> None:
     assert counted == Workload.transformer(
         **LARGE,  # type: ignore[arg-type]
         param_dtype="bfloat16",
-        reduce_dtype="bfloat16",
     )
     per_sample = sum(
         counted.kind_of(unit).forward_flops + counted.kind_of(unit).backward_flops

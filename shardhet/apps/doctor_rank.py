@@ -14,6 +14,7 @@ from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.joining import joined
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder, versions
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.members import Members, local_device_spec
 from shardhet.config.training import ClusterConf
@@ -81,7 +82,7 @@ def _check_links(console: RankConsole, device: torch.device) -> None:
     channels = Channels(
         group=group, gather=members.gather, reduce=members.reduce, control=members.control
     )
-    if device.type == "cpu":
+    if devices.is_on_host(device):
         is_shared = channels.gather.transport is not None
         console.print(
             "they read each other's memory"

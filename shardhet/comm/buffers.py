@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardhet.comm import devices
+
 Allocate = Callable[[int, torch.dtype], Tensor]
 
 
@@ -33,7 +35,7 @@ class BufferPool:
             for buffer in self._free
             if buffer.dtype == dtype and numel <= buffer.numel() <= numel + numel // 4 + 1024
         ]
-        if device.type != "cpu" or numel == 0:
+        if not devices.is_on_host(device) or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
         buffer = min(fitting, key=Tensor.numel) if fitting else self._allocate(numel, dtype)
         self._free = [other for other in self._free if other is not buffer]

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from shardhet.comm import devices
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.transport import Transport
 
@@ -110,7 +111,7 @@ class Channel:
         """Return every process's ``row``, [n], stacked by position: [world_size, n]."""
         if self.group is None:
             return row[None]
-        if self.transport is not None and row.device.type == "cpu":
+        if self.transport is not None and devices.is_on_host(row):
             rows = self.transport.exchange(row.tolist(), within_s)
             ordered = [rows[rank] for rank in self.rank_by_position]
             return torch.tensor(ordered, dtype=row.dtype)

@@ -10,6 +10,14 @@ measured (``experiments/uneven_collectives``).  If the channel has a ``Transport
 transport carries the collectives.  Between hosts, point-to-point messages between all pairs
 are faster than gloo's own collectives; they run on gloo's transport thread while the caller
 computes, and ranks need not take part.  The other algorithms have not been compared.
+
+[Note: Streams of NCCL]
+Without ``async_op``, NCCL's collectives run on the stream that is current at the launch: the
+gather or the reduce stream, which have priority over compute, as in FSDP2.  The host does not
+wait.  What is queued on that stream afterwards comes after the collective, so there is nothing
+to wait for, and memory of that stream's pool may be freed at once.  With ``async_op`` they
+would run on a stream of NCCL's own, without priority.  Point-to-point messages always do; the
+current stream joins it in ``Pending.wait``.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
 from shardhet.comm.messages import Messages, Pending, pieces_of
@@ -39,7 +48,7 @@ def all_gather_uneven(
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
     _check_splits(shard, output, split_numels, channel)
-    if channel.transport is not None and shard.device.type == "cpu":
+    if channel.transport is not None and devices.is_on_host(shard):
         return channel.transport.gather(output, shard, split_numels, channel, receivers)
     algorithm = _algorithms(channel, shard.device).gather
     return algorithm(output, shard, split_numels, channel, receivers)
@@ -60,7 +69,7 @@ def reduce_scatter_uneven(
     the summation themselves may promise less.  ``full`` is read until ``wait_sent`` returns.
     """
     _check_splits(output, full, split_numels, channel)
-    if channel.transport is not None and output.device.type == "cpu":
+    if channel.transport is not None and devices.is_on_host(output):
         return channel.transport.reduce(output, full, split_numels, channel, contributors)
     algorithm = _algorithms(channel, output.device).reduce
     return algorithm(output, full, split_numels, channel, contributors, scratch)
@@ -149,11 +158,11 @@ def _gather_by_list(
         return _gather_by_send_recv(output, shard, split_numels, channel, receivers)
     if _is_even(split_numels, channel):
         gather = _named("all_gather_single", "all_gather_into_tensor")
-        work = gather(output, shard, group=channel.group, async_op=True)
+        gather(output, shard, group=channel.group)
     else:
         pieces = _in_rank_order(pieces_of(output, split_numels), channel)
-        work = dist.all_gather(pieces, shard, group=channel.group, async_op=True)
-    return Pending(receiving=[work], sending=[work], tensors=[output, shard])
+        dist.all_gather(pieces, shard, group=channel.group)
+    return Pending()  # see [Note: Streams of NCCL]
 
 
 def _reduce_by_list(
@@ -169,11 +178,11 @@ def _reduce_by_list(
         return _reduce_by_send_recv(output, full, split_numels, channel, contributors, scratch)
     if _is_even(split_numels, channel):
         reduce = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        work = reduce(output, full, group=channel.group, async_op=True)
+        reduce(output, full, group=channel.group)
     else:
         pieces = _in_rank_order(pieces_of(full, split_numels), channel)
-        work = dist.reduce_scatter(output, pieces, group=channel.group, async_op=True)
-    return Pending(receiving=[work], sending=[work], tensors=[output, full])
+        dist.reduce_scatter(output, pieces, group=channel.group)
+    return Pending()  # see [Note: Streams of NCCL]
 
 
 def _named(name: str, name_before: str) -> Callable[..., dist.Work]:
@@ -270,22 +279,21 @@ class _Algorithms(NamedTuple):
 
 
 _SEND_RECV = _Algorithms(_gather_by_send_recv, _reduce_by_send_recv)
-_ALGORITHMS = {
-    ("gloo", "cpu"): _SEND_RECV,
-    ("gloo", "cuda"): _Algorithms(_gather_by_all_to_all, _reduce_by_all_to_all),
-    ("nccl", "cuda"): _Algorithms(_gather_by_list, _reduce_by_list),
+_ALGORITHMS = {  # by backend, and whether tensors are on the host
+    ("gloo", True): _SEND_RECV,
+    ("gloo", False): _Algorithms(_gather_by_all_to_all, _reduce_by_all_to_all),
+    ("nccl", False): _Algorithms(_gather_by_list, _reduce_by_list),
 }
 
 
 def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
     if channel.group is None:
         return _SEND_RECV  # there is nobody to send to
-    backend = channel.group._get_backend(device).name()
-    key = (backend, device.type)
+    key = (devices.backend_of(channel.group, device), devices.is_on_host(device))
     if key not in _ALGORITHMS:
         raise ValueError(
-            f"No uneven collectives for backend {backend!r} with {key[1]!r} tensors; there are "
-            f"{sorted(_ALGORITHMS)}. Initialise the process group with one of these backends."
+            f"No uneven collectives for backend {key[0]!r} with tensors on {device.type!r}. "
+            "Initialise the process group with gloo, or on GPUs with cpu:gloo,cuda:nccl."
         )
     return _ALGORITHMS[key]
 

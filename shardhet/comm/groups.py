@@ -1,7 +1,8 @@
 """The process groups and transports that a model communicates over, made once per group."""
 
 import atexit
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -10,7 +11,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from shardhet.comm import devices
+from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel, holders
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.transport import Transport, meet, timeout_of
 
 
@@ -56,9 +60,10 @@ class Communicators:
         if group is None or group.size() == 1:
             return cls(gather=None, reduce=None, control=None)
         made = _made_by_group.setdefault(group, {})
-        if device.type not in made:
-            made[device.type] = _make_groups(group, device)
-        gather, reduce, control, transports = made[device.type]
+        kind = f"{devices.backend_of(group, device)} for {device.type}"
+        if kind not in made:
+            made[kind] = _make_groups(group, device)
+        gather, reduce, control, transports = made[kind]
         return cls(
             gather=gather, reduce=reduce, control=control or group, transports=transports
         )
@@ -92,23 +97,63 @@ _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakK
 
 
 def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
-    backend = group._get_backend(device).name()
+    backend = devices.backend_of(group, device)
     ranks = dist.get_process_group_ranks(group)
     timeout = timeout_of(group, device)
 
     def new_group(backend: str) -> dist.ProcessGroup:
-        return dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
-        )
+        with _without_splitting(group):
+            return dist.new_group(
+                ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+            )
 
     gather, reduce = new_group(backend), new_group(backend)
     if backend == "gloo":
-        is_on_host = device.type == "cpu"
+        is_on_host = devices.is_on_host(device)
         return gather, reduce, None, meet(group, 3) if is_on_host else None
     for each in (gather, reduce):
-        # NCCL needs all ranks in a communicator's first call; later calls may involve pairs.
-        dist.all_reduce(torch.zeros(1, device=device), group=each)
+        _connect(each, device)
     return gather, reduce, new_group("gloo"), None
+
+
+@contextmanager
+def _without_splitting(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make ``dist.new_group`` over part of the world a matter of that part alone.
+
+    If the world is bound to a device, NCCL makes new communicators by splitting the world's,
+    for which all of its ranks would have to call.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    if bound is None or group.size() == world.size():
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Run every pattern of collective once.  Collective over ``group``.
+
+    NCCL connects ranks, and allocates buffers for it, when a pattern is first used.  Otherwise
+    that happens in the first backward, when memory is full, and after it was measured.  NCCL
+    also needs all ranks in a communicator's first call.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    size = group.size()
+    channel = Channel(group, tuple(range(size)), group.rank())
+    everyone = range(size)
+    for splits in ([1] * size, [2, *[1] * (size - 1)], [0, *[1] * (size - 1)]):
+        shard = torch.zeros(splits[channel.position], device=device)
+        whole = torch.zeros(sum(splits), device=device)
+        all_gather_uneven(whole, shard, splits, channel=channel, receivers=everyone).wait()
+        reduce_scatter_uneven(
+            shard, whole, splits, channel=channel, contributors=everyone, scratch=BufferPool()
+        ).wait()
 
 
 def _break(group: dist.ProcessGroup) -> None:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from shardhet.comm import devices
+
 
 class HostCopy:
     """An asynchronous host copy of a device tensor, ready once the device has computed it.
@@ -16,7 +18,7 @@ class HostCopy:
         """Copy the value that ``tensor`` has at this point of the current stream."""
         # The copy goes to pinned memory; otherwise the host would wait here.
         self._copy = tensor.detach().to("cpu", non_blocking=True)
-        self._copied_event = torch.get_device_module(tensor.device).Event()
+        self._copied_event = devices.module_of(tensor.device).Event()
         self._copied_event.record()
 
     def read(self) -> Tensor:
@@ -31,6 +33,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     The copy is made from pinned memory: with pageable memory, the host would wait until the
     device has finished all queued work.
     """
-    if device.type == "cpu":
+    if devices.is_on_host(device):
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
 from shardhet.comm.groups import Communicators
@@ -59,8 +60,8 @@ class Members:
 def local_device_spec(device: torch.device) -> DeviceSpec:
     """Describe this process's device, as the driver (for a CPU: the system) reports it."""
     host = socket.gethostname()
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+    if not devices.is_on_host(device):
+        properties = devices.module_of(device).get_device_properties(device)
         return DeviceSpec(
             host=host,
             kind=properties.name,

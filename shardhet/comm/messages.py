@@ -44,7 +44,10 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until the output of this rank is complete."""
+        waited = list(self._receiving)
         wait_all(self._receiving)
+        # NCCL has one operation for both directions: nothing is left to wait for.
+        self._sending = [work for work in self._sending if work not in waited]
         if self._finish is not None:
             self._finish()
             self._finish = None

@@ -2,7 +2,7 @@
 stores which rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.flat import FlatTensor, ParamSlot
-from shardhet.fsdp.materialize import RowSource, is_on_meta, materialize
+from shardhet.fsdp.materialize import RowSource, is_on_meta, materialize, move_buffers
 from shardhet.fsdp.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.wrapping import UnitModules
 from shardhet.records.layout import FlatLayout, cut_by_shares
@@ -31,7 +31,7 @@ class MixedPrecision:
     """Dtypes of gathered floating-point parameters and of gradients while they are summed."""
 
     param_dtype: torch.dtype | None = None  # None: as stored
-    reduce_dtype: torch.dtype | None = None  # None: that of the gathered parameters
+    reduce_dtype: torch.dtype | None = None  # None: as stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +74,22 @@ def build_units(
         for group in draft.groups()
     ]
     cut = iter(cut_by_shares(layouts, plan.state_shares))
-    if not is_on_meta(module):
-        check_same_on_all_ranks(
-            _hashes(module), what="initial values of the model", channel=control
-        )
-    units = []
+    was_on_meta = is_on_meta(module)
+    if not was_on_meta:
+        _check_same_values(_hashes(module.named_parameters()), module, control)
+    units, drawn = [], []
     for draft in drafts:
         materialize(
             draft.slots,
             draft.inner,
             draft.fqn,
-            comm.device,
             seed=seed,
             init_fn=init_fn,
             row_source=row_source,
         )
+        if was_on_meta:
+            held = [(slot.fqn, slot.current) for slot in draft.slots]
+            drawn += _hashes((fqn, param) for fqn, param in held if not param.is_meta)
         flats = []
         for group in draft.groups():
             flat = FlatTensor(
@@ -113,6 +114,9 @@ def build_units(
             for fqn, each in zip(draft.modules.fqns, draft.modules.modules, strict=True)
         ]
         units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=comm))
+    if was_on_meta:
+        _check_same_values(drawn, module, control)
+    move_buffers(list(module.modules()), comm.device)
     return units
 
 
@@ -200,13 +204,19 @@ def casting(forward: Callable[..., Any], param_dtype: torch.dtype | None) -> Cal
     return cast_and_forward
 
 
-def _hashes(module: nn.Module) -> list[Any]:
-    tensors: dict[str, Tensor] = dict(module.named_parameters())
-    tensors |= dict(module.named_buffers())
+def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
     return [
         [fqn, torch.hash_tensor(tensor.detach()).tolist() if tensor.numel() else 0]
-        for fqn, tensor in tensors.items()
+        for fqn, tensor in tensors
     ]
+
+
+def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel) -> None:
+    check_same_on_all_ranks(
+        of_params + _hashes(module.named_buffers()),
+        what="initial values of the model",
+        channel=control,
+    )
 
 
 def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool, host_empty
 from shardhet.comm.channel import Channel
 from shardhet.comm.messages import Pending
@@ -27,8 +28,11 @@ class CommContext:
         self.device = device
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
-        self._handle = torch.get_device_module(device)
-        if device.index not in (None, self._handle.current_device()) and device.type != "cpu":
+        self._handle = devices.module_of(device)
+        if not devices.is_on_host(device) and device.index not in (
+            None,
+            self._handle.current_device(),
+        ):
             raise ValueError(
                 f"the model is on {device} but the current device is "
                 f"{self._handle.current_device()}. Call torch.cuda.set_device({device.index}) "
@@ -52,7 +56,7 @@ class CommContext:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, [numel], on the device and where peers can read it."""
-        if self.device.type == "cpu":
+        if devices.is_on_host(self.device):
             return self._allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 

@@ -6,6 +6,9 @@ alive, who writes and reads it, and who waits for whom:
     tensor               alive                       written by            read by
     flat_shard           always                      optimizer (compute)   gather
     cast of the shard    unshard .. wait_all_sent    gather                peers
+                         (on an accelerator that
+                         computes: a part of the
+                         unsharded storage)
     unsharded storage    unshard .. reshard          gather, peers         compute
     whole gradient       1st backward turn ..        compute               reduce, peers
                          end of its reduction
@@ -32,6 +35,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm import devices
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.messages import Pending
 from shardhet.fsdp.comm import CommContext
@@ -86,7 +90,7 @@ class FlatTensor:
         self.orig_dtype = orig_dtype
         converts = orig_dtype.is_floating_point and param_dtype is not None
         self.param_dtype = param_dtype if converts and param_dtype else orig_dtype
-        self.reduce_dtype = reduce_dtype or self.param_dtype
+        self.reduce_dtype = reduce_dtype or orig_dtype
         self._comm = comm
         self._position = comm.gather_channel.position
 
@@ -170,7 +174,7 @@ class FlatTensor:
                 numel, itemsize = self.layout.numel, self.param_dtype.itemsize
                 self._unsharded.untyped_storage().resize_(numel * itemsize)
             is_alone = comm.gather_channel.group is None  # then the gather copies and casts
-            shard = self.flat_shard if is_alone else self.flat_shard.to(self.param_dtype)
+            shard = self.flat_shard if is_alone else self._shard_to_send()
             self._gather = all_gather_uneven(
                 self._unsharded if comm.is_receiver else None,
                 shard,
@@ -178,6 +182,17 @@ class FlatTensor:
                 channel=comm.gather_channel,
                 receivers=comm.receivers,
             )
+
+    def _shard_to_send(self) -> Tensor:
+        """The shard in the dtype in which it is gathered."""
+        comm = self._comm
+        if self.param_dtype == self.orig_dtype:
+            return self.flat_shard
+        if not comm.is_receiver or devices.is_on_host(comm.device):
+            return self.flat_shard.to(self.param_dtype)
+        # On an accelerator the gather waits for the sends too, so they may read the output.
+        own = self.layout.shard_spans[self._position]
+        return self._unsharded[own.start : own.stop].copy_(self.flat_shard)
 
     def wait_for_unshard(self) -> None:
         """Wait until the compute stream may read the parameters; give them to the modules."""

@@ -3,6 +3,10 @@
 A unit's initial values depend on (seed, unit) alone, so they are the same under every plan,
 and no rank ever holds more than one whole unit.  Parameters from a ``RowSource`` are never held
 whole: each rank reads only the rows that it stores.
+
+Values are drawn on the host.  On GPUs the numbers of a seed depend on the number of
+multiprocessors, so unlike GPUs would start from unlike models.  On one core 7 billion normal
+numbers take 53 s, uniform ones 34 s; ``trunc_normal_`` takes 690 s divided by the cores.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +18,8 @@ from torch import Tensor, nn
 from shardhet.fsdp.flat import ParamSlot
 from shardhet.fsdp.seeds import microbatch_seed, restored_random_state, seed_generators
 from shardhet.records.layout import Span
+
+HOST = torch.device("cpu")
 
 
 class RowSource(Protocol):
@@ -35,7 +41,6 @@ def materialize(
     slots: Sequence[ParamSlot],
     modules: Sequence[nn.Module],
     unit_fqn: str,
-    device: torch.device,
     *,
     seed: int,
     init_fn: Callable[[nn.Module], None] | None,
@@ -43,6 +48,7 @@ def materialize(
 ) -> None:
     """Allocate and initialise a unit's meta tensors, except parameters in ``row_source``.
 
+    They are on the host; ``move_buffers`` and the copies of rows bring them to the device.
     ``modules`` are all modules of the unit, including nested ones.  Those that have meta
     parameters or buffers of their own are passed to ``init_fn``, or without ``init_fn`` their
     ``reset_parameters`` is called.  Raises ``ValueError`` naming tensors that stay unfilled.
@@ -50,14 +56,14 @@ def materialize(
     owners = [module for module in modules if _has_meta_tensors(module)]
     for slot in slots:
         if slot.current.is_meta and not (row_source and row_source.has(slot.fqn)):
-            whole = _unfilled(slot.current, device)
+            whole = _unfilled(slot.current)
             slot.put(nn.Parameter(whole, requires_grad=slot.is_trainable))
     for module in owners:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = _unfilled(buffer, device)
-    with restored_random_state(device), torch.no_grad():
-        seed_generators(device, microbatch_seed(seed, 0, unit_fqn, 0, 0))
+                module._buffers[name] = _unfilled(buffer)
+    with restored_random_state(HOST), torch.no_grad():
+        seed_generators(HOST, microbatch_seed(seed, 0, unit_fqn, 0, 0))
         for module in owners:
             if init_fn is not None:
                 init_fn(module)
@@ -72,9 +78,19 @@ def _has_meta_tensors(module: nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
-def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move the modules' own buffers to ``device``; one that several share stays one."""
+    moved: dict[Tensor, Tensor] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                moved[buffer] = moved.get(buffer, buffer.to(device))
+                module._buffers[name] = moved[buffer]
+
+
+def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
     mark = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full(tensor.shape, mark, dtype=tensor.dtype, device=device)
+    return torch.full(tensor.shape, mark, dtype=tensor.dtype, device=HOST)
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

@@ -56,7 +56,8 @@ class HetFSDP(ModuleWithState):
             the meta device).
         units: module classes or fqns; None finds blocks, embeddings and head.
         param_dtype: dtype of gathered parameters and of activations; None keeps the stored one.
-        reduce_dtype: dtype in which gradients are accumulated and summed over ranks.
+        reduce_dtype: dtype in which gradients are accumulated and summed over ranks; None
+            is that of the stored parameters (float32, usually, whatever ``param_dtype`` is).
         loss_fn: for models that return logits.  It is applied to the output of the last
             unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
             ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.

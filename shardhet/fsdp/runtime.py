@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.around import BackwardTurn, Visits
@@ -48,7 +49,9 @@ class Runtime:
     ) -> None:
         self.units = tuple(units)
         self.root = root  # parameters that no unit owns; unsharded for the whole step
-        self.observers = Observers(None if comm.device.type == "cpu" else comm.mark_device_time)
+        self.observers = Observers(
+            None if devices.is_on_host(comm.device) else comm.mark_device_time
+        )
         self.step = 0  # number of finished steps
         self._plan = plan
         self._rank_plan = plan.ranks[control.position]

@@ -13,6 +13,8 @@ from hashlib import blake2b
 
 import torch
 
+from shardhet.comm import devices
+
 
 def microbatch_seed(seed: int, step: int, unit_fqn: str, call: int, first_sample: int) -> int:
     """The seed of a microbatch, in [0, 2**63).
@@ -64,7 +66,8 @@ class RandomStates:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    if not devices.is_on_host(device):
+        module = devices.module_of(device)
+        index = module.current_device() if device.index is None else device.index
+        generators.append(module.default_generators[index])
     return generators

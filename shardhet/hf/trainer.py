@@ -24,6 +24,7 @@ from transformers.trainer_utils import (
     unwrap_peft_model,
 )
 
+from shardhet.comm import devices
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.arguments import (
     REFUSED,
@@ -166,7 +167,8 @@ class HetTrainer(Trainer):
             drop_last=is_training and self.args.dataloader_drop_last,
             collates_whole_batch=self._collates_whole,
             num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            pin_memory=self.args.dataloader_pin_memory
+            and not devices.is_on_host(self.args.device),
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
             multiprocessing_context=self.args.dataloader_multiprocessing_context,

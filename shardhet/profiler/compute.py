@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardhet.comm import devices
 from shardhet.profiler.describe import orig_dtype
 from shardhet.profiler.sketch import ModelSketch
 from shardhet.profiler.stopwatch import Stopwatch, timing_of
@@ -245,7 +246,7 @@ class ComputeMeasurement:
         """
         dtype = orig_dtype(self._model.module)
         max_numel = MAX_OPTIMIZED_NUMEL
-        if self._device.type != "cpu":
+        if not devices.is_on_host(self._device):
             usable_bytes = OPTIMIZED_PART_OF_MEMORY * self._memory_bytes
             fitting = int(usable_bytes / (OPTIMIZED_TENSORS * dtype.itemsize))
             max_numel = min(MAX_OPTIMIZED_NUMEL_OF_ACCELERATOR, fitting)

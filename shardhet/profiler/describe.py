@@ -115,7 +115,7 @@ def describe_sketch(
         units=tuple(Unit(fqn=unit.fqn, kind=unit.kind) for unit in sketch.units),
         tokens_per_sample=tokens_per_sample or _tokens_per_sample(batch),
         param_dtype=_name(in_flight),
-        reduce_dtype=_name(reduce_dtype or in_flight),
+        reduce_dtype=_name(reduce_dtype or orig_dtype),
         state_bytes_per_element=_state_bytes_per_element(sketch, orig_dtype, num_moments),
     )
 

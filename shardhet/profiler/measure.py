@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardhet.comm import devices
 from shardhet.comm.groups import default_group
 from shardhet.comm.members import Members, local_device_spec
 from shardhet.pricing.setting import Setting
@@ -137,7 +138,7 @@ class _Session:
         neighbours = [i for i, host in enumerate(hosts) if host == found.host]
         self._turn = neighbours.index(channels.control.position)
         self._num_turns = max(hosts.count(host) for host in hosts)
-        num_sharing = len(neighbours) if device.type == "cpu" else 1
+        num_sharing = len(neighbours) if devices.is_on_host(device) else 1
         self._spec = _own_spec(found, emulated, num_sharing)
 
     def run(self) -> Measurement:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 
 LIST_PROCESSES = (
@@ -44,7 +45,7 @@ class CardUse:
 
 def find_reserved(device: torch.device, control: Channel) -> Reserved:
     """The memory that this process now holds besides tensors.  Collective over ``control``."""
-    own = _card_use(device) if device.type == "cuda" else None
+    own = None if devices.is_on_host(device) else _card_use(device)
     all_ranks: list[CardUse | None] = control.exchange_objects(own)
     if own is None:
         return Reserved(_resident_bytes(), "memory resident before the model was built")
@@ -92,10 +93,11 @@ def _list_processes() -> str:
 
 
 def _card_use(device: torch.device) -> CardUse:
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    module = devices.module_of(device)
+    free_bytes, total_bytes = module.mem_get_info(device)
     return CardUse(
-        uuid=str(torch.cuda.get_device_properties(device).uuid),
-        cached_bytes=torch.cuda.memory_reserved(device),
+        uuid=str(module.get_device_properties(device).uuid),
+        cached_bytes=module.memory_reserved(device),
         used_bytes=total_bytes - free_bytes,
     )
 

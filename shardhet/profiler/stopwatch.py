@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from shardhet.comm import devices
 from shardhet.fsdp.observer import Activity, Observed
 from shardhet.records.profiles import Timing
 from shardhet.training.emulation import EmulatedDevice
@@ -18,7 +19,8 @@ class Stopwatch:
     def __init__(self, device: torch.device, emulated: EmulatedDevice | None = None) -> None:
         self.seconds = 0.0
         self.waits_for_device = True  # if false, nothing is timed on an accelerator
-        self._is_cuda = device.type == "cuda"
+        # None: the host itself is the device
+        self._module = None if devices.is_on_host(device) else devices.module_of(device)
         self._stretch = None if emulated is None else emulated.observer()
 
     @contextmanager
@@ -28,13 +30,13 @@ class Stopwatch:
         An accelerator starts idle, so a single short kernel would mostly measure its launch.
         Run several things inside, so that the host runs ahead as in training.
         """
-        if self._is_cuda and not self.waits_for_device:
+        if self._module is not None and not self.waits_for_device:
             yield
             return
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        if self._module is not None:
+            self._module.synchronize()
+            begin, end = [self._module.Event(enable_timing=True) for _ in range(2)]
             begin.record()
             yield
             end.record()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.comm import CommContext
@@ -308,8 +309,8 @@ class Traffic:
         )
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if not devices.is_on_host(self._device):
+            devices.module_of(self._device).synchronize(self._device)
 
 
 def _complete(launches: Sequence[Launch]) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardhet.comm import devices
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Observed
 from shardhet.records.plan import Plan
@@ -50,7 +51,7 @@ def turn_overhead_seconds(
             model.backward(*model(torch.ones(num_microbatches, 1, device=device)))
             outside_s.append(time.perf_counter() - start_s - inside_s)
             model.zero_grad()
-    if device.type == "cuda":
+    if not devices.is_on_host(device):
         return 0.0
     one_s, several_s = (median(each[NUM_WARMUP_STEPS:]) for each in seconds.values())
     each_s = (several_s - one_s) / (NUM_MICROBATCHES - 1)

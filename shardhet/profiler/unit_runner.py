@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardhet.comm import devices
 from shardhet.fsdp.batching import flatten
 from shardhet.fsdp.build import UnitDraft, draft_units
 from shardhet.fsdp.layered import Surroundings, Visit, run_visit
-from shardhet.fsdp.materialize import materialize
+from shardhet.fsdp.materialize import materialize, move_buffers
 from shardhet.fsdp.seeds import RandomStates
 from shardhet.fsdp.wrapping import find_units
 from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.describe import orig_dtype
 from shardhet.profiler.sketch import LossFn, TensorInput, UnitCall, UnitSketch, copy_with
 from shardhet.profiler.stopwatch import Stopwatch
 from shardhet.records.layout import Span
@@ -81,7 +83,7 @@ class UnitRunner:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._module, draft = _drafted(model, unit.fqn)
         _put_on_device(draft, model, device)
-        self._accumulate_in(model.reduce_dtype, draft)
+        self._accumulate_in(model.reduce_dtype or orig_dtype(model.module), draft)
         given = model.batch.of_size(max_samples).tensors
         self._calls = [_PreparedCall(call, given, max_samples, device) for call in unit.calls]
         self._functions = [
@@ -93,8 +95,8 @@ class UnitRunner:
         """The number of microbatches of ``num_samples`` samples to run in a timed visit."""
         if not all(call.unit_call.rules.is_batched for call in self._calls):
             return 1
-        is_cpu = self._device.type == "cpu"
-        most = MAX_MICROBATCHES if is_cpu else MAX_MICROBATCHES_OF_ACCELERATOR
+        is_on_host = devices.is_on_host(self._device)
+        most = MAX_MICROBATCHES if is_on_host else MAX_MICROBATCHES_OF_ACCELERATOR
         return max(1, min(most, self._max_samples // num_samples))
 
     def run(self, num_samples: int) -> tuple[float, float]:
@@ -140,14 +142,15 @@ class UnitRunner:
 
     def peak_bytes(self, num_samples: int) -> int | None:
         """The most bytes that one run allocates; None on the CPU, which does not count them."""
-        if self._device.type != "cuda":
+        if devices.is_on_host(self._device):
             return None
+        module = devices.module_of(self._device)
         self.run(num_samples)
-        torch.cuda.synchronize(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        module.synchronize(self._device)
+        before = int(module.memory_allocated(self._device))
+        module.reset_peak_memory_stats(self._device)
         self.run(num_samples)
-        return torch.cuda.max_memory_allocated(self._device) - before
+        return int(module.max_memory_allocated(self._device)) - before
 
     def _visit(
         self,
@@ -168,11 +171,11 @@ class UnitRunner:
             around=_SeededAlone(self._random, fqn, is_training),
         )
 
-    def _accumulate_in(self, reduce_dtype: torch.dtype | None, draft: UnitDraft) -> None:
+    def _accumulate_in(self, reduce_dtype: torch.dtype, draft: UnitDraft) -> None:
         # In the parameters' own dtype, autograd itself accumulates gradients.
         for slot in draft.slots:
             param = slot.current
-            if slot.is_trainable and reduce_dtype not in (None, param.dtype):
+            if slot.is_trainable and param.dtype != reduce_dtype:
                 grad = torch.zeros_like(param, dtype=reduce_dtype)
                 param.register_post_accumulate_grad_hook(partial(_add_grad, grad))
 
@@ -235,16 +238,12 @@ def _drafted(model: TrainedModel, fqn: str) -> tuple[nn.Module, UnitDraft]:
 
 
 def _put_on_device(draft: UnitDraft, model: TrainedModel, device: torch.device) -> None:
-    materialize(
-        draft.slots, draft.inner, draft.fqn, device, seed=model.seed, init_fn=model.init_fn
-    )
+    materialize(draft.slots, draft.inner, draft.fqn, seed=model.seed, init_fn=model.init_fn)
     for slot in draft.slots:
         dtype = model.param_dtype if slot.current.is_floating_point() else None
         placed = slot.current.detach().to(device, dtype or slot.current.dtype)
         slot.put(nn.Parameter(placed, requires_grad=slot.is_trainable))
-    for module in draft.inner:
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+    move_buffers(draft.inner, device)
 
 
 def _needs_grad(leaf: Any) -> bool:

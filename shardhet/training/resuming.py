@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardhet.comm import devices
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,8 +78,8 @@ def random_states(device: torch.device) -> dict[str, Any]:
         "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if not devices.is_on_host(device):
+        states[device.type] = devices.module_of(device).get_rng_state(device)
     return states
 
 
@@ -87,5 +89,5 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if not devices.is_on_host(device) and device.type in states:
+        devices.module_of(device).set_rng_state(states[device.type], device)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Observed
@@ -211,8 +212,8 @@ class Trainer:
 
         The trainer does it once when it is created, to exclude the building of the model.
         """
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if not devices.is_on_host(self._device):
+            devices.module_of(self._device).reset_peak_memory_stats(self._device)
         else:
             with suppress(OSError):  # works on Linux only; elsewhere the peak stays
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
@@ -237,6 +238,6 @@ class Trainer:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most bytes allocated on ``device``, or resident on a CPU, since the last reset."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if not devices.is_on_host(device):
+        return int(devices.module_of(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT_BYTES

@@ -16,6 +16,7 @@ from shardhet import DeviceSpec
 from shardhet.apps.common.crash import Failure
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
+from shardhet.comm import devices
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.transport import SWITCH
 from shardhet.config.training import ClusterConf, DeviceType
@@ -46,9 +47,10 @@ def joined(
                 stay_on(cores_for(cluster.speeds)[env.rank])
             if transport != "auto":  # otherwise the environment decides
                 os.environ[SWITCH] = transport
+            # Agreements between hosts need gloo on GPUs too.
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                device_id=device if device.type == "cuda" else None,
+                devices.backends_for(device),
+                device_id=None if devices.is_on_host(device) else device,
             )
             yield device
             dist.destroy_process_group()
@@ -60,13 +62,15 @@ def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
     wanted = cluster.device
     if wanted is DeviceType.CPU or (wanted is DeviceType.AUTO and not num_gpus):
         return torch.device("cpu")
-    if env.local_rank >= num_gpus:
+    # srun --gpus-per-task=1 shows each rank a single GPU, its own.
+    index = 0 if env.is_started_by_srun and num_gpus == 1 else env.local_rank
+    if index >= num_gpus:
         raise ValueError(
             f"rank {env.rank}: local rank {env.local_rank} but this host has {num_gpus} GPUs. "
             "Start fewer ranks per host, or set cluster.device=CPU."
         )
-    torch.cuda.set_device(env.local_rank)
-    return torch.device("cuda", env.local_rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:

@@ -31,6 +31,7 @@ class RankEnv:
     store_port: int
     is_store_hosted_by_agent: bool = False
     is_restarted: bool = False
+    is_started_by_srun: bool = False
 
     @classmethod
     def from_environment(cls) -> Self | None:
@@ -66,6 +67,7 @@ class RankEnv:
             store_host=environment.get("MASTER_ADDR") or first_host(nodes),
             store_port=int(environment.get("MASTER_PORT") or port),
             is_restarted=environment.get("SLURM_RESTART_COUNT", "0") != "0",
+            is_started_by_srun=True,
         )
 
     def publish(self) -> None:

@@ -1,0 +1,35 @@
+"""Where a tensor lives, and the streams, events and memory counters of its device.
+
+Everything that treats an accelerator differently from the host asks here, so that tests can
+put an emulated accelerator in its place (see ``tests/emulation``).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_on_host(of: Tensor | torch.device) -> bool:
+    """Whether a tensor lives, or a device computes, in the memory of the host."""
+    device = of.device if isinstance(of, Tensor) else of
+    return device.type == "cpu"
+
+
+def module_of(device: torch.device) -> Any:
+    """The module with the device's streams, events and memory counters, as ``torch.cuda``."""
+    return torch.get_device_module(device)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries the group's tensors on ``device``."""
+    name: str = group._get_backend(device).name()
+    return name
+
+
+def backends_for(device: torch.device) -> str:
+    """What to give ``init_process_group`` so that host and ``device`` can both communicate."""
+    if is_on_host(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
