@@ -146,7 +146,7 @@ class Patchwork(nn.Module):
         if self.shape.mask == "buffer":
             return self.mask
         num_tokens = tokens_BT.shape[1]
-        return torch.ones(num_tokens, num_tokens).tril().bool()
+        return torch.ones(num_tokens, num_tokens, device=tokens_BT.device).tril().bool()
 
 
 def masked_loss(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

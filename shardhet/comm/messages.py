@@ -7,6 +7,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.peers import LostPeerError
 
@@ -102,7 +103,9 @@ class Messages:
                 works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
                 raise LostPeerError(str(error)) from error
-        is_one_each = len(works) == len(ops)  # NCCL returns one for the whole group
+        # NCCL has one operation for the whole group.  The stream that waits for it joins its
+        # sends too, also on a rank that only sends.
+        is_one_each = not ops or devices.is_on_host(ops[0].tensor)
         num_receives = len(self._receives)
         return Pending(
             receiving=works[:num_receives] if is_one_each else works,

@@ -1,0 +1,322 @@
+"""An accelerator whose memory is the host's, and which is strict where GPUs are.
+
+Its tensors are ordinary CPU tensors that are listed here.  What is made on ``cpu:0``, the device
+with an index, is listed, and so is everything computed from it; what is made on ``cpu`` is not.
+Operations run at once, as launched; the clocks keep what a GPU would have been free to reorder.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardhet.comm import devices
+from tests.emulated.clocks import Event, Host, Stream
+from tests.emulated.memory import Access, Held, Memory, RaceError
+from tests.emulated.nccl import Nccl
+
+aten = torch.ops.aten
+# They take tensors of host and device together.
+ACROSS = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default}
+# The number of elements of their output is known when the device has computed them.
+READ_BY_HOST = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten._unique2.default,
+}
+HOST = torch.device("cpu")
+
+
+class Accelerator:
+    """One emulated accelerator and its NCCL; see the module."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu", 0)
+        self.host = Host()
+        self.memory = Memory(self.host)
+        self.nccl = Nccl(self)
+        self._held: dict[int, Held] = {}  # by storage
+        self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
+
+    @property
+    def syncs(self) -> list[str]:
+        """Why the host waited for the device, each time that it did."""
+        return self.host.syncs
+
+    # Storages #
+
+    def held(self, tensor: Tensor) -> Held | None:
+        """The listed storage of ``tensor``; None if it is on the host (or has no memory)."""
+        if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+            return None
+        return self._held.get(tensor.untyped_storage()._cdata)
+
+    def take_in(self, tensor: Tensor) -> None:
+        """List a new tensor's storage, allocated on the current stream."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._held:
+            held = self.memory.allocate(storage.nbytes(), self.current)
+            self._held[storage._cdata] = held
+            weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        self.memory.free(self._held.pop(key))
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Follow ``storage.resize_``, which no mode sees."""
+        held = self._held.get(storage._cdata)
+        if held is not None:
+            self.memory.free(held)
+            if nbytes:
+                self.memory.reallocate(held, nbytes, self.current)
+
+    # Operations #
+
+    def launch(
+        self, what: str, stream: Stream, *, reads: list[Tensor], writes: list[Tensor]
+    ) -> None:
+        """Queue an operation on ``stream``."""
+        moment = stream.begin()
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                held = self.held(tensor)
+                if held is not None and tensor.numel():
+                    access = Access(*_bytes_of(tensor), moment, is_write, what)
+                    self.memory.access(held, access, stream.clock)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation of torch, on the current stream if it concerns the device."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        target = kwargs.get("device")
+        makes = target is not None and target.type == "cpu" and target.index is not None
+        listed = [tensor for tensor in given if self.held(tensor) is not None]
+        if not listed and not makes:
+            for tensor in given:
+                self.check_has_arrived(tensor, str(func))
+            return func(*args, **kwargs)
+        if listed and func not in ACROSS:
+            self._check_on_device(func, given)
+        result = func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if _is_view(func) and not written:
+            return result
+        goes_to_host = func is aten._to_copy.default and not makes and target is not None
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not goes_to_host:
+            for tensor in made:
+                if tensor.device.type == "cpu":
+                    self.take_in(tensor)
+        written_ids = {id(tensor) for tensor in written}
+        self.launch(
+            str(func),
+            self.current,
+            reads=[tensor for tensor in listed if id(tensor) not in written_ids],
+            writes=[*written, *(t for t in made if id(t) not in written_ids)],
+        )
+        if func in READ_BY_HOST:
+            self.wait_for_current(str(func))
+        elif goes_to_host and kwargs.get("non_blocking"):
+            moment = self.current.begin()
+            for tensor in made:
+                key = tensor.untyped_storage()._cdata
+                self._on_way_to_host[key] = Access(0, 1, moment, True, str(func))
+        elif goes_to_host or (makes and given and not listed and not _is_pinned(given[0])):
+            self.wait_for_current(str(func))
+        return result
+
+    def check_has_arrived(self, tensor: Tensor, what: str) -> None:
+        """Raise ``RaceError`` if the host reads a copy that the device may still write."""
+        if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+            return
+        access = self._on_way_to_host.get(tensor.untyped_storage()._cdata)
+        if access is not None and not access.moment.is_before(self.host.clock):
+            raise RaceError(f"{what} on the host reads a copy that is still on its way")
+
+    def wait_for_current(self, why: str) -> None:
+        """Let the host wait for the current stream."""
+        self.host.syncs.append(why)
+        self.host.clock.join(self.current.clock)
+
+    def _check_on_device(self, func: Any, given: list[Tensor]) -> None:
+        for tensor in given:
+            if tensor.dim() and tensor.device.type == "cpu" and self.held(tensor) is None:
+                raise RuntimeError(
+                    f"{func}: a tensor {list(tensor.shape)} of the host beside tensors of the "
+                    "device"
+                )
+
+    # What the library sees #
+
+    @property
+    def current(self) -> Stream:
+        return self.host.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.host.current = self.host.current, stream
+        try:
+            yield
+        finally:
+            self.host.current = before
+
+    def module(self) -> Any:
+        """What ``torch.cuda`` is for GPUs."""
+        return SimpleNamespace(
+            Stream=lambda priority=0: Stream(self.host, f"of priority {priority}"),
+            Event=lambda **options: Event(self.host, **options),
+            current_stream=lambda device=None: self.current,
+            current_device=lambda: 0,
+            default_generators=[torch.default_generator],
+            get_device_properties=lambda device: SimpleNamespace(
+                name="emulated", total_memory=16 * 2**30, uuid=f"emulated-{id(self)}"
+            ),
+            get_rng_state=lambda device: torch.get_rng_state(),
+            set_rng_state=lambda state, device: torch.set_rng_state(state),
+            max_memory_allocated=lambda device=None: self.memory.peak_bytes,
+            mem_get_info=lambda device=None: (
+                16 * 2**30 - self.memory.allocated_bytes,
+                16 * 2**30,
+            ),
+            memory_allocated=lambda device=None: self.memory.allocated_bytes,
+            memory_reserved=lambda device=None: self.memory.allocated_bytes,
+            reset_peak_memory_stats=self._reset_peak,
+            stream=self.stream,
+            synchronize=self._synchronize,
+        )
+
+    def _reset_peak(self, device: torch.device | None = None) -> None:
+        self.memory.peak_bytes = self.memory.allocated_bytes
+
+    def _synchronize(self, device: torch.device | None = None) -> None:
+        self.host.syncs.append("device")
+        for stream in self.host.streams:
+            self.host.clock.join(stream.clock)
+
+    def is_on_host(self, of: Tensor | torch.device) -> bool:
+        """In place of ``devices.is_on_host``."""
+        if isinstance(of, Tensor):
+            return self.held(of) is None
+        return of.index is None
+
+    @contextmanager
+    def installed(self) -> Iterator["Accelerator"]:
+        """A context in which ``self.device`` is an accelerator, with NCCL between ranks."""
+        module = self.module()
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            self.resize(storage, nbytes)
+            return resize(storage, nbytes)
+
+        run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def with_functions(*args: Any, **kwargs: Any) -> Any:
+            # torch.autograd.backward is a function that the mode sees, and leaves.
+            with _Functions(self):
+                return run_backward(*args, **kwargs)
+
+        with (
+            mock.patch.object(devices, "is_on_host", self.is_on_host),
+            mock.patch.object(devices, "module_of", lambda device: module),
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+            mock.patch.object(torch.autograd, "_engine_run_backward", with_functions),
+            self.nccl.installed(),
+            _Functions(self),
+            _Operations(self),
+        ):
+            yield self
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self._accelerator.run(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """What cannot be seen from operations, because host and device are one device to torch."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        accelerator = self._accelerator
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+            found = func(*args)
+            is_ours = found.type == "cpu" and accelerator.held(args[0]) is not None
+            return accelerator.device if is_ours else found
+        if func is torch.tensor and _has_index(kwargs.get("device")):
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
+        if func is Tensor.pin_memory:
+            return args[0].clone()
+        if func in (Tensor.to, Tensor.cpu) and accelerator.held(args[0]) is not None:
+            if func is Tensor.cpu:
+                return Tensor.to(args[0], HOST, copy=True)
+            if any(_is_host(each) for each in (*args[1:], *kwargs.values())):
+                return Tensor.to(*args, **{**kwargs, "copy": True})
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.item):
+            accelerator.check_has_arrived(args[0], func.__name__)
+            if func is not Tensor.item and accelerator.held(args[0]) is not None:
+                accelerator.wait_for_current(func.__name__)
+        return func(*args, **kwargs)
+
+
+def _is_host(place: Any) -> bool:
+    if isinstance(place, str):
+        return place == "cpu"
+    return isinstance(place, torch.device) and place == HOST
+
+
+def _has_index(device: Any) -> bool:
+    return isinstance(device, torch.device) and device.index is not None
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    # A copy that is not asked for as non-blocking waits, pinned or not; the library pins what
+    # it copies without waiting.
+    return False
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """The bytes from the first to the last element, in the tensor's storage."""
+    itemsize = tensor.element_size()
+    first = tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * itemsize, (last + 1) * itemsize
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that ``func`` changes."""
+    given = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[i] if i < len(args) else None)
+            given += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return given
+
+
+def _is_view(func: Any) -> bool:
+    """Whether ``func`` returns another shape of the same memory, and touches none."""
+    return any(each.alias_info is not None for each in func._schema.returns)

@@ -1,0 +1,108 @@
+"""Streams and events as vector clocks (Fidge 1988, Mattern 1989).
+
+Every operation on a stream advances the stream's own entry.  A stream's clock says, for every
+stream, how many of its operations are over before the next operation of this one begins.
+"""
+
+from itertools import count
+from typing import Any, NamedTuple
+
+_numbers = count()
+
+
+class Clock(dict[int, int]):
+    """By stream: how many of its operations have happened before."""
+
+    def join(self, other: "Clock") -> None:
+        """Let everything in ``other`` have happened before, too."""
+        for stream, time in other.items():
+            if self.get(stream, 0) < time:
+                self[stream] = time
+
+    def missing(self, other: "Clock") -> "Clock":
+        """What has happened in ``other`` and not here."""
+        return Clock({s: t for s, t in other.items() if self.get(s, 0) < t})
+
+
+class Moment(NamedTuple):
+    """One operation of a stream."""
+
+    stream: int
+    time: int
+
+    def is_before(self, clock: Clock) -> bool:
+        return clock.get(self.stream, 0) >= self.time
+
+
+class Host:
+    """The thread that launches: what it has waited for is over for every later operation."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.streams: list[Stream] = []
+        self.name_by_stream: dict[int, str] = {}
+        self.syncs: list[str] = []  # why the host waited for the device
+        self.current = Stream(self, "compute")
+
+
+class Stream:
+    """A queue of operations; the surface of ``torch.cuda.Stream`` as far as it is used."""
+
+    def __init__(self, host: Host, name: str) -> None:
+        self.number = next(_numbers)
+        self.name = name
+        self.clock = Clock()
+        self._host = host
+        host.streams.append(self)
+        host.name_by_stream[self.number] = name
+
+    def begin(self) -> Moment:
+        """Queue an operation."""
+        self.clock.join(self._host.clock)
+        time = self.clock.get(self.number, 0) + 1
+        self.clock[self.number] = time
+        return Moment(self.number, time)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event(self._host)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "Event") -> None:
+        self.clock.join(event.clock)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.clock.join(stream.clock)
+
+    def synchronize(self) -> None:
+        self._host.syncs.append(f"stream {self.name}")
+        self._host.clock.join(self.clock)
+
+    def query(self) -> bool:
+        return False  # the host runs ahead
+
+
+class Event:
+    """A point in a stream; the surface of ``torch.cuda.Event`` as far as it is used."""
+
+    def __init__(self, host: Host, **_: Any) -> None:
+        self.clock = Clock()
+        self._host = host
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._host.current
+        stream.clock.join(self._host.clock)
+        self.clock = Clock(stream.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._host.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._host.syncs.append("event")
+        self._host.clock.join(self.clock)
+
+    def query(self) -> bool:
+        return not self._host.clock.missing(self.clock)
+
+    def elapsed_time(self, _end: "Event") -> float:
+        return 0.01  # milliseconds: the emulated device keeps no time

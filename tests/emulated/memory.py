@@ -1,0 +1,113 @@
+"""What was done with the memory of a device, and whether the streams were in order."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from tests.emulated.clocks import Clock, Host, Moment, Stream
+
+
+class RaceError(AssertionError):
+    """Two operations on the same memory, at least one a write, that nothing orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One operation on a range of bytes of a storage."""
+
+    start: int
+    stop: int
+    moment: Moment
+    is_write: bool
+    what: str
+
+    def overlaps(self, other: "Access") -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+@dataclass(slots=True)
+class Held:
+    """A storage of the device, from an allocation until it is freed."""
+
+    nbytes: int
+    pool: int  # the stream that allocated it: freed memory goes back to that stream's pool
+    follows: Clock  # what is over only now and then in the pool's memory
+    accesses: list[Access] = field(default_factory=list)
+    is_freed: bool = False
+
+
+class Memory:
+    """All storages of a device, with a caching allocator's rules.
+
+    Freed memory goes to the pool of the stream that allocated it, at once; the allocator knows
+    nothing of other streams.  So whoever touches memory that was allocated from a pool must come
+    after everything that was done with what had been freed into it ([Note: Tombstones]).
+
+    [Note: Tombstones]
+    It is assumed that any allocation may get any memory that was freed into its pool before: one
+    clock per pool is enough, and no luck with addresses hides a fault.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._tombs: defaultdict[int, Clock] = defaultdict(Clock)
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+
+    def allocate(self, nbytes: int, stream: Stream) -> Held:
+        held = Held(nbytes, stream.number, Clock(self._tombs[stream.number]))
+        self._count(nbytes)
+        return held
+
+    def reallocate(self, held: Held, nbytes: int, stream: Stream) -> None:
+        """Give a storage that was freed new memory."""
+        held.nbytes, held.pool = nbytes, stream.number
+        held.follows, held.accesses = Clock(self._tombs[stream.number]), []
+        held.is_freed = False
+        self._count(nbytes)
+
+    def free(self, held: Held) -> None:
+        if not held.is_freed:
+            tomb = self._tombs[held.pool]
+            tomb.join(held.follows)
+            for access in held.accesses:
+                tomb.join(Clock({access.moment.stream: access.moment.time}))
+            held.is_freed, held.accesses = True, []
+            self._count(-held.nbytes)
+
+    def access(self, held: Held, new: Access, clock: Clock) -> None:
+        """Note what an operation does; raise ``RaceError`` if it may come too early."""
+        if held.is_freed:
+            raise RaceError(f"{new.what} uses memory that has been freed")
+        early = clock.missing(held.follows)
+        if early:
+            others = ", ".join(self._host.name_by_stream[s] for s in early)
+            raise RaceError(
+                f"{new.what} on stream {self._name(new)} uses memory that stream {others} may "
+                "still use for what was freed there"
+            )
+        for old in held.accesses:
+            if not (old.is_write or new.is_write) or not old.overlaps(new):
+                continue
+            if not old.moment.is_before(clock):
+                verbs = ["reads", "writes"]
+                raise RaceError(
+                    f"{new.what} on stream {self._name(new)} {verbs[new.is_write]} what "
+                    f"{old.what} on stream {self._name(old)} {verbs[old.is_write]}, and "
+                    "nothing says that it comes later"
+                )
+        # What the new access covers comes before it, so whoever waits for it waits for both.
+        held.accesses = [old for old in held.accesses if not _is_covered(old, new)]
+        held.accesses.append(new)
+
+    def _name(self, access: Access) -> str:
+        return self._host.name_by_stream[access.moment.stream]
+
+    def _count(self, nbytes: int) -> None:
+        self.allocated_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+
+def _is_covered(old: Access, new: Access) -> bool:
+    is_inside = new.start <= old.start and old.stop <= new.stop
+    same = old.moment.stream == new.moment.stream and old.is_write == new.is_write
+    return is_inside and (new.is_write or same)

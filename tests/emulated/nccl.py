@@ -1,0 +1,285 @@
+"""NCCL's rules over gloo: every branch for NCCL runs, and what NCCL would refuse is refused.
+
+What is not tensors of the device is refused, and so are pieces that are not contiguous.  A
+collective needs all ranks.  With ``async_op`` it runs on a stream of the communicator's own,
+which waits for the launching stream; ``wait()`` makes the current stream wait, never the host,
+and nothing is ever completed when the host asks.  Messages are launched as one group.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardhet.comm import devices
+from tests.emulated.clocks import Event, Stream
+
+if TYPE_CHECKING:
+    from tests.emulated.accelerator import Accelerator
+
+# Groups that stand for NCCL's; they outlive an accelerator, as the library keeps them.
+_is_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+
+
+@dataclass
+class Communicator:
+    """One NCCL communicator, as one rank sees it."""
+
+    stream: Stream
+    # What was launched, for a comparison over ranks; messages by peer and direction.
+    collectives: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    sent: dict[int, list[int]] = field(default_factory=dict)
+    received: dict[int, list[int]] = field(default_factory=dict)
+    received_bytes: int = 0
+
+
+class Work:
+    """A launch with ``async_op``; like torch's, it keeps its tensors until it is waited for."""
+
+    def __init__(self, accelerator: "Accelerator", event: Event, tensors: list[Tensor]) -> None:
+        self._accelerator = accelerator
+        self._event = event
+        self._tensors = tensors
+
+    def wait(self) -> bool:
+        self._accelerator.current.wait_event(self._event)
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Nccl:
+    """The communicators of one rank."""
+
+    def __init__(self, accelerator: "Accelerator") -> None:
+        self._accelerator = accelerator
+        self.communicators: dict[dist.ProcessGroup, Communicator] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In place of torch's functions, for groups that stand for NCCL's."""
+        self._new_group = dist.new_group
+        self._originals = {name: getattr(dist, name) for name in self._functions()}
+        backend_of = devices.backend_of
+
+        def backend(group: dist.ProcessGroup, device: torch.device) -> str:
+            return "nccl" if device.index is not None else backend_of(group, device)
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(devices, "backend_of", backend))
+            stack.enter_context(mock.patch.object(dist, "new_group", self._make_group))
+            for name, function in self._functions().items():
+                stack.enter_context(mock.patch.object(dist, name, function))
+            yield
+
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "all_gather": self._all_gather,
+            "all_gather_single": self._all_gather_single,
+            "all_reduce": self._all_reduce,
+            "batch_isend_irecv": self._messages,
+            "reduce_scatter": self._reduce_scatter,
+            "reduce_scatter_single": self._reduce_scatter_single,
+        }
+
+    def _make_group(self, ranks: Sequence[int], *, backend: str, **options: Any) -> Any:
+        is_nccl = backend == "nccl"
+        group = self._new_group(ranks, backend="gloo" if is_nccl else backend, **options)
+        if is_nccl:
+            _is_nccl[group] = True
+        return group
+
+    # Collectives #
+
+    def _all_gather(
+        self, outputs: list[Tensor], own: Tensor, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        if group not in _is_nccl:
+            return self._originals["all_gather"](outputs, own, group=group, async_op=async_op)
+        outputs[group.rank()].shape == own.shape or _refuse("all_gather: unequal shapes")
+
+        def move() -> None:
+            outputs[group.rank()].copy_(own)
+            for root, piece in enumerate(outputs):
+                dist.broadcast(piece, group=group, group_src=root)
+
+        sizes = tuple(each.numel() for each in outputs)
+        return self._collective(
+            "all_gather", group, sizes, [own], outputs, async_op, move, sum(sizes) - own.numel()
+        )
+
+    def _all_gather_single(
+        self, output: Tensor, own: Tensor, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        if group not in _is_nccl:
+            return self._originals["all_gather_single"](output, own, group, async_op)
+        output.numel() == own.numel() * group.size() or _refuse("all_gather_single: sizes")
+
+        def move() -> None:
+            pieces = list(output.chunk(group.size()))
+            self._originals["all_gather"](pieces, own.clone(), group=group)
+
+        received = output.numel() - own.numel()
+        sizes = (output.numel(),)
+        return self._collective(
+            "all_gather_single", group, sizes, [own], [output], async_op, move, received
+        )
+
+    def _reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: list[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        if group not in _is_nccl:
+            return self._originals["reduce_scatter"](output, inputs, op, group, async_op)
+        inputs[group.rank()].shape == output.shape or _refuse("reduce_scatter: unequal shapes")
+        sizes = tuple(each.numel() for each in inputs)
+        return self._collective(
+            "reduce_scatter",
+            group,
+            sizes,
+            inputs,
+            [output],
+            async_op,
+            lambda: self._sum(output, inputs, group),
+            (group.size() - 1) * output.numel(),
+        )
+
+    def _reduce_scatter_single(
+        self,
+        output: Tensor,
+        whole: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        if group not in _is_nccl:
+            return self._originals["reduce_scatter_single"](output, whole, op, group, async_op)
+        whole.numel() == output.numel() * group.size() or _refuse("reduce_scatter_single: sizes")
+        return self._collective(
+            "reduce_scatter_single",
+            group,
+            (whole.numel(),),
+            [whole],
+            [output],
+            async_op,
+            lambda: self._sum(output, list(whole.chunk(group.size())), group),
+            (group.size() - 1) * output.numel(),
+        )
+
+    def _all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        original = self._originals["all_reduce"]
+        if group not in _is_nccl:
+            return original(tensor, op, group=group, async_op=async_op)
+        return self._collective(
+            "all_reduce",
+            group,
+            (tensor.numel(),),
+            [],
+            [tensor],
+            async_op,
+            lambda: original(tensor, op, group=group),
+            tensor.numel(),
+        )
+
+    def _sum(self, output: Tensor, inputs: list[Tensor], group: dist.ProcessGroup) -> None:
+        for root, piece in enumerate(inputs):
+            is_root = root == group.rank()
+            parts = [torch.empty_like(piece) for _ in inputs] if is_root else None
+            dist.gather(piece.contiguous(), parts, group=group, group_dst=root)
+            if parts is not None:
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                result = total
+        output.copy_(result)
+
+    def _collective(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        sizes: tuple[int, ...],
+        reads: list[Tensor],
+        writes: list[Tensor],
+        async_op: bool,
+        move: Callable[[], None],
+        num_received: int,
+    ) -> Work | None:
+        communicator = self._of(group)
+        communicator.collectives.append((name, sizes))
+        communicator.received_bytes += num_received * writes[0].element_size()
+        return self._launch(name, communicator, reads, writes, async_op, move)
+
+    def _launch(
+        self,
+        name: str,
+        communicator: Communicator,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        async_op: bool,
+        move: Callable[[], None],
+    ) -> Work | None:
+        accelerator = self._accelerator
+        for tensor in (*reads, *writes):
+            if accelerator.held(tensor) is None:
+                _refuse(f"{name}: a tensor {list(tensor.shape)} that is not on the device")
+            if not tensor.is_contiguous():
+                _refuse(f"{name}: a tensor {list(tensor.shape)} that is not contiguous")
+        stream = communicator.stream if async_op else accelerator.current
+        if async_op:
+            stream.wait_stream(accelerator.current)
+        accelerator.launch(name, stream, reads=reads, writes=writes)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            move()
+        if not async_op:
+            return None
+        return Work(accelerator, stream.record_event(), [*reads, *writes])
+
+    # Messages #
+
+    def _messages(self, ops: list[dist.P2POp]) -> list[Any]:
+        group = ops[0].group
+        original = self._originals["batch_isend_irecv"]
+        if group not in _is_nccl:
+            return list(original(ops))
+        communicator = self._of(group)
+        reads, writes = [], []
+        for op in ops:
+            is_send = op.op is dist.isend
+            (reads if is_send else writes).append(op.tensor)
+            log = communicator.sent if is_send else communicator.received
+            log.setdefault(op.group_peer, []).append(op.tensor.numel())
+            if not is_send:
+                nbytes = op.tensor.numel() * op.tensor.element_size()
+                communicator.received_bytes += nbytes
+
+        def move() -> None:
+            for work in original(ops):
+                work.wait()
+
+        work = self._launch("messages", communicator, reads, writes, True, move)
+        return [work]
+
+    def _of(self, group: dist.ProcessGroup) -> Communicator:
+        if group not in self.communicators:
+            name = f"NCCL {len(self.communicators)}"
+            self.communicators[group] = Communicator(Stream(self._accelerator.host, name))
+        return self.communicators[group]
+
+
+def _refuse(why: str) -> None:
+    raise RuntimeError(f"NCCL refuses {why}")
