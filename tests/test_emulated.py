@@ -1,38 +1,50 @@
-"""On an emulated accelerator with NCCL's rules: right, in order, and what the plan says is sent."""
+"""On an emulated accelerator with NCCL's rules: right, in order, and nothing sent in vain."""
 
 import copy
 import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardhet import HetFSDP, Plan
+from shardhet.comm.channel import Channel
+from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.groups import Communicators, default_group
 from tests.emulated.accelerator import Accelerator
+from tests.emulated.memory import RaceError
+from tests.emulated.nccl import Communicator
 from tests.parity import (
     LOSS_BAR,
     PARAM_BAR,
     Batch,
-    compare_grads,
+    Course,
+    Problem,
     compare_params,
-    compare_state_dicts,
     make_optimizer,
+    microbatched_step,
     part_of,
     train_step,
     whole_step,
     wrap,
-    microbatched_step,
-    _unit_by_param,
 )
 from tests.patchwork import Case, draw_case
 from tests.worlds import run_ranks
 
+# More of them: SHARDHET_EMULATED_CASES=500
+NUM_CASES = int(os.environ.get("SHARDHET_EMULATED_CASES", "48"))
 CASES_PER_BLOCK = 8
-NUM_BLOCKS_BY_WORLD_SIZE = {1: 1, 2: 3, 3: 3, 4: 2}
+PART_BY_WORLD_SIZE = {1: 0.125, 2: 0.375, 3: 0.25, 4: 0.25}
 BLOCKS = [
     (world_size, block)
-    for world_size, num_blocks in NUM_BLOCKS_BY_WORLD_SIZE.items()
-    for block in range(num_blocks)
+    for world_size, part in PART_BY_WORLD_SIZE.items()
+    for block in range(max(1, round(part * NUM_CASES / CASES_PER_BLOCK)))
 ]
+Launches = dict[str, Communicator]
 FIRST_SEED = 5000  # other cases than those of test_parity
 
 
@@ -40,60 +52,330 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     return {name: each.to(device) for name, each in batch.items()}
 
 
-def check_on_accelerator(rank: int, case: Case) -> Accelerator:
-    """Train beside one process that has no accelerator."""
+class OnAccelerator:
+    """One rank's model on an accelerator of its own."""
+
+    def __init__(self, module: nn.Module, case: Case, rank: int) -> None:
+        self.accelerator = Accelerator()
+        options = {**case.problem.options, "device": self.accelerator.device}
+        self.course = case.course
+        self.problem = replace(case.problem, options=options)
+        with self.accelerator.installed():
+            self.model = wrap(module, self.problem, case.plan, case.course, rank)
+            self.optimizer = make_optimizer(self.model, case.course.optimizer)
+
+    def train_step(self, batch: Batch) -> float | None:
+        """Forward and backward; checks that what is sent is what the plan says."""
+        runtime = self.model._runtime
+        num_probes = len(runtime._known._findings)
+        communicators = self.accelerator.nccl.communicators.values()
+        before = sum(each.received_bytes for each in communicators)
+        self.accelerator.syncs.clear()
+        with self.accelerator.installed():
+            mine = on_device(batch, self.accelerator.device)
+            self.accelerator.syncs.clear()
+            mean = train_step(self.model, self.problem, mine, self.course)
+        if len(runtime._known._findings) == num_probes:
+            # The host reads the losses when backward is queued, and nothing else.
+            assert self.accelerator.syncs == ["comm/host_copy.py read: event"]
+            received = sum(each.received_bytes for each in communicators) - before
+            assert received == planned_bytes(self.model)
+        return mean
+
+    def optimizer_step(self) -> None:
+        self.accelerator.syncs.clear()
+        with self.accelerator.installed():
+            self.optimizer.step()
+        assert not self.accelerator.syncs
+
+    @property
+    def launches(self) -> Launches:
+        """What was launched, by the name of the group."""
+        return {
+            group.group_name: replace(each, stream=None)
+            for group, each in self.accelerator.nccl.communicators.items()
+        }
+
+
+def planned_bytes(model: HetFSDP) -> int:
+    """What this rank receives in the last step, by its schedule."""
+    runtime, comm = model._runtime, model._comm
+    if comm.gather_channel.group is None:
+        return 0
+    contributors = [i for i in comm.receivers if i != model.position]
+    launches = runtime._walk._order.schedule.launches()
+    units = [("gather", runtime.root), ("reduce", runtime.root)]
+    units += [(each.kind, runtime.units[each.unit]) for each in launches]
+    total = 16 * (model._control.world_size - 1)  # losses and tokens
+    for kind, unit in units:
+        for flat in unit.flats:
+            own = flat.layout.shard_numels[model.position]
+            if kind == "gather" and comm.is_receiver:
+                total += (flat.layout.numel - own) * flat.param_dtype.itemsize
+            elif kind == "reduce" and flat.is_trainable and not flat.grad.is_private:
+                total += own * len(contributors) * flat.reduce_dtype.itemsize
+    return total
+
+
+def check_beside_one_process(rank: int, case: Case) -> Launches:
+    """Every loss and every parameter is that of one process without an accelerator."""
     problem, plan, course = case.problem, case.plan, case.course
     torch.manual_seed(11)
     reference = problem.make_module()
-    unit_by_fqn = _unit_by_param(reference, problem)
-    accelerator = Accelerator()
-    with accelerator.installed():
-        options = {**problem.options, "device": accelerator.device}
-        from dataclasses import replace
-
-        there = replace(problem, options=options)
-        model = wrap(copy.deepcopy(reference), there, plan, course, rank)
-        optimizer = make_optimizer(model, course.optimizer)
-    of_reference = make_optimizer(reference, course.optimizer)
+    there = OnAccelerator(copy.deepcopy(reference), case, rank)
+    optimizer = make_optimizer(reference, course.optimizer)
     for step, sizes in enumerate(course.rank_batch_sizes):
         batch = problem.make_batch(sum(sizes))
         if step % course.steps_between_zero_grad == 0:
+            there.optimizer.zero_grad()
             optimizer.zero_grad()
-            of_reference.zero_grad()
-        with accelerator.installed():
-            mine = on_device(part_of(batch, sizes, model.position), accelerator.device)
-            mean = train_step(model, there, mine, course)
+        mean = there.train_step(part_of(batch, sizes, there.model.position))
         if course.has_dropout:
             expected = microbatched_step(reference, problem, plan, batch, sizes, step=step)
         else:
             expected = whole_step(reference, problem, batch)
         assert mean is not None
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
-        compare_grads(model, reference, unit_by_fqn, where=f"step {step}")
         if (step + 1) % course.steps_between_zero_grad == 0:
-            of_reference.step()
-            with accelerator.installed():
-                optimizer.step()
+            optimizer.step()
+            there.optimizer_step()
         bar = PARAM_BAR[course.optimizer]
-        compare_params(model, reference, bar=bar, where=f"after step {step}")
-    with accelerator.installed():
-        found = model.state_dict()
-    return accelerator
+        compare_params(there.model, reference, bar=bar, where=f"after step {step}")
+    return there.launches
 
 
-def _run_block(rank: int, world_size: int, block: int) -> None:
+def check_beside_the_host(rank: int, case: Case) -> Launches:
+    """In two formats: every loss and parameter is that of the same plan on hosts, over gloo.
+
+    Both compute alike; the sums of gradients, in float64, are added up in another order.
+    """
+    problem, plan, course = case.problem, case.plan, case.course
+    options = {**problem.options, "param_dtype": torch.float32}
+    problem = replace(problem, options=options)
+    torch.manual_seed(11)
+    module = problem.make_module()
+    there = OnAccelerator(copy.deepcopy(module), replace(case, options=options), rank)
+    here = wrap(module, problem, plan, course, rank)
+    optimizer = make_optimizer(here, course.optimizer)
+    for step, sizes in enumerate(course.rank_batch_sizes):
+        if step % course.steps_between_zero_grad == 0:
+            there.optimizer.zero_grad()
+            optimizer.zero_grad()
+        batch = part_of(problem.make_batch(sum(sizes)), sizes, here.position)
+        mean, expected = there.train_step(batch), train_step(here, problem, batch, course)
+        assert mean is not None
+        assert expected is not None
+        assert abs(mean - expected) <= 1e-6 * abs(expected), f"loss {mean} for {expected}"
+        if (step + 1) % course.steps_between_zero_grad == 0:
+            optimizer.step()
+            there.optimizer_step()
+        for found, own in zip(there.model.parameters(), here.parameters(), strict=True):
+            torch.testing.assert_close(found.as_subclass(Tensor), own.as_subclass(Tensor))
+    return there.launches
+
+
+def _run_block(rank: int, world_size: int, block: int) -> list[Launches]:
+    launches = []
     for i in range(CASES_PER_BLOCK):
         case = draw_case(FIRST_SEED + block * CASES_PER_BLOCK + i, world_size=world_size)
+        check = check_beside_the_host if i % 3 == 2 else check_beside_one_process
         try:
-            check_on_accelerator(rank, case)
+            launches.append(check(rank, case))
         except Exception as error:
             error.add_note(str(case))
             raise
         gc.collect(1)
+    return launches
 
 
 @pytest.mark.parametrize("world_size, block", BLOCKS)
 def test_a_step_on_an_accelerator_is_the_step_of_one_process(
     world_size: int, block: int
 ) -> None:
-    run_ranks(_run_block, world_size, world_size, block)
+    launches_by_rank = run_ranks(_run_block, world_size, world_size, block, timeout_s=120.0)
+    for of_ranks in zip(*launches_by_rank, strict=True):
+        for name in set().union(*of_ranks):
+            check_launched_alike([each.get(name, Communicator()) for each in of_ranks])
+
+
+def check_launched_alike(communicators: Sequence[Communicator]) -> None:
+    """One communicator's collectives are the same everywhere; each message has two ends."""
+    for rank, each in enumerate(communicators):
+        assert each.collectives == communicators[0].collectives
+        for peer, sizes in each.sent.items():
+            assert communicators[peer].received[rank] == sizes
+
+
+# The detector itself
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with Accelerator().installed() as accelerator:
+        yield accelerator
+
+
+def _written_late(accelerator: Accelerator) -> tuple[Any, Any, Tensor]:
+    module = accelerator.module()
+    main, side = module.current_stream(), module.Stream()
+    x = torch.zeros(8, device=accelerator.device)
+    side.wait_stream(main)
+    with module.stream(side):
+        x.add_(1)
+    return main, side, x
+
+
+def test_a_read_that_waits_for_nobody_is_a_race(accelerator: Accelerator) -> None:
+    _main, _side, x = _written_late(accelerator)
+    with pytest.raises(RaceError, match="add_"):
+        x.sum()
+
+
+def test_a_read_after_a_wait_is_in_order(accelerator: Accelerator) -> None:
+    main, side, x = _written_late(accelerator)
+    event = side.record_event()
+    main.wait_event(event)
+    assert x.sum() == 8
+
+
+def test_an_event_covers_only_what_came_before_it(accelerator: Accelerator) -> None:
+    main, side, x = _written_late(accelerator)
+    event = side.record_event()
+    with accelerator.stream(side):
+        x.add_(1)
+    main.wait_event(event)
+    with pytest.raises(RaceError):
+        x.sum()
+
+
+def test_other_bytes_are_no_race(accelerator: Accelerator) -> None:
+    module = accelerator.module()
+    x = torch.zeros(8, device=accelerator.device)
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        x[:4].add_(1)
+    x[4:].add_(1)
+
+
+@pytest.mark.parametrize("frees", [lambda x: x.untyped_storage().resize_(0), lambda x: None])
+def test_freed_memory_is_not_used_before_its_readers_are_done(
+    accelerator: Accelerator, frees: Callable[[Tensor], Any]
+) -> None:
+    main, side, x = _written_late(accelerator)
+    frees(x)
+    del x
+    with pytest.raises(RaceError, match="freed"):
+        torch.zeros(8, device=accelerator.device)
+    main.wait_stream(side)
+    torch.zeros(8, device=accelerator.device)
+
+
+def test_the_host_reads_no_copy_that_is_on_its_way(accelerator: Accelerator) -> None:
+    x = torch.zeros(8, device=accelerator.device)
+    copied = x.to("cpu", non_blocking=True)
+    with pytest.raises(RaceError, match="on its way"):
+        copied.tolist()
+    accelerator.module().synchronize()
+    assert copied.tolist() == [0.0] * 8
+
+
+def test_host_and_device_do_not_compute_together(accelerator: Accelerator) -> None:
+    x = torch.zeros(8, device=accelerator.device)
+    with pytest.raises(RuntimeError, match="of the host beside"):
+        x + torch.ones(8)
+    assert (x + torch.tensor(1.0)).device == accelerator.device
+    assert (x.sum().item(), accelerator.syncs[-1]) == (
+        0.0,
+        "outside: aten._local_scalar_dense.default",
+    )
+
+
+def _send_without_waiting(rank: int) -> str:
+    """A rank that only sends must not free what it sends."""
+    accelerator = Accelerator()
+    with accelerator.installed():
+        communicators = Communicators.over(default_group(None), accelerator.device)
+        channel = Channel(communicators.gather, (0, 1), rank)
+        shard = torch.ones(4 * (rank == 0), device=accelerator.device)
+        output = torch.empty(4, device=accelerator.device) if rank else None
+        gather = all_gather_uneven(output, shard, [4, 0], channel=channel, receivers=[1])
+        try:
+            shard += 1
+        except RaceError as error:
+            found = str(error)
+        else:
+            found = "nothing"
+        gather.wait()
+        shard += 1
+        return found
+
+
+def test_a_message_is_read_until_it_is_waited_for() -> None:
+    found = run_ranks(_send_without_waiting, 2)
+    assert "messages" in found[0]
+    assert found[1] == "nothing"
+
+
+# A whole module, host and all
+
+
+class _WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.table(tokens) * self.scale
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.square().sum(), torch.tensor(tokens.numel(), device=tokens.device)
+
+
+def _train_with_buffers(rank: int, is_on_meta: bool) -> list[float]:
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1], rank_batch_sizes=[4, 2], state_shares=[0.25, 0.75]
+    )
+    problem = Problem(
+        make_module=_WithBuffers,
+        make_batch=lambda n: {"tokens": torch.randint(0, 7, (n, 3))},
+        loss=lambda model, batch: model(batch["tokens"]),
+    )
+    torch.manual_seed(5)
+    module = _WithBuffers()
+    if is_on_meta:
+        module.to("meta")
+        problem = replace(problem, options={"init_fn": _fill})
+    batch = problem.make_batch(6)
+    losses = []
+    for on in ("accelerator", "host"):
+        course = Course.of(plan)
+        accelerator = Accelerator()
+        one = copy.deepcopy(module)
+        if on == "host":
+            model = wrap(one, problem, plan, course, rank)
+            sizes = course.rank_batch_sizes[0]
+            loss = train_step(model, problem, part_of(batch, sizes, rank), course)
+        else:
+            options = {**problem.options, "device": accelerator.device}
+            there = replace(problem, options=options)
+            with accelerator.installed():
+                model = wrap(one, there, plan, course, rank)
+                mine = part_of(batch, course.rank_batch_sizes[0], rank)
+                loss = train_step(model, there, on_device(mine, accelerator.device), course)
+        assert loss is not None
+        losses.append(loss)
+    return losses
+
+
+def _fill(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.data.uniform_(-1, 1)
+
+
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_a_module_of_the_host_moves_with_its_buffers(is_on_meta: bool) -> None:
+    for on_accelerator, on_host in run_ranks(_train_with_buffers, 2, is_on_meta):
+        assert on_accelerator == pytest.approx(on_host, rel=1e-12)

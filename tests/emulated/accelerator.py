@@ -1,8 +1,9 @@
 """An accelerator whose memory is the host's, and which is strict where GPUs are.
 
-Its tensors are ordinary CPU tensors that are listed here.  What is made on ``cpu:0``, the device
-with an index, is listed, and so is everything computed from it; what is made on ``cpu`` is not.
-Operations run at once, as launched; the clocks keep what a GPU would have been free to reorder.
+Its tensors are ordinary CPU tensors that are listed here.  What is made on ``cpu:0``, the
+device with an index, is listed, and so is everything computed from it; what is made on ``cpu``
+is not.  Operations run at once, as launched; the clocks keep what a GPU would have been free to
+reorder.
 """
 
 import weakref
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm import devices
-from tests.emulated.clocks import Event, Host, Stream
+from tests.emulated.clocks import Clock, Event, Host, Stream
 from tests.emulated.memory import Access, Held, Memory, RaceError
 from tests.emulated.nccl import Nccl
 
@@ -145,8 +146,7 @@ class Accelerator:
 
     def wait_for_current(self, why: str) -> None:
         """Let the host wait for the current stream."""
-        self.host.syncs.append(why)
-        self.host.clock.join(self.current.clock)
+        self.host.wait(self.current.clock, why)
 
     def _check_on_device(self, func: Any, given: list[Tensor]) -> None:
         for tensor in given:
@@ -199,9 +199,10 @@ class Accelerator:
         self.memory.peak_bytes = self.memory.allocated_bytes
 
     def _synchronize(self, device: torch.device | None = None) -> None:
-        self.host.syncs.append("device")
+        everything = Clock()
         for stream in self.host.streams:
-            self.host.clock.join(stream.clock)
+            everything.join(stream.clock)
+        self.host.wait(everything, "device")
 
     def is_on_host(self, of: Tensor | torch.device) -> bool:
         """In place of ``devices.is_on_host``."""
@@ -228,7 +229,7 @@ class Accelerator:
 
         with (
             mock.patch.object(devices, "is_on_host", self.is_on_host),
-            mock.patch.object(devices, "module_of", lambda device: module),
+            mock.patch.object(devices, "module_of", return_value=module),
             mock.patch.object(torch.UntypedStorage, "resize_", resize_),
             mock.patch.object(torch.autograd, "_engine_run_backward", with_functions),
             self.nccl.installed(),

@@ -4,6 +4,7 @@ Every operation on a stream advances the stream's own entry.  A stream's clock s
 stream, how many of its operations are over before the next operation of this one begins.
 """
 
+import traceback
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -44,6 +45,11 @@ class Host:
         self.syncs: list[str] = []  # why the host waited for the device
         self.current = Stream(self, "compute")
 
+    def wait(self, clock: Clock, why: str) -> None:
+        """Let the host wait, and note where in the library it does."""
+        self.syncs.append(f"{_place()}: {why}")
+        self.clock.join(clock)
+
 
 class Stream:
     """A queue of operations; the surface of ``torch.cuda.Stream`` as far as it is used."""
@@ -75,8 +81,7 @@ class Stream:
         self.clock.join(stream.clock)
 
     def synchronize(self) -> None:
-        self._host.syncs.append(f"stream {self.name}")
-        self._host.clock.join(self.clock)
+        self._host.wait(self.clock, f"stream {self.name}")
 
     def query(self) -> bool:
         return False  # the host runs ahead
@@ -98,11 +103,19 @@ class Event:
         (stream or self._host.current).wait_event(self)
 
     def synchronize(self) -> None:
-        self._host.syncs.append("event")
-        self._host.clock.join(self.clock)
+        self._host.wait(self.clock, "event")
 
     def query(self) -> bool:
         return not self._host.clock.missing(self.clock)
 
     def elapsed_time(self, _end: "Event") -> float:
         return 0.01  # milliseconds: the emulated device keeps no time
+
+
+def _place() -> str:
+    """The innermost function of the library that is running."""
+    for frame in reversed(traceback.extract_stack()):
+        _, found, path = frame.filename.rpartition("/shardhet/")
+        if found and "/tests/" not in frame.filename:
+            return f"{path} {frame.name}"
+    return "outside"

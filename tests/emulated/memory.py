@@ -39,12 +39,12 @@ class Memory:
     """All storages of a device, with a caching allocator's rules.
 
     Freed memory goes to the pool of the stream that allocated it, at once; the allocator knows
-    nothing of other streams.  So whoever touches memory that was allocated from a pool must come
-    after everything that was done with what had been freed into it ([Note: Tombstones]).
+    nothing of other streams.  So whoever touches memory that was allocated from a pool must
+    come after everything that was done with what had been freed into it ([Note: Tombstones]).
 
     [Note: Tombstones]
-    It is assumed that any allocation may get any memory that was freed into its pool before: one
-    clock per pool is enough, and no luck with addresses hides a fault.
+    It is assumed that any allocation may get any memory that was freed into its pool before:
+    one clock per pool is enough, and no luck with addresses hides a fault.
     """
 
     def __init__(self, host: Host) -> None:

@@ -32,7 +32,7 @@ _is_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 class Communicator:
     """One NCCL communicator, as one rank sees it."""
 
-    stream: Stream
+    stream: Stream | None = None
     # What was launched, for a comparison over ranks; messages by peer and direction.
     collectives: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     sent: dict[int, list[int]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Nccl:
     ) -> Work | None:
         if group not in _is_nccl:
             return self._originals["all_gather"](outputs, own, group=group, async_op=async_op)
-        outputs[group.rank()].shape == own.shape or _refuse("all_gather: unequal shapes")
+        _require(outputs[group.rank()].shape == own.shape, "all_gather: unequal shapes")
 
         def move() -> None:
             outputs[group.rank()].copy_(own)
@@ -122,7 +122,7 @@ class Nccl:
     ) -> Work | None:
         if group not in _is_nccl:
             return self._originals["all_gather_single"](output, own, group, async_op)
-        output.numel() == own.numel() * group.size() or _refuse("all_gather_single: sizes")
+        _require(output.numel() == own.numel() * group.size(), "all_gather_single: sizes")
 
         def move() -> None:
             pieces = list(output.chunk(group.size()))
@@ -144,7 +144,7 @@ class Nccl:
     ) -> Work | None:
         if group not in _is_nccl:
             return self._originals["reduce_scatter"](output, inputs, op, group, async_op)
-        inputs[group.rank()].shape == output.shape or _refuse("reduce_scatter: unequal shapes")
+        _require(inputs[group.rank()].shape == output.shape, "reduce_scatter: unequal shapes")
         sizes = tuple(each.numel() for each in inputs)
         return self._collective(
             "reduce_scatter",
@@ -167,7 +167,7 @@ class Nccl:
     ) -> Work | None:
         if group not in _is_nccl:
             return self._originals["reduce_scatter_single"](output, whole, op, group, async_op)
-        whole.numel() == output.numel() * group.size() or _refuse("reduce_scatter_single: sizes")
+        _require(whole.numel() == output.numel() * group.size(), "reduce_scatter_single: sizes")
         return self._collective(
             "reduce_scatter_single",
             group,
@@ -180,7 +180,11 @@ class Nccl:
         )
 
     def _all_reduce(
-        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Work | None:
         original = self._originals["all_reduce"]
         if group not in _is_nccl:
@@ -235,11 +239,11 @@ class Nccl:
     ) -> Work | None:
         accelerator = self._accelerator
         for tensor in (*reads, *writes):
-            if accelerator.held(tensor) is None:
-                _refuse(f"{name}: a tensor {list(tensor.shape)} that is not on the device")
-            if not tensor.is_contiguous():
-                _refuse(f"{name}: a tensor {list(tensor.shape)} that is not contiguous")
+            shown = f"{name}: a tensor {list(tensor.shape)}"
+            _require(accelerator.held(tensor) is not None, f"{shown} not on the device")
+            _require(tensor.is_contiguous(), f"{shown} that is not contiguous")
         stream = communicator.stream if async_op else accelerator.current
+        assert stream is not None
         if async_op:
             stream.wait_stream(accelerator.current)
         accelerator.launch(name, stream, reads=reads, writes=writes)
@@ -281,5 +285,6 @@ class Nccl:
         return self.communicators[group]
 
 
-def _refuse(why: str) -> None:
-    raise RuntimeError(f"NCCL refuses {why}")
+def _require(holds: bool, refused: str) -> None:
+    if not holds:
+        raise RuntimeError(f"NCCL refuses {refused}")
