@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -368,6 +369,56 @@ def _train_with_buffers(rank: int, is_on_meta: bool) -> list[float]:
         assert loss is not None
         losses.append(loss)
     return losses
+
+
+def _everything_else(rank: int, world_size: int) -> None:
+    """Hooks, clipping, whole state dicts, evaluation and calls one by one, beside the host."""
+    batches = [4, 2, 0][:world_size]
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1, 1][:world_size],
+        rank_batch_sizes=batches,
+        state_shares=[0.0, 0.75, 0.25] if world_size == 3 else [0.25, 0.75],
+    )
+    accelerator = Accelerator()
+    found: list[list[Any]] = []
+    for device in (accelerator.device, torch.device("cpu")):
+        torch.manual_seed(5)
+        module = _WithBuffers()
+        module.blocks[1].weight.register_hook(lambda grad: 2 * grad)
+        generator = torch.Generator().manual_seed(7)
+        batch = {"tokens": torch.randint(0, 7, (sum(batches), 3), generator=generator)}
+        mine = part_of(batch, batches, rank)
+        with accelerator.installed() if device.index is not None else nullcontext():
+            tokens = mine["tokens"].to(device)
+            model = HetFSDP(module, plan, device=device, param_dtype=torch.float32)
+            optimizer = torch.optim.AdamW(model.parameters())
+            seen: list[Any] = []
+            for _ in range(2):
+                seen.append(model.backward(*model(tokens)))
+                seen.append(model.clip_grad_norm_(0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+                model.eval()
+                with torch.no_grad():
+                    seen.append(model(tokens)[0])
+                model.train()
+                whole = model.state_dict()
+                seen += [whole[name] for name in sorted(whole)]
+                doubled = {name: 2 * each for name, each in whole.items()}
+                model.load_state_dict(None if rank else doubled)
+                with torch.no_grad(), model.unit_by_unit():
+                    for _ in range(1 + rank):
+                        seen.append(model.module(tokens)[0])
+                seen += [each for unit in model.gather_units() for each in unit.values()]
+            seen += [param.detach().clone() for param in model.parameters()]
+        found.append([e.as_subclass(Tensor) if isinstance(e, Tensor) else e for e in seen])
+    for there, here in zip(*found, strict=True):
+        torch.testing.assert_close(there, here)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_surrounds_a_step_is_in_order_too(world_size: int) -> None:
+    run_ranks(_everything_else, world_size, world_size)
 
 
 def _fill(module: nn.Module) -> None:
