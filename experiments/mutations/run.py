@@ -92,9 +92,7 @@ def judge(number: int, fault: Fault) -> Verdict:
     verdict = partial(Verdict, number=number, **asdict(fault))
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
-        for part in ("shardhet", "tests", "experiments", "conf"):
-            shutil.copytree(REPOSITORY / part, tree / part)
-        shutil.copy(REPOSITORY / "pyproject.toml", tree)
+        copy_tree(tree)
         changed = (tree / fault.path).read_text(encoding="utf-8").splitlines(keepends=True)
         assert changed[fault.line - 1].rstrip("\n") == fault.before
         changed[fault.line - 1] = fault.after + "\n"
@@ -108,14 +106,27 @@ def judge(number: int, fault: Fault) -> Verdict:
     return verdict(found_by="", seconds=time.monotonic() - started_at_s)
 
 
+def copy_tree(tree: Path) -> None:
+    """Copy what the tests need to ``tree``."""
+    for part in ("shardhet", "tests", "experiments", "conf"):
+        shutil.copytree(REPOSITORY / part, tree / part)
+    shutil.copy(REPOSITORY / "pyproject.toml", tree)
+
+
+def test_command(tree: Path, test_file: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs a test file of ``tree`` until one fails, and its environment."""
+    # A test of time would object to the load of this campaign instead.
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not alone"]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    return [*command, "-p", "no:cacheprovider", test_file], environment
+
+
 def passes(tree: Path, test_file: str) -> bool:
     """Whether a test file has nothing to say."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command, environment = test_command(tree, test_file)
     try:
         done = subprocess.run(
-            # A test of time would object to the load of this campaign instead.
-            [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not alone"]
-            + ["-p", "no:cacheprovider", test_file],
+            command,
             cwd=tree,
             env=environment,
             stdout=subprocess.DEVNULL,

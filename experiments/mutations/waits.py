@@ -1,0 +1,163 @@
+"""Is any wait, event or change of stream of the runtime removed without the detector objecting?
+
+python -m experiments.mutations.waits           a quarter of an hour on two cores
+python -m experiments.mutations.waits --list    the places
+"""
+
+import argparse
+import ast
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.common.machine import REPOSITORY, Environment
+from experiments.common.results import console, write_csv
+from experiments.mutations.run import copy_tree, test_command
+
+HERE = Path(__file__).parent
+FOLDERS = ("shardhet/comm", "shardhet/fsdp")
+# Statements that are left out.
+WAITS = {
+    "keep_until_sent",
+    "mark_compute",
+    "record",
+    "synchronize",
+    "wait",
+    "wait_all_sent",
+    "wait_event",
+    "wait_sent",
+    "wait_stream",
+}
+TESTS = "tests/test_emulated.py"
+# Where the same call orders work of the host, and the device has nothing to do with it.
+ON_THE_HOST = ("shardhet/comm/channel.py", "shardhet/comm/transport.py")
+SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One line that orders streams, and what stands there instead."""
+
+    path: str
+    line: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the detector says where it is left out."""
+
+    path: str
+    line: int
+    before: str
+    after: str
+    objection: str  # the last line of the first failure; "" if there is none
+    seconds: float
+
+
+def places() -> Iterator[Place]:
+    """All of them, in the order of the sources."""
+    for folder in FOLDERS:  # what breaks connections of gloo has a time limit
+        for path in sorted((REPOSITORY / folder).glob("*.py")):
+            name = str(path.relative_to(REPOSITORY))
+            if name in ON_THE_HOST:
+                continue
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found = [
+                each for node in ast.walk(ast.parse(path.read_text())) if (each := _at(node))
+            ]
+            for line, after in sorted(found):
+                before = lines[line - 1]
+                if "timedelta" in before:
+                    continue
+                indent = before[: len(before) - len(before.lstrip())]
+                yield Place(path=name, line=line, before=before, after=indent + after)
+
+
+def _at(node: ast.AST) -> tuple[int, str] | None:
+    """The line of a statement that orders streams, and what leaves the order out."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))) if name in WAITS:
+            return node.lineno, "pass"
+        case ast.Assign(
+            targets=[ast.Attribute()], value=ast.Call(func=ast.Attribute(attr=name))
+        ):
+            return (node.lineno, "pass") if name == "record_event" else None
+        case ast.Assign(value=ast.Call(func=ast.Attribute(attr="record_event"))):
+            return node.lineno, "event = comm._handle.Event()"
+        case ast.With(items=[ast.withitem(ast.Call(func=ast.Attribute(attr="on_stream")))]):
+            return node.lineno, "if True:"
+    return None
+
+
+def judge(place: Place) -> Verdict:
+    """Run the tests on a copy of the tree without it."""
+    started_at_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        copy_tree(tree)
+        source = tree / place.path
+        lines = source.read_text(encoding="utf-8").splitlines()
+        assert lines[place.line - 1] == place.before
+        lines[place.line - 1] = place.after
+        source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        command, environment = test_command(tree, TESTS)
+        try:
+            done = subprocess.run(
+                command,
+                cwd=tree,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            said = [line for line in done.stdout.splitlines() if "Error" in line]
+            objection = "" if done.returncode == 0 else (said or ["failed"])[0].strip()
+        except subprocess.TimeoutExpired:
+            objection = f"does not end within {SECONDS:g} s"
+        shutil.rmtree(tree)
+    return Verdict(
+        path=place.path,
+        line=place.line,
+        before=place.before.strip(),
+        after=place.after.strip(),
+        objection=objection,
+        seconds=time.monotonic() - started_at_s,
+    )
+
+
+def main() -> None:
+    """Leave them out one by one, and write what the detector says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2, help="how many are tried at a time")
+    parser.add_argument("--list", action="store_true", help="show the places and stop")
+    options = parser.parse_args()
+    todo = list(places())
+    if options.list:
+        for each in todo:
+            console.print(f"{each.path}:{each.line} {each.before.strip()}", markup=False)
+        console.print(f"{len(todo)} places")
+        return
+    console.print(Environment.here().as_markdown())
+    verdicts = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for verdict in pool.map(judge, todo):
+            verdicts.append(verdict)
+            write_csv(HERE / "waits.csv", verdicts)
+            said = verdict.objection or "NO OBJECTION"
+            console.print(
+                f"{verdict.path}:{verdict.line} {verdict.before}: {said}", markup=False
+            )
+    objected = sum(1 for each in verdicts if each.objection)
+    console.print(f"{objected} of {len(verdicts)} are missed by the detector")
+
+
+if __name__ == "__main__":
+    main()
