@@ -71,6 +71,7 @@ class OnAccelerator:
         num_probes = len(runtime._known._findings)
         communicators = self.accelerator.nccl.communicators.values()
         before = sum(each.received_bytes for each in communicators)
+        launched = [len(each.collectives) for each in communicators]
         self.accelerator.syncs.clear()
         with self.accelerator.installed():
             mine = on_device(batch, self.accelerator.device)
@@ -79,6 +80,11 @@ class OnAccelerator:
         if len(runtime._known._findings) == num_probes:
             # The host reads the losses when backward is queued, and nothing else.
             assert self.accelerator.syncs == ["comm/host_copy.py read: event"]
+            losses_and_tokens = (2,) * self.model._control.world_size
+            for communicator, num_launched in zip(communicators, launched, strict=True):
+                for _, sizes, stream in communicator.collectives[num_launched:]:
+                    is_urgent = sizes != losses_and_tokens
+                    assert stream == ("of priority -1" if is_urgent else "compute")
             received = sum(each.received_bytes for each in communicators) - before
             assert received == planned_bytes(self.model)
         return mean

@@ -74,7 +74,7 @@ def places() -> Iterator[Place]:
             ]
             for line, after in sorted(found):
                 before = lines[line - 1]
-                if "timedelta" in before:
+                if "timedelta" in before or "enable_timing" in lines[line - 2]:
                     continue
                 indent = before[: len(before) - len(before.lstrip())]
                 yield Place(path=name, line=line, before=before, after=indent + after)

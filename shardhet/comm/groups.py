@@ -150,13 +150,12 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     for splits in ([1] * size, [2, *[1] * (size - 1)], [0, *[1] * (size - 1)]):
         shard = torch.zeros(splits[channel.position], device=device)
         whole = torch.zeros(sum(splits), device=device)
-        gather = all_gather_uneven(whole, shard, splits, channel=channel, receivers=everyone)
-        gather.wait()
+        all_gather_uneven(whole, shard, splits, channel=channel, receivers=everyone)
         scratch = BufferPool()
         reduce = reduce_scatter_uneven(
             shard, whole, splits, channel=channel, contributors=everyone, scratch=scratch
         )
-        reduce.wait()
+        reduce.wait()  # for both: one communicator does one thing after the other
 
 
 def _break(group: dist.ProcessGroup) -> None:

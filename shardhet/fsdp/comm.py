@@ -100,18 +100,13 @@ class CommContext:
         while self._unsent and (
             len(self._unsent) > MAX_UNSENT_GATHERS or self._unsent[0].is_sent()
         ):
-            self._let_go_of_oldest()
+            self._unsent.popleft().wait_sent()
 
     def wait_all_sent(self) -> None:
-        """Wait until no peer reads this rank's shards, so that the optimizer may write them."""
-        while self._unsent:
-            self._let_go_of_oldest()
-        # The optimizer writes the shards on the compute stream.
-        self.current_stream().wait_event(self.record_event(self.all_gather_stream))
+        """Wait until no peer reads this rank's shards, so that the optimizer may write them.
 
-    def _let_go_of_oldest(self) -> None:
-        # The copy of the shard was allocated on the gather stream, so the caching allocator
-        # hands it out again on that stream as soon as it is freed.  So that stream waits until
-        # the transport has read it; the compute stream never uses the copy.
-        with self.on_stream(self.all_gather_stream):
+        On an accelerator the compute stream has waited for each gather, and with it for what
+        the gather reads: there is nothing left to wait for.
+        """
+        while self._unsent:
             self._unsent.popleft().wait_sent()

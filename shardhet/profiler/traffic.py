@@ -190,6 +190,7 @@ class Traffic:
         """A launch of a gather, which also allocates memory for the whole tensor."""
 
         def launch() -> Callable[[], None]:
+            self._comm.mark_compute()  # the shard, or what was computed here before
             flat.unshard()
             return wait
 
@@ -197,7 +198,6 @@ class Traffic:
             flat.wait_for_unshard()
             self._synchronize()
             flat.reshard()
-            self._comm.mark_compute()
 
         return launch
 

@@ -175,17 +175,19 @@ class Trainer:
         The last batch may be smaller than a global batch; the last ranks then get fewer
         samples or none.
         """
-        sums = [0.0, 0.0, 0.0, 0.0]  # loss, targets, correct, whether any rank counts correct
+        # Loss, targets and correct; on the device, so that the host reads them once.
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        counts_correct = False
         size = self.model.plan.global_batch_size
         self.model.eval()
         for start in range(0, judged.num_samples, size):
             batch = judged.samples(Span(start, min(start + size, judged.num_samples)))
             outputs = self._run(self.model, self._my_part(batch))
             for i, output in enumerate(outputs[:3]):
-                sums[i] += float(output)
-            sums[3] += len(outputs) > 2
+                sums[i] += output
+            counts_correct |= len(outputs) > 2
         self.model.train()
-        rows = self.model.exchange(sums)
+        rows = self.model.exchange([*sums.tolist(), counts_correct])
         loss_sum, num_targets, num_correct, num_counts = map(sum, zip(*rows, strict=True))
         return Evaluation(
             loss_sum=loss_sum,

@@ -48,6 +48,7 @@ class Accelerator:
         self.memory = Memory(self.host)
         self.nccl = Nccl(self)
         self._held: dict[int, Held] = {}  # by storage
+        self._copies_to_host = False
         self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
 
     @property
@@ -112,7 +113,7 @@ class Accelerator:
         written = _written(func, args, kwargs)
         if _is_view(func) and not written:
             return result
-        goes_to_host = func is aten._to_copy.default and not makes and target is not None
+        goes_to_host = func is aten._to_copy.default and self._copies_to_host
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not goes_to_host:
             for tensor in made:
@@ -135,6 +136,14 @@ class Accelerator:
         elif goes_to_host or (makes and given and not listed and not _is_pinned(given[0])):
             self.wait_for_current(str(func))
         return result
+
+    def to_host(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``Tensor.to`` of a tensor of the device to the host: a real copy."""
+        self._copies_to_host = True
+        try:
+            return Tensor.to(*args, **{**kwargs, "copy": True})
+        finally:
+            self._copies_to_host = False
 
     def check_has_arrived(self, tensor: Tensor, what: str) -> None:
         """Raise ``RaceError`` if the host reads a copy that the device may still write."""
@@ -273,9 +282,9 @@ class _Functions(TorchFunctionMode):
             return args[0].clone()
         if func in (Tensor.to, Tensor.cpu) and accelerator.held(args[0]) is not None:
             if func is Tensor.cpu:
-                return Tensor.to(args[0], HOST, copy=True)
+                return accelerator.to_host(args[0], HOST)
             if any(_is_host(each) for each in (*args[1:], *kwargs.values())):
-                return Tensor.to(*args, **{**kwargs, "copy": True})
+                return accelerator.to_host(*args, **kwargs)
         if func in (Tensor.tolist, Tensor.numpy, Tensor.item):
             accelerator.check_has_arrived(args[0], func.__name__)
             if func is not Tensor.item and accelerator.held(args[0]) is not None:

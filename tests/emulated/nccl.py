@@ -33,8 +33,9 @@ class Communicator:
     """One NCCL communicator, as one rank sees it."""
 
     stream: Stream | None = None
-    # What was launched, for a comparison over ranks; messages by peer and direction.
-    collectives: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    # What was launched, and on which stream, for a comparison over ranks.
+    collectives: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)
+    # Messages by peer: numbers of elements.
     sent: dict[int, list[int]] = field(default_factory=dict)
     received: dict[int, list[int]] = field(default_factory=dict)
     received_bytes: int = 0
@@ -224,7 +225,7 @@ class Nccl:
         num_received: int,
     ) -> Work | None:
         communicator = self._of(group)
-        communicator.collectives.append((name, sizes))
+        communicator.collectives.append((name, sizes, self._accelerator.current.name))
         communicator.received_bytes += num_received * writes[0].element_size()
         return self._launch(name, communicator, reads, writes, async_op, move)
 

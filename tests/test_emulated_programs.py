@@ -1,0 +1,67 @@
+"""``shardhet train``, ``measure``, ``doctor`` where every rank has an emulated accelerator."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.programs import SHARDHET, SMALL_MODEL, run
+from tests.warm import ROOT
+
+QUICK = ("debug=quick", "data.num_judged_samples=2", "optim.lr=1e-3")
+# All of them: SHARDHET_EMULATED_RANKS=1,2,4
+WORLD_SIZES = [int(n) for n in os.environ.get("SHARDHET_EMULATED_RANKS", "2").split(",")]
+every_size = pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+
+
+def run_on_accelerators(folder: Path, *arguments: str) -> str:
+    """What the program prints."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.emulated.everywhere\n"
+    (folder / "sitecustomize.py").write_text(code)
+    done = run([*SHARDHET, *arguments], folder, is_cold=True, within_s=200.0)
+    logs = "".join(path.read_text() for path in folder.rglob("rank*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    return done.stdout
+
+
+def losses_of(folder: Path) -> list[float]:
+    [path] = folder.glob("runs/*/metrics.jsonl")
+    entries = [json.loads(line) for line in path.open()]
+    return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+@every_size
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+def test_training_runs_from_start_to_end(
+    tmp_path: Path, num_ranks: int, precision: str
+) -> None:
+    on_accelerators, on_hosts = tmp_path / "accelerators", tmp_path / "hosts"
+    training = ["train", *SMALL_MODEL, *QUICK, f"cluster.num_ranks={num_ranks}"]
+    training += [
+        f"precision={precision}",
+        "checkpoint.every=2",
+        "checkpoint.in_background=true",
+    ]
+    for folder in (on_accelerators, on_hosts):
+        folder.mkdir()
+    output = run_on_accelerators(on_accelerators, *training)
+    assert f"on {num_ranks} device" in output
+    assert "emulated" in output
+    assert run([*SHARDHET, *training], on_hosts).returncode == 0
+    # Sums of gradients in float32 may be added in another order.
+    expected = losses_of(on_hosts)
+    assert losses_of(on_accelerators) == pytest.approx(expected, rel=1e-5)
+
+
+@every_size
+def test_a_profile_is_measured(tmp_path: Path, num_ranks: int) -> None:
+    measuring = ["measure", *SMALL_MODEL, f"cluster.num_ranks={num_ranks}"]
+    measuring += ["max_microbatch_size=2", "num_repeats=3"]
+    assert "emulated" in run_on_accelerators(tmp_path, *measuring)
+
+
+@every_size
+def test_ranks_are_checked(tmp_path: Path, num_ranks: int) -> None:
+    output = run_on_accelerators(tmp_path, "doctor", "--ranks", str(num_ranks))
+    assert "have the losses of one process" in output
