@@ -57,7 +57,7 @@ def test_training_runs_from_start_to_end(
 @every_size
 def test_a_profile_is_measured(tmp_path: Path, num_ranks: int) -> None:
     measuring = ["measure", *SMALL_MODEL, f"cluster.num_ranks={num_ranks}"]
-    measuring += ["max_microbatch_size=2", "num_repeats=3"]
+    measuring += ["max_microbatch_size=1", "num_repeats=3", "time_limit_s=5"]
     assert "emulated" in run_on_accelerators(tmp_path, *measuring)
 
 
