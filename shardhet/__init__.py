@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardhet.comm.liveness import phase, watch_ranks
     from shardhet.fsdp import HetFSDP
     from shardhet.planner import PlanError, find_plan
     from shardhet.pricing.setting import Setting
@@ -32,7 +33,9 @@ _MODULE_BY_NAME = {
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
+    "phase": "shardhet.comm.liveness",
     "simulate": "shardhet.simulator.simulation",
+    "watch_ranks": "shardhet.comm.liveness",
 }
 
 __all__ = [
@@ -48,7 +51,9 @@ __all__ = [
     "Workload",
     "describe",
     "find_plan",
+    "phase",
     "simulate",
+    "watch_ranks",
 ]
 
 

@@ -30,6 +30,7 @@ from shardhet.apps.common.tracing import Tracer
 from shardhet.apps.prediction import Outcome, Prediction
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.groups import Communicators
+from shardhet.comm.progress import phase
 from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
@@ -59,7 +60,13 @@ def main() -> None:
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
     """Run this rank's part, from process group to last metric.  Collective."""
-    with joined(conf.cluster, folder, env, transport=conf.transport) as device:
+    with joined(
+        conf.cluster,
+        folder,
+        env,
+        transport=conf.transport,
+        hang_timeout_s=conf.hang_timeout_s,
+    ) as device:
         run = Run(conf, folder, env, device)
         run.train()
         logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
@@ -294,6 +301,7 @@ class Run:
             display.show_score(step, name, score, self._task.baselines)
 
 
+@phase("writing the model")
 def save_whole(model: HetFSDP, path: Path) -> None:
     """Write the whole model under its own names; rank zero holds it meanwhile.  Collective."""
     tensors = model.state_dict()

@@ -90,6 +90,11 @@ class TrainConf:
     # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
     # checkpoint, or of a folder with several, which must exist; null: begin at step 0.
     resume: str | None = None
+    # The run ends, naming the rank, if one stands still while others wait for it: for as long,
+    # or for five times the slowest of the last steps if that is longer; before the first step
+    # has ended, while torch compiles and while a checkpoint is written, ten times as long.
+    # 0 or null: never.
+    hang_timeout_s: float | None = 300.0
     transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
@@ -106,6 +111,7 @@ class TrainConf:
         check_at_least("num_steps", self.num_steps, 1)
         check_is_one_of("transport", self.transport, TRANSPORTS)
         check_above("max_grad_norm", self.max_grad_norm, 0)
+        check_at_least("hang_timeout_s", self.hang_timeout_s or 0, 0)
         check_at_least("log_every", self.log_every, 1)
         check_at_least("eval_every", self.eval_every, 0)
         check_at_least("num_sampled_tokens", self.num_sampled_tokens, 0)

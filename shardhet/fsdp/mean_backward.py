@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.progress import progress
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.observer import Activity
 from shardhet.fsdp.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
@@ -76,6 +77,7 @@ class MeanBackward:
             has_grad = self._agree_on_grads()
             losses, counts = rows_on_host.read().T.tolist()
         self._runtime.step += 1
+        progress.end_step(self._runtime.step)
         if not all(map(math.isfinite, losses)) or sum(counts) == 0:
             for flat in self._flats:
                 flat.drop_grads()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.host_copy import HostCopy, to_device
+from shardhet.comm.progress import progress
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Observed
 from shardhet.records.layout import Span
@@ -139,11 +140,13 @@ class Trainer:
         self._is_in_step = True
         self._events.clear()  # of a step that failed
         model = self.model
+        progress.mark("the data of the next step")
         batch = self._batches[model.step]
         learning_rate = self._set_learning_rates()
         loss_sum, num_targets, *_ = self._run(model, self._my_part(batch))
         mean_loss = model.backward(loss_sum, num_targets)
         norm = HostCopy(model.clip_grad_norm_(self._max_grad_norm))
+        progress.mark("the optimizer's step")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._is_in_step = False
@@ -178,6 +181,7 @@ class Trainer:
         size = self.model.plan.global_batch_size
         self.model.eval()
         for start in range(0, judged.num_samples, size):
+            progress.mark("evaluation")
             batch = judged.samples(Span(start, min(start + size, judged.num_samples)))
             outputs = self._run(self.model, self._my_part(batch))
             for i, output in enumerate(outputs[:3]):
