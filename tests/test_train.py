@@ -63,6 +63,7 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
     assert names == {
         "config.yaml",
         "config_sources.json",
+        "end.json",
         "run.json",
         "plan.json",
         "devices.json",

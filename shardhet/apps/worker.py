@@ -21,6 +21,7 @@ from shardhet import HetFSDP
 from shardhet.apps.common.checkpointing import RunCheckpoints
 from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
+from shardhet.apps.common.end_notice import EndNotice
 from shardhet.apps.common.joining import announced_device, joined
 from shardhet.apps.common.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.common.rank_env import RankEnv
@@ -69,7 +70,7 @@ def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
     ) as device:
         run = Run(conf, folder, env, device)
         run.train()
-        logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
+        logger.info("rank %d has finished %d steps", env.rank, run.model.step)
 
 
 class Run:
@@ -165,18 +166,50 @@ class Run:
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
-        with self.begin(console) as display:
+        with self._listen() as notice, self.begin(console) as display:
             for step in range(self._model.step + 1, self._conf.num_steps + 1):
+                notice.look()
                 self.take_step(step, display)
-        self._checkpoints.close()
+                if self._model.is_asked_to_end and step < self._conf.num_steps:
+                    self._checkpoints.save(step)
+                    break
+            self._checkpoints.close()
         for each in self._loggers:
             each.close()
+        asked_by = self._who_asked(notice)
+        if self.is_rank_zero:
+            self._folder.save_end(
+                step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by
+            )
+        if self._model.step == self._conf.num_steps:
+            self._finish(console)
+            return
+        text = (
+            f"the run ends after step {self._model.step} of {self._conf.num_steps}, as it was "
+            f"asked to ({'; '.join(asked_by)}); resume=auto run_dir={self._folder.path} goes on"
+        )
+        logger.info("%s", text)
+        console.print(text, markup=False, soft_wrap=True)
+
+    def _listen(self) -> EndNotice:
+        """What tells all ranks if this one learns that the run has to end."""
+        file = self._conf.end_notice.file
+        files = [self._folder.end_notice_path, *([] if file is None else [Path(file)])]
+        return EndNotice(self._model.ask_to_end, files)
+
+    def _who_asked(self, notice: EndNotice) -> list[str]:
+        """Which ranks were given notice, and how.  Collective."""
+        reasons = self._model.exchange_objects((self._env.rank, notice.reason))
+        return [f"rank {rank}: {reason}" for rank, reason in sorted(reasons) if reason]
+
+    def _finish(self, console: Console) -> None:
+        """What comes after the last step of a run."""
         if self._conf.save_model:
             save_whole(self._model, self._folder.model_path)
         if self._prediction is not None:
             console.print(self._outcome.beside(self._prediction), soft_wrap=True)
             console.print(self._outcome.table(self._model.plan, self._prediction))
-        self._show_text(console)
+        show_text(console, self._conf, self._task, self._model)
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     def begin(self, console: Console) -> Display:
@@ -230,24 +263,6 @@ class Run:
         why = reason or f"see the logs in {self._folder.logs_dir}"
         return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
 
-    def _show_text(self, console: Console) -> None:
-        """Print a text that the model generates, if requested."""
-        data, num_tokens = self._conf.data, self._conf.num_sampled_tokens
-        if not num_tokens or not isinstance(data, TextConf):
-            return
-        tokenizer = self._task.tokenizer
-        tokens = sample_tokens(
-            self._model,
-            tokenizer.encode(SAMPLE_PROMPT),
-            num_tokens,
-            seq_len=data.seq_len,
-            seed=self._conf.seed,
-            device=self._device,
-        )
-        whole = (SAMPLE_PROMPT + tokenizer.decode(tokens)).decode(errors="replace")
-        console.print("a sample of its text:", style="bold")
-        console.print(whole, markup=False, soft_wrap=True)
-
     def take_step(self, step: int, display: Display) -> None:
         """Run one optimizer step with its metrics, reports of device use and evaluations."""
         conf = self._conf
@@ -299,6 +314,24 @@ class Run:
         log_all(self._loggers, step, values)
         if self.is_rank_zero:
             display.show_score(step, name, score, self._task.baselines)
+
+
+def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> None:
+    """Print a text that the model generates, if the configuration asks for one.  Collective."""
+    data, num_tokens = conf.data, conf.num_sampled_tokens
+    if not num_tokens or not isinstance(data, TextConf):
+        return
+    tokens = sample_tokens(
+        model,
+        task.tokenizer.encode(SAMPLE_PROMPT),
+        num_tokens,
+        seq_len=data.seq_len,
+        seed=conf.seed,
+        device=model.device,
+    )
+    whole = (SAMPLE_PROMPT + task.tokenizer.decode(tokens)).decode(errors="replace")
+    console.print("a sample of its text:", style="bold")
+    console.print(whole, markup=False, soft_wrap=True)
 
 
 @phase("writing the model")

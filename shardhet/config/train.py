@@ -69,6 +69,21 @@ class CheckpointConf:
             check_at_least(f"checkpoint.{name}", getattr(self, name), 0)
 
 
+@dataclass(kw_only=True)
+class EndNoticeConf:
+    """How a run is told to end soon: SIGTERM or SIGUSR1 to any rank, or a file that appears.
+
+    The step in progress is finished, a checkpoint is written, and all ranks end with status 0;
+    ``resume=auto`` goes on from there.  The file ``end_notice`` in the run folder does it too.
+    """
+
+    file: str | None = None  # of the notices that a cloud gives a spot instance, for example
+    grace_s: int = 30  # after SIGTERM to shardhet train, its ranks are killed
+
+    def __post_init__(self) -> None:
+        check_at_least("end_notice.grace_s", self.grace_s, 1)
+
+
 AUTO = "auto"
 
 
@@ -87,6 +102,7 @@ class TrainConf:
     num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    end_notice: EndNoticeConf = field(default_factory=EndNoticeConf)
     # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
     # checkpoint, or of a folder with several, which must exist; null: begin at step 0.
     resume: str | None = None

@@ -96,8 +96,9 @@ class MeanBackward:
         names = [slot.fqn for flat in self._flats for slot in flat.slots]
         mine = [float(has) for flat in self._flats for has in flat.grad.has_grad]
         with self._runtime.observers.watch("", Activity.AGREE):
-            rows = self._control.exchange(mine)
-        columns = zip(*rows, strict=True)
+            rows = self._control.exchange([float(self._runtime.asks_to_end), *mine])
+        asks_to_end, *columns = zip(*rows, strict=True)
+        self._runtime.is_asked_to_end = any(asks_to_end)
         return {name: any(column) for name, column in zip(names, columns, strict=True)}
 
     def expect(self, output: Any) -> None:

@@ -50,6 +50,8 @@ class Runtime:
         self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.observers = Observers(None if comm.device.type == "cpu" else comm.mark_device_time)
         self.step = 0  # number of finished steps
+        self.asks_to_end = False  # this rank
+        self.is_asked_to_end = False  # by any rank, as of the last backward
         self._plan = plan
         self._rank_plan = plan.ranks[control.position]
         self._comm = comm

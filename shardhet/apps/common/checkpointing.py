@@ -43,6 +43,7 @@ class RunCheckpoints:
             seed=conf.seed,
             schedule=repr(conf.lr_scheduler.to_record(conf.num_steps)),
         )
+        self._last_saved: int | None = None
         self._checkpoints = Checkpoints(
             folder.checkpoints_dir,
             keep_last=conf.checkpoint.keep_last or None,
@@ -80,12 +81,19 @@ class RunCheckpoints:
         every = self._conf.checkpoint.every
         if not every or (step % every and step != self._conf.num_steps):
             return False
+        self.save(step)
+        return True
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, unless that of this step is there."""
+        if step == self._last_saved:
+            return
+        self._last_saved = step
         states = self._model.exchange_objects(random_states(self._device))
         extra = state_of(self._course, step, states)
         in_background = self._conf.checkpoint.in_background
         save = self._checkpoints.save_async if in_background else self._checkpoints.save
         save(self._model, self._optimizer, extra=extra)
-        return True
 
     def close(self) -> None:
         """Until the last checkpoint is complete."""
