@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
 
-from shardhet import HetFSDP
+from shardhet import DeviceSpec, HetFSDP
 from shardhet.apps.common.checkpointing import RunCheckpoints
 from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
@@ -37,8 +37,9 @@ from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import FilePlanConf
 from shardhet.training.compiling import compile_units
+from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.sampling import sample_tokens
-from shardhet.training.trainer import Trainer
+from shardhet.training.trainer import StepMetrics, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -123,26 +124,22 @@ class Run:
             device=device,
             memory_level_bytes=level_bytes,
             run=self._task.run,
+            guard=Guard(
+                OnBadStep(conf.guard.on_bad_step.value),
+                spike_factor=conf.guard.spike_factor,
+                max_in_a_row=conf.guard.max_in_a_row,
+            ),
         )
         self._checkpoints = RunCheckpoints(
             conf,
             folder,
-            self._model,
-            optimizer,
+            self.trainer,
             data_digest=self._task.data_digest,
             device=device,
         )
         self._resumed_from = self._checkpoints.resume()
         self.trainer.forget_peak_memory()
-        announced = dict(everyone.exchange_objects((self._model.position, spec)))
-        self._devices = [
-            replace(
-                announced[position],
-                memory_capacity_bytes=planned.device.memory_capacity_bytes
-                or announced[position].memory_capacity_bytes,
-            )
-            for position, planned in enumerate(plan.ranks)
-        ]
+        self._devices = found_devices(self._model, spec)
         self._prediction: Prediction | None = None
         if isinstance(conf.plan, FilePlanConf) and conf.plan.measured:
             self._prediction = Prediction.of(plan, conf.plan.measured)
@@ -167,16 +164,18 @@ class Run:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
         with self._listen() as notice, self.begin(console) as display:
-            for step in range(self._model.step + 1, self._conf.num_steps + 1):
+            if self.trainer.guard.rolls_back:
+                self._checkpoints.save(self._model.step)
+            while self._model.step < self._conf.num_steps:
                 notice.look()
-                self.take_step(step, display)
-                if self._model.is_asked_to_end and step < self._conf.num_steps:
-                    self._checkpoints.save(step)
+                self.take_step(self._model.step + 1, display)
+                if self._model.is_asked_to_end:
+                    self._checkpoints.save(self._model.step)
                     break
             self._checkpoints.close()
         for each in self._loggers:
             each.close()
-        asked_by = self._who_asked(notice)
+        asked_by = who_asked(self._model, notice)
         if self.is_rank_zero:
             self._folder.save_end(
                 step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by
@@ -193,14 +192,8 @@ class Run:
 
     def _listen(self) -> EndNotice:
         """What tells all ranks if this one learns that the run has to end."""
-        file = self._conf.end_notice.file
-        files = [self._folder.end_notice_path, *([] if file is None else [Path(file)])]
-        return EndNotice(self._model.ask_to_end, files)
-
-    def _who_asked(self, notice: EndNotice) -> list[str]:
-        """Which ranks were given notice, and how.  Collective."""
-        reasons = self._model.exchange_objects((self._env.rank, notice.reason))
-        return [f"rank {rank}: {reason}" for rank, reason in sorted(reasons) if reason]
+        files = (self._folder.end_notice_path, self._conf.end_notice.file)
+        return EndNotice(self._model.ask_to_end, [Path(each) for each in files if each])
 
     def _finish(self, console: Console) -> None:
         """What comes after the last step of a run."""
@@ -247,21 +240,13 @@ class Run:
                 soft_wrap=True,
             )
         if self._conf.compile:
-            console.print(self._say_who_compiles(), markup=False, soft_wrap=True)
+            console.print(
+                say_who_compiles(self._model, self._why_eager, self._folder),
+                markup=False,
+                soft_wrap=True,
+            )
         if not console.is_terminal:
             console.print(device_table(plan, self._devices))
-
-    def _say_who_compiles(self) -> str:
-        """On which devices torch.compile works, and why not on others.  Collective."""
-        reason = self._why_eager
-        if reason is not None:
-            logger.warning("torch.compile does not work here: %s", reason)
-        rows = self._model.exchange([reason is not None])
-        eager = [position for position, [is_eager] in enumerate(rows) if is_eager]
-        if not eager:
-            return "every unit is compiled; the first steps and evaluation take longer"
-        why = reason or f"see the logs in {self._folder.logs_dir}"
-        return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
 
     def take_step(self, step: int, display: Display) -> None:
         """Run one optimizer step with its metrics, reports of device use and evaluations."""
@@ -271,6 +256,20 @@ class Run:
         metrics = self.trainer.train_step()
         if self._tracer is not None and self._tracer.after_step(step):
             self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
+        if metrics.why_skipped is None:
+            self._record(metrics, display)
+        else:
+            self._skip(metrics, display)
+            if self.trainer.guard.rolls_back:
+                return
+        if step % conf.log_every == 0 or step == conf.num_steps:
+            self._look(step, display)
+        if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
+            self._evaluate(step, display)
+        if self._checkpoints.after_step(step):
+            self.trainer.forget_peak_memory()  # exclude the memory that writing took
+
+    def _record(self, metrics: StepMetrics, display: Display) -> None:
         values = {
             "loss": metrics.mean_loss,
             "grad_norm": metrics.grad_norm,
@@ -281,15 +280,23 @@ class Run:
         self._outcome.add_step(metrics.step_time_s)
         if self._prediction is not None:
             values["predicted_step_time_s"] = self._prediction.step_time_s
-        log_all(self._loggers, step, values)
+        log_all(self._loggers, metrics.step, values)
         if self.is_rank_zero:
             display.show_step(metrics)
-        if step % conf.log_every == 0 or step == conf.num_steps:
-            self._look(step, display)
-        if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
-            self._evaluate(step, display)
-        if self._checkpoints.after_step(step):
-            self.trainer.forget_peak_memory()  # exclude the memory that writing took
+
+    def _skip(self, metrics: StepMetrics, display: Display) -> None:
+        """Record a step that changed nothing, and roll back if the configuration says so."""
+        step = metrics.step
+        values = {"loss": metrics.mean_loss, "is_skipped": 1.0}
+        said = f"step {step} was skipped: {metrics.why_skipped}"
+        if self.trainer.guard.rolls_back:
+            to_step = self._checkpoints.roll_back()
+            values["rolled_back_to"] = to_step
+            said += f"; rolled back to step {to_step}, on with the batch after it"
+            self.trainer.forget_peak_memory()
+        log_all(self._loggers, step, values)
+        logger.warning("%s", said)
+        display.show_remark(said)
 
     def _look(self, step: int, display: Display) -> None:
         uses = self.trainer.look_at_devices()
@@ -314,6 +321,38 @@ class Run:
         log_all(self._loggers, step, values)
         if self.is_rank_zero:
             display.show_score(step, name, score, self._task.baselines)
+
+
+def found_devices(model: HetFSDP, spec: DeviceSpec) -> list[DeviceSpec]:
+    """What ranks announce, by position, with the memory that the plan allows.  Collective."""
+    return [
+        replace(
+            announced,
+            memory_capacity_bytes=planned.device.memory_capacity_bytes
+            or announced.memory_capacity_bytes,
+        )
+        for announced, planned in zip(
+            model.exchange_objects(spec), model.plan.ranks, strict=True
+        )
+    ]
+
+
+def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> str:
+    """On which devices torch.compile works, and why not on others.  Collective."""
+    if reason is not None:
+        logger.warning("torch.compile does not work here: %s", reason)
+    rows = model.exchange([reason is not None])
+    eager = [position for position, [is_eager] in enumerate(rows) if is_eager]
+    if not eager:
+        return "every unit is compiled; the first steps and evaluation take longer"
+    why = reason or f"see the logs in {folder.logs_dir}"
+    return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
+
+
+def who_asked(model: HetFSDP, notice: EndNotice) -> list[str]:
+    """Which ranks were given notice of the end, and how.  Collective."""
+    reasons = model.exchange_objects((model.rank, notice.reason))
+    return [f"rank {rank}: {reason}" for rank, reason in sorted(reasons) if reason]
 
 
 def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> None:

@@ -69,6 +69,29 @@ class CheckpointConf:
             check_at_least(f"checkpoint.{name}", getattr(self, name), 0)
 
 
+class OnBadStepConf(Enum):
+    """What happens after a bad step."""
+
+    STOP = "stop"  # the run fails
+    SKIP = "skip"  # the step changes nothing
+    ROLL_BACK = "roll_back"  # to the last checkpoint, and on with the batch after the bad one
+
+
+@dataclass(kw_only=True)
+class GuardConf:
+    """Which steps are bad: a loss or gradient norm that is not finite, or a spike."""
+
+    on_bad_step: OnBadStepConf = OnBadStepConf.STOP
+    # Also bad: above so many times the median of the last 50 good steps.  null: no such limit.
+    spike_factor: float | None = None
+    max_in_a_row: int = 10  # bad steps, before the run stops in any case
+
+    def __post_init__(self) -> None:
+        check_at_least("guard.max_in_a_row", self.max_in_a_row, 1)
+        if self.spike_factor is not None:
+            check_above("guard.spike_factor", self.spike_factor, 1)
+
+
 @dataclass(kw_only=True)
 class EndNoticeConf:
     """How a run is told to end soon: SIGTERM or SIGUSR1 to any rank, or a file that appears.
@@ -102,6 +125,7 @@ class TrainConf:
     num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    guard: GuardConf = field(default_factory=GuardConf)
     end_notice: EndNoticeConf = field(default_factory=EndNoticeConf)
     # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
     # checkpoint, or of a folder with several, which must exist; null: begin at step 0.
@@ -131,6 +155,12 @@ class TrainConf:
         check_at_least("log_every", self.log_every, 1)
         check_at_least("eval_every", self.eval_every, 0)
         check_at_least("num_sampled_tokens", self.num_sampled_tokens, 0)
+        rolls_back = self.guard.on_bad_step is OnBadStepConf.ROLL_BACK
+        if rolls_back and not self.checkpoint.every:
+            raise ConfigError(
+                "guard.on_bad_step: ROLL_BACK but checkpoint.every is 0, so there is nothing "
+                "to go back to. Set checkpoint.every=500, for example."
+            )
         last_traced = self.trace_steps.first_step + self.trace_steps.num_steps - 1
         if self.trace and last_traced > self.num_steps:
             raise ConfigError(

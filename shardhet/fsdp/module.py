@@ -236,7 +236,7 @@ class HetFSDP(ModuleWithState):
 
     @property
     def is_asked_to_end(self) -> bool:
-        """Whether any rank called ``ask_to_end`` before the last backward; same on all ranks."""
+        """Whether any rank called ``ask_to_end`` before the last backward; same on all."""
         return self._runtime.is_asked_to_end
 
     # What optimizers and users see #
