@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardhet.checkpoint import redistribute
     from shardhet.comm.liveness import phase, watch_ranks
     from shardhet.fsdp import HetFSDP
     from shardhet.planner import PlanError, find_plan
@@ -34,6 +35,7 @@ _MODULE_BY_NAME = {
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
     "phase": "shardhet.comm.liveness",
+    "redistribute": "shardhet.checkpoint",
     "simulate": "shardhet.simulator.simulation",
     "watch_ranks": "shardhet.comm.liveness",
 }
@@ -52,6 +54,7 @@ __all__ = [
     "describe",
     "find_plan",
     "phase",
+    "redistribute",
     "simulate",
     "watch_ranks",
 ]

@@ -35,6 +35,7 @@ COLLECTIVE_CALLS = (
     "unit_by_unit",
     "checkpoint.save",
     "checkpoint.load",
+    "redistribute",
 )
 
 # All records that keep process groups alive (see groups.py).

@@ -52,35 +52,17 @@ class Runtime:
         self.step = 0  # number of finished steps
         self.asks_to_end = False  # this rank
         self.is_asked_to_end = False  # by any rank, as of the last backward
-        self._plan = plan
-        self._rank_plan = plan.ranks[control.position]
         self._comm = comm
         self._control = control
         self._lifeline = lifeline
         self._random = RandomStates(seed, comm.device)
         self._module = module
         self._norms = norms
-        self._visits = Visits(
-            root=root,
-            rank_plan=self._rank_plan,
-            random=self._random,
-            norms=norms,
-            observers=self.observers,
-            device_type=comm.device.type,
-        )
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
         self._walk = TurnWalk(
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
         )
-        self._prober = Prober(
-            module,
-            units,
-            norms,
-            control=control,
-            device=comm.device,
-            reshard_after_forward=plan.reshard_after_forward,
-        )
-        self._known = KnownCalls(self._prober, control)
+        self.follow(plan)
         self._dropout = RootDropout(module, self.visit_piece)
         self.unit_by_unit: UnitByUnit | None = None  # inside that context
         # Of the step in progress
@@ -90,6 +72,29 @@ class Runtime:
         self._num_visits: Counter[str] = Counter()  # of this forward, by unit
         self._visiting = ""  # the unit that is being computed
         self._is_in_autograd = False
+
+    def follow(self, plan: Plan) -> None:
+        """Compute as ``plan`` says from the next forward on."""
+        self._plan = plan
+        self._rank_plan = plan.ranks[self._control.position]
+        device = self._comm.device
+        self._visits = Visits(
+            root=self.root,
+            rank_plan=self._rank_plan,
+            random=self._random,
+            norms=self._norms,
+            observers=self.observers,
+            device_type=device.type,
+        )
+        self._prober = Prober(
+            self._module,
+            self.units,
+            self._norms,
+            control=self._control,
+            device=device,
+            reshard_after_forward=plan.reshard_after_forward,
+        )
+        self._known = KnownCalls(self._prober, self._control)
 
     # Forward #
 
