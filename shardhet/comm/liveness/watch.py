@@ -74,7 +74,11 @@ def watch_ranks(
         return running
     watch = Watch(hang_timeout_s or 0.0, torch.device(device or _own_device()), on_verdict)
     if hang_timeout_s and dist.is_initialized() and dist.get_world_size() > 1:
-        watch.start()
+        try:
+            watch.start()
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            # A store that gives no second connection, or another version of torch.
+            logger.warning("nobody watches over the ranks of this run: %r", error)
     return watch
 
 
@@ -126,9 +130,6 @@ class Watch:
 
     def start(self) -> None:
         """Start the threads of the watch."""
-        _running.append(self)
-        progress.verdict = progress.failure = None
-        progress.on_failure = self._wakes.set
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._name = f"rank {self._rank} ({local_device_spec(self._device)})"
         self._host, self._pid = socket.gethostname(), os.getpid()
@@ -136,6 +137,9 @@ class Watch:
         self._holder, self._holder_rank = _holder_of(store)
         self._mailbox = Mailbox(store, self._rank, self._world_size, interval_s=INTERVAL_S)
         self._standing = self._stand()
+        progress.verdict = progress.failure = None
+        progress.on_failure = self._wakes.set
+        _running.append(self)
         self._mailbox.start()
         self._thread = threading.Thread(target=self._run, name="shardhet watch", daemon=True)
         self._thread.start()
