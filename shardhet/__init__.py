@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardhet.checkpoint import redistribute
+    from shardhet.comm.liveness import phase, watch_ranks
     from shardhet.fsdp import HetFSDP
     from shardhet.planner import PlanError, find_plan
     from shardhet.pricing.setting import Setting
@@ -32,7 +34,10 @@ _MODULE_BY_NAME = {
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
+    "phase": "shardhet.comm.liveness",
+    "redistribute": "shardhet.checkpoint",
     "simulate": "shardhet.simulator.simulation",
+    "watch_ranks": "shardhet.comm.liveness",
 }
 
 __all__ = [
@@ -48,7 +53,10 @@ __all__ = [
     "Workload",
     "describe",
     "find_plan",
+    "phase",
+    "redistribute",
     "simulate",
+    "watch_ranks",
 ]
 
 

@@ -63,6 +63,7 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
     assert names == {
         "config.yaml",
         "config_sources.json",
+        "end.json",
         "run.json",
         "plan.json",
         "devices.json",
@@ -255,6 +256,20 @@ def test_the_root_cause_is_what_is_seen_last(tmp_path: Path) -> None:
     log = (run_dir / "logs" / "rank1.log").read_text()
     assert "Traceback (most recent call last)" in log
     assert "these samples are bad" in log
+
+
+def test_a_rank_that_stands_still_ends_the_run_and_is_shown_with_its_place(
+    tmp_path: Path,
+) -> None:
+    failure = "import time; time.sleep(1000)"
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
+    small = [*SMALL, "cluster.num_ranks=3", "hang_timeout_s=2"]
+    done = run([*ALONE, *small], tmp_path)
+    assert done.returncode == 1
+    panel = "\n".join(done.stderr.splitlines()[-8:])
+    assert "rank  1 (cpu" in panel
+    assert "stands still: alive, but for" in panel
+    assert "sitecustomize.py:11" in panel
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from shardhet.records.workload import Workload
 from shardhet.training.optim import AdamW
 
 NUM_REPEATS = 5
+HANG_TIMEOUT_S = 60.0  # nothing here takes as long; ten times that before the first step
 WIDTH, NUM_BLOCKS, SAMPLES_PER_RANK = 64, 3, 2
 MAX_REPORTED_GB_S = 1e3
 TOLERANCE = 1e-4  # on float32 losses whose samples are summed in another order
@@ -43,7 +44,7 @@ def main() -> None:
 
 def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
     """Run this rank's part of the checks; the first rank prints."""
-    with joined(ClusterConf(), folder, env) as device:
+    with joined(ClusterConf(), folder, env, hang_timeout_s=HANG_TIMEOUT_S) as device:
         console = RankConsole(quiet=env.rank != 0, highlight=False, soft_wrap=True)
         _check_hosts(console, env, device)
         if env.world_size > 1:

@@ -31,6 +31,10 @@ from shardhet.config.measure import (
 )
 
 PROFILE_NAME = "profile.json"
+MEASURE_REMARKS = """\
+hang_timeout_s     a rank that stands still for as long, or for time_limit_s if that is longer,
+                   while others wait for it ends the measurement, and is named; 0 or null: never
+"""
 USAGE = """\
 [bold]shardhet measure key=value ... out=DIR[/]   how fast these devices are with this model
 [bold]torchrun --nproc-per-node=4 -m shardhet.apps.measure key=value ...[/]
@@ -81,7 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _measure,
         config_name=MEASURE_CONFIG_NAME,
         show_help=partial(
-            show_help, usage=USAGE, config_name=MEASURE_CONFIG_NAME, groups=MEASURE_GROUPS
+            show_help,
+            usage=USAGE,
+            config_name=MEASURE_CONFIG_NAME,
+            groups=MEASURE_GROUPS,
+            remarks=MEASURE_REMARKS,
         ),
     )
 

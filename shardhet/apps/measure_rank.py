@@ -49,7 +49,14 @@ def main() -> None:
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
     """Run this rank's part, from process group to the files that the first rank writes."""
-    with joined(conf.cluster, folder, env, transport=conf.transport) as device:
+    with joined(
+        conf.cluster,
+        folder,
+        env,
+        transport=conf.transport,
+        # Ranks that share a host take turns, each for a part of the time limit.
+        hang_timeout_s=conf.hang_timeout_s and max(conf.hang_timeout_s, conf.time_limit_s),
+    ) as device:
         console = RankConsole(quiet=env.rank != 0, highlight=False)
         with Progress(console) as progress:
             measured = measure(

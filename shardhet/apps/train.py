@@ -56,7 +56,7 @@ def _train(cfg: DictConfig) -> None:
         name = context.job.config_name or CONFIG_NAME
         folder.begin(cfg, non_default_sources(cfg, context.overrides.task, name))
     if env is None:
-        start_ranks(folder, plan.world_size)
+        start_ranks(folder, plan.world_size, grace_s=conf.end_notice.grace_s)
     else:
         from shardhet.apps.worker import run_rank
 

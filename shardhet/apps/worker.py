@@ -17,10 +17,11 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
 
-from shardhet import HetFSDP
+from shardhet import DeviceSpec, HetFSDP
 from shardhet.apps.common.checkpointing import RunCheckpoints
 from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
+from shardhet.apps.common.end_notice import EndNotice
 from shardhet.apps.common.joining import announced_device, joined
 from shardhet.apps.common.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.common.rank_env import RankEnv
@@ -30,13 +31,15 @@ from shardhet.apps.common.tracing import Tracer
 from shardhet.apps.prediction import Outcome, Prediction
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.groups import Communicators
+from shardhet.comm.progress import phase
 from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import FilePlanConf
 from shardhet.training.compiling import compile_units
+from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.sampling import sample_tokens
-from shardhet.training.trainer import Trainer
+from shardhet.training.trainer import StepMetrics, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +62,16 @@ def main() -> None:
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
     """Run this rank's part, from process group to last metric.  Collective."""
-    with joined(conf.cluster, folder, env, transport=conf.transport) as device:
+    with joined(
+        conf.cluster,
+        folder,
+        env,
+        transport=conf.transport,
+        hang_timeout_s=conf.hang_timeout_s,
+    ) as device:
         run = Run(conf, folder, env, device)
         run.train()
-        logger.info("rank %d has finished %d steps", env.rank, conf.num_steps)
+        logger.info("rank %d has finished %d steps", env.rank, run.model.step)
 
 
 class Run:
@@ -115,26 +124,22 @@ class Run:
             device=device,
             memory_level_bytes=level_bytes,
             run=self._task.run,
+            guard=Guard(
+                OnBadStep(conf.guard.on_bad_step.value),
+                spike_factor=conf.guard.spike_factor,
+                max_in_a_row=conf.guard.max_in_a_row,
+            ),
         )
         self._checkpoints = RunCheckpoints(
             conf,
             folder,
-            self._model,
-            optimizer,
+            self.trainer,
             data_digest=self._task.data_digest,
             device=device,
         )
         self._resumed_from = self._checkpoints.resume()
         self.trainer.forget_peak_memory()
-        announced = dict(everyone.exchange_objects((self._model.position, spec)))
-        self._devices = [
-            replace(
-                announced[position],
-                memory_capacity_bytes=planned.device.memory_capacity_bytes
-                or announced[position].memory_capacity_bytes,
-            )
-            for position, planned in enumerate(plan.ranks)
-        ]
+        self._devices = found_devices(self._model, spec)
         self._prediction: Prediction | None = None
         if isinstance(conf.plan, FilePlanConf) and conf.plan.measured:
             self._prediction = Prediction.of(plan, conf.plan.measured)
@@ -158,18 +163,46 @@ class Run:
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
-        with self.begin(console) as display:
-            for step in range(self._model.step + 1, self._conf.num_steps + 1):
-                self.take_step(step, display)
-        self._checkpoints.close()
+        with self._listen() as notice, self.begin(console) as display:
+            if self.trainer.guard.rolls_back:
+                self._checkpoints.save(self._model.step)
+            while self._model.step < self._conf.num_steps:
+                notice.look()
+                self.take_step(self._model.step + 1, display)
+                if self._model.is_asked_to_end:
+                    self._checkpoints.save(self._model.step)
+                    break
+            self._checkpoints.close()
         for each in self._loggers:
             each.close()
+        asked_by = who_asked(self._model, notice)
+        if self.is_rank_zero:
+            self._folder.save_end(
+                step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by
+            )
+        if self._model.step == self._conf.num_steps:
+            self._finish(console)
+            return
+        text = (
+            f"the run ends after step {self._model.step} of {self._conf.num_steps}, as it was "
+            f"asked to ({'; '.join(asked_by)}); resume=auto run_dir={self._folder.path} goes on"
+        )
+        logger.info("%s", text)
+        console.print(text, markup=False, soft_wrap=True)
+
+    def _listen(self) -> EndNotice:
+        """What tells all ranks if this one learns that the run has to end."""
+        files = (self._folder.end_notice_path, self._conf.end_notice.file)
+        return EndNotice(self._model.ask_to_end, [Path(each) for each in files if each])
+
+    def _finish(self, console: Console) -> None:
+        """What comes after the last step of a run."""
         if self._conf.save_model:
             save_whole(self._model, self._folder.model_path)
         if self._prediction is not None:
             console.print(self._outcome.beside(self._prediction), soft_wrap=True)
             console.print(self._outcome.table(self._model.plan, self._prediction))
-        self._show_text(console)
+        show_text(console, self._conf, self._task, self._model)
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     def begin(self, console: Console) -> Display:
@@ -207,39 +240,13 @@ class Run:
                 soft_wrap=True,
             )
         if self._conf.compile:
-            console.print(self._say_who_compiles(), markup=False, soft_wrap=True)
+            console.print(
+                say_who_compiles(self._model, self._why_eager, self._folder),
+                markup=False,
+                soft_wrap=True,
+            )
         if not console.is_terminal:
             console.print(device_table(plan, self._devices))
-
-    def _say_who_compiles(self) -> str:
-        """On which devices torch.compile works, and why not on others.  Collective."""
-        reason = self._why_eager
-        if reason is not None:
-            logger.warning("torch.compile does not work here: %s", reason)
-        rows = self._model.exchange([reason is not None])
-        eager = [position for position, [is_eager] in enumerate(rows) if is_eager]
-        if not eager:
-            return "every unit is compiled; the first steps and evaluation take longer"
-        why = reason or f"see the logs in {self._folder.logs_dir}"
-        return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
-
-    def _show_text(self, console: Console) -> None:
-        """Print a text that the model generates, if requested."""
-        data, num_tokens = self._conf.data, self._conf.num_sampled_tokens
-        if not num_tokens or not isinstance(data, TextConf):
-            return
-        tokenizer = self._task.tokenizer
-        tokens = sample_tokens(
-            self._model,
-            tokenizer.encode(SAMPLE_PROMPT),
-            num_tokens,
-            seq_len=data.seq_len,
-            seed=self._conf.seed,
-            device=self._device,
-        )
-        whole = (SAMPLE_PROMPT + tokenizer.decode(tokens)).decode(errors="replace")
-        console.print("a sample of its text:", style="bold")
-        console.print(whole, markup=False, soft_wrap=True)
 
     def take_step(self, step: int, display: Display) -> None:
         """Run one optimizer step with its metrics, reports of device use and evaluations."""
@@ -249,6 +256,20 @@ class Run:
         metrics = self.trainer.train_step()
         if self._tracer is not None and self._tracer.after_step(step):
             self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
+        if metrics.why_skipped is None:
+            self._record(metrics, display)
+        else:
+            self._skip(metrics, display)
+            if self.trainer.guard.rolls_back:
+                return
+        if step % conf.log_every == 0 or step == conf.num_steps:
+            self._look(step, display)
+        if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
+            self._evaluate(step, display)
+        if self._checkpoints.after_step(step):
+            self.trainer.forget_peak_memory()  # exclude the memory that writing took
+
+    def _record(self, metrics: StepMetrics, display: Display) -> None:
         values = {
             "loss": metrics.mean_loss,
             "grad_norm": metrics.grad_norm,
@@ -259,15 +280,23 @@ class Run:
         self._outcome.add_step(metrics.step_time_s)
         if self._prediction is not None:
             values["predicted_step_time_s"] = self._prediction.step_time_s
-        log_all(self._loggers, step, values)
+        log_all(self._loggers, metrics.step, values)
         if self.is_rank_zero:
             display.show_step(metrics)
-        if step % conf.log_every == 0 or step == conf.num_steps:
-            self._look(step, display)
-        if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
-            self._evaluate(step, display)
-        if self._checkpoints.after_step(step):
-            self.trainer.forget_peak_memory()  # exclude the memory that writing took
+
+    def _skip(self, metrics: StepMetrics, display: Display) -> None:
+        """Record a step that changed nothing, and roll back if the configuration says so."""
+        step = metrics.step
+        values = {"loss": metrics.mean_loss, "is_skipped": 1.0}
+        said = f"step {step} was skipped: {metrics.why_skipped}"
+        if self.trainer.guard.rolls_back:
+            to_step = self._checkpoints.roll_back()
+            values["rolled_back_to"] = to_step
+            said += f"; rolled back to step {to_step}, on with the batch after it"
+            self.trainer.forget_peak_memory()
+        log_all(self._loggers, step, values)
+        logger.warning("%s", said)
+        display.show_remark(said)
 
     def _look(self, step: int, display: Display) -> None:
         uses = self.trainer.look_at_devices()
@@ -294,6 +323,57 @@ class Run:
             display.show_score(step, name, score, self._task.baselines)
 
 
+def found_devices(model: HetFSDP, spec: DeviceSpec) -> list[DeviceSpec]:
+    """What ranks announce, by position, with the memory that the plan allows.  Collective."""
+    return [
+        replace(
+            announced,
+            memory_capacity_bytes=planned.device.memory_capacity_bytes
+            or announced.memory_capacity_bytes,
+        )
+        for announced, planned in zip(
+            model.exchange_objects(spec), model.plan.ranks, strict=True
+        )
+    ]
+
+
+def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> str:
+    """On which devices torch.compile works, and why not on others.  Collective."""
+    if reason is not None:
+        logger.warning("torch.compile does not work here: %s", reason)
+    rows = model.exchange([reason is not None])
+    eager = [position for position, [is_eager] in enumerate(rows) if is_eager]
+    if not eager:
+        return "every unit is compiled; the first steps and evaluation take longer"
+    why = reason or f"see the logs in {folder.logs_dir}"
+    return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
+
+
+def who_asked(model: HetFSDP, notice: EndNotice) -> list[str]:
+    """Which ranks were given notice of the end, and how.  Collective."""
+    reasons = model.exchange_objects((model.rank, notice.reason))
+    return [f"rank {rank}: {reason}" for rank, reason in sorted(reasons) if reason]
+
+
+def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> None:
+    """Print a text that the model generates, if the configuration asks for one.  Collective."""
+    data, num_tokens = conf.data, conf.num_sampled_tokens
+    if not num_tokens or not isinstance(data, TextConf):
+        return
+    tokens = sample_tokens(
+        model,
+        task.tokenizer.encode(SAMPLE_PROMPT),
+        num_tokens,
+        seq_len=data.seq_len,
+        seed=conf.seed,
+        device=model.device,
+    )
+    whole = (SAMPLE_PROMPT + task.tokenizer.decode(tokens)).decode(errors="replace")
+    console.print("a sample of its text:", style="bold")
+    console.print(whole, markup=False, soft_wrap=True)
+
+
+@phase("writing the model")
 def save_whole(model: HetFSDP, path: Path) -> None:
     """Write the whole model under its own names; rank zero holds it meanwhile.  Collective."""
     tensors = model.state_dict()

@@ -3,6 +3,7 @@
 from shardhet.checkpoint.errors import CheckpointError
 from shardhet.checkpoint.folder import Checkpoints, Latest, Resumed
 from shardhet.checkpoint.loading import load
+from shardhet.checkpoint.redistribution import redistribute
 from shardhet.checkpoint.saving import PendingSave, save, save_async
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "PendingSave",
     "Resumed",
     "load",
+    "redistribute",
     "save",
     "save_async",
 ]

@@ -35,12 +35,14 @@ from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.reading import Reader, SavedCheckpoint, param_groups, states_by_fqn
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.values import decode, tensor_names
+from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
 
 CALL = "checkpoint.load"
 logger = logging.getLogger(__name__)
 
 
+@phase(CALL)
 def load(model: nn.Module, optimizer: optim.Optimizer | None, path: str | Path) -> Any:
     """Load model and optimizer from the folder ``path``; returns ``extra``.  Collective.
 

@@ -32,10 +32,12 @@ from shardhet.checkpoint.errors import CheckpointError
 from shardhet.checkpoint.held import Held
 from shardhet.checkpoint.job import Job
 from shardhet.checkpoint.ranks import Ranks
+from shardhet.comm.progress import phase
 
 CALL = "checkpoint.save"
 
 
+@phase(CALL)
 def save(
     model: nn.Module,
     optimizer: optim.Optimizer | None,
@@ -63,6 +65,7 @@ def save(
     _start(model, optimizer, Path(path), extra, is_async=False).wait()
 
 
+@phase(CALL)
 def save_async(
     model: nn.Module,
     optimizer: optim.Optimizer | None,
@@ -89,6 +92,7 @@ class PendingSave:
         self._job = job
         self._is_over = False
 
+    @phase(CALL)
     def wait(self) -> None:
         """Until the checkpoint is complete.  Collective.
 

@@ -36,6 +36,7 @@ COLLECTIVE_CALLS = (
     "unit_by_unit",
     "checkpoint.save",
     "checkpoint.load",
+    "redistribute",
 )
 
 # All records that keep process groups alive (see groups.py).

@@ -11,6 +11,7 @@ from typing import Any
 from shardhet.comm.channel import Channel
 from shardhet.comm.groups import Communicators
 from shardhet.comm.peers import LostPeerError, is_running
+from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -29,7 +30,7 @@ class Lifeline:
     def __init__(
         self, communicators: Communicators, channel: Channel, names: Sequence[str]
     ) -> None:
-        self.doing = "starting"  # what this rank is doing; part of its message
+        self._doing = "starting"
         self._communicators = communicators
         self._channel = channel
         self._names = tuple(names)  # by position
@@ -37,6 +38,16 @@ class Lifeline:
         if channel.group is not None:
             process = json.dumps([socket.gethostname(), os.getpid()])
             self._store.set(f"shardhet_process_{channel.position}", process)
+
+    @property
+    def doing(self) -> str:
+        """What this rank is doing; part of its message."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        progress.mark(doing)
 
     @contextmanager
     def guard(self, doing: str | None = None) -> Iterator[None]:
@@ -58,6 +69,7 @@ class Lifeline:
             return
         self._is_broken = True
         message = f"{name} failed in {self.doing}: {type(error).__name__}: {error}"
+        progress.fail(message)
         with suppress(RuntimeError):
             self._store.compare_set("shardhet_failure", "", message)
         self._communicators.break_connections()
@@ -66,6 +78,8 @@ class Lifeline:
         if not self._is_broken:
             self._is_broken = True
             self._communicators.break_connections()
+        if progress.verdict is not None:
+            return progress.verdict
         try:
             return self._look_up_the_cause(error)
         except RuntimeError:  # the store is gone, and so is the process that kept it
@@ -80,6 +94,8 @@ class Lifeline:
         store.set(f"shardhet_signed_off_{self._channel.position}", "1")
         deadline = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE
         while time.monotonic() < deadline:
+            if progress.verdict is not None:
+                return progress.verdict
             if store.check(["shardhet_failure"]):
                 cause = store.get("shardhet_failure").decode()
                 return f"{cause}\nAll ranks stop. Mend the cause on that rank and start again."

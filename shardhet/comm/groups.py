@@ -158,6 +158,15 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
         reduce.wait()  # for both: one communicator does one thing after the other
 
 
+def break_all_connections() -> None:
+    """Make every collective of this process end with an error, and those of its peers."""
+    for made in list(_made_by_group.values()):
+        for gather, reduce, control, transports in list(made.values()):
+            Communicators(gather, reduce, control, transports).break_connections()
+    if dist.group.WORLD is not None:
+        _break(dist.group.WORLD)
+
+
 def _break(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) != "gloo":
         with suppress(RuntimeError):

@@ -32,6 +32,9 @@ class MeasureConf:
     max_microbatch_size: int = 32  # larger ones are extrapolated
     num_repeats: int = 10  # of every measurement, if the time allows
     time_limit_s: float = 60.0  # approximate, for compute; collectives and links come on top
+    # The run ends, naming the rank, if one stands still for as long while others wait for it;
+    # before the first collective has been measured, ten times as long.  0 or null: never.
+    hang_timeout_s: float | None = 60.0
     transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
     model: ModelConf = MISSING
     data: DataConf = MISSING  # only its shapes matter
@@ -44,6 +47,7 @@ class MeasureConf:
         check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         check_at_least("num_repeats", self.num_repeats, 3)
         check_above("time_limit_s", self.time_limit_s, 0)
+        check_at_least("hang_timeout_s", self.hang_timeout_s or 0, 0)
 
     def world_size(self, num_launched: int | None) -> int:
         """The number of ranks needed; ``num_launched`` is the number running, if any."""

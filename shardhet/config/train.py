@@ -69,6 +69,44 @@ class CheckpointConf:
             check_at_least(f"checkpoint.{name}", getattr(self, name), 0)
 
 
+class OnBadStepConf(Enum):
+    """What happens after a bad step."""
+
+    STOP = "stop"  # the run fails
+    SKIP = "skip"  # the step changes nothing
+    ROLL_BACK = "roll_back"  # to the last checkpoint, and on with the batch after the bad one
+
+
+@dataclass(kw_only=True)
+class GuardConf:
+    """Which steps are bad: a loss or gradient norm that is not finite, or a spike."""
+
+    on_bad_step: OnBadStepConf = OnBadStepConf.STOP
+    # Also bad: above so many times the median of the last 50 good steps.  null: no such limit.
+    spike_factor: float | None = None
+    max_in_a_row: int = 10  # bad steps, before the run stops in any case
+
+    def __post_init__(self) -> None:
+        check_at_least("guard.max_in_a_row", self.max_in_a_row, 1)
+        if self.spike_factor is not None:
+            check_above("guard.spike_factor", self.spike_factor, 1)
+
+
+@dataclass(kw_only=True)
+class EndNoticeConf:
+    """How a run is told to end soon: SIGTERM or SIGUSR1 to any rank, or a file that appears.
+
+    The step in progress is finished, a checkpoint is written, and all ranks end with status 0;
+    ``resume=auto`` goes on from there.  The file ``end_notice`` in the run folder does it too.
+    """
+
+    file: str | None = None  # of the notices that a cloud gives a spot instance, for example
+    grace_s: int = 30  # after SIGTERM to shardhet train, its ranks are killed
+
+    def __post_init__(self) -> None:
+        check_at_least("end_notice.grace_s", self.grace_s, 1)
+
+
 AUTO = "auto"
 
 
@@ -87,9 +125,16 @@ class TrainConf:
     num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    guard: GuardConf = field(default_factory=GuardConf)
+    end_notice: EndNoticeConf = field(default_factory=EndNoticeConf)
     # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
     # checkpoint, or of a folder with several, which must exist; null: begin at step 0.
     resume: str | None = None
+    # The run ends, naming the rank, if one stands still while others wait for it: for as long,
+    # or for five times the slowest of the last steps if that is longer; before the first step
+    # has ended, while torch compiles and while a checkpoint is written, ten times as long.
+    # 0 or null: never.
+    hang_timeout_s: float | None = 300.0
     transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
@@ -106,9 +151,16 @@ class TrainConf:
         check_at_least("num_steps", self.num_steps, 1)
         check_is_one_of("transport", self.transport, TRANSPORTS)
         check_above("max_grad_norm", self.max_grad_norm, 0)
+        check_at_least("hang_timeout_s", self.hang_timeout_s or 0, 0)
         check_at_least("log_every", self.log_every, 1)
         check_at_least("eval_every", self.eval_every, 0)
         check_at_least("num_sampled_tokens", self.num_sampled_tokens, 0)
+        rolls_back = self.guard.on_bad_step is OnBadStepConf.ROLL_BACK
+        if rolls_back and not self.checkpoint.every:
+            raise ConfigError(
+                "guard.on_bad_step: ROLL_BACK but checkpoint.every is 0, so there is nothing "
+                "to go back to. Set checkpoint.every=500, for example."
+            )
         last_traced = self.trace_steps.first_step + self.trace_steps.num_steps - 1
         if self.trace and last_traced > self.num_steps:
             raise ConfigError(

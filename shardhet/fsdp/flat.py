@@ -85,7 +85,6 @@ class FlatTensor:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.slots = tuple(slots)
-        self.layout = layout
         self.is_trainable = slots[0].is_trainable
         self.orig_dtype = orig_dtype
         converts = orig_dtype.is_floating_point and param_dtype is not None
@@ -94,13 +93,7 @@ class FlatTensor:
         self._comm = comm
         self._position = comm.gather_channel.position
 
-        own_numel = layout.shard_numels[self._position]
-        self.rows = [layout.rows(i, self._position) for i in range(len(slots))]
-        self._boxes = [self._own_part(span) for span in layout.param_spans]
-        self.flat_shard = comm.empty(own_numel, orig_dtype)
-        for gap in layout.gap_spans:
-            part = self._own_part(gap)
-            self.flat_shard[part.start : part.stop].zero_()
+        self.flat_shard = self._empty_shard(layout)
         self.sharded_params = [
             nn.Parameter(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
             for i in range(len(slots))
@@ -109,13 +102,7 @@ class FlatTensor:
             for slot, param in zip(slots, self.sharded_params, strict=True):
                 param.register_post_accumulate_grad_hook(partial(_refuse_grad, slot.fqn))
 
-        is_whole = own_numel == layout.numel  # this rank stores all of it
-        self._is_shard_itself = is_whole and self.param_dtype == orig_dtype
-        self._unsharded = self.flat_shard
-        if not self._is_shard_itself:
-            self._unsharded = torch.empty(
-                layout.numel, dtype=self.param_dtype, device=comm.device
-            )
+        self._unsharded = self._whole()
         # .data has its own version counter: autograd must not take a refill of the storage for
         # a change of tensors that it saved in forward.
         self.unsharded_params = [
@@ -133,6 +120,46 @@ class FlatTensor:
         self._gather: Pending | None = None
         self.grad = FlatGradient(layout, self._position, comm, self.reduce_dtype)
 
+    # Layout #
+
+    def _empty_shard(self, layout: FlatLayout) -> Tensor:
+        """Take over ``layout``; this rank's shard in it, without values but in the gaps."""
+        self.layout = layout
+        self.rows = [layout.rows(i, self._position) for i in range(len(self.slots))]
+        self._boxes = [self._own_part(span) for span in layout.param_spans]
+        shard = self._comm.empty(layout.shard_numels[self._position], self.orig_dtype)
+        for gap in layout.gap_spans:
+            part = self._own_part(gap)
+            shard[part.start : part.stop].zero_()
+        return shard
+
+    def _whole(self) -> Tensor:
+        """The unsharded tensor, [layout.numel], which is the shard where that is all of it."""
+        is_whole = self.flat_shard.numel() == self.layout.numel  # this rank stores all of it
+        self._is_shard_itself = is_whole and self.param_dtype == self.orig_dtype
+        if self._is_shard_itself:
+            return self.flat_shard
+        return torch.empty(self.layout.numel, dtype=self.param_dtype, device=self._comm.device)
+
+    @torch.no_grad()
+    def redistribute(self, layout: FlatLayout, whole: Tensor) -> None:
+        """Store the rows of ``layout`` from now on; ``whole``, [numel], has their values.
+
+        Between steps, without gradients.  The parameters stay the same objects.
+        """
+        shard = self._empty_shard(layout)
+        own = layout.shard_spans[self._position]
+        shard.copy_(whole[own.start : own.stop])
+        self.flat_shard = shard
+        for i, param in enumerate(self.sharded_params):
+            param.data = self._box(shard, i)
+        self._unsharded = self._whole()
+        for i, param in enumerate(self.unsharded_params):
+            param.data = self._unsharded_part(self._unsharded.data, i)
+        if not self._is_shard_itself:
+            self._unsharded.untyped_storage().resize_(0)
+        self.grad = FlatGradient(layout, self._position, self._comm, self.reduce_dtype)
+
     # Geometry #
 
     def _own_part(self, span: Span) -> Span:
@@ -140,6 +167,10 @@ class FlatTensor:
         own = self.layout.shard_spans[self._position]
         part = span.intersect(own)
         return Span(part.start - own.start, part.stop - own.start) if part.numel else Span(0, 0)
+
+    def boxes(self, shard: Tensor) -> list[Tensor]:
+        """The rows of every parameter in ``shard``, a tensor like this rank's shard."""
+        return [self._box(shard, i) for i in range(len(self.slots))]
 
     def _box(self, shard: Tensor, param: int) -> Tensor:
         """The rows of parameter ``param`` in ``shard``, [rows, ...]; a scalar is one row."""

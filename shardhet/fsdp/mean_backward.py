@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.progress import progress
 from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.observer import Activity
 from shardhet.fsdp.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
@@ -76,6 +77,7 @@ class MeanBackward:
             has_grad = self._agree_on_grads()
             losses, counts = rows_on_host.read().T.tolist()
         self._runtime.step += 1
+        progress.end_step(self._runtime.step)
         if not all(map(math.isfinite, losses)) or sum(counts) == 0:
             for flat in self._flats:
                 flat.drop_grads()
@@ -94,8 +96,9 @@ class MeanBackward:
         names = [slot.fqn for flat in self._flats for slot in flat.slots]
         mine = [float(has) for flat in self._flats for has in flat.grad.has_grad]
         with self._runtime.observers.watch("", Activity.AGREE):
-            rows = self._control.exchange(mine)
-        columns = zip(*rows, strict=True)
+            rows = self._control.exchange([float(self._runtime.asks_to_end), *mine])
+        asks_to_end, *columns = zip(*rows, strict=True)
+        self._runtime.is_asked_to_end = any(asks_to_end)
         return {name: any(column) for name, column in zip(names, columns, strict=True)}
 
     def expect(self, output: Any) -> None:

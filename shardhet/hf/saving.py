@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 
+from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.state import persistent_buffers
 from shardhet.hf.adapters import adapter_fqns, adapter_state, is_adapted
@@ -22,6 +23,7 @@ from shardhet.hf.writing import StreamedFolder
 MAX_SHARD_BYTES = 5 * 10**9
 
 
+@phase("save_pretrained")
 def save_pretrained(
     model: HetFSDP, save_directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:

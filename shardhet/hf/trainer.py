@@ -25,6 +25,7 @@ from transformers.trainer_utils import (
 )
 
 from shardhet.comm import devices
+from shardhet.comm.liveness import HANG_TIMEOUT_S, watch_ranks
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.arguments import (
     REFUSED,
@@ -60,6 +61,7 @@ class HetTrainer(Trainer):
         plan: Plan | None = None,
         collates_whole_batch: bool | None = None,
         options: Mapping[str, Any] | None = None,
+        hang_timeout_s: float | None = HANG_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         """Wrap ``model``, or take a HetFSDP as it is.
@@ -72,6 +74,7 @@ class HetTrainer(Trainer):
                 rows, so that what a collator draws does not depend on the plan.  None does so
                 if the collator masks at random.
             options: options of HetFSDP, for instance ``{"units": [...]}``.
+            hang_timeout_s: of ``shardhet.watch_ranks``; None or 0 leaves it out.
             kwargs: further arguments of Trainer.
         """
         wrapped = model if isinstance(model, HetFSDP) else None
@@ -82,6 +85,7 @@ class HetTrainer(Trainer):
         super().__init__(inside, args, **kwargs)
         wrapped = wrapped or _wrapped(inside, self.plan, args, options)
         _check_device(wrapped, args)
+        watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
         self.het = self.model_wrapped = wrapped
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
         if collates_whole_batch is None:

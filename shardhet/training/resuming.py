@@ -28,11 +28,14 @@ class Course:
     schedule: str  # of the learning rate, in words
 
 
-def state_of(course: Course, step: int, random_states: Sequence[Any]) -> dict[str, Any]:
+def state_of(
+    course: Course, step: int, random_states: Sequence[Any], *, num_batches_skipped: int = 0
+) -> dict[str, Any]:
     """As plain values and tensors; ``random_states`` are those of all ranks, by position."""
     return {
         "step": step,
-        "num_samples": step * course.global_batch_size,
+        "num_samples": (step + num_batches_skipped) * course.global_batch_size,
+        "num_batches_skipped": num_batches_skipped,
         "global_batch_size": course.global_batch_size,
         "data_digest": course.data_digest,
         "seed": course.seed,

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy, to_device
+from shardhet.comm.progress import progress
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Observed
 from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches, deal
+from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.optim import Schedule
 
 COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
@@ -46,6 +48,8 @@ class StepMetrics:
     learning_rate: float  # of the first parameter group
     num_targets: int  # tokens, or labels, of all ranks
     step_time_s: float  # on the host; an accelerator may still run while the next step begins
+    # Why the step changed nothing: its loss or gradients are not finite, or a spike.
+    why_skipped: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,8 @@ class Trainer:
         evaluation = trainer.evaluate(judged)
 
     Every method is collective.  The only state besides the model's and the optimizer's is
-    ``model.step``: it says which batch comes next and what the learning rate is.
+    ``model.step``, which says which batch comes next and what the learning rate is, and
+    ``num_batches_skipped``, which is 0 unless the run was rolled back.
     """
 
     def __init__(
@@ -106,10 +111,14 @@ class Trainer:
         device: torch.device | None = None,
         memory_level_bytes: int = 0,
         run: Run = run_plainly,
+        guard: Guard | None = None,
     ) -> None:
         """Create a trainer; the optimizer's current learning rates are the peaks.
 
         ``run`` calls the model with a batch's tensors and returns what ``Run`` says.
+
+        ``guard`` says which steps are bad, and what becomes of them; None stops at what is not
+        finite.
 
         ``memory_level_bytes`` is the process's memory that is not counted as the device's.
         """
@@ -126,6 +135,9 @@ class Trainer:
         self._device = device or torch.device("cpu")
         self._memory_level_bytes = memory_level_bytes
         self._run = run
+        self.guard = guard or Guard()
+        # Batches that were left out: the batch of a step is that of ``model.step`` plus this.
+        self.num_batches_skipped = 0
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0  # time of the steps since the last ``look_at_devices``
@@ -140,17 +152,19 @@ class Trainer:
         self._is_in_step = True
         self._events.clear()  # of a step that failed
         model = self.model
-        batch = self._batches[model.step]
+        progress.mark("the data of the next step")
+        batch = self._batches[model.step + self.num_batches_skipped]
         learning_rate = self._set_learning_rates()
         loss_sum, num_targets, *_ = self._run(model, self._my_part(batch))
-        mean_loss = model.backward(loss_sum, num_targets)
-        norm = HostCopy(model.clip_grad_norm_(self._max_grad_norm))
-        self.optimizer.step()
+        mean_loss, why_skipped = self._backward(loss_sum, num_targets)
+        grad_norm = math.nan
+        if why_skipped is None:
+            grad_norm, why_skipped = self._update(mean_loss)
         self.optimizer.zero_grad()
         self._is_in_step = False
-        # The host waits here, while the device still has the optimizer step to run.
-        grad_norm = float(norm.read())
         self._count_events()
+        if why_skipped is not None:
+            self.guard.check(model.step, why_skipped)
         step_time_s = time.perf_counter() - start_s
         self._steps_s += step_time_s
         return StepMetrics(
@@ -160,7 +174,36 @@ class Trainer:
             learning_rate=learning_rate,
             num_targets=batch.num_targets,
             step_time_s=step_time_s,
+            why_skipped=why_skipped,
         )
+
+    def _backward(
+        self, loss_sum: Tensor, num_targets: Tensor | int
+    ) -> tuple[float | None, str | None]:
+        """The mean loss, and why the step has no gradients, if it has none."""
+        try:
+            return self.model.backward(loss_sum, num_targets), None
+        except FloatingPointError as error:  # raised on every rank
+            if self.guard.on_bad_step is OnBadStep.STOP:
+                raise
+            return None, str(error).partition(";")[0]
+
+    def _update(self, mean_loss: float | None) -> tuple[float, str | None]:
+        """Clip, and let the optimizer step; the gradient norm, and why the step is bad."""
+        norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
+        if self.guard.looks_before_update:
+            # An accelerator goes idle here, because the host cannot run ahead.
+            grad_norm = float(norm.read())
+            why_skipped = self.guard.judge(mean_loss, grad_norm)
+            if why_skipped is None:
+                progress.mark("the optimizer's step")
+                self.optimizer.step()
+            return grad_norm, why_skipped
+        progress.mark("the optimizer's step")
+        self.optimizer.step()
+        # The host waits here, while the device still has the optimizer step to run.
+        grad_norm = float(norm.read())
+        return grad_norm, self.guard.judge(mean_loss, grad_norm)
 
     def _set_learning_rates(self) -> float:
         fraction = self._schedule(self.model.step)
@@ -181,6 +224,7 @@ class Trainer:
         size = self.model.plan.global_batch_size
         self.model.eval()
         for start in range(0, judged.num_samples, size):
+            progress.mark("evaluation")
             batch = judged.samples(Span(start, min(start + size, judged.num_samples)))
             outputs = self._run(self.model, self._my_part(batch))
             for i, output in enumerate(outputs[:3]):

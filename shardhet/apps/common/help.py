@@ -19,6 +19,14 @@ USAGE = """\
 [bold]srun --ntasks=4 shardhet train key=value ...[/]
                                    ... or by Slurm
 """
+REMARKS = """\
+hang_timeout_s     a rank that stands still for as long while others wait for it ends the run,
+                   and is named; before the first step, while torch compiles and while
+                   checkpoints are written ten times as long; 0 or null: never
+end_notice.file    if it appears, or any rank gets SIGTERM or SIGUSR1, the step is finished, a
+                   checkpoint is written, and the run ends with status 0
+guard.on_bad_step  STOP, SKIP or ROLL_BACK, if a loss or gradient norm is not finite, or a spike
+"""
 FLAGS = """\
 --cfg job          show the configuration and stop
 --config-dir DIR   your own files, laid out like conf/, searched first
@@ -34,6 +42,7 @@ def show_help(
     usage: str = USAGE,
     config_name: str = CONFIG_NAME,
     groups: Sequence[str] | None = None,
+    remarks: str = REMARKS,
 ) -> None:
     """Print the help for all groups or some, with the values that result from ``overrides``.
 
@@ -54,6 +63,8 @@ def show_help(
     console.print("\nChange any value, as in optim.lr=1e-3. The values now:\n")
     indented = "".join(f"  {line}\n" for line in OmegaConf.to_yaml(cfg).splitlines())
     console.print(indented, markup=False, soft_wrap=True)
+    if remarks:
+        console.print(remarks, markup=False, soft_wrap=True)
     console.print(FLAGS, markup=False)
 
 

@@ -4,9 +4,11 @@ import faulthandler
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TextIO
 
 import torch
@@ -17,6 +19,7 @@ from shardhet.apps.common.crash import Failure
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.comm import devices
+from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, watch_ranks
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.transport import SWITCH
 from shardhet.config.training import ClusterConf, DeviceType
@@ -32,8 +35,9 @@ def joined(
     env: RankEnv,
     *,
     transport: str = "auto",
+    hang_timeout_s: float | None = HANG_TIMEOUT_S,
 ) -> Iterator[torch.device]:
-    """Context of one rank, with its log, device and process group.
+    """Context of one rank, with its log, device, process group and watch over all ranks.
 
     A failure is written to where the launcher looks for it.
     """
@@ -52,7 +56,12 @@ def joined(
                 devices.backends_for(device),
                 device_id=None if devices.is_on_host(device) else device,
             )
-            yield device
+            with watch_ranks(
+                hang_timeout_s=hang_timeout_s,
+                device=device,
+                on_verdict=partial(_save_verdict, folder),
+            ):
+                yield device
             dist.destroy_process_group()
 
 
@@ -112,6 +121,21 @@ def _redirect(stream: TextIO, file: TextIO) -> None:
     """Redirect at the level of file descriptors, so that output of C++ is kept too."""
     stream.flush()
     os.dup2(file.fileno(), stream.fileno())
+
+
+def _save_verdict(folder: RunFolder, verdict: Verdict) -> None:
+    """Write the failure of a rank that cannot write its own."""
+    rank = verdict.culprits[0] if verdict.culprits else 0
+    Failure(
+        rank=rank,
+        device=verdict.name.removeprefix(f"rank {rank} (").removesuffix(")"),
+        exception=verdict.text,
+        place=verdict.place,
+        at_s=time.time(),
+        is_consequence=False,
+    ).save(folder)
+    if verdict.stack:
+        logger.error("%s is at\n%s", verdict.name, verdict.stack)
 
 
 @contextmanager

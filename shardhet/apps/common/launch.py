@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from tempfile import TemporaryDirectory
@@ -27,9 +28,17 @@ class RunFailedExit(SystemExit):
 
 
 def start_ranks(
-    folder: RunFolder, world_size: int, *, worker_module: str = "shardhet.apps.worker"
+    folder: RunFolder,
+    world_size: int,
+    *,
+    worker_module: str = "shardhet.apps.worker",
+    grace_s: int | None = None,
 ) -> None:
-    """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails."""
+    """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails.
+
+    ``grace_s`` is the time that ranks get to end in order if this process is told to end; None:
+    that of torch, and they do not.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,7 +58,11 @@ def start_ranks(
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            shutdown_timeout=grace_s,
         )
+        if grace_s is not None:
+            # Not passed on by torch; the ranks look for the file.
+            signal.signal(signal.SIGUSR1, lambda *_: folder.end_notice_path.touch())
         worker = ("-m", worker_module, str(folder.path))
         try:
             elastic_launch(config, sys.executable)(*worker)
@@ -59,6 +72,8 @@ def start_ranks(
             _show_cause(folder, error.failures)
             raise RunFailedExit(1) from None
         except SignalException as signalled:
+            if folder.end_path.exists():
+                return
             raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
 
 

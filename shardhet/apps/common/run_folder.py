@@ -78,6 +78,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def end_notice_path(self) -> Path:
+        """The path of a file that asks the run to end; made by the launcher, or by a user."""
+        return self.path / "end_notice"
+
+    @property
+    def end_path(self) -> Path:
+        """The path of a file that says after which step the run has ended in order."""
+        return self.path / "end.json"
+
+    @property
     def trace_dir(self) -> Path:
         return self.path / "traces"
 
@@ -109,9 +119,16 @@ class RunFolder:
     def begin(self, cfg: DictConfig, sources: dict[str, Any]) -> None:
         """Create the folder and write what is known before any rank starts."""
         self.logs_dir.mkdir(parents=True, exist_ok=True)
+        for path in (self.end_notice_path, self.end_path):  # of the run that goes on
+            path.unlink(missing_ok=True)
         save_resolved(cfg, self.config_path)
         _write_json(self.path / "config_sources.json", sources)
         _write_json(self.path / "run.json", describe_process())
+
+    def save_end(self, *, step: int, num_steps: int, asked_by: Sequence[str]) -> None:
+        """Write after which step the run has ended, and who asked for it if it was early."""
+        document = {"step": step, "num_steps": num_steps, "asked_by": list(asked_by)}
+        _write_json(self.end_path, document)
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop lines of later steps, which a resumed run takes again."""

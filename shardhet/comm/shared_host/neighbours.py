@@ -30,6 +30,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardhet.comm.peers import LostPeerError, birth
+from shardhet.comm.progress import progress
 from shardhet.comm.shared_host.arena import Arena, PeerArena, Whereabouts, own_arena
 from shardhet.comm.transport import timeout_of
 
@@ -120,6 +121,8 @@ class Board:
         return values
 
     def _check_lives(self) -> None:
+        if progress.verdict is not None:
+            raise LostPeerError("the watch over ranks ends the run")
         if self._words[BROKEN]:
             raise LostPeerError(f"process {self._pid} of this host has given up")
         try:
@@ -200,6 +203,7 @@ class Neighbours:
     def next_collective(self) -> int:
         """Return the number of the collective that begins."""
         self._num_collectives += 1
+        progress.num_collectives += 1
         return self._num_collectives
 
     def offer(
@@ -243,6 +247,7 @@ class Neighbours:
         for start in range(0, len(row), ROW_WORDS):
             piece = row[start : start + ROW_WORDS]
             self._num_exchanges += 1
+            progress.num_collectives += 1
             # No process reads the row before last any more: all have begun the last exchange.
             self._own.write_row(self._num_exchanges, piece)
             self._own.put(EXCHANGED, self._num_exchanges)

@@ -1,0 +1,185 @@
+"""One rank of a small training run, into which a fault is put."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore
+
+from experiments.common.launch import HOST
+from shardhet import HetFSDP, Plan, phase, watch_ranks
+from shardhet.checkpoint import save
+
+WIDTH, NUM_LAYERS = 64, 3
+DEEDS = ("stop", "loop", "sleep", "kill", "raise", "slow")
+PLACES = ("loader", "forward", "backward", "optimizer", "saving", "evaluation")
+TIMEOUT_S = 3.0
+STEP_S = 0.25  # a step waits for as long, so that signs of life tell where a rank is
+NUM_STEPS = 6
+SLOW_FACTOR = 5.0  # how much longer the slow step takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What one rank does, and when."""
+
+    seed: int
+    deed: str
+    place: str
+    world_size: int
+    rank: int
+    step: int
+    transport: str
+
+    @classmethod
+    def of(cls, seed: int) -> "Fault":
+        """The fault of a seed; every deed is equally frequent."""
+        rng = random.Random(f"recovery {seed}")
+        world_size = rng.randint(2, 4)
+        return cls(
+            seed=seed,
+            deed=DEEDS[seed % len(DEEDS)],
+            place=rng.choice(PLACES),
+            world_size=world_size,
+            rank=rng.randrange(world_size),
+            step=rng.randint(2, 4),
+            transport=rng.choice(("auto", "gloo")),
+        )
+
+    def do(self) -> None:
+        """Do it."""
+        if self.deed == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.deed == "loop":
+            while True:
+                pass
+        if self.deed == "sleep":
+            time.sleep(1000)
+        if self.deed == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.deed == "raise":
+            raise KeyError("a sample is missing")
+        time.sleep((SLOW_FACTOR - 1) * STEP_S)
+
+
+class _Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spring: Callable[[str], None]) -> Tensor:
+        ctx.spring = spring
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.spring("backward")
+        return grads[0], None
+
+
+class _Layer(nn.Module):
+    def __init__(self, spring: Callable[[str], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.spring = spring
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.spring("forward")
+        y: Tensor = _Trap.apply(x + self.linear(x).tanh(), self.spring)
+        return y
+
+
+class Net(nn.Module):
+    """Layers in a row, each with a trap."""
+
+    def __init__(self, spring: Callable[[str], None]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(spring) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum(), len(x)
+
+
+def train(sender: Connection, rank: int, port: int, fault: Fault, folder: str) -> None:
+    """Train as one of the ranks; sends how it ended and when."""
+    os.environ["SHARDHET_TRANSPORT"] = fault.transport
+    torch.set_num_threads(1)
+    store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=fault.world_size,
+        timeout=timedelta(minutes=5),
+    )
+    watch_ranks(hang_timeout_s=TIMEOUT_S, on_verdict=lambda verdict: None)
+    outcome = "returned"
+    try:
+        take_steps(rank, fault, Path(folder))
+    except Exception as error:
+        outcome = str(error)
+    sender.send((outcome, time.monotonic()))
+
+
+def take_steps(rank: int, fault: Fault, folder: Path) -> None:
+    """All steps, with the fault in one of them."""
+    step, is_evaluating = 0, False
+
+    def spring(place: str) -> None:
+        if rank != fault.rank or step != fault.step or (folder / "deed").exists():
+            return
+        if place == fault.place or (is_evaluating and fault.place == "evaluation"):
+            (folder / "deed").write_text(str(time.monotonic()))
+            fault.do()
+
+    torch.manual_seed(0)
+    model = HetFSDP(Net(spring), Plan.even(fault.world_size, microbatch_size=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: spring("optimizer"))
+    x = torch.ones(2, WIDTH)
+    for step in range(NUM_STEPS):
+        time.sleep(STEP_S)
+        spring("loader")
+        model.backward(*model(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        is_evaluating = True
+        with torch.no_grad():
+            model.eval()(x)
+            model.train()
+        is_evaluating = False
+        if step in (2, 3, 4):
+            with phase("saving"):
+                spring("saving")
+                save(model, optimizer, folder / f"step_{step}")
+
+
+def time_steps(rank: int, num_blocks: int, num_steps: int) -> list[tuple[bool, float]]:
+    """Seconds per step of blocks of steps, with the watch and without it by turns."""
+    torch.manual_seed(0)
+    model = HetFSDP(Net(lambda place: None), Plan.even(2, microbatch_size=256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(256, WIDTH)
+    blocks = []
+    for block in range(num_blocks):
+        is_watched = block % 2 == 1
+        watch = watch_ranks(hang_timeout_s=TIMEOUT_S if is_watched else None)
+        model.exchange([])
+        start_s = time.perf_counter()
+        for _ in range(num_steps):
+            model.backward(*model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+        blocks.append((is_watched, (time.perf_counter() - start_s) / num_steps))
+        model.exchange([])
+        watch.stop()
+    return blocks

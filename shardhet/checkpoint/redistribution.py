@@ -1,0 +1,173 @@
+"""redistribute: a model and its optimizer under another plan, while the ranks run.
+
+For each flat tensor of each unit, for its parameters and then for each state of the optimizer:
+
+    every rank     gathers the whole tensor (numel elements of it)
+                   copies the rows that it stores from now on, and frees the rest
+
+So a rank holds at most one whole tensor of one unit, and its old and new rows of that tensor,
+beyond what it holds before or after.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardhet.checkpoint.entries import HeldState
+from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.optimizer_state import groups_of, states_of
+from shardhet.checkpoint.parts import as_rows, parts_of
+from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.saving import wait_for_pending
+from shardhet.comm.progress import phase, progress
+from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.redistribution import FlatMove, follow, moves, why_not
+from shardhet.records.plan import Plan
+
+CALL = "redistribute"
+_States = Mapping[str, Mapping[str, HeldState]]  # by fqn and name
+
+
+@phase(CALL)
+def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) -> None:
+    """Let ``model`` follow ``plan`` from the next step on.  Collective.
+
+    Afterwards parameters and optimizer states are, bit by bit, those of a job that has saved a
+    checkpoint and loaded it under ``plan``; parameters are the same objects, so the optimizer,
+    schedulers and hooks stay as they are.  Call it between steps, without gradients.
+
+    Beyond what it holds before or after, a rank needs memory for one parameter tensor or one
+    state of one unit, whole, and for its rows of it under both plans.
+
+    Args:
+        model: a HetFSDP; ``model.plan`` is the new plan afterwards.
+        optimizer: of its parameters, with states of their shapes and single numbers; None if
+            there is none.
+        plan: for the same ranks in the same positions; equal on all ranks.
+
+    Raises ``CheckpointError`` on every rank, naming what cannot move: gradients, a step in
+    progress, another number of ranks, other devices, another model, states of other shapes.
+    Nothing has been changed then.
+    """
+    if not isinstance(model, HetFSDP):
+        raise TypeError(f"{CALL}: {type(model).__name__} is no HetFSDP. Wrap the model first.")
+    ranks = Ranks(model)
+    ranks.meet(CALL)
+    wait_for_pending(model)
+
+    def examine() -> tuple[str, _States]:
+        reason = why_not(model, plan)
+        if reason is not None:
+            raise CheckpointError(reason)
+        parts = parts_of(model)
+        if optimizer is None:
+            return plan.digest, {}
+        groups_of(optimizer, parts)  # raises for parameters of another model
+        return plan.digest, states_of(optimizer, parts)[0]
+
+    found = ranks.agree(examine, call=CALL)
+    digests = [digest for digest, _ in found]
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"plan: ranks pass different ones: {digests} in plan order.")
+    states = _merged([each for _, each in found])
+    with torch.no_grad(), model.guard(CALL):
+        for move in moves(model, plan):
+            progress.mark(f"{CALL}: unit {move.unit_fqn!r}")
+            _move(move, model, optimizer, states)
+        follow(model, plan)
+    ranks.exchange(None, call=CALL)
+
+
+def _merged(everyones: Sequence[_States]) -> dict[str, dict[str, HeldState]]:
+    """The states that any rank has: one without rows of a parameter may have none."""
+    merged: dict[str, dict[str, HeldState]] = {}
+    for states in everyones:
+        for fqn, by_name in states.items():
+            for name, state in by_name.items():
+                merged.setdefault(fqn, {}).setdefault(name, state)
+    return merged
+
+
+def _move(
+    move: FlatMove, model: HetFSDP, optimizer: optim.Optimizer | None, states: _States
+) -> None:
+    flat = move.flat
+    own: dict[str, dict[int, Tensor]] = {}  # rows of states before, by name and parameter
+    if optimizer is not None:
+        for name, dtype in _row_states(flat.slots, states):
+            whole = move.whole(_shard_of(flat, optimizer, name, dtype), model)
+            own.setdefault(name, {})
+            _keep_rows(move, model, whole, (name, dtype), states, own[name])
+            for i in own[name]:  # the rows before make room for the next state's
+                optimizer.state[flat.sharded_params[i]].pop(name, None)
+            del whole
+    flat.redistribute(move.layout, move.whole(flat.flat_shard, model))
+    if optimizer is None:
+        return
+    for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):
+        for name, state in states.get(slot.fqn, {}).items():
+            if state.scalar is None:
+                optimizer.state[param][name] = own[name].pop(i).view(param.shape)
+            elif name not in optimizer.state[param]:
+                optimizer.state[param][name] = _scalar(state, optimizer, param)
+
+
+def _row_states(slots: Sequence[Any], states: _States) -> list[tuple[str, str]]:
+    """Names and dtypes of states that have rows, in an order that is the same on all ranks."""
+    found = {
+        (name, state.dtype): None
+        for slot in slots
+        for name, state in states.get(slot.fqn, {}).items()
+        if state.scalar is None and state.dtype is not None
+    }
+    return list(found)
+
+
+def _shard_of(flat: Any, optimizer: optim.Optimizer, name: str, dtype: str) -> Tensor:
+    """This rank's rows of a state, placed as in its shard; zero where there are none."""
+    shard = torch.zeros_like(flat.flat_shard, dtype=_dtype(dtype))
+    for box, param in zip(flat.boxes(shard), flat.sharded_params, strict=True):
+        value = optimizer.state.get(param, {}).get(name)
+        if isinstance(value, Tensor) and value.dim() and str(value.dtype) == dtype:
+            box.copy_(as_rows(value).view_as(box))
+    return shard
+
+
+def _keep_rows(
+    move: FlatMove,
+    model: HetFSDP,
+    whole: Tensor,
+    kind: tuple[str, str],
+    states: _States,
+    kept: dict[int, Tensor],
+) -> None:
+    """Copy the rows that this rank stores under the new layout."""
+    name, dtype = kind
+    for i, slot in enumerate(move.flat.slots):
+        state = states.get(slot.fqn, {}).get(name)
+        if state is None or state.scalar is not None or state.dtype != dtype:
+            continue
+        part = move.layout.param_spans[i].intersect(move.layout.shard_spans[model.position])
+        kept[i] = (
+            whole[part.start : part.stop]
+            .clone()
+            .view(move.layout.rows(i, model.position).numel, *slot.shape[1:])
+        )
+
+
+def _scalar(state: HeldState, optimizer: optim.Optimizer, param: nn.Parameter) -> Any:
+    """A number that only other ranks have had."""
+    if state.dtype is None:
+        return state.scalar
+    [group] = [g for g in optimizer.param_groups if any(param is each for each in g["params"])]
+    is_on_device = group.get("capturable") or group.get("fused")
+    device = param.device if is_on_device else torch.device("cpu")
+    return torch.tensor(state.scalar, dtype=_dtype(state.dtype), device=device)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

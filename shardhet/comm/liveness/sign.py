@@ -1,0 +1,61 @@
+"""Sign: what a rank tells the others about itself, about twice a second."""
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """A sign of life of one rank, with what it is doing."""
+
+    rank: int
+    name: str  # "rank 2 (cpu on alpha)"
+    host: str
+    pid: int
+    beat: int  # differs from that of the sign before
+    num_steps: int  # finished since the watch began
+    step: int  # that of its model at the end of the last one
+    doing: str
+    is_waiting: bool  # for other ranks
+    is_long: bool  # compiling, or in a declared phase: slow without being at fault
+    still_s: float  # time since it last made progress
+    patience_s: float  # with a rank that makes no progress, once the first step has ended
+    place: str  # file:line of the innermost frame outside of libraries
+    stack: str = ""  # of the thread that trains, if it has been still for a while
+    failure: str | None = None  # the rank has failed, with this message
+    has_left: bool = False  # its program does not take part any more
+
+    def to_json(self) -> str:
+        """The sign as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What ``to_json`` returned."""
+        return cls(**json.loads(text))
+
+
+class ProcessState(Enum):
+    """What the system says about the process of a rank."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"  # by SIGSTOP or a debugger
+    GONE = "gone"
+    UNKNOWN = "unknown"  # it is on another host
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessState":
+        """The state of a process of this host."""
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return cls.GONE if Path("/proc/self/stat").exists() else cls.UNKNOWN
+        except OSError:  # out of file descriptors, which says nothing about the process
+            return cls.UNKNOWN
+        letter = status.rpartition(")")[2].split()[0]  # proc(5)
+        if letter in "ZX":
+            return cls.GONE
+        return cls.STOPPED if letter in "Tt" else cls.RUNNING

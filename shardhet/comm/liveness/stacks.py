@@ -1,0 +1,97 @@
+"""What the thread that trains is doing, read from its Python stack by another thread.
+
+This costs the training thread nothing, and it covers collectives of torch that a program calls
+itself as well as those of shardhet.
+"""
+
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+import shardhet.comm
+
+MAX_FRAMES = 16
+MAX_STACK_CHARACTERS = 4000
+
+_OWN = str(Path(shardhet.comm.__file__).parent.parent)
+_COMM = str(Path(shardhet.comm.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = (_OWN, _TORCH, sysconfig.get_paths()["stdlib"], "<")
+# A thread that is blocked in a collective is in one of these.
+_WAITING = (_COMM, f"{_TORCH}/distributed/distributed_c10d.py", f"{_TORCH}/distributed/c10d_")
+# On the stack while code is compiled or tuned, and not while compiled code runs.
+_COMPILING = (
+    f"{_TORCH}/_dynamo/convert_frame.py",
+    f"{_TORCH}/_inductor/compile_fx.py",
+    f"{_TORCH}/_inductor/async_compile.py",
+    f"{_TORCH}/_inductor/codecache.py",
+)
+_TRITON_COMPILING = ("/triton/compiler/", "/triton/runtime/autotuner.py")
+
+
+class Posture(NamedTuple):
+    """What a thread is doing."""
+
+    is_waiting: bool  # for other ranks, or for a device that may be waiting for them
+    is_compiling: bool
+    place: str  # file:line of the innermost frame outside of libraries
+
+
+NOWHERE = Posture(is_waiting=False, is_compiling=False, place="unknown")
+
+
+def posture(thread_ids: frozenset[int]) -> Posture:
+    """The posture of the training thread, which is one of these, or hands over between them."""
+    frames = sys._current_frames()
+    found = [_posture(frames[each]) for each in thread_ids if each in frames]
+    if not found:
+        return NOWHERE
+    # While autograd runs backward on another thread, the main one is inside of its call.
+    for each in found:
+        if each.is_waiting or each.is_compiling:
+            return each
+    return found[0]
+
+
+def stack(thread_ids: frozenset[int]) -> str:
+    """The innermost frames of these threads, as a traceback shows them."""
+    frames = sys._current_frames()
+    parts = []
+    for each in thread_ids:
+        if each in frames:
+            lines = traceback.format_list(traceback.extract_stack(frames[each])[-MAX_FRAMES:])
+            parts.append("".join(lines)[-MAX_STACK_CHARACTERS:])
+    return "another thread:\n".join(parts)
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARIES) or "site-packages" in filename
+
+
+def _posture(frame: FrameType) -> Posture:
+    innermost: FrameType | None = frame
+    while innermost is not None and innermost.f_code.co_filename == threading.__file__:
+        innermost = innermost.f_back  # it waits for another thread, on behalf of its caller
+    place, is_compiling = None, False
+    walked: FrameType | None = innermost
+    while walked is not None:
+        name = walked.f_code.co_filename
+        is_compiling |= name.startswith(_COMPILING)
+        is_compiling |= any(part in name for part in _TRITON_COMPILING)
+        if place is None and not _is_library(name):
+            place = f"{name}:{walked.f_lineno}"
+        walked = walked.f_back
+    if innermost is None:
+        return NOWHERE
+    where = innermost.f_code.co_filename
+    return Posture(
+        is_waiting=where.startswith(_WAITING),
+        is_compiling=is_compiling,
+        place=place or f"{where}:{innermost.f_lineno}",
+    )

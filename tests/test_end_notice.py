@@ -1,0 +1,116 @@
+"""A run that is told to end soon saves its state, ends, and goes on as if untouched."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from shardhet.apps.common.run_folder import RunFolder
+from tests.programs import TORCHRUN
+from tests.test_resume import losses
+from tests.test_train import ALONE, FAILING_RANK, SMALL, run, start
+
+NUM_STEPS = 8
+RUN = (*SMALL, "cluster.num_ranks=2", f"num_steps={NUM_STEPS}", "precision=FP64")
+# Each step takes long enough for a signal to arrive in the middle of the run.
+SLOW_STEPS = """
+import time
+import shardhet.training.trainer
+
+take_fast_step = shardhet.training.trainer.Trainer.train_step
+
+def slowly(trainer):
+    time.sleep(0.4)
+    return take_fast_step(trainer)
+
+shardhet.training.trainer.Trainer.train_step = slowly
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a run that nothing has happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = run([*ALONE, *RUN, f"run_dir={folder}/run"], folder)
+    assert done.returncode == 0, done.stderr
+    return losses(folder / "run")
+
+
+def check_goes_on(folder: Path, undisturbed: dict[int, float]) -> None:
+    """The run in ``folder`` has ended early; it goes on to the losses of the other."""
+    end = json.loads(RunFolder(folder).end_path.read_text())
+    assert 1 <= end["step"] < NUM_STEPS
+    assert max(losses(folder)) == end["step"]
+    (folder.parent / "sitecustomize.py").unlink(missing_ok=True)
+    done = run([*ALONE, *RUN, f"run_dir={folder}", "resume=auto"], folder.parent)
+    assert done.returncode == 0, done.stderr
+    assert f"goes on after step {end['step']}" in done.stdout
+    assert losses(folder) == undisturbed
+    assert json.loads(RunFolder(folder).end_path.read_text())["step"] == NUM_STEPS
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        if (folder / "metrics.jsonl").exists() and step in losses(folder):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"no step {step}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_program_ends_it_with_a_checkpoint_and_status_0(
+    number: signal.Signals, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_STEPS)
+    folder = tmp_path / "run"
+    process = start([*ALONE, *RUN, f"run_dir={folder}"], tmp_path)
+    wait_for_step(folder, 2)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "the run ends after step" in output
+    assert "Traceback" not in errors
+    check_goes_on(folder, undisturbed)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_ends_all(
+    number: str, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    deed = f"import signal; os.kill(os.getpid(), signal.{number})"
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=deed))
+    folder = tmp_path / "run"
+    done = run([*ALONE, *RUN, f"run_dir={folder}"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"as it was asked to (rank 1: {number})" in done.stdout
+    check_goes_on(folder, undisturbed)
+
+
+def test_a_file_ends_the_run(undisturbed: dict[int, float], tmp_path: Path) -> None:
+    notice = tmp_path / "spot"
+    (tmp_path / "sitecustomize.py").write_text(
+        FAILING_RANK.format(failure=f"open({str(notice)!r}, 'w').close()") + SLOW_STEPS
+    )
+    folder = tmp_path / "run"
+    done = run([*ALONE, *RUN, f"run_dir={folder}", f"end_notice.file={notice}"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{notice} exists" in done.stdout
+    check_goes_on(folder, undisturbed)
+
+
+def test_torchrun_passes_its_sigterm_on_and_no_step_is_lost(
+    undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_STEPS)
+    folder = tmp_path / "run"
+    torchrun = [*TORCHRUN, "--nproc-per-node=2", "-m", "shardhet.apps.train"]
+    process = start([*torchrun, *RUN, f"run_dir={folder}"], tmp_path)
+    wait_for_step(folder, 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0  # torchrun reports that it was told to end
+    assert "the run ends after step" in output
+    check_goes_on(folder, undisturbed)

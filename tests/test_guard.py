@@ -1,0 +1,205 @@
+"""Bad steps: all ranks decide alike, and nothing of a bad step stays."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from shardhet import HetFSDP, Plan
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.worker import Run
+from shardhet.config.checks import ConfigError
+from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard, OnBadStep
+from shardhet.training.trainer import Run as RunModel
+from shardhet.training.trainer import StepMetrics, run_plainly
+from tests.test_resume import NUM_STEPS, TEXT, UNEVEN
+from tests.test_trainer import make_trainer
+from tests.test_worker import configure, write_pages
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+PLAN = Plan.by_hand(microbatch_sizes=[3, 1], rank_batch_sizes=[5, 1], state_shares=[0.2, 0.8])
+BAD_STEP = 13
+BAD_BATCH, CHECKPOINTED = 5, 4
+Poison = Literal["loss", "gradient", "spike", "none"]
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+def poisoned(rank: int, poison: Poison) -> RunModel:
+    """As ``run_plainly``, but in one step one rank's loss or gradient is bad."""
+
+    def run(model: HetFSDP, tensors: Any) -> Any:
+        loss_sum, *rest = run_plainly(model, tensors)
+        if rank == 1 and model.step == BAD_STEP and model.training:
+            if poison == "loss":
+                loss_sum = loss_sum * math.nan
+            if poison == "gradient":
+                loss_sum = Scaled.apply(loss_sum, math.nan)
+            if poison == "spike":
+                loss_sum = loss_sum * 1e4
+        return (loss_sum, *rest)
+
+    return run
+
+
+def train(rank: int, poison: Poison, guard: dict[str, Any], num_steps: int) -> Any:
+    trainer = make_trainer(PLAN, torch.float64)
+    trainer._run = poisoned(rank, poison)
+    trainer.guard = Guard(**guard)
+    steps = [trainer.train_step() for _ in range(num_steps)]
+    rows = [p.detach().clone() for p in trainer.model.parameters()]
+    return [(s.step, s.why_skipped) for s in steps], rows, trainer.optimizer.state_dict()
+
+
+def is_close(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("poison", "factor", "why"),
+    [
+        ("loss", None, "the loss is not finite at positions [1]"),
+        ("gradient", None, "the gradient norm is nan"),
+        ("spike", 10.0, "times the usual"),
+    ],
+)
+def test_a_skipped_step_changes_nothing_on_any_rank(
+    poison: Poison, factor: float | None, why: str
+) -> None:
+    guard = {"on_bad_step": OnBadStep.SKIP, "spike_factor": factor}
+    before = run_ranks(train, 2, "none", guard, BAD_STEP)
+    after = run_ranks(train, 2, poison, guard, BAD_STEP + 1)
+    assert after[0][0] == after[1][0]  # all ranks decide alike
+    *good, (step, reason) = after[0][0]
+    assert step == BAD_STEP + 1
+    assert why in reason
+    assert all(each is None for _, each in good)
+    for (_, rows, state), (_, expected_rows, expected_state) in zip(after, before, strict=True):
+        assert is_close(rows, expected_rows)
+        for key, values in expected_state["state"].items():
+            for name, value in values.items():
+                assert torch.equal(torch.as_tensor(state["state"][key][name]), value), name
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_stops_all_ranks_by_default(poison: Poison) -> None:
+    outcomes = run_ranks_expecting_failure(train, 2, poison, {}, BAD_STEP + 2)
+    for outcome in outcomes:
+        assert outcome.exception_name == "FloatingPointError", outcome
+        assert f"step {BAD_STEP + 1}: the " in outcome.message
+
+
+def test_a_spike_stops_nothing_unless_it_is_asked_for() -> None:
+    [steps, *_], _ = run_ranks(train, 2, "spike", {}, BAD_STEP + 2)
+    assert [why for _, why in steps] == [None] * (BAD_STEP + 2)
+
+
+def test_many_bad_steps_in_a_row_stop_the_run() -> None:
+    guard = Guard(OnBadStep.SKIP, max_in_a_row=3)
+    for step in (1, 2):
+        guard.check(step, "the loss is nan")
+    assert guard.judge(1.0, 1.0) is None  # a good step between
+    for step in (4, 5):
+        guard.check(step, "the loss is nan")
+    with pytest.raises(FloatingPointError, match="step 6: the loss is nan, and so were the 2"):
+        guard.check(6, "the loss is nan")
+
+
+def test_a_spike_is_recognized_by_the_median_of_the_good_steps() -> None:
+    guard = Guard(OnBadStep.SKIP, spike_factor=3.0)
+    assert guard.judge(100.0, 1.0) is None  # nothing is known yet
+    for _ in range(NUM_STEPS_TO_KNOW):
+        assert guard.judge(2.0, 1.0) is None
+    for _ in range(3):  # bad steps are not remembered
+        assert guard.judge(6.1, 1.0) == "the loss is 6.1, 3.0 times the usual 2"
+    assert guard.judge(5.9, 1.0) is None
+    assert guard.judge(2.0, 3.5) == "the gradient norm is 3.5, 3.5 times the usual 1"
+    assert guard.judge(2.0, math.inf) == "the gradient norm is inf"
+
+
+def train_with_a_bad_batch(rank: int, path: str, is_reference: bool) -> None:
+    """Batch 5 gives rank 1 a loss that is not finite; the reference never sees it."""
+    folder = RunFolder(Path(path))
+    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
+    run = Run(folder.load_config(), folder, env, torch.device("cpu"))
+    trainer, take_step, run_well = run.trainer, run.trainer.train_step, run.trainer._run
+
+    def run_badly(model: HetFSDP, tensors: Any) -> Any:
+        loss_sum, *rest = run_well(model, tensors)
+        is_bad = model.step + trainer.num_batches_skipped == BAD_BATCH and model.training
+        return (loss_sum * math.nan if is_bad and rank == 1 else loss_sum, *rest)
+
+    def take_step_without_the_batch() -> StepMetrics:
+        if trainer.model.step == CHECKPOINTED:
+            trainer.num_batches_skipped = BAD_BATCH + 1 - CHECKPOINTED
+        return take_step()
+
+    if is_reference:
+        trainer.train_step = take_step_without_the_batch  # type: ignore[method-assign]
+    else:
+        trainer._run = run_badly
+    run.train()
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def test_a_run_that_rolls_back_goes_on_with_the_data_after_the_bad_batch(
+    tmp_path: Path,
+) -> None:
+    text = write_pages(tmp_path / "text")
+    keys = (*TEXT, *UNEVEN, f"data.path={text}", "guard.on_bad_step=ROLL_BACK")
+    folders = [tmp_path / "rolled_back", tmp_path / "reference"]
+    for folder in folders:
+        is_reference = folder.name == "reference"
+        run_ranks(train_with_a_bad_batch, 2, configure(folder, *keys), is_reference)
+    rolled_back, reference = map(entries, folders)
+    [skipped] = [each for each in rolled_back if "is_skipped" in each]
+    assert skipped["step"] == BAD_BATCH + 1
+    assert skipped["rolled_back_to"] == CHECKPOINTED
+    assert skipped["loss"] is None
+    after = rolled_back[rolled_back.index(skipped) + 1 :]
+    losses, expected = (
+        {each["step"]: each["loss"] for each in lines if "loss" in each and "lr" in each}
+        for lines in (after, reference)
+    )
+    assert list(losses) == list(range(CHECKPOINTED + 1, NUM_STEPS + 1))
+    assert losses == {step: expected[step] for step in losses}
+    # A run that goes on from there leaves the same batches out.
+    further = configure(
+        tmp_path / "further",
+        *keys,
+        f"num_steps={NUM_STEPS + 1}",
+        f"resume={folders[0]}/checkpoints",
+    )
+    assert run_ranks(skipped_when_resumed, 2, further) == [BAD_BATCH + 1 - CHECKPOINTED] * 2
+
+
+def skipped_when_resumed(rank: int, path: str) -> int:
+    folder = RunFolder(Path(path))
+    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
+    run = Run(folder.load_config(), folder, env, torch.device("cpu"))
+    assert run.model.step == NUM_STEPS
+    return run.trainer.num_batches_skipped
+
+
+def test_rolling_back_requires_checkpoints(tmp_path: Path) -> None:
+    path = configure(tmp_path / "run", "checkpoint.every=0", "guard.on_bad_step=ROLL_BACK")
+    with pytest.raises(ConfigError, match="there is nothing to go back to"):
+        RunFolder(Path(path)).load_config()

@@ -1,0 +1,148 @@
+"""Who is accused, and who is not, from the signs of all ranks alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardhet.comm.liveness.judging import (
+    LONG_FACTOR,
+    MUTUAL_FACTOR,
+    SECONDS_FOR_THE_GONE,
+    Fault,
+    SeenPeer,
+    judge,
+    judge_store,
+)
+from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_json
+from shardhet.comm.liveness.sign import ProcessState, Sign
+
+PATIENCE_S = 30.0
+LONGER_S = 31.0
+LONG_S = LONG_FACTOR * PATIENCE_S + 1
+
+
+def sign(rank: int, **changes: Any) -> Sign:
+    base = Sign(
+        rank=rank,
+        name=f"rank {rank} (cpu)",
+        host="alpha",
+        pid=100 + rank,
+        beat=7,
+        num_steps=5,
+        step=5,
+        doing="forward of unit 'layers.1'",
+        is_waiting=False,
+        is_long=False,
+        still_s=0.1,
+        patience_s=PATIENCE_S,
+        place="model.py:12",
+    )
+    return replace(base, **changes)
+
+
+def seen(rank: int, *, silent_s: float = 0.0, process: Any = None, **changes: Any) -> SeenPeer:
+    return SeenPeer(
+        sign=sign(rank, **changes),
+        silent_s=silent_s,
+        process=process or ProcessState.UNKNOWN,
+    )
+
+
+WAITING = sign(0, is_waiting=True, still_s=LONGER_S)
+
+
+def fault(*peers: SeenPeer, own: Sign = WAITING) -> tuple[Fault, tuple[int, ...]] | None:
+    verdict = judge(own, {each.sign.rank: each for each in peers})
+    if verdict is None:
+        return None
+    assert verdict_from_json(verdict_to_json(verdict)) == verdict
+    assert verdict.text.splitlines()[0][:40].strip() in panel(verdict)
+    return verdict.fault, verdict.culprits
+
+
+def test_a_rank_without_signs_is_accused_after_the_patience() -> None:
+    assert fault(seen(1, silent_s=LONGER_S)) == (Fault.SILENT, (1,))
+    assert fault(seen(1, silent_s=PATIENCE_S - 1)) is None
+
+
+def test_a_rank_that_computes_without_progress_is_accused_and_no_other() -> None:
+    waits = seen(2, is_waiting=True, still_s=LONGER_S)
+    assert fault(seen(1, still_s=LONGER_S), waits) == (Fault.STILL, (1,))
+
+
+def test_of_several_that_stand_still_those_furthest_behind_are_accused() -> None:
+    # On an accelerator, ranks that wait for their device may look as if they computed.
+    ahead = seen(1, still_s=LONGER_S, num_steps=6)
+    behind = [seen(rank, still_s=LONGER_S) for rank in (2, 3)]
+    assert fault(ahead, *behind) == (Fault.STILL, (2, 3))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        sign(0, is_waiting=False, still_s=LONG_S),
+        sign(0, is_waiting=True, still_s=PATIENCE_S - 1),
+        sign(0, is_waiting=True, still_s=LONGER_S, num_steps=0),  # set-up
+        sign(0, is_waiting=True, still_s=LONGER_S, patience_s=60.0),  # its steps are slow
+    ],
+)
+def test_a_rank_that_does_not_wait_in_vain_accuses_nobody(own: Sign) -> None:
+    peers = [seen(1, silent_s=LONGER_S), seen(2, still_s=LONGER_S), seen(3, has_left=True)]
+    assert fault(*peers, own=own) is None
+
+
+def test_a_peer_that_has_seen_slower_steps_is_believed() -> None:
+    slow = seen(2, is_waiting=True, still_s=LONGER_S, patience_s=60.0)
+    assert fault(seen(1, still_s=LONGER_S), slow) is None
+
+
+def test_a_rank_at_work_is_not_accused_and_protects_the_others() -> None:
+    waits = seen(2, is_waiting=True, still_s=LONG_S)
+    for at_work in (
+        seen(1, still_s=PATIENCE_S - 1),
+        seen(1, still_s=LONG_S - 2, is_long=True),
+        seen(1, is_waiting=True, still_s=1.0),  # it made progress a moment ago
+    ):
+        own = sign(0, is_waiting=True, still_s=LONG_S)
+        assert fault(at_work, waits, own=own) is None
+    assert fault(seen(1, still_s=LONG_S, is_long=True), waits) == (Fault.STILL, (1,))
+
+
+def test_in_a_long_phase_signs_may_be_missing_unless_the_process_is_stopped() -> None:
+    busy = {"silent_s": LONGER_S, "is_long": True}
+    assert fault(seen(1, **busy)) is None  # it may hold the interpreter's lock
+    stopped = seen(1, **busy, process=ProcessState.STOPPED)
+    assert fault(stopped) == (Fault.SILENT, (1,))
+    own = replace(WAITING, still_s=LONG_S)
+    assert fault(seen(1, silent_s=LONG_S, is_long=True), own=own) == (Fault.SILENT, (1,))
+
+
+def test_a_process_that_is_gone_is_named_soon() -> None:
+    own = replace(WAITING, still_s=SECONDS_FOR_THE_GONE)
+    gone = seen(1, process=ProcessState.GONE)
+    assert fault(gone, own=own) == (Fault.SILENT, (1,))
+    assert fault(gone, own=replace(own, still_s=SECONDS_FOR_THE_GONE - 1)) is None
+
+
+def test_a_program_that_has_ended_is_accused_only_if_nobody_is_at_work() -> None:
+    left = seen(1, has_left=True, process=ProcessState.GONE)
+    assert fault(left) == (Fault.LEFT, (1,))
+    assert fault(left, seen(2)) is None
+
+
+def test_ranks_that_all_wait_are_all_shown_after_twice_the_patience() -> None:
+    peers = [seen(rank, is_waiting=True, still_s=LONG_S) for rank in (1, 2)]
+    assert fault(*peers) is None
+    own = replace(WAITING, still_s=MUTUAL_FACTOR * PATIENCE_S)
+    assert fault(*peers, own=own) == (Fault.MUTUAL, ())
+
+
+def test_a_store_that_does_not_answer_is_named_with_the_rank_that_holds_it() -> None:
+    verdict = judge_store(WAITING, LONGER_S, "rank 0", 0)
+    assert verdict is not None
+    assert verdict.culprits == (0,)
+    assert verdict.text.startswith("rank 0, which holds the rendezvous store, or the network")
+    assert judge_store(WAITING, PATIENCE_S - 1, "rank 0", 0) is None
+    assert judge_store(replace(WAITING, is_waiting=False), LONGER_S, "rank 0", 0) is None
+    assert judge_store(replace(WAITING, num_steps=0), LONGER_S, "rank 0", 0) is None

@@ -1,0 +1,329 @@
+"""A rank that is stopped, loops or sleeps for ever ends the run on all others, by name."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardhet import HetFSDP, Plan
+from shardhet.checkpoint import save
+from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch_ranks
+from shardhet.comm.liveness.panel import panel
+from tests.hosts import on_different_hosts
+from tests.programs import start
+from tests.test_bad_input import Net
+from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
+
+TIMEOUT_S = 2.0
+WITHIN_S = 20.0
+STOPPED_FOR_S = 8.0
+STEP = 3
+PLACES = ("forward", "backward", "optimizer", "saving", "evaluation", "loader")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one rank does, and when."""
+
+    deed: Literal["stop", "loop", "sleep", "kill", "raise", "slow"]
+    place: str
+    rank: int
+    folder: str = ""
+    apart: bool = False  # ranks talk as ranks of several hosts do
+
+    def do(self) -> None:
+        if self.deed == "stop":
+            stop_here()
+        if self.deed == "loop":
+            while True:
+                pass
+        if self.deed == "sleep":
+            time.sleep(1000)
+        if self.deed == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.deed == "raise":
+            raise KeyError("sample 17 is missing")
+        time.sleep(0.7 * TIMEOUT_S)
+
+
+def stop_here() -> None:
+    """SIGSTOP; another process ends this one, after its peers must have noticed."""
+    kill = f"sleep {STOPPED_FOR_S}; kill -9 {os.getpid()}"
+    subprocess.Popen(["sh", "-c", kill])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Optimizer(torch.optim.SGD):
+    spring: Callable[[], None] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> Any:
+        self.spring()
+        return super().step(closure)
+
+
+def keep(folder: str, verdict: Verdict) -> None:
+    if folder:
+        Path(f"{folder}.panel").write_text(panel(verdict))
+
+
+def train(rank: int, world_size: int, case: Case) -> int:
+    watch_ranks(hang_timeout_s=TIMEOUT_S, on_verdict=partial(keep, case.folder))
+    if case.apart:
+        with on_different_hosts():
+            return take_steps(rank, world_size, case)
+    return take_steps(rank, world_size, case)
+
+
+def take_steps(rank: int, world_size: int, case: Case) -> int:
+    torch.manual_seed(1)
+    net = Net()
+    model = HetFSDP(net, Plan.even(world_size, microbatch_size=2))
+    optimizer = Optimizer(model.parameters(), lr=0.01)
+    doing = ""
+
+    def spring(*_: Any) -> None:
+        if rank == case.rank and model.step == STEP and doing == case.place:
+            case.do()
+
+    net.layer(1).in_forward = net.layer(1).in_backward = spring
+    optimizer.spring = spring  # type: ignore[method-assign]
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for step in range(STEP + 2):
+        time.sleep(0.2)  # so that the last sign of life comes from this step
+        doing = "loader"
+        spring()
+        doing = "forward"
+        output = model(x)
+        doing = "backward"
+        model.backward(*output)
+        model._runtime.step = step  # the deeds below belong to the same step
+        doing = "optimizer"
+        optimizer.step()
+        doing = "saving"
+        if step == STEP:
+            with phase("saving"):
+                spring()
+                save(model, optimizer, case.folder)
+        doing = "evaluation"
+        with torch.no_grad():
+            model.eval()
+            doing = "evaluation"
+            model(x)
+            model.train()
+        model._runtime.step = step + 1
+    return model.step
+
+
+def check(outcomes: Sequence[Outcome], case: Case, *parts: str) -> None:
+    for outcome in outcomes:
+        assert outcome.duration_s < WITHIN_S
+        if outcome.rank == case.rank:
+            continue
+        message = outcome.message
+        assert outcome.exception_name == "RuntimeError", (outcome, outcome.traceback)
+        assert message.startswith(f"rank {case.rank} (cpu"), message
+        for part in parts:
+            assert part in message
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "world_size"),
+    [
+        ("forward", 0, 2),
+        ("forward", 1, 4),
+        ("backward", 2, 3),
+        ("optimizer", 1, 2),
+        ("saving", 0, 3),
+        ("saving", 1, 2),
+        ("evaluation", 0, 2),
+        ("loader", 3, 4),
+    ],
+)
+def test_a_rank_that_is_stopped_is_named_by_all_others(
+    place: str, rank: int, world_size: int, tmp_path: Path
+) -> None:
+    case = Case(deed="stop", place=place, rank=rank, folder=str(tmp_path / "saved"))
+    outcomes = run_ranks_expecting_failure(
+        train, world_size, world_size, case, within_s=WITHIN_S
+    )
+    check(outcomes, case, "has given no sign of life", "stopped (SIGSTOP")
+    assert outcomes[rank].exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_ranks_of_several_hosts_name_the_one_that_is_stopped(place: str) -> None:
+    case = Case(deed="stop", place=place, rank=1, apart=True)
+    outcomes = run_ranks_expecting_failure(train, 3, 3, case, within_s=WITHIN_S)
+    check(outcomes, case, "has given no sign of life")
+
+
+@pytest.mark.parametrize(
+    ("deed", "place", "line"),
+    [
+        ("loop", "forward", "forward of unit 'layers.1'"),
+        ("loop", "backward", "backward of unit 'layers.1'"),
+        ("sleep", "loader", "the program around HetFSDP"),
+    ],
+)
+def test_a_rank_that_stands_still_is_named_with_its_unit_and_ended(
+    deed: Any, place: str, line: str, tmp_path: Path
+) -> None:
+    case = Case(deed=deed, place=place, rank=1, folder=str(tmp_path / "saved"))
+    outcomes = run_ranks_expecting_failure(train, 3, 3, case, within_s=WITHIN_S)
+    check(outcomes, case, "stands still: alive", line, "test_stillness.py:", "of step 4")
+    assert outcomes[1].exit_code == EXIT_STATUS
+    shown = (tmp_path / "saved.panel").read_text()
+    assert "a rank stands still" in shown.splitlines()[0]
+    assert "case.do()" in shown  # its stack
+
+
+@pytest.mark.parametrize("deed", ["kill", "raise"])
+def test_a_rank_that_ends_is_named_as_without_the_watch(deed: Any) -> None:
+    case = Case(deed=deed, place="forward", rank=1)
+    outcomes = run_ranks_expecting_failure(train, 3, 3, case, within_s=WITHIN_S)
+    for outcome in (outcomes[0], outcomes[2]):
+        what = "ended without a message" if deed == "kill" else "failed in forward of unit"
+        assert outcome.message.startswith("rank 1 (cpu"), outcome.message
+        assert what in outcome.message.splitlines()[0]
+        assert outcome.duration_s < 10.0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_slow_rank_is_not_accused(place: str, tmp_path: Path) -> None:
+    case = Case(deed="slow", place=place, rank=1, folder=str(tmp_path / "saved"))
+    assert run_ranks(train, 2, 2, case, fresh_world=True) == [STEP + 2] * 2
+
+
+def wait_for_a_long_phase(rank: int) -> None:
+    watch_ranks(hang_timeout_s=1.0)
+    model, x = small_model(2)
+    model.backward(*model(x))
+    if rank == 1:
+        with phase("evaluating on rank 1"):
+            time.sleep(4.0)
+    dist.barrier()
+    model.backward(*model(x))
+
+
+def small_model(world_size: int) -> tuple[HetFSDP, torch.Tensor]:
+    torch.manual_seed(1)
+    model = HetFSDP(Net(), Plan.even(world_size, microbatch_size=2))
+    return model, torch.ones(2, 4, dtype=torch.float64)
+
+
+def be_slow_before_the_first_step(rank: int) -> None:
+    watch_ranks(hang_timeout_s=1.0)
+    model, x = small_model(2)
+    if rank == 1:
+        time.sleep(4.0)  # builds kernels, reads files, ...
+    model.backward(*model(x))
+    model.backward(*model(x))
+
+
+def wait_for_own_collectives(rank: int) -> None:
+    """Rank 1 is always found computing, and rank 0 waiting, in calls that have no marks."""
+    watch_ranks(hang_timeout_s=1.0)
+    model, x = small_model(2)
+    model.backward(*model(x))
+    for _ in range(25):
+        if rank == 1:
+            time.sleep(0.2)
+        dist.all_reduce(torch.ones(1))
+
+
+def leave_the_others_without_work(rank: int) -> None:
+    """Nobody waits for rank 1, which stands still, or for rank 0, which is done."""
+    watch_ranks(hang_timeout_s=1.0)
+    model, x = small_model(2)
+    model.backward(*model(x))
+    if rank == 1:
+        time.sleep(4.0)
+
+
+@pytest.mark.parametrize(
+    "honest",
+    [
+        wait_for_a_long_phase,
+        be_slow_before_the_first_step,
+        wait_for_own_collectives,
+        leave_the_others_without_work,
+    ],
+)
+def test_an_honest_run_is_left_alone(honest: Callable[[int], None]) -> None:
+    run_ranks(honest, 2, fresh_world=True)
+
+
+def call_different_collectives(rank: int, folder: str) -> None:
+    watch_ranks(hang_timeout_s=1.0, on_verdict=partial(keep, folder))
+    model, x = small_model(2)
+    model.backward(*model(x))
+    time.sleep(0.6)
+    if rank == 0:
+        dist.barrier()  # which rank 1 does not call
+    model.backward(*model(x))
+    model.backward(*model(x))
+
+
+def test_ranks_that_wait_for_each_other_are_shown_with_where_they_wait(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path / "run")
+    outcomes = run_ranks_expecting_failure(
+        call_different_collectives, 2, folder, within_s=WITHIN_S
+    )
+    assert not any(outcome.has_returned for outcome in outcomes)
+    assert any("all ranks have waited for each other" in o.message for o in outcomes), outcomes
+    assert "model(...)" in (tmp_path / "run.panel").read_text()
+
+
+def test_the_watch_can_be_switched_off_and_costs_no_thread_then() -> None:
+    assert not watch_ranks(hang_timeout_s=None).is_running
+    assert not watch_ranks().is_running  # there is one process
+    assert "shardhet watch" not in [thread.name for thread in threading.enumerate()]
+
+
+RANK_ZERO_HOLDS_THE_STORE = """
+import os, signal, torch, torch.distributed as dist
+import shardhet
+from tests.test_stillness import small_model
+
+dist.init_process_group("gloo")
+shardhet.watch_ranks(hang_timeout_s=2.0)
+model, x = small_model(3)
+for step in range(5):
+    if dist.get_rank() == 0 and step == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model.backward(*model(x))
+"""
+
+
+def test_a_stopped_rank_that_holds_the_store_is_named_by_all_others(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = ["-c", RANK_ZERO_HOLDS_THE_STORE]
+    ranks = [
+        start(program, tmp_path, is_cold=True, RANK=str(rank), **common) for rank in range(3)
+    ]
+    try:
+        errors = [each.communicate(timeout=100)[1] for each in ranks[1:]]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.communicate()
+    assert all(each.returncode in (1, EXIT_STATUS) for each in ranks[1:])
+    for text in errors:
+        assert "rank 0, which holds the rendezvous store, or the network to it" in text
+    assert "a rank stands still" in errors[0]  # rank 1 shows it
