@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from shardhet.apps.common.outputs import check_outputs
 from shardhet.apps.common.planning_input import Door, load, read_request
-from shardhet.apps.fewer_hosts import FewerHosts, faster_on_fewer
+from shardhet.apps.fewer_devices import BetterWithout, better_without
 from shardhet.apps.plan_report import Alternative, PlanReport, show_report, wide_console
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
@@ -36,6 +36,7 @@ shardhet plan key=value ...
   shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'
   shardhet plan objective=largest_batch        or least_memory, or throughput
   shardhet plan objective=least_memory spared=[0]    on the device with the screen
+  shardhet plan leave_out=auto         without the devices that only slow it down
   shardhet plan certify=true           small problems a second time, by HiGHS alone""",
 )
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
@@ -77,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanReport:
     """The plan with everything that is reported about it."""
     answer = _answer(conf, inputs, demands)
+    without = _without(conf, inputs, demands, answer)
+    if without is not None and conf.leave_out == "auto":
+        fewer = without.fewer
+        inputs, demands = replace(inputs, setting=fewer.setting), fewer.demands
+        answer = _answer(conf, inputs, demands)
     plan = answer.solution.plan
     explanation: Explanation | None = None
     if conf.explain and answer.objective is not None:
@@ -100,20 +106,22 @@ def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanRepo
         if conf.certify
         else "",
         comparison_note=_comparison_note(demands),
-        fewer=_fewer(conf, inputs, answer) if conf.baselines else None,
+        without=without,
+        is_without=conf.leave_out == "auto",
     )
 
 
-def _fewer(conf: PlannerConf, inputs: Inputs, answer: _Answer) -> FewerHosts | None:
-    """A part of the cluster with a shorter step; only for unrestricted, described clusters."""
-    is_described = conf.measured is None and not (conf.limits or conf.equal)
-    if not is_described or conf.objective != "throughput" or conf.max_microbatch_size:
+def _without(
+    conf: PlannerConf, inputs: Inputs, demands: Demands, answer: _Answer
+) -> BetterWithout | None:
+    """The devices that are better left out, if that is asked for."""
+    if conf.objective != "throughput" or conf.leave_out == "never":
         return None
-    return faster_on_fewer(
+    return better_without(
         inputs,
-        conf.derived,
-        answer.solution.predicted.step_time_s,
-        global_batch_size=conf.global_batch_size,
+        answer.solution,
+        demands=demands,
+        derived=conf.derived if conf.measured is None else None,
         effort=COMPARED,
     )
 
@@ -266,6 +274,13 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
         console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
     else:
         console.print("out=plan.json keeps the plan for shardhet train and simulate.")
+    if conf.setting_out is not None:
+        report.inputs.setting.save(conf.setting_out)
+        console.print(
+            f"written to {conf.setting_out}: measured={conf.setting_out} takes these devices",
+            markup=False,
+            soft_wrap=True,
+        )
     if conf.picture is not None:
         from shardhet.apps.plan_pictures import draw_report
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.fewer_hosts import FewerHosts
+from shardhet.apps.fewer_devices import BetterWithout
 from shardhet.config.planning import Inputs
 from shardhet.planner import PlanSolution
 from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Resource
@@ -48,7 +48,8 @@ class PlanReport:
     note: str  # on the objective
     comparison_note: str  # on the alternatives
     certificate: str = ""  # what HiGHS alone says
-    fewer: FewerHosts | None = None  # a part of the cluster that is faster than the whole
+    without: BetterWithout | None = None  # devices that are better left out
+    is_without: bool = False  # whether the plan does so
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,11 @@ def show_report(report: PlanReport, console: Console) -> None:
     console.print(_devices_table(report))
     for line in _result(report):
         console.print(line, markup=False, soft_wrap=True)
+    if report.without is not None:
+        for line in _without_lines(report.without, is_done=report.is_without):
+            console.print(line, markup=False, soft_wrap=True)
     if report.alternatives:
         console.print(_alternatives_table(report))
-    if report.fewer is not None:
-        console.print(_fewer_line(report, report.fewer), markup=False, soft_wrap=True)
     if report.explanation is not None:
         for line in limit_lines(report.explanation):
             console.print(line, markup=False, soft_wrap=True)
@@ -144,10 +146,13 @@ def _heading(report: PlanReport) -> Iterator[str]:
 
 def source_line(inputs: Inputs) -> str:
     """Whether figures were measured, as far as the profile knows."""
-    sources = {device.source for device in inputs.setting.profile.devices}
-    sources.add(inputs.setting.profile.collectives.source)
+    profile = inputs.setting.profile
+    sources = {device.source for device in profile.devices}
     if Source.DERIVED in sources:
-        return f"Times are {inputs.setting.profile.note}; they were not measured."
+        return f"Times are {profile.note}; they were not measured."
+    if profile.collectives.source is Source.DERIVED:
+        return f"Times were measured, but collectives are {profile.collectives.note}."
+    sources.add(profile.collectives.source)
     return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
 
 
@@ -232,10 +237,10 @@ def _result(report: PlanReport) -> Iterator[str]:
         for i, rank in enumerate(solution.plan.ranks)
         if not (rank.rank_batch_size or rank.state_share)
     ]
-    if unused:
+    if unused and report.without is None:
         yield (
-            f"Of no use: {', '.join(unused)}. All collectives still wait for them: measure or "
-            "describe the cluster without, and plan again."
+            f"Of no use: {', '.join(unused)}. They compute and store nothing, but all "
+            "collectives still wait for them."
         )
 
 
@@ -249,12 +254,14 @@ def _proven(relative_gap: float) -> str:
     )
 
 
-def _fewer_line(report: PlanReport, fewer: FewerHosts) -> str:
-    ratio = report.solution.predicted.step_time_s / fewer.step_time_s
-    return (
-        f"Without {', '.join(fewer.left_out)} it is predicted to be {ratio:.2f} times as fast "
-        f"({duration(fewer.step_time_s)}): hosts=[{','.join(fewer.hosts)}] plans for the rest."
-    )
+def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:
+    yield without.gain_line
+    if is_done:
+        yield "This plan leaves them out."
+        yield from without.launch_lines()
+    else:
+        keys = " or ".join(filter(None, ["leave_out=auto", without.hosts_key]))
+        yield f"{keys} plans without them; leave_out=auto says how to launch."
 
 
 def _alternatives_table(report: PlanReport) -> Table:

@@ -1,6 +1,6 @@
 """Constraints that a user puts on a plan, besides those of the hardware."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardhet.records.cluster import Cluster
@@ -126,6 +126,20 @@ class Demands:
         alike = [position, *(i for each in self.equal if position in each for i in each)]
         stated = [self.limits.get(i, NO_LIMITS).state_share for i in alike]
         return next((share for share in stated if share is not None), None)
+
+    def needs(self, position: int) -> bool:
+        """Whether samples or state are demanded of the device."""
+        return bool(self.rank_batch_size(position) or self.state_share(position))
+
+    def only(self, positions: Collection[int]) -> "Demands":
+        """The demands on these devices, in a cluster that has no others."""
+        place = {position: i for i, position in enumerate(sorted(positions))}
+        sets = [tuple(place[i] for i in each if i in place) for each in self.equal]
+        return replace(
+            self,
+            limits={place[i]: each for i, each in self.limits.items() if i in place},
+            equal=tuple(each for each in sets if len(each) > 1),
+        )
 
     def bundles(self, world_size: int) -> list[tuple[int, ...]]:
         """All positions, in sets of equal devices, ordered by their first members."""
