@@ -216,6 +216,11 @@ class PlannerConf(InputsConf):
                 f"leave_out: auto but objective={self.objective}. Devices are left out for "
                 "throughput only: drop one of them."
             )
+        if self.certify and self.objective == "least_memory":
+            raise ConfigError(
+                "certify: objective=least_memory solves many problems. Leave certify out, or "
+                "take objective=throughput."
+            )
         if self.max_microbatch_size is not None:
             check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         if self.min_samples_per_s is not None:

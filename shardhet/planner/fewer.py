@@ -7,10 +7,10 @@ kinds together, one device of those that are alike, and those that do nothing.  
 is also tried alone, without all others.  In every round the set whose removal helps most goes,
 until none helps.
 
-A set is planned for only if its bound allows a gain: no step is shorter than all its
+A set is searched for only if its bound allows a gain: no step is shorter than all its
 communication, or than the batch divided by the sum of what the devices compute per second.  So
-many sets cost little, and at most ``MAX_SOLVES`` plans are made, those with the least bounds
-(``MAX_SOLVES_IF_LARGE`` for a cluster of many devices or kinds).
+many sets cost little, and at most ``MAX_SEARCHES`` searches are made, those with the least
+bounds (``MAX_SEARCHES_IF_LARGE`` for a cluster of many devices or kinds).
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from shardhet.planner.candidates import (
     MICROBATCHES_BEYOND_MEASURED,
 )
 from shardhet.planner.demands import Demands
-from shardhet.planner.find import solve
+from shardhet.planner.find import least_step_s, solve
 from shardhet.planner.search import Effort
 from shardhet.planner.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
@@ -30,8 +30,8 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, Node
 
 LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
-MAX_SOLVES = 12
-MAX_SOLVES_IF_LARGE = 3
+MAX_SEARCHES = 12
+MAX_SEARCHES_IF_LARGE = 3
 LARGE = 512  # devices
 MAX_KINDS = 16  # of which each is left out alone; of more, only the slowest
 MAX_NODES = 16  # likewise
@@ -76,37 +76,39 @@ class _Trials:
     demands: Demands
     smaller: Callable[[Positions], Setting]
     effort: Effort
-    num_solved: int = 0
-    best: Fewer | None = None
+    num_searched: int = 0
+    # What stays, in the order in which each was found to be faster than all before.
+    found: list[tuple[float, Positions, Setting]] = field(default_factory=list)
     _seen: set[Positions] = field(default_factory=set)
     _paces: dict[tuple[str | None, str], float] = field(default_factory=dict)
 
     def run(self) -> Fewer | None:
-        every = tuple(range(self.setting.cluster.world_size))
-        kept, is_first = every, True
-        while True:
-            parts = list(self._parts(kept, is_first=is_first))
-            if not self._try(parts):
-                return self.best
-            assert self.best is not None
-            kept, is_first = self.best.kept, False
+        """Leave out what helps, and plan for the rest."""
+        kept = tuple(range(self.setting.cluster.world_size))
+        parts = list(self._parts(kept, is_first=True))
+        while self._try(parts):
+            _, kept, _ = self.found[-1]
+            parts = list(self._parts(kept, is_first=False))
+        for _, part, setting in reversed(self.found):
+            fewer = self._planned(part, setting)
+            if fewer is not None:
+                return fewer
+        return None
 
     @property
-    def _target_s(self) -> float:
-        """Steps must be shorter than this."""
-        if self.best is None:
-            return self.whole.predicted.step_time_s / LEAST_GAIN
-        return self.best.solution.predicted.step_time_s
+    def _most_s(self) -> float:
+        """Steps on a part must be shorter than this to be worth it."""
+        return self.whole.predicted.step_time_s / LEAST_GAIN
 
     @property
-    def _max_solves(self) -> int:
+    def _max_searches(self) -> int:
         cluster = self.setting.cluster
         num_kinds = len({device.kind for device in cluster.devices})
         is_large = cluster.world_size > LARGE or num_kinds > MAX_KINDS
-        return MAX_SOLVES_IF_LARGE if is_large else MAX_SOLVES
+        return MAX_SEARCHES_IF_LARGE if is_large else MAX_SEARCHES
 
     def _try(self, parts: Sequence[Positions]) -> bool:
-        """Plan for the most promising of these parts; returns whether one is the best yet."""
+        """Search the most promising of these parts; returns whether one is the best yet."""
         bounded = []
         for part in dict.fromkeys(parts):
             if part and part not in self._seen:
@@ -114,36 +116,54 @@ class _Trials:
                 setting = self.smaller(part)
                 bounded.append((self._least_step_s(setting), part, setting))
         bounded.sort(key=lambda each: each[0])
-        before = self.best
+        before = len(self.found)
         for bound_s, part, setting in bounded:
-            if bound_s >= self._target_s or self.num_solved >= self._max_solves:
+            target_s = self.found[-1][0] if self.found else self._most_s
+            if bound_s >= target_s or self.num_searched >= self._max_searches:
                 break
-            self._solve(part, setting)
-        return self.best is not before
+            self.num_searched += 1
+            step_s = self._step_s(part, setting, target_s)
+            if step_s < target_s:
+                self.found.append((step_s, part, setting))
+        return len(self.found) > before
 
-    def _solve(self, part: Positions, setting: Setting) -> None:
-        self.num_solved += 1
-        demands = self.demands.only(part)
-        batch = self.whole.plan.global_batch_size
+    def _step_s(self, part: Positions, setting: Setting, target_s: float) -> float:
+        """The least step on a part, before rounding to rows; ``target_s`` if not below it."""
         try:
-            found = solve(
+            return least_step_s(
                 setting,
-                global_batch_size=batch,
+                global_batch_size=self.whole.plan.global_batch_size,
+                demands=self.demands.only(part),
+                effort=self.effort,
+                at_most_s=target_s,
+            )
+        except ValueError:  # the demands need the devices that are left out
+            return target_s
+
+    def _planned(self, part: Positions, setting: Setting) -> Fewer | None:
+        """The plan for a part; None if it is no better than that for all."""
+        demands = self.demands.only(part)
+        try:
+            solution = solve(
+                setting,
+                global_batch_size=self.whole.plan.global_batch_size,
                 demands=demands,
                 effort=self.effort,
                 num_rescored=1,
             )
-        except ValueError:  # nothing fits, or the demands need the devices that are left out
-            return
-        if found.predicted.step_time_s < self._target_s:
-            every = range(self.setting.cluster.world_size)
-            self.best = Fewer(
-                kept=part,
-                left_out=tuple(i for i in every if i not in set(part)),
-                setting=setting,
-                demands=demands,
-                solution=found,
-            )
+        except ValueError:  # nothing fits after rounding to rows
+            return None
+        if solution.predicted.step_time_s >= self._most_s:
+            return None
+        kept = set(part)
+        every = range(self.setting.cluster.world_size)
+        return Fewer(
+            kept=part,
+            left_out=tuple(i for i in every if i not in kept),
+            setting=setting,
+            demands=demands,
+            solution=solution,
+        )
 
     def _parts(self, kept: Positions, *, is_first: bool) -> Iterator[Positions]:
         """What stays of ``kept`` without each of its sets, and each set alone."""

@@ -304,14 +304,18 @@ class Profile(Document):
 
     def device(self, device_kind: str | None) -> DeviceProfile:
         """The profile of one kind of device; raises ``ValueError`` listing the known kinds."""
-        for device in self.devices:
-            if device.device_kind == device_kind:
-                return device
+        device = self._device_by_kind.get(device_kind)
+        if device is not None:
+            return device
         known = ", ".join(device.device_kind for device in self.devices)
         raise ValueError(
             f"profile: device kind {device_kind!r} was not profiled; there are {known}. "
             "Measure it, or derive it from its specification."
         )
+
+    @cached_property
+    def _device_by_kind(self) -> dict[str | None, DeviceProfile]:
+        return {device.device_kind: device for device in self.devices}
 
     def unit(self, device_kind: str | None, unit_kind: str) -> UnitProfile:
         """One kind of unit on one kind of device; raises ``ValueError`` if it is missing."""
