@@ -17,14 +17,17 @@ from shardhet.profiler.assemble import (
     TrafficReport,
     make_cluster,
     make_profile,
+    positions_by_rank,
     unevenness_weights,
 )
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate_sizes
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
+from shardhet.profiler.subsets import some_of, subsets_to_measure
 from shardhet.profiler.traffic import (
     CollectiveSamples,
+    GroupSamples,
     PairSamples,
     sizes_to_measure,
     uneven_shares,
@@ -102,7 +105,9 @@ def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
     )
 
 
-NO_LINKS = TrafficReport(collectives=[], pairs=[], overlap_excesses=[0.0] * 3, note="")
+NO_LINKS = TrafficReport(
+    collectives=[], groups=[], pairs=[], overlap_excesses=[0.0] * 3, note=""
+)
 
 
 def test_the_slowest_rank_of_a_kind_stands_for_it() -> None:
@@ -142,6 +147,45 @@ def test_devices_stand_by_host_with_its_slowest_link() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 
+def test_groups_of_ranks_stand_where_the_cluster_puts_them() -> None:
+    reports = [report(1.0, host=host) for host in ("a", "b", "a")]
+    specs = [each.device for each in reports]
+    assert positions_by_rank(specs) == {0: 0, 2: 1, 1: 2}
+    point = CollectiveSamples(
+        nbytes=1000, gather_s=[1e-3], reduce_s=[2e-3], uneven_gather_s=[], uneven_reduce_s=[]
+    )
+    whole = replace(point, uneven_gather_s=[1e-3], uneven_reduce_s=[2e-3])
+    traffic = TrafficReport(
+        collectives=[whole, replace(whole, nbytes=4000)],
+        groups=[GroupSamples(ranks=(1, 2), collectives=[point])],
+        pairs=[PairSamples(sender=0, receiver=2, latency_s=1e-5, bandwidth_bytes_per_s=1e9)],
+        overlap_excesses=[0.0] * 3,
+        note="now",
+    )
+    cluster = make_cluster(specs, traffic.pairs)
+    profile = make_profile(reports, traffic, cluster, WORKLOAD, is_together=True)
+    [group], [pair] = profile.groups, profile.pairs
+    assert group.positions == (1, 2)
+    assert group.collectives.points[0].reduce.mean_s == 2e-3
+    assert (pair.sender, pair.receiver) == (0, 1)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_groups_are_those_that_may_train_without_the_others() -> None:
+    def devices(*kinds: str, hosts: str = "") -> list[DeviceSpec]:
+        names = hosts or "h" * len(kinds)
+        return [DeviceSpec(host=h, kind=k) for h, k in zip(names, kinds, strict=True)]
+
+    assert subsets_to_measure(devices("a", "b")) == []
+    assert subsets_to_measure(devices("a", "b", "b")) == [(1, 2), (0, 1)]
+    assert subsets_to_measure(devices("a", "a", "a", "a")) == [(0, 1, 2), (0, 1)]
+    assert subsets_to_measure(devices("a", "a", "a", "a", hosts="hhgg")) == [(0, 1), (2, 3)]
+    many = subsets_to_measure(devices(*"abcdef"))
+    assert len(many) == 4
+    assert some_of([1, 2, 3, 4, 5]) == [1, 3, 5]
+    assert some_of([7]) == [7]
+
+
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.6)])
 def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> None:
     reports = [report(1.0)] * 4
@@ -164,7 +208,7 @@ def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> Non
     ]
     excesses = [0.1, 0.2, 0.3, 0.2]
     traffic = TrafficReport(
-        collectives=collectives, pairs=[], overlap_excesses=excesses, note="now"
+        collectives=collectives, groups=[], pairs=[], overlap_excesses=excesses, note="now"
     )
     profile = make_profile(reports, traffic, cluster, WORKLOAD, is_together=True)
     assert profile.devices[0].overlap_excess == pytest.approx(0.2)  # they are of one kind
@@ -293,6 +337,23 @@ def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) ->
     assert all(device.overlap_excess >= 0 for device in profile.devices)
     numels = [kind.numel * 4 for kind in WORKLOAD.kinds]
     assert set(numels) <= {point.nbytes for point in profile.collectives.points}
+
+
+def measure_three(rank: int) -> str:
+    kind = ("fast", "fast", "slow")[rank]
+    spec = DeviceSpec(host="here", kind=kind, memory_capacity_bytes=2**33)
+    return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
+
+
+def test_collectives_without_some_ranks_are_measured() -> None:
+    results = run_ranks(measure_three, 3)
+    assert len(set(results)) == 1
+    profile = Profile.from_json(results[0])
+    assert [group.positions for group in profile.groups] == [(0, 1), (0, 1, 2)[:2]][:1]
+    for group in profile.groups:
+        assert len(group.collectives.points) == 3
+        assert all(point.gather.mean_s > 0 for point in group.collectives.points)
+    assert len(profile.pairs) == 3
 
 
 class Breaks(nn.Module):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from experiments.published.blocks import KIND_BY_GPU, Blocks, with_published_blocks
 from shardhet.apps.common.planning_input import Request, load
-from shardhet.apps.fewer_hosts import node_type
 from shardhet.apps.plan import DOOR
 from shardhet.config.planning import Inputs, PlannerConf, register_planning_schemas
+from shardhet.planner.fewer import node_type
 from shardhet.records.cluster import Node
 from shardhet.records.profiles import Collectives, Source
 

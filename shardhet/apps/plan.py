@@ -1,24 +1,43 @@
 """``shardhet plan``: finds the best plan for a cluster and a model, and what limits it."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
 
 from shardhet.apps.common.outputs import check_outputs
 from shardhet.apps.common.planning_input import Door, load, read_request
-from shardhet.apps.fewer_hosts import FewerHosts, faster_on_fewer
-from shardhet.apps.plan_report import Alternative, PlanReport, show_report, wide_console
-from shardhet.config.checks import ConfigError
+from shardhet.apps.common.streamed import Waiting
+from shardhet.apps.fewer_devices import BetterWithout, better_without
+from shardhet.apps.plan_report import (
+    Alternative,
+    PlanReport,
+    limit_lines,
+    pace_line,
+    show_alternatives,
+    show_gains,
+    show_plan,
+    show_without,
+    wide_console,
+)
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo
 from shardhet.planner.certificate import MAX_VARIABLES, Certificate
-from shardhet.planner.explain import Explanation, Objective, Situation, explain
-from shardhet.planner.find import certify_search
+from shardhet.planner.explain import (
+    Gain,
+    Objective,
+    Situation,
+    explained,
+    gain_of,
+    larger_situations,
+)
+from shardhet.planner.find import certify_search, least_step_s
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search import Effort, Found
 from shardhet.pricing.cost import CostModel
@@ -36,6 +55,7 @@ shardhet plan key=value ...
   shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'
   shardhet plan objective=largest_batch        or least_memory, or throughput
   shardhet plan objective=least_memory spared=[0]    on the device with the screen
+  shardhet plan leave_out=auto         without the devices that only slow it down
   shardhet plan certify=true           small problems a second time, by HiGHS alone""",
 )
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
@@ -62,58 +82,92 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conf, inputs = load(DOOR, request, PlannerConf)
         demands = conf.to_demands(inputs.setting.cluster.devices)
         check_outputs(out=conf.out, picture=conf.picture)
-        report = make_report(conf, inputs, demands)
+        show(conf, inputs, demands, wide_console(), Waiting(errors))
     except PlanError as error:
         errors.print(str(error), markup=False)
         raise SystemExit(1) from None
     except ValueError as error:  # a ConfigError, or files that do not match
         errors.print(f"{error}\nNothing was planned.", markup=False)
         raise SystemExit(2) from None
-    console = wide_console()
-    show_report(report, console)
-    _write(conf, report, console)
 
 
-def make_report(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanReport:
-    """The plan with everything that is reported about it."""
-    answer = _answer(conf, inputs, demands)
-    plan = answer.solution.plan
-    explanation: Explanation | None = None
-    if conf.explain and answer.objective is not None:
-        explanation = explain(
-            answer.solution,
-            Situation(setting=inputs.setting, demands=demands),
-            value=answer.value,
-            objective=answer.objective,
+def show(
+    conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
+) -> None:
+    """Plan, show and write the plan at once, then what takes more planning as it comes."""
+    with waiting.for_("planning"):
+        answer, without = _answer(conf, inputs, demands), None
+        if conf.leave_out == "auto":
+            without = _without(conf, inputs, demands, answer)
+        if without is not None:
+            inputs = replace(inputs, setting=without.fewer.setting)
+            demands = without.fewer.demands
+            answer = _answer(conf, inputs, demands)
+        report = PlanReport(
+            inputs=inputs,
+            solution=answer.solution,
+            timeline=simulate(answer.solution.plan, inputs.setting),
+            note=answer.note,
+            without=without,
         )
-    return PlanReport(
-        inputs=inputs,
-        solution=answer.solution,
-        timeline=simulate(plan, inputs.setting),
-        alternatives=_alternatives(conf, inputs, demands, plan.global_batch_size)
-        if conf.baselines
-        else (),
-        explanation=explanation,
-        gain_unit="samples" if conf.objective == "largest_batch" else "samples/s",
-        note=answer.note,
-        certificate=_certificate(conf, inputs, demands, plan.global_batch_size)
-        if conf.certify
-        else "",
-        comparison_note=_comparison_note(demands),
-        fewer=_fewer(conf, inputs, answer) if conf.baselines else None,
-    )
+    show_plan(report, console)
+    _write(conf, report, console)
+    batch = answer.solution.plan.global_batch_size
+    if conf.certify:
+        with waiting.for_("solving it with HiGHS alone"):
+            certificate = _certificate(conf, inputs, demands, batch)
+        console.print(certificate, markup=False, soft_wrap=True)
+    if conf.leave_out == "ask":
+        with waiting.for_("planning without some devices"):
+            without = _without(conf, inputs, demands, answer)
+        if without is not None:
+            show_without(without, console)
+    if conf.baselines:
+        alternatives = _alternatives(inputs, demands, batch, waiting)
+        show_alternatives(report, alternatives, console, note=_comparison_note(demands))
+    if conf.explain and answer.objective is not None:
+        situation = Situation(setting=inputs.setting, demands=demands)
+        unit = "samples" if conf.objective == "largest_batch" else "samples/s"
+        _show_explanation(answer, answer.objective, situation, console, waiting, unit=unit)
+    if conf.out is None:
+        console.print("out=plan.json keeps the plan for shardhet train and simulate.")
 
 
-def _fewer(conf: PlannerConf, inputs: Inputs, answer: _Answer) -> FewerHosts | None:
-    """A part of the cluster with a shorter step; only for unrestricted, described clusters."""
-    is_described = conf.measured is None and not (conf.limits or conf.equal)
-    if not is_described or conf.objective != "throughput" or conf.max_microbatch_size:
+def _show_explanation(
+    answer: _Answer,
+    objective: Objective,
+    situation: Situation,
+    console: Console,
+    waiting: Waiting,
+    *,
+    unit: str,
+) -> None:
+    larger = larger_situations(situation)
+
+    def gains() -> Iterator[Gain]:
+        for each in larger:
+            with waiting.for_("planning with more"):
+                gain = gain_of(each, value=answer.value, objective=objective)
+            yield gain
+
+    explanation = explained(answer.solution, situation, ())
+    console.print(pace_line(explanation), markup=False, soft_wrap=True)
+    shown = show_gains(larger, gains(), console, unit=unit)
+    for line in limit_lines(explained(answer.solution, situation, shown)):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _without(
+    conf: PlannerConf, inputs: Inputs, demands: Demands, answer: _Answer
+) -> BetterWithout | None:
+    """The devices that are better left out, if that is asked for."""
+    if conf.objective != "throughput" or conf.leave_out == "never":
         return None
-    return faster_on_fewer(
+    return better_without(
         inputs,
-        conf.derived,
-        answer.solution.predicted.step_time_s,
-        global_batch_size=conf.global_batch_size,
+        answer.solution,
+        demands=demands,
+        derived=conf.derived if conf.measured is None else None,
         effort=COMPARED,
     )
 
@@ -123,11 +177,6 @@ def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
 
     Raises ``RuntimeError`` if it contradicts the search, because one of them is then wrong.
     """
-    if conf.objective == "least_memory":
-        raise ConfigError(
-            "certify: objective=least_memory solves many problems. Leave certify out, or take "
-            "objective=throughput."
-        )
     started_at_s = time.perf_counter()
     certificate, found = certify_search(
         inputs.setting,
@@ -198,14 +247,22 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     best = solve(setting, global_batch_size=batch, demands=demands)
     if conf.objective == "throughput":
 
-        def samples_per_s(situation: Situation) -> float:
-            return solve(
+        def step_s(situation: Situation, at_most_s: float) -> float:
+            return least_step_s(
                 situation.setting,
                 global_batch_size=batch,
                 demands=situation.demands,
                 effort=COMPARED,
-                num_rescored=1,
-            ).samples_per_s
+                at_most_s=at_most_s,
+            )
+
+        here_s: list[float] = []  # computed when it is first needed
+
+        def samples_per_s(situation: Situation) -> float:
+            """What the plan would reach, by what the search finds here and there."""
+            if not here_s:
+                here_s.append(step_s(Situation(setting=setting, demands=demands), inf))
+            return best.samples_per_s * here_s[0] / step_s(situation, here_s[0])
 
         return _Answer(best, best.samples_per_s, samples_per_s)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
@@ -229,34 +286,31 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
 
 
 def _alternatives(
-    conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int
-) -> tuple[Alternative, ...]:
+    inputs: Inputs, demands: Demands, batch: int, waiting: Waiting
+) -> Iterator[Alternative]:
     """Simpler plans for the same batch and limits."""
-    found = []
     for name, baseline in (
         ("even sharding (stock FSDP)", even),
         ("compute only: even state", compute_only),
         ("memory only: even batches", memory_only),
     ):
-        try:
-            simpler = baseline(
+        seconds = None
+        with waiting.for_(name), suppress(PlanError):
+            seconds = baseline(
                 inputs.setting, global_batch_size=batch, demands=demands, effort=COMPARED
-            )
-        except PlanError:
-            found.append(Alternative(name=name, step_time_s=None, reason="does not fit"))
-        else:
-            seconds = simpler.predicted.step_time_s
-            found.append(Alternative(name=name, step_time_s=seconds))
+            ).predicted.step_time_s
+        yield Alternative(name=name, step_time_s=seconds, reason="does not fit")
     name = "Cephalo's formulation"
-    try:
-        plan = cephalo(inputs.setting, global_batch_size=batch)
-    except PlanError as error:
-        reason = "too slow to search" if "too slow" in str(error) else "finds none that fits"
-        found.append(Alternative(name=name, step_time_s=None, reason=reason))
-    else:
-        seconds = CostModel(inputs.setting).predict(plan).step_time_s
-        found.append(Alternative(name=name, step_time_s=seconds))
-    return tuple(found)
+    seconds, reason = None, ""
+    with waiting.for_(name):
+        try:
+            plan = cephalo(inputs.setting, global_batch_size=batch)
+        except PlanError as error:
+            slow = "too slow" in str(error)
+            reason = "too slow to search" if slow else "finds none that fits"
+        else:
+            seconds = CostModel(inputs.setting).predict(plan).step_time_s
+    yield Alternative(name=name, step_time_s=seconds, reason=reason)
 
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
@@ -264,8 +318,13 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
     if conf.out is not None:
         report.solution.plan.save(conf.out)
         console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
-    else:
-        console.print("out=plan.json keeps the plan for shardhet train and simulate.")
+    if conf.setting_out is not None:
+        report.inputs.setting.save(conf.setting_out)
+        console.print(
+            f"written to {conf.setting_out}: measured={conf.setting_out} takes these devices",
+            markup=False,
+            soft_wrap=True,
+        )
     if conf.picture is not None:
         from shardhet.apps.plan_pictures import draw_report
 

@@ -1,7 +1,10 @@
-"""The report of ``shardhet plan``: what each device does, what limits it, and alternatives."""
+"""The report of ``shardhet plan``: what each device does, what limits it, and alternatives.
+
+The plan is shown at once.  What takes more planning follows, each row as it is known.
+"""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,10 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.fewer_hosts import FewerHosts
+from shardhet.apps.common.streamed import StreamedTable
+from shardhet.apps.fewer_devices import BetterWithout
 from shardhet.config.planning import Inputs
 from shardhet.planner import PlanSolution
-from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Resource
+from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Source
@@ -37,18 +41,13 @@ MOSTLY_HIDDEN = 0.1  # compute that sets the pace for so little of the step is h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """Everything that is reported about a plan."""
+    """A plan and what is reported about it at once."""
 
     inputs: Inputs
     solution: PlanSolution
     timeline: Timeline
-    alternatives: Sequence[Alternative]
-    explanation: Explanation | None
-    gain_unit: str  # of the explanation's values
     note: str  # on the objective
-    comparison_note: str  # on the alternatives
-    certificate: str = ""  # what HiGHS alone says
-    fewer: FewerHosts | None = None  # a part of the cluster that is faster than the whole
+    without: BetterWithout | None = None  # devices that the plan leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +108,22 @@ def wide_console() -> Console:
     return console if is_sized else Console(highlight=False, width=FILE_COLUMNS)
 
 
-def show_report(report: PlanReport, console: Console) -> None:
-    """Print the whole report."""
+def show_plan(report: PlanReport, console: Console) -> None:
+    """Print the plan and what it reaches."""
     for line in _heading(report):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_devices_table(report))
-    for line in _result(report):
+    lines = [*_result(report)]
+    if report.without is not None:
+        lines += _without_lines(report.without, is_done=True)
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-    if report.alternatives:
-        console.print(_alternatives_table(report))
-    if report.fewer is not None:
-        console.print(_fewer_line(report, report.fewer), markup=False, soft_wrap=True)
-    if report.explanation is not None:
-        for line in limit_lines(report.explanation):
-            console.print(line, markup=False, soft_wrap=True)
-        console.print(_gains_table(report.explanation, report.gain_unit))
+
+
+def show_without(without: BetterWithout, console: Console) -> None:
+    """Print which devices are better left out."""
+    for line in _without_lines(without, is_done=False):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _heading(report: PlanReport) -> Iterator[str]:
@@ -144,10 +144,13 @@ def _heading(report: PlanReport) -> Iterator[str]:
 
 def source_line(inputs: Inputs) -> str:
     """Whether figures were measured, as far as the profile knows."""
-    sources = {device.source for device in inputs.setting.profile.devices}
-    sources.add(inputs.setting.profile.collectives.source)
+    profile = inputs.setting.profile
+    sources = {device.source for device in profile.devices}
     if Source.DERIVED in sources:
-        return f"Times are {inputs.setting.profile.note}; they were not measured."
+        return f"Times are {profile.note}; they were not measured."
+    if profile.collectives.source is Source.DERIVED:
+        return f"Times were measured, but collectives are {profile.collectives.note}."
+    sources.add(profile.collectives.source)
     return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
 
 
@@ -225,8 +228,6 @@ def _result(report: PlanReport) -> Iterator[str]:
             "The search's own assignment is used: HiGHS did not finish within its limits on "
             f"{solution.assignment.num_variables:,} candidates."
         )
-    if report.certificate:
-        yield report.certificate
     unused = [
         str(i)
         for i, rank in enumerate(solution.plan.ranks)
@@ -234,8 +235,8 @@ def _result(report: PlanReport) -> Iterator[str]:
     ]
     if unused:
         yield (
-            f"Of no use: {', '.join(unused)}. All collectives still wait for them: measure or "
-            "describe the cluster without, and plan again."
+            f"Of no use: {', '.join(unused)}. They compute and store nothing, but all "
+            "collectives still wait for them."
         )
 
 
@@ -249,23 +250,28 @@ def _proven(relative_gap: float) -> str:
     )
 
 
-def _fewer_line(report: PlanReport, fewer: FewerHosts) -> str:
-    ratio = report.solution.predicted.step_time_s / fewer.step_time_s
-    return (
-        f"Without {', '.join(fewer.left_out)} it is predicted to be {ratio:.2f} times as fast "
-        f"({duration(fewer.step_time_s)}): hosts=[{','.join(fewer.hosts)}] plans for the rest."
-    )
+def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:
+    yield without.gain_line
+    if is_done:
+        yield "This plan leaves them out."
+        yield from without.launch_lines()
+    else:
+        if not without.hosts_key:
+            yield "leave_out=auto plans without them and says how to launch."
+            return
+        keys = f"leave_out=auto or {without.hosts_key}"
+        yield f"{keys} plans without them, and leave_out=auto says how to launch."
 
 
-def _alternatives_table(report: PlanReport) -> Table:
+def show_alternatives(
+    report: PlanReport, alternatives: Iterable[Alternative], console: Console, *, note: str
+) -> None:
+    """Print simpler plans as they come; ``note`` says what they cannot meet."""
     ours = report.solution.predicted.step_time_s
     batch = report.solution.plan.global_batch_size
-    title = f"Beside it{report.comparison_note}"
-    table = Table(box=box.ASCII, title=title, title_justify="left")
-    table.add_column("plan")
-    for column in ("step", "samples/s", "this plan is"):
-        table.add_column(column, justify="right")
-    for each in report.alternatives:
+    columns = (("plan", 26), ("step", 20), ("samples/s", 9), ("this plan is", 15))
+    table = StreamedTable(console, columns, title=f"Beside it{note}")
+    for each in alternatives:
         if each.step_time_s is None:
             table.add_row(each.name, each.reason, "-", "-")
         else:
@@ -273,22 +279,26 @@ def _alternatives_table(report: PlanReport) -> Table:
             speed = f"{batch / seconds:.4g}"
             faster = f"{seconds / ours:.2f} x as fast"
             table.add_row(each.name, duration(seconds), speed, faster)
-    return table
+    table.end()
 
 
-def limit_lines(explanation: Explanation) -> Iterator[str]:
-    """What limits the plan, in words."""
+def pace_line(explanation: Explanation) -> str:
+    """What the parts of the step are paced by."""
     step_s = explanation.step_time_s
     overhead = (
         f" {explanation.overhead_s / step_s:.0%} is the runtime's own time."
         if explanation.overhead_s
         else ""
     )
-    yield (
+    return (
         f"Compute sets the pace for {explanation.compute_s / step_s:.0%} of the step, "
         f"links for {explanation.links_s / step_s:.0%}, and "
         f"the optimizer for {explanation.optimizer_s / step_s:.0%}.{overhead}"
     )
+
+
+def limit_lines(explanation: Explanation) -> Iterator[str]:
+    """What limits the plan, in words."""
     limit, endless = explanation.limit, explanation.endless_memory
     slowest, fullest = (
         ", ".join(explanation.slowest_kinds),
@@ -317,23 +327,31 @@ def _beside_compute(explanation: Explanation) -> str:
     return f"; a larger global batch adds to the {compute:.0%} that compute takes"
 
 
-def _gains_table(explanation: Explanation, unit: str) -> Table:
-    table = Table(box=box.ASCII, title="What more would give", title_justify="left")
-    for column in ("of", "more"):
-        table.add_column(column)
-    for column in (unit, "gain"):
-        table.add_column(column, justify="right")
-    for gain in explanation.gains:
-        table.add_row(_subject(gain), gain.amount, f"{gain.value:,.4g}", _relative(gain))
-    return table
+def show_gains(
+    larger: Sequence[Larger], gains: Iterable[Gain], console: Console, *, unit: str
+) -> list[Gain]:
+    """Print what more of each resource would give, as it comes; returns the gains."""
+    subjects = [_subject(resource, kind) for resource, kind, _, _ in larger]
+    amounts = [amount for _, _, amount, _ in larger]
+    columns = (
+        ("of", max(map(len, subjects))),
+        ("more", max(map(len, amounts))),
+        (unit, 9),
+        ("gain", 7),
+    )
+    table = StreamedTable(console, columns, title="What more would give", num_left=2)
+    shown = []
+    for subject, gain in zip(subjects, gains, strict=True):
+        table.add_row(subject, gain.amount, f"{gain.value:,.4g}", _relative(gain))
+        shown.append(gain)
+    table.end()
+    return shown
 
 
-def _subject(gain: Gain) -> str:
-    if gain.device_kind is None:
-        return f"all {gain.resource.value}"
-    if gain.resource is Resource.DEVICES:
-        return gain.device_kind
-    return f"{gain.resource.value} of {gain.device_kind}"
+def _subject(resource: Resource, kind: str | None) -> str:
+    if kind is None:
+        return f"all {resource.value}"
+    return kind if resource is Resource.DEVICES else f"{resource.value} of {kind}"
 
 
 def _relative(gain: Gain) -> str:

@@ -29,6 +29,7 @@ from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, 
 from shardhet.records.cluster import Cluster, DeviceSpec
 
 OBJECTIVES = ("throughput", "largest_batch", "least_memory")
+LEAVE_OUT = ("ask", "auto", "never")
 LEAST_THROUGHPUT = 0.95  # of the best plan's; the default for least_memory
 MEASURED_FILES = (CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE)
 GIB = 2**30
@@ -197,16 +198,29 @@ class PlannerConf(InputsConf):
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
+    leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
     certify: bool = False  # solve it a second time with HiGHS alone
     explain: bool = True  # show what limits the plan, and what more of each resource would give
     baselines: bool = True
     out: str | None = None  # the plan, as JSON
+    setting_out: str | None = None  # a folder: cluster, workload and profile of the plan
     picture: str | None = None  # needs matplotlib
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("global_batch_size", self.global_batch_size, 1)
         check_is_one_of("objective", self.objective, OBJECTIVES)
+        check_is_one_of("leave_out", self.leave_out, LEAVE_OUT)
+        if self.leave_out == "auto" and self.objective != OBJECTIVES[0]:
+            raise ConfigError(
+                f"leave_out: auto but objective={self.objective}. Devices are left out for "
+                "throughput only: drop one of them."
+            )
+        if self.certify and self.objective == "least_memory":
+            raise ConfigError(
+                "certify: objective=least_memory solves many problems. Leave certify out, or "
+                "take objective=throughput."
+            )
         if self.max_microbatch_size is not None:
             check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         if self.min_samples_per_s is not None:

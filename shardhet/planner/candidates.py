@@ -25,8 +25,12 @@ from shardhet.records.workload import Workload
 
 MICROBATCHES_BEYOND_MEASURED = 2  # sizes up to this multiple of the largest measured one
 LEAST_MAX_MICROBATCH_SIZE = 16
+BATCHES_AT_ONCE = 2048
+MOST_SAMPLES_LISTED = 2**17  # on one device
 ROUNDING = 1e-12  # of sums of shares
 FIRST_CUT_FACTOR = 4  # the first cut allows this many times the compute of the whole batch
+CLOSE_CUT_FACTOR = 1.5  # likewise, where many groups make each candidate count
+MANY_GROUPS = 32
 GIB = 2**30
 
 
@@ -108,15 +112,22 @@ class TableBuilder:
             self._rest_numel = max(0.0, self._rest_numel - ROUNDING * self.state_numel)
         self.max_microbatch_size = demands.max_microbatch_size
         all_roles = demands.roles(model.cluster)
-        bundles: dict[tuple[int, tuple[Role, ...]], list[tuple[int, ...]]] = {}
+        # Equal roles are one object, which is faster to compare than what it says.
+        role_by_id = {id(role): role for role in all_roles}
+        bundles: dict[tuple[int, tuple[int, ...]], list[tuple[int, ...]]] = {}
         for positions in demands.bundles(model.cluster.world_size):
-            roles = [all_roles[position] for position in positions]
-            key = (len(positions), tuple(dict.fromkeys(roles)))
+            role_ids = [id(all_roles[position]) for position in positions]
+            key = (len(positions), tuple(dict.fromkeys(role_ids)))
             bundles.setdefault(key, []).append(positions)
         self._bundles = tuple(map(tuple, bundles.values()))
         self._groups = [
-            _GroupTimes(self, roles, num_members=num_members, count=len(each))
-            for (num_members, roles), each in bundles.items()
+            _GroupTimes(
+                self,
+                [role_by_id[each] for each in role_ids],
+                num_members=num_members,
+                count=len(of_group),
+            )
+            for (num_members, role_ids), of_group in bundles.items()
         ]
 
     def largest_microbatch_size(self, role: Role) -> int:
@@ -136,7 +147,9 @@ class TableBuilder:
         )
         slowest_single = min(times.least_seconds for times in self._groups)
         compute_s = self.global_batch_size / rate + slowest_single
-        return self.turns.comm_s + self.model.overhead_s + FIRST_CUT_FACTOR * compute_s
+        is_many = len(self._groups) > MANY_GROUPS
+        factor = CLOSE_CUT_FACTOR if is_many else FIRST_CUT_FACTOR
+        return self.turns.comm_s + self.model.overhead_s + factor * compute_s
 
     def table(self, cut_s: float, *, within_s: Sequence[float] | None = None) -> CandidateTable:
         """All candidates that compute no longer than ``cut_s``, without dominated ones.
@@ -204,6 +217,34 @@ class _GroupTimes:
         """The group at a cut, and the splits and recompute choices of its candidates."""
         batches, allowed = self._batches(cut_s), self._allowed_choices()
         self.splits = splits_of(tuple(self._whole_s.tolist()), int(batches.max(initial=0)))
+        parts = [  # few batches at a time need little memory
+            self._candidates(batches[start : start + BATCHES_AT_ONCE], allowed, within_s)
+            for start in range(0, max(1, len(batches)), BATCHES_AT_ONCE)
+        ]
+        batch, costs, room, compute, splits, choices = (
+            np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)
+        )
+        number, profile = self.num_members, self._builder.model.profile
+        slowest_s = max(
+            profile.device(role.device_kind).optimizer_seconds_per_element
+            for role in self._roles
+        )
+        group = Group(
+            count=self.count,
+            batch=number * batch,
+            costs=costs,
+            room=number * room,
+            optimizer_s_per_numel=slowest_s / number,
+            num_members=number,
+            compute_s=compute,
+        )
+        group, order = group.sorted()
+        return group, splits[order], choices[order]
+
+    def _candidates(
+        self, batches: Ints, allowed: Sequence[int], within_s: Sequence[float] | None
+    ) -> tuple[Ints, Floats, Floats, Floats, Ints, Ints]:
+        """Batches, costs, room, compute, splits and recompute choices of what is kept."""
         per_choice = list(self._of_choices(allowed, batches))
         costs = np.concatenate([each.costs for each in per_choice], axis=2)  # [D, b, n]
         room = np.concatenate([each.room for each in per_choice], axis=1)  # [b, n]
@@ -224,22 +265,7 @@ class _GroupTimes:
             known = np.concatenate((costs, compute[None]))
         kept = valid & ~_dominated(known, np.where(valid, room, -1.0))
         b, n = np.nonzero(kept)
-        number, profile = self.num_members, self._builder.model.profile
-        slowest_s = max(
-            profile.device(role.device_kind).optimizer_seconds_per_element
-            for role in self._roles
-        )
-        group = Group(
-            count=self.count,
-            batch=number * batches[b],
-            costs=costs[:, b, n],
-            room=number * room[b, n],
-            optimizer_s_per_numel=slowest_s / number,
-            num_members=number,
-            compute_s=compute[b, n],
-        )
-        group, order = group.sorted()
-        return group, splits[n][order], choices[n][order]
+        return batches[b], costs[:, b, n], room[b, n], compute[b, n], splits[n], choices[n]
 
     def _batches(self, cut_s: float) -> Ints:
         """The batches that each member may compute."""
@@ -253,6 +279,13 @@ class _GroupTimes:
             largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
         if self.is_cut(cut_s):
             largest = min(largest, int(cut_s / self.least_seconds_per_sample))
+        if largest > MOST_SAMPLES_LISTED:
+            raise PlanError(
+                f"plan: global_batch_size is {self._builder.global_batch_size:,}, of which one "
+                f"device may compute {largest:,}; plans are searched up to "
+                f"{MOST_SAMPLES_LISTED:,} on one device. Lower global_batch_size, or state "
+                "the batches of the fast devices (limits.0.batch)."
+            )
         return np.arange(1 + largest)
 
     def is_cut(self, cut_s: float) -> bool:

@@ -1,6 +1,6 @@
 """Constraints that a user puts on a plan, besides those of the hardware."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardhet.records.cluster import Cluster
@@ -77,7 +77,8 @@ class Demands:
 
     def check_batches(self, world_size: int, global_batch_size: int) -> None:
         """Raise ``ValueError`` if the batches that limits give cannot sum to the global one."""
-        stated = [self.rank_batch_size(i) for i in range(world_size)]
+        named = {*self.limits, *(i for each in self.equal for i in each)}
+        stated = [self.rank_batch_size(i) if i in named else None for i in range(world_size)]
         total = sum(batch for batch in stated if batch is not None)
         if total > global_batch_size or (None not in stated and total < global_batch_size):
             raise ValueError(
@@ -100,7 +101,8 @@ class Demands:
                     f"plan: devices {list(each)} must be equal but limits give them the state "
                     f"shares {sorted(stated)}. Give them the same one."
                 )
-        stated_shares = [self.state_share(i) for i in range(world_size)]
+        named = {*self.limits, *(i for each in self.equal for i in each)}
+        stated_shares = [self.state_share(i) if i in named else None for i in range(world_size)]
         total = sum(share for share in stated_shares if share is not None)
         has_rest = None in stated_shares
         if total > 1 + SUM_TOLERANCE or (not has_rest and total < 1 - SUM_TOLERANCE):
@@ -114,7 +116,8 @@ class Demands:
 
         The shares sum to 1 if every device has one.
         """
-        stated = ((i, self.state_share(i)) for i in range(world_size))
+        named = {*self.limits, *(i for each in self.equal for i in each)}
+        stated = ((i, self.state_share(i)) for i in sorted(named) if i < world_size)
         shares = {i: share for i, share in stated if share is not None}
         total = sum(shares.values())
         if total > 1 - SUM_TOLERANCE:
@@ -127,6 +130,20 @@ class Demands:
         stated = [self.limits.get(i, NO_LIMITS).state_share for i in alike]
         return next((share for share in stated if share is not None), None)
 
+    def needs(self, position: int) -> bool:
+        """Whether samples or state are demanded of the device."""
+        return bool(self.rank_batch_size(position) or self.state_share(position))
+
+    def only(self, positions: Collection[int]) -> "Demands":
+        """The demands on these devices, in a cluster that has no others."""
+        place = {position: i for i, position in enumerate(sorted(positions))}
+        sets = [tuple(place[i] for i in each if i in place) for each in self.equal]
+        return replace(
+            self,
+            limits={place[i]: each for i, each in self.limits.items() if i in place},
+            equal=tuple(each for each in sets if len(each) > 1),
+        )
+
     def bundles(self, world_size: int) -> list[tuple[int, ...]]:
         """All positions, in sets of equal devices, ordered by their first members."""
         sets = [tuple(sorted(each)) for each in self.equal if each]
@@ -135,20 +152,29 @@ class Demands:
         return sorted([*sets, *alone])
 
     def roles(self, cluster: Cluster) -> list[Role]:
-        """The role of every device, in the order of the cluster."""
+        """The role of every device, in the order of the cluster; equal roles are one object."""
         shares = self.state_shares(cluster.world_size)
-        return [
-            Role(
-                device.kind,
-                self.budget_bytes(cluster, i),
-                replace(
-                    self.limits.get(i, NO_LIMITS),
-                    memory_budget_bytes=None,
-                    state_share=shares.get(i),
-                ),
-            )
-            for i, device in enumerate(cluster.devices)
-        ]
+        usual: dict[tuple[str | None, int | None], Role] = {}
+        known: dict[Role, Role] = {}
+        roles = []
+        for i, device in enumerate(cluster.devices):
+            key = (device.kind, device.memory_capacity_bytes)
+            is_usual = i not in self.limits and i not in shares
+            if not is_usual or key not in usual:
+                role = Role(
+                    device.kind,
+                    self.budget_bytes(cluster, i),
+                    replace(
+                        self.limits.get(i, NO_LIMITS),
+                        memory_budget_bytes=None,
+                        state_share=shares.get(i),
+                    ),
+                )
+                role = known.setdefault(role, role)
+                if is_usual:
+                    usual[key] = role
+            roles.append(usual[key] if is_usual else role)
+        return roles
 
     def with_budgets(self, nbytes_by_position: Mapping[int, int]) -> "Demands":
         """The same demands with these memory budgets for some devices."""

@@ -4,7 +4,8 @@ A gain is the improvement of the best plan for a slightly larger cluster.  It in
 everything that a plan may change, and it is 0 for a resource that does not limit the plan.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -25,6 +26,8 @@ MORE = 0.1  # of compute, memory or links
 # Memory helps in jumps (a larger microbatch, less recomputation), so a tenth more may do
 # nothing although much more would help a lot.
 EIGHTFOLD, EIGHTFOLD_NAME = 8.0, "8 times as much"
+MAX_KINDS = 8  # that are asked about one by one
+MANY_KINDS = 32
 NEGLIGIBLE = 1e-3  # a relative gain below this counts as none
 SLOWEST_MARGIN = 0.02  # devices this close to the slowest also count as slowest
 GIB = 2**30
@@ -113,26 +116,37 @@ def explain(
     solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
 ) -> Explanation:
     """Why the plan is no better; ``value`` is the ``objective`` of the situation."""
+    gains = [
+        gain_of(larger, value=value, objective=objective)
+        for larger in larger_situations(situation)
+    ]
+    return explained(solution, situation, gains)
+
+
+def explained(
+    solution: PlanSolution, situation: Situation, gains: Sequence[Gain]
+) -> Explanation:
+    """The explanation with these gains."""
     predicted = solution.predicted
     paced_by_links_s = sum(turn.seconds for turn in predicted.turns if turn.is_paced_by_links)
     return Explanation(
-        gains=tuple(
-            Gain(
-                resource=resource,
-                device_kind=kind,
-                amount=amount,
-                value=reached,
-                relative=max(0.0, reached / value - 1),
-            )
-            for resource, kind, amount, more in larger_situations(situation)
-            for reached in [_reached(objective, more, value)]
-        ),
+        gains=tuple(gains),
         slowest_kinds=_slowest_kinds(solution, situation.cluster),
         fullest_kinds=_fullest_kinds(solution, situation.cluster),
         links_s=paced_by_links_s + predicted.exposed_comm_s,
         compute_s=predicted.forward_s + predicted.backward_s - paced_by_links_s,
         optimizer_s=predicted.optimizer_s,
         overhead_s=predicted.overhead_s,
+    )
+
+
+def gain_of(larger: "Larger", *, value: float, objective: Objective) -> Gain:
+    """What a larger situation would give."""
+    resource, kind, amount, more = larger
+    reached = _reached(objective, more, value)
+    relative = max(0.0, reached / value - 1)
+    return Gain(
+        resource=resource, device_kind=kind, amount=amount, value=reached, relative=relative
     )
 
 
@@ -148,7 +162,11 @@ Larger = tuple[Resource, str | None, str, Situation]
 
 
 def larger_situations(situation: Situation) -> list[Larger]:
-    """Situations with more of one resource: on all devices first, then per kind of device."""
+    """Situations with more of one resource: on all devices first, then per kind of device.
+
+    Of many kinds only the most frequent are asked about, and of more than ``MANY_KINDS`` none,
+    because every situation takes a search.
+    """
     cluster, profile = situation.cluster, situation.profile
     kinds = [kind for kind in dict.fromkeys(device.kind for device in cluster.devices) if kind]
     tenth = f"{MORE:.0%}".replace("%", " %")
@@ -163,6 +181,12 @@ def larger_situations(situation: Situation) -> list[Larger]:
         larger.append((Resource.LINKS, None, f"{tenth} faster", situation.with_profile(links)))
     if len(kinds) == 1:
         kinds = []  # with one kind, "all" and "each" are the same
+    if len(everyone) > MANY_KINDS:
+        return larger
+    if len(kinds) > MAX_KINDS:
+        numbers = Counter(device.kind for device in cluster.devices)
+        kinds = sorted(kinds, key=lambda kind: -numbers[kind])[:MAX_KINDS]
+        everyone = tuple(kinds)
     for kind in kinds:
         one = frozenset({kind})
         larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(situation, one)))

@@ -19,7 +19,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import Turns
 from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
-from shardhet.simulator.simulation import simulate
+from shardhet.simulator.simulation import simulated_step_s
 
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
 NUM_RESCORED = 4
@@ -105,7 +105,10 @@ def _fastest(
     for other in found[1:]:
         ratio = other.predicted.step_time_s / best.predicted.step_time_s
         if num_rescored > 1 and abs(ratio - 1) <= RESCORED_MARGIN:
-            of_both = [simulate(each.plan, setting).step_time_s for each in (best, other)]
+            of_both = [
+                each.simulated_step_time_s or simulated_step_s(each.plan, setting)
+                for each in (best, other)
+            ]
             ratio = of_both[1] / of_both[0]
         if ratio < 1 - LEAST_GAIN:
             best = other
@@ -136,7 +139,7 @@ def _solve_as(
     if num_rescored == 1 or len(fitting) == 1:
         return replace(fitting[0], lower_bound_s=bound_s)
     simulated = [
-        (simulate(each.plan, model.setting).step_time_s, i)
+        (simulated_step_s(each.plan, model.setting), i)
         for i, each in enumerate(fitting[:num_rescored])
     ]
     simulated_s, best = min(simulated)
@@ -176,14 +179,47 @@ def certify_search(
     return min(answers, key=lambda each: each[1].value.objective_s)
 
 
-def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Found]:
+def least_step_s(
+    setting: Setting,
+    *,
+    global_batch_size: int,
+    demands: Demands = NO_DEMANDS,
+    effort: Effort = DEFAULT_EFFORT,
+    at_most_s: float = inf,
+) -> float:
+    """The step time of the best plan before its shares are rounded to rows, without the plan.
+
+    Communication is as with even shares.  Returns ``at_most_s`` if nothing is faster, which
+    saves candidates that compute longer than that.
+    """
+    demands.check(setting.cluster.world_size)
+    for reshards in (True, False):
+        builder = TableBuilder(
+            CostModel(setting, reshards),
+            global_batch_size=global_batch_size,
+            demands=demands,
+            effort=effort,
+        )
+        try:
+            _, found = _search(builder, effort, at_most_s)
+        except PlanError:
+            continue
+        at_most_s = min(at_most_s, found.value.objective_s)
+    return at_most_s
+
+
+def _search(
+    builder: TableBuilder, effort: Effort, at_most_s: float = inf
+) -> tuple[CandidateTable, Found]:
     """Search candidates up to a cut, raised until those left out are slower than the result.
 
     The bound holds for shares of any size; the choices leave room to round shares to rows.
+    The cut is not raised beyond ``at_most_s``: nothing slower is asked for.
     """
-    cut_s = builder.first_cut_s()
+    cut_s = min(builder.first_cut_s(), at_most_s)
     while True:
         table = builder.table(cut_s)
+        is_last = not table.is_cut or cut_s >= at_most_s
         error, bound_s = PlanError, inf
         try:
             found = search(table.problem, effort)
@@ -192,11 +228,13 @@ def _search(builder: TableBuilder, effort: Effort) -> tuple[CandidateTable, Foun
                 tighter = search(table.rounded, effort)
                 found = replace(tighter, lower_bound_s=bound_s)
         except NothingFitsError:
-            if not table.is_cut:
-                message = nearest_miss(table.rounded, builder.model)
+            if is_last:
+                message = "nothing is as fast as demanded"
+                if not table.is_cut:
+                    message = nearest_miss(table.rounded, builder.model)
                 raise error(message, lower_bound_s=bound_s) from None
         else:
-            if not table.is_cut or found.value.objective_s <= cut_s:
+            if is_last or found.value.objective_s <= cut_s:
                 return table, found
         cut_s *= CUT_GROWTH
 

@@ -40,7 +40,7 @@ class CostModel(TurnPrices, MemoryPrices):
         self._check_units(plan)
         stored = self.stored_numels(plan.state_shares)
         ranks = [
-            replace(rank, device=device)
+            rank if rank.device is device else replace(rank, device=device)
             for rank, device in zip(plan.ranks, self.cluster.devices, strict=True)
         ]
         shares = [numel / self.workload.numel for numel in stored]
@@ -51,13 +51,17 @@ class CostModel(TurnPrices, MemoryPrices):
         )
         compute: dict[tuple[object, ...], list[tuple[float, float]]] = {}
         parts_by_kind: dict[str | None, list[list[tuple[float, float]]]] = {}
+        known: dict[tuple[object, ...], RankCost] = {}
         costs = []
         for i, rank in enumerate(ranks):
             key = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units)
             if key not in compute:
                 compute[key] = [self._class_seconds(each, rank) for each in turns.classes]
                 parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
-            costs.append(self._rank_cost(i, rank, stored[i], compute[key]))
+            of_rank = (key, stored[i], rank.device.memory_capacity_bytes)
+            if of_rank not in known:
+                known[of_rank] = self._rank_cost(i, rank, stored[i], compute[key])
+            costs.append(known[of_rank])
         return StepCost(
             turns=tuple(self._turn_costs(turns, parts_by_kind)),
             optimizer_s=max(cost.optimizer_s for cost in costs),

@@ -22,6 +22,7 @@ from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Unit
 
+LEAST_KNOWN_SIZES = 33  # of microbatches, whose bytes are computed at once
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -82,12 +83,25 @@ class MemoryPrices(Priced):
 
     def running_bytes(self, rank: RankPlan, device_kind: str | None, size: int) -> int:
         """Bytes that the running microbatch needs besides the graphs that are kept anyway."""
+        return int(self._running_by_size(rank, device_kind, size)[size])
+
+    def _running_by_size(self, rank: RankPlan, device_kind: str | None, largest: int) -> Floats:
+        """``running_bytes`` by size, at least up to the largest; whole numbers."""
         runs, known = self._runs_of(rank.recomputed_units), self._known_running_bytes
-        key = (tuple(runs), device_kind, size)
-        if key not in known:
-            known[key] = max(
-                self._running_bytes(kind, is_recomputed, device_kind, size)
-                for kind, is_recomputed in runs
+        units = self.profile.device(device_kind).unit_by_kind
+        is_counted = all(units[kind].peak_bytes is None for kind, _ in runs if kind in units)
+        key = (tuple(runs), None if is_counted else device_kind)
+        if key not in known or len(known[key]) <= largest:
+            sizes = range(max(1 + largest, LEAST_KNOWN_SIZES))
+            known[key] = np.max(
+                [
+                    [
+                        float(self._running_bytes(kind, is_recomputed, device_kind, size))
+                        for size in sizes
+                    ]
+                    for kind, is_recomputed in runs
+                ],
+                axis=0,
             )
         return known[key]
 
@@ -119,9 +133,7 @@ class MemoryPrices(Priced):
         ``rank`` says what is recomputed.  The result is [..., len(sizes)] for ``batches``
         [..., 1].
         """
-        running = np.array(
-            [float(self.running_bytes(rank, device_kind, int(size))) for size in sizes]
-        )
+        running = self._running_by_size(rank, device_kind, int(sizes.max(initial=0)))[sizes]
         computes = batches > 0
         used: Floats = (
             self.profile.device(device_kind).reserved_bytes
@@ -155,7 +167,7 @@ class MemoryPrices(Priced):
         return {}
 
     @cached_property
-    def _known_running_bytes(self) -> dict[tuple[object, ...], int]:
+    def _known_running_bytes(self) -> dict[tuple[object, ...], Floats]:
         return {}
 
     def _running_bytes(

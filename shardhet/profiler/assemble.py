@@ -13,13 +13,20 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.compute import Samples
 from shardhet.profiler.stopwatch import timing_of, typical_mean
-from shardhet.profiler.traffic import CollectiveSamples, PairSamples, uneven_shares
+from shardhet.profiler.traffic import (
+    CollectiveSamples,
+    GroupSamples,
+    PairSamples,
+    uneven_shares,
+)
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     Curve,
     DeviceProfile,
+    GroupCollectives,
+    PairLink,
     Profile,
     Source,
 )
@@ -51,6 +58,7 @@ class TrafficReport:
     """What all ranks measured about the links; the same on each."""
 
     collectives: list[CollectiveSamples]
+    groups: list[GroupSamples]  # among some of the ranks
     pairs: list[PairSamples]
     overlap_excesses: list[float]  # by rank, see DeviceProfile.overlap_excess
     note: str
@@ -103,14 +111,8 @@ def make_profile(
     for report, excess in zip(reports, traffic.overlap_excesses, strict=True):
         by_kind.setdefault(report.kind, []).append(report)
         excesses.setdefault(report.kind, []).append(excess)
-    points = tuple(
-        CollectivePoint(
-            nbytes=each.nbytes,
-            gather=timing_of(each.gather_s),
-            reduce=timing_of(each.reduce_s),
-        )
-        for each in traffic.collectives
-    )
+    points = _points(traffic.collectives)
+    place = positions_by_rank([report.device for report in reports])
     profile = Profile(
         devices=tuple(
             replace(
@@ -121,6 +123,15 @@ def make_profile(
         ),
         collectives=Collectives(source=Source.MEASURED, points=points, note=traffic.note),
         turn_overhead_s=max(report.turn_overhead_s for report in reports),
+        pairs=tuple(
+            PairLink(
+                sender=place[each.sender],
+                receiver=place[each.receiver],
+                latency_s=each.latency_s,
+                bandwidth_bytes_per_s=each.bandwidth_bytes_per_s,
+            )
+            for each in traffic.pairs
+        ),
         note="all ranks computing at once" if is_together else "each rank computing alone",
     )
     if not points:
@@ -128,13 +139,39 @@ def make_profile(
     gather_weight, reduce_weight = unevenness_weights(
         traffic.collectives, profile, cluster, workload
     )
+    weighted = replace(
+        profile.collectives,
+        gather_unevenness_weight=gather_weight,
+        reduce_unevenness_weight=reduce_weight,
+    )
     return replace(
         profile,
-        collectives=replace(
-            profile.collectives,
-            gather_unevenness_weight=gather_weight,
-            reduce_unevenness_weight=reduce_weight,
+        collectives=weighted,
+        groups=tuple(
+            GroupCollectives(
+                positions=tuple(sorted(place[rank] for rank in each.ranks)),
+                collectives=replace(weighted, points=_points(each.collectives)),
+            )
+            for each in traffic.groups
         ),
+    )
+
+
+def positions_by_rank(devices: Sequence[DeviceSpec]) -> dict[int, int]:
+    """Where ``make_cluster`` puts the device of each rank."""
+    hosts = list(dict.fromkeys(device.host or "" for device in devices))
+    ranks = sorted(range(len(devices)), key=lambda i: hosts.index(devices[i].host or ""))
+    return {rank: position for position, rank in enumerate(ranks)}
+
+
+def _points(collectives: Sequence[CollectiveSamples]) -> tuple[CollectivePoint, ...]:
+    return tuple(
+        CollectivePoint(
+            nbytes=each.nbytes,
+            gather=timing_of(each.gather_s),
+            reduce=timing_of(each.reduce_s),
+        )
+        for each in collectives
     )
 
 

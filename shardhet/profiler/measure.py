@@ -2,13 +2,13 @@
 
 All ranks call it together.  First each rank computes alone while the others on its host sleep.
 Then all compute at once, as in training, because ranks that share a host's memory and caches
-slow each other down; plans use these times.  Then the optimizer, collectives, links, and
-compute that overlaps collectives are measured.
+slow each other down; plans use these times.  Then the optimizer, collectives, links, compute
+that overlaps collectives, and collectives without some of the ranks are measured.
 """
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,14 @@ from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
 from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
-from shardhet.profiler.traffic import Channels, PairSamples, Traffic, sizes_to_measure
+from shardhet.profiler.subsets import SubsetTraffic, subsets_to_measure
+from shardhet.profiler.traffic import (
+    Channels,
+    GroupSamples,
+    PairSamples,
+    Traffic,
+    sizes_to_measure,
+)
 from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.records.cluster import DeviceSpec
@@ -243,7 +250,7 @@ class _Session:
     def _traffic(self, workload: Workload, compute: ComputeMeasurement) -> TrafficReport:
         if self._channels.world_size == 1:
             return TrafficReport(
-                collectives=[], pairs=[], overlap_excesses=[0.0], note="one device"
+                collectives=[], groups=[], pairs=[], overlap_excesses=[0.0], note="one device"
             )
         traffic = Traffic(
             self._channels,
@@ -268,10 +275,27 @@ class _Session:
         pairs = [traffic.pair(a, b, num_repeats) for a, b in self._pairs()]
         return TrafficReport(
             collectives=collectives,
+            groups=self._groups(workload, sizes),
             pairs=pairs,
             overlap_excesses=excesses,
             note=_note(None),
         )
+
+    def _groups(self, workload: Workload, sizes: Sequence[int]) -> list[GroupSamples]:
+        """Collectives among some of the ranks, each with the others waiting."""
+        subsets = subsets_to_measure(self._channels.control.exchange_objects(self._spec))
+        some = SubsetTraffic(
+            self._channels,
+            workload,
+            self._device,
+            found=self._spec,
+            orig_dtype=orig_dtype(self._model.module),
+        )
+        samples = []
+        for ranks in subsets:
+            self._on_progress(f"collectives among ranks {', '.join(map(str, ranks))}", 0.97)
+            samples.append(some.measure(ranks, sizes, self._effort.num_repeats))
+        return samples
 
     def _common(self, value: float) -> float:
         return min(row[0] for row in self._channels.control.exchange([value]))

@@ -76,6 +76,14 @@ class CollectiveSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSamples:
+    """Collectives that only some ranks take part in, with even shares."""
+
+    ranks: tuple[int, ...]  # ascending
+    collectives: list[CollectiveSamples]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairSamples:
     """Times of sending from one rank to another, in one direction."""
 
@@ -129,12 +137,15 @@ class Traffic:
         self._comm = CommContext(device, channels.gather, channels.reduce)
         self._comm.receivers = tuple(range(channels.world_size))
 
-    def collectives(self, nbytes: int, num_repeats: int) -> CollectiveSamples:
+    def collectives(
+        self, nbytes: int, num_repeats: int, *, with_uneven: bool = True
+    ) -> CollectiveSamples:
         """Time gathers and reductions of ``nbytes`` bytes."""
         world_size = self._channels.world_size
+        cuts = [even_shares(world_size), uneven_shares(world_size)][: 1 + with_uneven]
         launches = [
             launch
-            for shares in (even_shares(world_size), uneven_shares(world_size))
+            for shares in cuts
             for launch in (
                 self._gather(self._flat(nbytes // self._param_dtype.itemsize, shares)),
                 self._reduce(self._flat(nbytes // self._reduce_dtype.itemsize, shares)),
@@ -145,8 +156,8 @@ class Traffic:
             nbytes=nbytes,
             gather_s=samples[0],
             reduce_s=samples[1],
-            uneven_gather_s=samples[2],
-            uneven_reduce_s=samples[3],
+            uneven_gather_s=samples[2] if with_uneven else [],
+            uneven_reduce_s=samples[3] if with_uneven else [],
         )
 
     def seconds(self, call: Callable[[], None], num_repeats: int) -> list[float]:

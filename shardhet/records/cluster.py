@@ -1,6 +1,7 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -180,6 +181,16 @@ class Cluster(Document):
                 "bandwidth_bytes_per_s there, or measure the cluster."
             )
         return tuple(dict.fromkeys(links))
+
+    def only(self, positions: Collection[int]) -> "Cluster":
+        """The cluster of the devices at ``positions``, without nodes that have none of them."""
+        kept, nodes, first = frozenset(positions), [], 0
+        for node in self.nodes:
+            devices = tuple(each for i, each in enumerate(node.devices, first) if i in kept)
+            if devices:
+                nodes.append(replace(node, devices=devices))
+            first += len(node.devices)
+        return replace(self, nodes=tuple(nodes))
 
     @classmethod
     def from_document(cls, document: Any, *, source: str) -> Self:

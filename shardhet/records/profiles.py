@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from math import inf, isfinite
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from shardhet.records.codec import Count, Document, Fraction, NonNegative, PositiveInt, Seconds
+from shardhet.records.codec import (
+    OMITTABLE,
+    Count,
+    Document,
+    Fraction,
+    NonNegative,
+    PositiveInt,
+    Seconds,
+)
 
 # How a layer's time is extrapolated beyond the measured sizes.  Chosen on the 424 curves of
 # Cephalo's published profiles (sizes 1-5 predict the largest).  With one kind of GPU held out:
@@ -245,6 +253,24 @@ class Collectives:
         return Curve(sizes, tuple(values)) if sizes else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCollectives:
+    """Collectives that only some of the devices take part in."""
+
+    positions: tuple[Count, ...]  # of these devices in the cluster, ascending
+    collectives: Collectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLink:
+    """What was measured between two devices, one message at a time."""
+
+    sender: Count  # positions in the cluster
+    receiver: Count
+    latency_s: NonNegative
+    bandwidth_bytes_per_s: NonNegative
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile(Document):
     """Everything the planner knows about speeds and sizes."""
@@ -257,6 +283,9 @@ class Profile(Document):
     turn_overhead_s: Seconds = (
         0.0  # host time per unit and phase, outside microbatches and waits
     )
+    # What tells how long collectives take without some of the devices.
+    groups: Annotated[tuple[GroupCollectives, ...], OMITTABLE] = ()
+    pairs: Annotated[tuple[PairLink, ...], OMITTABLE] = ()
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -275,14 +304,18 @@ class Profile(Document):
 
     def device(self, device_kind: str | None) -> DeviceProfile:
         """The profile of one kind of device; raises ``ValueError`` listing the known kinds."""
-        for device in self.devices:
-            if device.device_kind == device_kind:
-                return device
+        device = self._device_by_kind.get(device_kind)
+        if device is not None:
+            return device
         known = ", ".join(device.device_kind for device in self.devices)
         raise ValueError(
             f"profile: device kind {device_kind!r} was not profiled; there are {known}. "
             "Measure it, or derive it from its specification."
         )
+
+    @cached_property
+    def _device_by_kind(self) -> dict[str | None, DeviceProfile]:
+        return {device.device_kind: device for device in self.devices}
 
     def unit(self, device_kind: str | None, unit_kind: str) -> UnitProfile:
         """One kind of unit on one kind of device; raises ``ValueError`` if it is missing."""

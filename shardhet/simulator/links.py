@@ -49,8 +49,12 @@ class Links:
         self.sent: list[Event] = []
         self.running: Collective | None = None
         self.remaining_s = 0.0  # of the running one
+        self.has_ended = False  # one has, since this was last set to False
         self._since_s = 0.0
         self._queues = (deque(self.gathers.values()), deque(self.reductions.values()))
+        # Reductions end in the order in which they are launched.
+        self._place = {turn: i for i, turn in enumerate(self.reductions)}
+        self._num_reduced = 0
         self._unit_fqns = unit_fqns
         self._num_actors = num_actors
 
@@ -77,17 +81,17 @@ class Links:
 
     def has_room_for_reduction(self, turn: int) -> bool:
         """Whether few enough reductions of turns before this one are in flight."""
-        under_way = [i for i, each in self.reductions.items() if i < turn and not each.is_done]
-        return len(under_way) < MAX_REDUCTIONS_IN_FLIGHT
+        return self._place[turn] - self._num_reduced < MAX_REDUCTIONS_IN_FLIGHT
 
     @property
     def has_reduced(self) -> bool:
         """Whether all reductions are done."""
-        return all(each.is_done for each in self.reductions.values())
+        return self._num_reduced == len(self.reductions)
 
     def _finish(self, now_s: float) -> None:
         assert self.running is not None
-        self.running.is_done = True
+        self.running.is_done = self.has_ended = True
+        self._num_reduced += self.running.work is Work.REDUCE
         unit = self._unit_fqns[self.running.unit]
         self.sent.append(
             Event(unit=unit, work=self.running.work, start_s=self._since_s, end_s=now_s)

@@ -1,0 +1,69 @@
+"""Tables that are printed row by row, and a line that says what is being waited for."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Timer
+
+from rich.console import Console
+
+PATIENCE_S = 1.0  # what takes longer is named while it runs
+
+
+class StreamedTable:
+    """A table whose rows appear as they are known; widths are fixed before the first one."""
+
+    def __init__(
+        self,
+        console: Console,
+        columns: Sequence[tuple[str, int]],
+        *,
+        title: str,
+        num_left: int = 1,
+    ) -> None:
+        """``columns`` are names and widths; the first ``num_left`` are aligned to the left."""
+        self._console = console
+        self._widths = [max(len(name), width) for name, width in columns]
+        self._num_left = num_left
+        self._print(title)
+        self._print(f"+{'-' * (sum(self._widths) + 3 * len(columns) - 1)}+")
+        self.add_row(*(name for name, _ in columns))
+        self._print(f"|{'+'.join('-' * (width + 2) for width in self._widths)}|")
+
+    def add_row(self, *cells: str) -> None:
+        """Print one row."""
+        aligned = [
+            cell.ljust(width) if i < self._num_left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, self._widths, strict=True))
+        ]
+        self._print(f"| {' | '.join(aligned)} |")
+
+    def end(self) -> None:
+        """Print the last line."""
+        self._print(f"+{'-' * (sum(self._widths) + 3 * len(self._widths) - 1)}+")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+
+class Waiting:
+    """Says on a terminal what is being done, if it takes more than a second."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def for_(self, what: str) -> Iterator[None]:
+        """Context in which ``what`` is done; shows nothing where there is no terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        status = self._console.status(f"{what} ...")
+        timer = Timer(PATIENCE_S, status.start)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # it may be starting the status at this moment
+            status.stop()

@@ -1,0 +1,162 @@
+"""The same workload on a part of a cluster, from what was measured on the whole.
+
+Compute is that of each kind of device.  Collectives among the devices that stay were measured,
+or are estimated from the measured group that differs from them by the fewest devices.  Of a
+group with curve t and R devices, let l = t(0) be its latency and p the time per byte of its
+slowest link.  Each device sends R - 1 messages and moves (R - 1) / R of the bytes past every
+other, so for R' devices with p'
+
+    t'(n) = l (R' - 1) / (R - 1)  +  (t(n) - l) ((R' - 1) / R') / ((R - 1) / R) p' / p
+
+where p'/p is 1 unless pairs of both groups were measured.  ``spread`` is how far such estimates
+of the measured groups are from what was measured of them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from shardhet.pricing.setting import Setting
+from shardhet.records.profiles import (
+    CollectivePoint,
+    Collectives,
+    Curve,
+    GroupCollectives,
+    PairLink,
+    Profile,
+    Source,
+    Timing,
+)
+
+
+@dataclass(frozen=True)
+class MeasuredGroups:
+    """All groups of devices whose collectives were measured, the whole cluster among them."""
+
+    profile: Profile
+    world_size: int
+
+    @cached_property
+    def groups(self) -> tuple[GroupCollectives, ...]:
+        """The measured groups, the whole cluster first."""
+        whole = GroupCollectives(
+            positions=tuple(range(self.world_size)), collectives=self.profile.collectives
+        )
+        return (whole, *(each for each in self.profile.groups if each.collectives.points))
+
+    def among(self, positions: Collection[int]) -> Collectives:
+        """The collectives among some devices: as measured, or estimated."""
+        kept = tuple(sorted(positions))
+        if len(kept) == 1 or not self.profile.collectives.points:
+            return replace(self.profile.collectives, points=(), note="one device")
+        known = {each.positions: each.collectives for each in self.groups}
+        return known[kept] if kept in known else self._estimate(kept, self.groups)
+
+    def is_estimated(self, positions: Collection[int]) -> bool:
+        """Whether the collectives among these devices were not measured."""
+        kept = tuple(sorted(positions))
+        return len(kept) > 1 and kept not in {each.positions for each in self.groups}
+
+    @cached_property
+    def spread(self) -> float | None:
+        """The largest factor by which an estimate is off; None with one group only.
+
+        Every measured group is estimated from the others, at the sizes measured of it.
+        """
+        factors = []
+        for group in self.groups:
+            others = [each for each in self.groups if each is not group]
+            if others:
+                estimate = self._estimate(group.positions, others)
+                factors += _factors(estimate, group.collectives)
+        return max(factors, default=None)
+
+    def _estimate(
+        self, positions: tuple[int, ...], groups: Sequence[GroupCollectives]
+    ) -> Collectives:
+        """The collectives among ``positions``, scaled from the group that is most like it."""
+        like = min(groups, key=lambda each: len(set(positions) ^ set(each.positions)))
+        size, size_there = len(positions), len(like.positions)
+        messages = (size - 1) / (size_there - 1)
+        nbytes = messages * size_there / size
+        pace, pace_there = self._slowest(positions), self._slowest(like.positions)
+        if pace and pace_there:
+            nbytes *= pace / pace_there
+
+        def scaled(curve: Curve | None, nbytes_whole: int) -> Timing:
+            assert curve is not None
+            latency_s = curve.intercept_at_zero
+            moving_s = curve.at(nbytes_whole) - latency_s
+            return Timing.single(messages * latency_s + nbytes * moving_s)
+
+        measured = like.collectives
+        return replace(
+            measured,
+            source=Source.DERIVED,
+            points=tuple(
+                CollectivePoint(
+                    nbytes=point.nbytes,
+                    gather=scaled(measured.gather_s, point.nbytes),
+                    reduce=scaled(measured.reduce_s, point.nbytes),
+                )
+                for point in measured.points
+            ),
+            note=f"estimated from those of {size_there} devices; {measured.note}",
+        )
+
+    def _slowest(self, positions: Sequence[int]) -> float | None:
+        """Seconds per byte of the slowest pair in the group; None if too few were measured."""
+        inside = set(positions)
+        known: dict[frozenset[int], PairLink] = {
+            frozenset((each.sender, each.receiver)): each
+            for each in self.profile.pairs
+            if inside.issuperset((each.sender, each.receiver))
+        }
+        in_a_row = {frozenset(each) for each in pairwise(positions)}
+        if not known or not in_a_row <= set(known):
+            return None
+        return 1 / min(each.bandwidth_bytes_per_s for each in known.values())
+
+
+def part_of(setting: Setting, positions: Collection[int]) -> Setting:
+    """The setting with the devices at ``positions`` only."""
+    cluster, profile = setting.cluster, setting.profile
+    smaller = cluster.only(positions)
+    kinds = {device.kind for device in smaller.devices}
+    place = {position: i for i, position in enumerate(sorted(positions))}
+    groups = tuple(
+        replace(each, positions=tuple(place[i] for i in each.positions))
+        for each in profile.groups
+        if len(each.positions) < len(place) and place.keys() >= set(each.positions)
+    )
+    pairs = tuple(
+        replace(each, sender=place[each.sender], receiver=place[each.receiver])
+        for each in profile.pairs
+        if each.sender in place and each.receiver in place
+    )
+    return replace(
+        setting,
+        cluster=smaller,
+        profile=replace(
+            profile,
+            devices=tuple(each for each in profile.devices if each.device_kind in kinds),
+            collectives=MeasuredGroups(profile, cluster.world_size).among(positions),
+            groups=groups,
+            pairs=pairs,
+        ),
+    )
+
+
+def _factors(estimate: Collectives, measured: Collectives) -> list[float]:
+    """By how much the estimate is off at every measured size, as factors of at least 1."""
+    ratios = []
+    for point in measured.points:
+        for curve, timing in (
+            (estimate.gather_s, point.gather),
+            (estimate.reduce_s, point.reduce),
+        ):
+            assert curve is not None
+            if timing.mean_s and curve.at(point.nbytes):
+                ratios.append(curve.at(point.nbytes) / timing.mean_s)
+    return [max(ratio, 1 / ratio) for ratio in ratios]

@@ -1,0 +1,272 @@
+"""Devices that are better left out: which, what is gained, and what the others' links take."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardhet.apps.fewer_devices import estimated, named, ranges, whole_hosts
+from shardhet.apps.plan import main as plan_main
+from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
+from shardhet.planner.fewer import Fewer, Positions, faster_on_fewer
+from shardhet.planner.search import Effort
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.part import MeasuredGroups, part_of
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.plan import Plan
+from shardhet.records.profiles import (
+    GroupCollectives,
+    PairLink,
+    Profile,
+    Source,
+)
+from shardhet.records.workload import Workload
+from tests.made_up import collectives, device_profile
+
+WORKLOAD = Workload.transformer(num_layers=2, width=64, num_heads=2, vocab_size=100, seq_len=16)
+SLOW_LINKS = 1e-5  # seconds per byte: some ten seconds a step for collectives
+FAST_LINKS = 1e-12
+
+
+def setting_of(
+    kinds: str,
+    *,
+    s_per_byte: float,
+    hosts: str = "",
+    seconds: dict[str, float] | None = None,
+    capacity: int = 2**34,
+) -> Setting:
+    """A measured setting; kinds are letters, and "f" is ten times as fast as the others."""
+    paces = {kind: 0.01 if kind == "f" else 0.1 for kind in kinds} | (seconds or {})
+    nodes: dict[str, list[DeviceSpec]] = {}
+    for kind, host in zip(kinds, hosts or "h" * len(kinds), strict=True):
+        device = DeviceSpec(host=host, kind=kind, memory_capacity_bytes=capacity)
+        nodes.setdefault(host, []).append(device)
+    cluster = Cluster(
+        nodes=tuple(Node(host=host, devices=tuple(each)) for host, each in nodes.items())
+    )
+    links = collectives(
+        (2**14, 2**18), gather_s_per_byte=s_per_byte, reduce_s_per_byte=s_per_byte
+    )
+    profile = Profile(
+        devices=tuple(
+            device_profile(
+                kind, lambda m, pace=pace: (pace * m, 2 * pace * m), sizes=(1, 2, 4, 8)
+            )
+            for kind, pace in paces.items()
+        ),
+        collectives=links,
+    )
+    return Setting(cluster, WORKLOAD, profile)
+
+
+def asked(
+    setting: Setting, *, batch: int = 16, demands: Demands | None = None
+) -> tuple[PlanSolution, Fewer | None]:
+    demands = demands or Demands()
+    whole = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
+
+    def smaller(positions: Positions) -> Setting:
+        return part_of(setting, positions)
+
+    effort = Effort(relative_gap=1e-4)
+    found = faster_on_fewer(setting, whole, demands=demands, smaller=smaller, effort=effort)
+    return whole, found
+
+
+def test_a_fast_device_is_left_alone_where_links_are_slow() -> None:
+    whole, fewer = asked(setting_of("fss", s_per_byte=SLOW_LINKS))
+    assert fewer is not None
+    assert (fewer.kept, fewer.left_out) == ((0,), (1, 2))
+    assert fewer.solution.samples_per_s > 1.02 * whole.samples_per_s
+    assert fewer.solution.plan.world_size == 1
+    assert fewer.setting.cluster.devices[0].kind == "f"
+
+
+def test_nothing_is_left_out_where_links_are_fast() -> None:
+    _, fewer = asked(setting_of("fss", s_per_byte=FAST_LINKS))
+    assert fewer is None
+
+
+def test_one_of_several_that_are_alike_may_go() -> None:
+    """The last of four may cost more than it gives: a ring moves (R - 1) / R of the bytes."""
+    setting = setting_of("aaaa", s_per_byte=8e-7, seconds={"a": 0.01})
+    whole, fewer = asked(setting, batch=12)
+    every = range(4)
+    best = min(
+        (
+            solve(part_of(setting, tuple(every[:n])), global_batch_size=12, num_rescored=1)
+            for n in (1, 2, 3, 4)
+        ),
+        key=lambda each: each.predicted.step_time_s,
+    )
+    reached = whole if fewer is None else fewer.solution
+    assert reached.predicted.step_time_s <= 1.02 * best.predicted.step_time_s
+
+
+def test_devices_that_others_cannot_do_without_stay() -> None:
+    # The fast device cannot hold the state alone.
+    state = 16 * WORKLOAD.numel
+    setting = setting_of("fss", s_per_byte=SLOW_LINKS, capacity=int(0.8 * state))
+    _, fewer = asked(setting)
+    assert fewer is None or len(fewer.kept) >= 2
+
+
+def test_demanded_devices_stay_and_demands_move_with_their_devices() -> None:
+    setting = setting_of("sfs", s_per_byte=SLOW_LINKS)
+    demands = Demands(
+        limits={0: DeviceLimits(rank_batch_size=1), 1: DeviceLimits(max_microbatch_size=2)}
+    )
+    _, fewer = asked(setting, demands=demands)
+    assert fewer is not None
+    assert fewer.kept == (0, 1)
+    assert [rank.rank_batch_size for rank in fewer.solution.plan.ranks] == [1, 15]
+    assert fewer.demands.limits == demands.limits
+    together = Demands(equal=((0, 2), (1,)), limits={2: DeviceLimits(max_state_share=0.1)})
+    assert together.only((1, 2)) == Demands(limits={1: DeviceLimits(max_state_share=0.1)})
+
+
+def test_collectives_of_measured_groups_are_taken_as_measured() -> None:
+    setting = setting_of("fss", s_per_byte=1e-6)
+    group = GroupCollectives(
+        positions=(1, 2),
+        collectives=collectives((2**14, 2**18), gather_s_per_byte=3e-7, reduce_s_per_byte=2e-7),
+    )
+    measured = replace(setting, profile=replace(setting.profile, groups=(group,)))
+    part = part_of(measured, (1, 2))
+    assert part.profile.collectives == group.collectives
+    assert [device.device_kind for device in part.profile.devices] == ["s"]
+    assert part.profile.groups == ()
+    assert part_of(measured, (0,)).profile.collectives.points == ()
+    assert not MeasuredGroups(measured.profile, 3).is_estimated((1, 2))
+    assert MeasuredGroups(measured.profile, 3).is_estimated((0, 1))
+
+
+def test_collectives_of_other_groups_are_estimated_with_a_spread() -> None:
+    setting = setting_of("abcd", s_per_byte=1e-6)
+    groups = MeasuredGroups(setting.profile, 4)
+    assert groups.spread is None
+    estimate = groups.among((0, 1))
+    assert estimate.source is Source.DERIVED
+    assert estimate.gather_s is not None
+    # Half of the bytes pass each of two devices, three quarters each of four.
+    assert estimate.gather_s.at(2**18) == pytest.approx(1e-6 * 2**18 * 2 / 3)
+    pairs = tuple(
+        PairLink(
+            sender=i, receiver=j, latency_s=0.0, bandwidth_bytes_per_s=1e9 * (1 + (j == 1))
+        )
+        for i in range(4)
+        for j in range(i + 1, 4)
+    )
+    with_pairs = replace(setting.profile, pairs=pairs)
+    faster = MeasuredGroups(with_pairs, 4).among((0, 1))
+    assert faster.gather_s is not None
+    assert faster.gather_s.at(2**18) == pytest.approx(1e-6 * 2**18 / 3)
+    odd = GroupCollectives(
+        positions=(0, 1, 2),
+        collectives=collectives((2**18,), gather_s_per_byte=1.5e-6, reduce_s_per_byte=1e-6),
+    )
+    spread = MeasuredGroups(replace(setting.profile, groups=(odd,)), 4).spread
+    assert spread == pytest.approx(1.5 * 9 / 8)
+    told = replace(setting, profile=replace(setting.profile, groups=(odd,)))
+    assert "from 2 measured groups, of which such estimates are within a factor of 1.7" in (
+        estimated(told, (0, 1))
+    )
+    assert estimated(told, (0, 1, 2)) == ""
+
+
+def test_devices_are_named_by_kind_and_hosts_where_they_stay_whole() -> None:
+    cluster = setting_of("abbcb", s_per_byte=1.0, hosts="hhhgg").cluster
+    assert ranges((0, 2, 3, 4, 7)) == "0, 2-4, 7"
+    assert named(cluster, (1, 2, 4)) == "the 3 b (devices 1-2, 4)"
+    assert named(cluster, (0, 1)) == "the a (device 0), b (device 1)"
+    assert whole_hosts(cluster, (0, 1, 2)) == ["h"]
+    assert whole_hosts(cluster, (0, 1)) is None
+    assert [node.host for node in cluster.only((3,)).nodes] == ["g"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    plan_main(arguments)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_slow_bus_is_told_and_planned_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = ("model=bert_large", "global_batch_size=8", "explain=false", "baselines=false")
+    text = said(capsys, *job)
+    assert "Better without the 2 NVIDIA GeForce RTX 3090 (devices 1-2): " in text
+    assert "samples/s instead of" in text
+    assert "leave_out=auto plans without them" in text
+    assert "Better without" not in said(capsys, *job, "leave_out=never")
+    out = (f"out={tmp_path}/plan.json", f"setting_out={tmp_path}/one")
+    text = said(capsys, *job, "leave_out=auto", *out)
+    assert "This plan leaves them out." in text
+    assert "on desktop: CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node=1" in text
+    assert Plan.load(tmp_path / "plan.json").world_size == 1
+    assert Setting.load(tmp_path / "one").cluster.world_size == 1
+    again = said(capsys, f"measured={tmp_path}/one", "global_batch_size=8", *job[2:])
+    assert "1 device of 1 kind" in again
+
+
+def test_whole_hosts_are_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(
+        capsys,
+        "cluster=two_regions_128",
+        "global_batch_size=256",
+        "explain=false",
+        "baselines=false",
+        "leave_out=auto",
+    )
+    assert "To launch without them: start ranks on hosts" in text
+    assert "describes them)" in text
+
+
+def test_measured_profiles_are_asked_as_well(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
+    setting.save(tmp_path)
+    quick = ("global_batch_size=16", "explain=false", "baselines=false")
+    text = said(capsys, f"measured={tmp_path}", *quick)
+    assert "Better without the 2 s (devices 1-2)" in text
+    assert "measured groups" not in text  # a single device has no collectives
+    odd = GroupCollectives(
+        positions=(0, 1, 2),
+        collectives=collectives((2**18,), gather_s_per_byte=1e-8, reduce_s_per_byte=1e-8),
+    )
+    four = setting_of("ffss", s_per_byte=1e-6)
+    profile = replace(four.profile, groups=(odd,))
+    Setting(four.cluster, WORKLOAD, profile).save(tmp_path)
+    text = said(capsys, f"measured={tmp_path}", *quick, "leave_out=auto")
+    assert "Better without the 2 s (devices 2-3)" in text
+    assert "estimated from 2 measured groups, of which such estimates are within" in text
+    assert "Times were measured, but collectives are estimated from those of 3 devices" in text
+
+
+def test_emulated_processes_are_told_how_many_to_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
+    devices = tuple(
+        replace(device, kind=f"emulated {device.kind}") for device in setting.cluster.devices
+    )
+    profile = replace(
+        setting.profile,
+        devices=tuple(
+            replace(each, device_kind=f"emulated {each.device_kind}")
+            for each in setting.profile.devices
+        ),
+    )
+    cluster = Cluster(nodes=(Node(host="h", devices=devices),))
+    Setting(cluster, WORKLOAD, profile).save(tmp_path)
+    text = said(capsys, f"measured={tmp_path}", "global_batch_size=16", "leave_out=auto")
+    assert "on h: 1 process, cluster.num_ranks=1, with entries 0 of cluster.kinds" in text
+
+
+def test_derived_profiles_of_a_part_are_those_of_its_links() -> None:
+    described = Cluster.load("conf/cluster/described/rtx4090_2x3090.yaml")
+    alone = described.only((0,))
+    assert derive_profile(alone, WORKLOAD).collectives.points == ()
+    assert len(derive_profile(described.only((0, 2)), WORKLOAD).devices) == 2

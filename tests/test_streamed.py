@@ -1,0 +1,54 @@
+"""What ``shardhet plan`` shows at once, what follows, and what it says while one waits."""
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardhet.apps import plan as plan_app
+from shardhet.apps.common.streamed import StreamedTable, Waiting
+
+
+def test_a_table_is_printed_row_by_row() -> None:
+    out = io.StringIO()
+    table = StreamedTable(Console(file=out), (("plan", 6), ("step", 3)), title="Beside it [1]")
+    table.add_row("even", "1 s")
+    assert out.getvalue().splitlines() == [
+        "Beside it [1]",
+        "+---------------+",
+        "| plan   | step |",
+        "|--------+------|",
+        "| even   |  1 s |",
+    ]
+    table.end()
+    assert out.getvalue().splitlines()[-1] == "+---------------+"
+
+
+def test_waiting_is_told_on_a_terminal_only_and_only_if_it_is_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardhet.apps.common.streamed.PATIENCE_S", 0.05)
+    for is_terminal, seconds, is_told in (
+        (True, 0.5, True),
+        (True, 0.0, False),
+        (False, 0.2, False),
+    ):
+        out = io.StringIO()
+        with Waiting(Console(file=out, force_terminal=is_terminal)).for_("planning"):
+            time.sleep(seconds)
+        assert ("planning ..." in out.getvalue()) == is_told
+
+
+def test_the_plan_is_shown_and_written_before_anything_else_is_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_app, "_without", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan_app.main(["model=gpt_125m", f"out={tmp_path}/plan.json"])
+    assert "predicted step" in capsys.readouterr().out
+    assert (tmp_path / "plan.json").is_file()
