@@ -40,7 +40,10 @@ from shardhet.planner.explain import (
 from shardhet.planner.find import certify_search, least_step_s
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search import Effort, Found
+from shardhet.planner.steady import OFF, disturbances, loss_of, steadier
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
+from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
 
 DOOR = Door(
@@ -58,6 +61,7 @@ shardhet plan key=value ...
   shardhet plan leave_out=auto         without the devices that only slow it down
   shardhet plan certify=true           small problems a second time, by HiGHS alone""",
 )
+LEAST_LOSS = 5e-4  # that is stated
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
 
@@ -129,8 +133,29 @@ def show(
         situation = Situation(setting=inputs.setting, demands=demands)
         unit = "samples" if conf.objective == "largest_batch" else "samples/s"
         _show_explanation(answer, answer.objective, situation, console, waiting, unit=unit)
+        if conf.objective == "throughput":
+            with waiting.for_("planning for other speeds"):
+                line = _steadiness(answer.solution.plan, inputs.setting, demands)
+            console.print(line, markup=False, soft_wrap=True)
     if conf.out is None:
         console.print("out=plan.json keeps the plan for shardhet train and simulate.")
+
+
+def _steadiness(plan: Plan, setting: Setting, demands: Demands) -> str:
+    """What the plan loses if one kind of device is not as fast as the profile says."""
+    disturbed = disturbances(setting)
+    if not disturbed:
+        kinds = len({device.kind for device in setting.cluster.devices})
+        why = "one kind" if kinds == 1 else f"{kinds} kinds are too many to ask"
+        return f"What it loses at other speeds was not asked: {why}."
+    loss = loss_of(plan, disturbed, demands=demands, effort=COMPARED)
+    if loss.relative < LEAST_LOSS:
+        return f"With each kind's speed {OFF:.0%} off, this plan is still the best."
+    direction = "slower" if loss.speed < 1 else "faster"
+    return (
+        f"With each kind's speed {OFF:.0%} off, this plan loses at most {loss.relative:.1%} of "
+        f"the best ({loss.device_kind} {direction})."
+    )
 
 
 def _show_explanation(
@@ -245,6 +270,8 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     batch = conf.global_batch_size
     spared = conf.to_spared(setting.cluster.devices)
     best = solve(setting, global_batch_size=batch, demands=demands)
+    if conf.steady:
+        best = steadier(best, setting, tolerance=conf.steady, demands=demands, effort=COMPARED)
     if conf.objective == "throughput":
 
         def step_s(situation: Situation, at_most_s: float) -> float:

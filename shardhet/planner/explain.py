@@ -196,21 +196,30 @@ def larger_situations(situation: Situation) -> list[Larger]:
     return larger + devices
 
 
-def _faster(situation: Situation, kinds: frozenset[str]) -> Situation:
+def at_other_speed(situation: Situation, kinds: frozenset[str], speed: float) -> Situation:
+    """The situation with some kinds of device ``speed`` times as fast."""
     devices = tuple(
-        _sped_up(device) if device.device_kind in kinds else device
+        _at_speed(device, speed) if device.device_kind in kinds else device
         for device in situation.profile.devices
     )
     return situation.with_profile(replace(situation.profile, devices=devices))
 
 
-def _sped_up(device: DeviceProfile) -> DeviceProfile:
+def _faster(situation: Situation, kinds: frozenset[str]) -> Situation:
+    return at_other_speed(situation, kinds, 1 + MORE)
+
+
+def _at_speed(device: DeviceProfile, speed: float) -> DeviceProfile:
     def point(each: ComputePoint) -> ComputePoint:
-        return replace(each, forward=_shorter(each.forward), backward=_shorter(each.backward))
+        return replace(
+            each,
+            forward=_shorter(each.forward, speed),
+            backward=_shorter(each.backward, speed),
+        )
 
     return replace(
         device,
-        optimizer_seconds_per_element=device.optimizer_seconds_per_element / (1 + MORE),
+        optimizer_seconds_per_element=device.optimizer_seconds_per_element / speed,
         units=tuple(
             replace(unit, points=tuple(map(point, unit.points))) for unit in device.units
         ),
@@ -224,8 +233,8 @@ def _faster_links(collectives: Collectives) -> Collectives:
     return replace(collectives, points=tuple(map(point, collectives.points)))
 
 
-def _shorter(timing: Timing) -> Timing:
-    return Timing.single(timing.mean_s / (1 + MORE))
+def _shorter(timing: Timing, speed: float = 1 + MORE) -> Timing:
+    return Timing.single(timing.mean_s / speed)
 
 
 def _roomier(

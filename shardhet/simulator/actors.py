@@ -16,8 +16,7 @@ class State(Enum):
     PREPARE = auto()  # until the runtime has done its own work for the turn
     WAIT_GATHER = auto()  # until the turn's gather is done
     COMPUTE = auto()  # until nothing remains
-    END = auto()  # of a turn: launch the reduction
-    WAIT_REDUCE = auto()  # until the previous reduction is done
+    WAIT_REDUCE = auto()  # until the previous reduction is done; launch the turn's
     FLUSH = auto()  # until the last reduction is done
     AGREE = auto()  # until all ranks have arrived
     OPTIMIZE = auto()  # the turns are over

@@ -198,29 +198,26 @@ class _Simulation:
                 self.enter(actor, State.PREPARE, overhead_s)
             else:
                 self.enter(actor, State.WAIT_GATHER)
+                self.begin_compute(actor)
         elif state is State.PREPARE:
             actor.leave(self.clock_s, Work.OVERHEAD)
             self.enter(actor, State.WAIT_GATHER)
+            self.begin_compute(actor)
         elif state is State.WAIT_GATHER:
-            turn = self.schedule.turns[actor.turn]
-            if turn.gathers and not self.links.gathers[actor.turn].is_done:
-                return False
-            actor.leave(self.clock_s, Work.WAIT_GATHER)
-            actor.begin_compute(self.clock_s)
-            self.enter(actor, State.COMPUTE, actor.seconds[actor.turn])
+            return self.begin_compute(actor)
         elif state is State.COMPUTE:
             is_forward = actor.turn < self.schedule.num_forward
             actor.leave(self.clock_s, Work.FORWARD if is_forward else Work.BACKWARD)
             actor.end_compute(self.clock_s)
-            reduces = self.schedule.turns[actor.turn].reduces
-            self.enter(actor, State.WAIT_REDUCE if reduces else State.END)
+            if self.schedule.turns[actor.turn].reduces:
+                self.enter(actor, State.WAIT_REDUCE)
+            else:
+                self.end_turn(actor)
         elif state is State.WAIT_REDUCE:
             if not self.links.has_room_for_reduction(actor.turn):
                 return False
             actor.leave(self.clock_s, Work.WAIT_REDUCE)
             self.links.reductions[actor.turn].num_launched += 1
-            self.enter(actor, State.END)
-        elif state is State.END:
             self.end_turn(actor)
         elif state is State.FLUSH:
             if not self.links.has_reduced:
@@ -229,6 +226,16 @@ class _Simulation:
             self.enter(actor, State.AGREE)
         else:
             return state is State.AGREE and self.agree(actor)
+        return True
+
+    def begin_compute(self, actor: Actor) -> bool:
+        """Compute the turn if its unit is gathered; returns whether it is."""
+        turn = self.schedule.turns[actor.turn]
+        if turn.gathers and not self.links.gathers[actor.turn].is_done:
+            return False
+        actor.leave(self.clock_s, Work.WAIT_GATHER)
+        actor.begin_compute(self.clock_s)
+        self.enter(actor, State.COMPUTE, actor.seconds[actor.turn])
         return True
 
     def end_turn(self, actor: Actor) -> None:

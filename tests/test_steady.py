@@ -1,0 +1,75 @@
+"""What a plan loses where devices are not as fast as was thought, and plans that lose less."""
+
+import pytest
+
+from shardhet.apps.plan import main as plan_main
+from shardhet.planner import Demands, solve
+from shardhet.planner.search import DEFAULT_EFFORT
+from shardhet.planner.steady import OFF, disturbances, loss_of, steadier
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
+from tests.test_fewer import setting_of
+from tests.test_planner import WORKLOAD, random_case
+
+NONE = Demands()
+
+
+def test_every_kind_is_disturbed_both_ways() -> None:
+    setting = setting_of("fss", s_per_byte=1e-9)
+    found = disturbances(setting)
+    assert [(each.device_kind, each.speed) for each in found] == [
+        ("f", 1 - OFF),
+        ("f", 1 + OFF),
+        ("s", 1 - OFF),
+        ("s", 1 + OFF),
+    ]
+    before = setting.profile.unit("s", "block").forward_s.at(4)
+    after = found[2].setting.profile
+    assert after.unit("s", "block").forward_s.at(4) == pytest.approx(before / 0.8)
+    assert after.unit("f", "block") == setting.profile.unit("f", "block")
+    assert disturbances(setting_of("ss", s_per_byte=1e-9)) == []
+    assert disturbances(setting_of("abcdefghi", s_per_byte=1e-9)) == []
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5, 8])
+def test_the_loss_is_that_over_the_best_plan_at_each_speed(seed: int) -> None:
+    cluster, profile, batch = random_case(seed)
+    setting = Setting(cluster, WORKLOAD, profile)
+    plan = solve(setting, global_batch_size=batch, num_rescored=1).plan
+    found = disturbances(setting)
+    loss = loss_of(plan, found, demands=NONE, effort=DEFAULT_EFFORT)
+    losses = [
+        CostModel(each.setting).predict(plan).step_time_s
+        / solve(each.setting, global_batch_size=batch, num_rescored=1).predicted.step_time_s
+        - 1
+        for each in found
+    ]
+    assert loss.relative == pytest.approx(max(losses), abs=2e-3)  # best plans round to rows
+    assert loss.relative >= 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5, 8])
+def test_a_steadier_plan_loses_no_more_and_is_hardly_slower(seed: int) -> None:
+    cluster, profile, batch = random_case(seed)
+    setting = Setting(cluster, WORKLOAD, profile)
+    best = solve(setting, global_batch_size=batch, num_rescored=1)
+    chosen = steadier(best, setting, tolerance=0.05, demands=NONE, effort=DEFAULT_EFFORT)
+    assert chosen.fits
+    assert chosen.predicted == CostModel(setting).predict(chosen.plan)
+    assert chosen.predicted.step_time_s <= 1.05 * best.predicted.step_time_s
+    assert chosen.lower_bound_s == best.lower_bound_s
+    found = disturbances(setting)
+    before, after = [
+        loss_of(each.plan, found, demands=NONE, effort=DEFAULT_EFFORT)
+        for each in (best, chosen)
+    ]
+    assert after.relative <= before.relative + 2e-3
+
+
+def test_the_loss_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    plan_main(["model=gpt_125m", "baselines=false", "leave_out=never", "steady=0.01"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "With each kind's speed 20% off, this plan" in text
+    with pytest.raises(SystemExit):
+        plan_main(["steady=0.01", "objective=least_memory"])
+    assert "steady: 0.01 but objective=least_memory" in capsys.readouterr().err
