@@ -68,6 +68,7 @@ def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
         env,
         transport=conf.transport,
         hang_timeout_s=conf.hang_timeout_s,
+        needs_bfloat16=conf.precision is Precision.BF16,
     ) as device:
         run = Run(conf, folder, env, device)
         run.train()

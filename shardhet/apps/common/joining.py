@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from shardhet import DeviceSpec
+from shardhet.apps.common.builds import check_alike, check_serves
 from shardhet.apps.common.crash import Failure
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.comm import devices
+from shardhet.comm.channel import Channel
 from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, watch_ranks
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.transport import SWITCH
@@ -36,6 +38,7 @@ def joined(
     *,
     transport: str = "auto",
     hang_timeout_s: float | None = HANG_TIMEOUT_S,
+    needs_bfloat16: bool = False,
 ) -> Iterator[torch.device]:
     """Context of one rank, with its log, device, process group and watch over all ranks.
 
@@ -45,6 +48,7 @@ def joined(
         with _report_failure(folder, env, "no device"):
             device = choose_device(cluster, env)
             name = f"{device}, {announced_device(cluster, env, device)}"
+            check_serves(device, needs_bfloat16=needs_bfloat16)
         with _report_failure(folder, env, name):
             torch.set_num_threads(cluster.num_threads)
             if cluster.speeds:
@@ -61,6 +65,7 @@ def joined(
                 device=device,
                 on_verdict=partial(_save_verdict, folder),
             ):
+                check_alike(device, Channel.of_world())
                 yield device
             dist.destroy_process_group()
 

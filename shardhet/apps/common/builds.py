@@ -1,0 +1,62 @@
+"""Whether torch, as it is installed here, serves this rank's GPU and fits its peers."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from shardhet.comm import devices
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
+
+
+def check_serves(device: torch.device, *, needs_bfloat16: bool) -> None:
+    """Raise ``ValueError`` if this build has no kernels for the GPU, or the GPU no bfloat16."""
+    if device.type != "cuda":
+        return
+    name = torch.cuda.get_device_name(device)
+    capability = torch.cuda.get_device_capability(device)
+    built_for = torch.cuda.get_arch_list()
+    if torch.version.cuda and not has_kernels(capability, built_for):
+        raise ValueError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, but torch "
+            f"{torch.__version__} has kernels for {', '.join(built_for)} only. Install a build "
+            "of torch for an older CUDA, which still serves it, on this host; the version of "
+            "torch and of NCCL must stay that of the other ranks."
+        )
+    if needs_bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(
+            f"precision: BF16 but {name} does not compute in bfloat16. Set precision=FP32, or "
+            "leave this device out."
+        )
+
+
+def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether code built for these architectures runs on a GPU of this compute capability.
+
+    ``sm_86`` runs on 8.6 and later of the same major version; ``compute_86`` is translated by
+    the driver for anything later (CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
+    Compatibility").
+    """
+    for each in built_for:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", each)
+        if found is None:
+            continue
+        kind, major, minor, only = found.groups()
+        built = (int(major), int(minor))
+        if only:  # for this one alone
+            if capability == built:
+                return True
+        elif built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def check_alike(device: torch.device, channel: Channel) -> None:
+    """Raise ``ValueError`` on every rank if torch or NCCL differ.  Collective.
+
+    Builds for different CUDA may be mixed: unlike GPUs can need them.
+    """
+    versions = {"torch": torch.__version__.partition("+")[0]}
+    if not devices.is_on_host(device) and device.type == "cuda":
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    check_same_on_all_ranks(versions, what="versions of torch and NCCL", channel=channel)
