@@ -4,7 +4,9 @@ import os
 import re
 
 import pytest
+import torch
 
+from shardhet.apps.common.joining import choose_device
 from shardhet.apps.common.rank_env import (
     FIRST_SRUN_PORT,
     NUM_SRUN_PORTS,
@@ -12,6 +14,7 @@ from shardhet.apps.common.rank_env import (
     first_host,
     new_stamp,
 )
+from shardhet.config.training import ClusterConf
 
 SRUN = {
     "SLURM_JOB_ID": "4321",
@@ -99,3 +102,25 @@ def test_stamps_sort_by_time_and_differ() -> None:
     stamps = [new_stamp() for _ in range(50)]
     assert len(set(stamps)) == len(stamps)
     assert all(re.fullmatch(r"[\d_-]{19}_[0-9a-f]{4}", stamp) for stamp in stamps)
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "local_rank", "num_gpus", "index"),
+    [("4", 3, 1, 0), ("4", 3, 4, 3), ("1", 0, 1, 0), ("1", 1, 1, None)],
+)
+def test_a_task_of_srun_takes_the_only_gpu_that_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tasks: str,
+    local_rank: int,
+    num_gpus: int,
+    index: int | None,
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", num_tasks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    env = RankEnv(rank=3, world_size=4, local_rank=local_rank, store_host="here", store_port=1)
+    if index is None:
+        with pytest.raises(ValueError, match="local rank 1 but this host has 1 GPUs"):
+            choose_device(ClusterConf(), env)
+    else:
+        assert choose_device(ClusterConf(), env) == torch.device("cuda", index)

@@ -4,6 +4,7 @@ Every operation on a stream advances the stream's own entry.  A stream's clock s
 stream, how many of its operations are over before the next operation of this one begins.
 """
 
+import time
 import traceback
 from itertools import count
 from typing import Any, NamedTuple
@@ -93,11 +94,13 @@ class Event:
     def __init__(self, host: Host, **_: Any) -> None:
         self.clock = Clock()
         self._host = host
+        self._recorded_at_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._host.current
         stream.clock.join(self._host.clock)
         self.clock = Clock(stream.clock)
+        self._recorded_at_s = time.perf_counter()  # operations run when they are launched
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._host.current).wait_event(self)
@@ -108,8 +111,8 @@ class Event:
     def query(self) -> bool:
         return not self._host.clock.missing(self.clock)
 
-    def elapsed_time(self, _end: "Event") -> float:
-        return 0.01  # milliseconds: the emulated device keeps no time
+    def elapsed_time(self, end: "Event") -> float:
+        return (end._recorded_at_s - self._recorded_at_s) * 1000
 
 
 def _place() -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardhet import DeviceSpec
 from shardhet.apps.common.builds import check_alike, check_serves
 from shardhet.apps.common.crash import Failure
-from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.rank_env import RankEnv, is_task_of_srun
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
@@ -77,7 +77,7 @@ def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
     if wanted is DeviceType.CPU or (wanted is DeviceType.AUTO and not num_gpus):
         return torch.device("cpu")
     # srun --gpus-per-task=1 shows each rank a single GPU, its own.
-    index = 0 if env.is_started_by_srun and num_gpus == 1 else env.local_rank
+    index = 0 if is_task_of_srun() and num_gpus == 1 else env.local_rank
     if index >= num_gpus:
         raise ValueError(
             f"rank {env.rank}: local rank {env.local_rank} but this host has {num_gpus} GPUs. "

@@ -31,7 +31,6 @@ class RankEnv:
     store_port: int
     is_store_hosted_by_agent: bool = False
     is_restarted: bool = False
-    is_started_by_srun: bool = False
 
     @classmethod
     def from_environment(cls) -> Self | None:
@@ -50,7 +49,7 @@ class RankEnv:
             )
         # A batch script also has the variables of a task, but only srun counts the tasks of
         # a step; a step of one task starts its own ranks.
-        if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        if is_task_of_srun():
             return cls._of_srun(environment)
         return None
 
@@ -67,7 +66,6 @@ class RankEnv:
             store_host=environment.get("MASTER_ADDR") or first_host(nodes),
             store_port=int(environment.get("MASTER_PORT") or port),
             is_restarted=environment.get("SLURM_RESTART_COUNT", "0") != "0",
-            is_started_by_srun=True,
         )
 
     def publish(self) -> None:
@@ -79,6 +77,11 @@ class RankEnv:
             "MASTER_ADDR": self.store_host,
             "MASTER_PORT": str(self.store_port),
         }
+
+
+def is_task_of_srun() -> bool:
+    """Whether this process is one of several tasks of a step that srun started."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def first_host(nodes: str) -> str:
