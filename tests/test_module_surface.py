@@ -170,7 +170,10 @@ def look_through(rank: int) -> None:
     model = pair.model
     assert model.config == {"width": WIDTH}
     assert model.dtype == torch.float64
+    before = list(model.module.parameters())
     assert model.num_parameters() == pair.plain.num_parameters()
+    after = list(model.module.parameters())
+    assert all(one is other for one, other in zip(before, after, strict=True))
     assert model.head is pair.module.head
     assert model.get_submodule("blocks.1.inner") is pair.module.blocks[1].inner
     assert not hasattr(model, "nothing_of_this_name")

@@ -32,7 +32,7 @@ TESTS = {
     "shardhet/planner": "planner objectives planner_search recompute explain planner_highs"
     " plan_app",
     "shardhet/pricing": "cost simulator planner objectives profiles cluster_description"
-    " plan_app",
+    " architectures plan_app",
     "shardhet/comm": "collectives shared_host distributed comm deaths bad_input parity doctor",
     "shardhet/fsdp": "parity order probe odd_units autograd_edges ordinary_calls bad_input"
     " optimizers_on_rows module_surface root_dropout wrapping unit_runner observer compiling"
