@@ -1,10 +1,13 @@
 """Who is accused, and who is not, from the signs of all ranks alone."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from shardhet.comm import devices
 from shardhet.comm.liveness.judging import (
     LONG_FACTOR,
     MUTUAL_FACTOR,
@@ -16,6 +19,7 @@ from shardhet.comm.liveness.judging import (
 )
 from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_json
 from shardhet.comm.liveness.sign import ProcessState, Sign
+from shardhet.comm.liveness.watch import Watch
 
 PATIENCE_S = 30.0
 LONGER_S = 31.0
@@ -146,3 +150,21 @@ def test_a_store_that_does_not_answer_is_named_with_the_rank_that_holds_it() -> 
     assert judge_store(WAITING, PATIENCE_S - 1, "rank 0", 0) is None
     assert judge_store(replace(WAITING, is_waiting=False), LONGER_S, "rank 0", 0) is None
     assert judge_store(replace(WAITING, num_steps=0), LONGER_S, "rank 0", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("still_s", "has_ended", "is_busy"),
+    [(100.0, False, False), (200.0, False, True), (200.0, True, False)],
+)
+def test_a_host_that_waits_for_its_accelerator_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch, still_s: float, has_ended: bool, is_busy: bool
+) -> None:
+    stream = SimpleNamespace(query=lambda: has_ended)
+    module = SimpleNamespace(current_stream=lambda device: stream)
+    monkeypatch.setattr(devices, "module_of", lambda device: module)
+    watch = Watch(300.0, torch.device("cuda", 0), lambda verdict: None)
+    watch._still_s = still_s
+    assert watch._device_is_busy(patience_s=300.0) is is_busy
+    on_host = Watch(300.0, torch.device("cpu"), lambda verdict: None)
+    on_host._still_s = still_s
+    assert not on_host._device_is_busy(patience_s=300.0)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardhet.comm import devices
 from shardhet.comm.liveness.ending import Ending
 from shardhet.comm.liveness.judging import SeenPeer, Verdict, judge, judge_store
 from shardhet.comm.liveness.mailbox import Mailbox
@@ -215,7 +216,7 @@ class Watch:
             num_steps=progress.num_steps - self._steps_at_start,
             step=progress.step,
             doing=_with_phase(progress.doing),
-            is_waiting=found.is_waiting,
+            is_waiting=found.is_waiting or self._device_is_busy(patience_s),
             is_long=is_long,
             still_s=self._still_s,
             patience_s=patience_s,
@@ -226,6 +227,21 @@ class Watch:
         self._mailbox.outgoing = self._own.to_json()
         if progress.failure is not None:
             self._mailbox.wake()
+
+    def _device_is_busy(self, patience_s: float) -> bool:
+        """Whether an accelerator still has work of a process that stands still.
+
+        Its host may be in any call that waits for the device, as ``loss.item()``, while the
+        device waits in a collective for a peer.
+        """
+        # Not earlier: a query from another thread would disturb the capture of a graph.
+        if devices.is_on_host(self._device) or self._still_s < patience_s / 2:
+            return False
+        stream = devices.module_of(self._device).current_stream(self._device)
+        try:
+            return not stream.query()
+        except RuntimeError:  # the device has failed, which the training thread will find out
+            return False
 
     @property
     def _thread_ids(self) -> frozenset[int]:
