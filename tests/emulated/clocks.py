@@ -17,9 +17,9 @@ class Clock(dict[int, int]):
 
     def join(self, other: "Clock") -> None:
         """Let everything in ``other`` have happened before, too."""
-        for stream, time in other.items():
-            if self.get(stream, 0) < time:
-                self[stream] = time
+        for stream, number in other.items():
+            if self.get(stream, 0) < number:
+                self[stream] = number
 
     def missing(self, other: "Clock") -> "Clock":
         """What has happened in ``other`` and not here."""
