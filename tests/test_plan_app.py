@@ -154,7 +154,69 @@ REFUSALS = {
     "picture=plan.txt": "must end in .png, .svg or .pdf",
     "cluster.nodes.0.link.latency_s=-1": "latency_s is -1.0 but must be finite and at least 0",
     "compute_fraction=0": "compute_fraction: 0.0 but it must be above 0",
+    "global_batch_size=64.5": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
+    "global_batch_size=1e3": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
+    "global_batch_size=64GB": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
+    "global_batch_size=-4": "global_batch_size: -4 but it must be at least 1",
+    "batch_size=64": "batch_size: no such key; the configuration has baselines",
+    "--global_batch_size=64": "keys have no dashes. Write global_batch_size=64.",
+    "global_batch_size:64": "1 files given (global_batch_size:64; keys are written",
+    "global_batch_size 64": "2 files given (global_batch_size, 64; keys are written",
+    "leave_out=yes": "leave_out: 'yes' but it must be one of ask, auto, never",
+    "leave_out=[1,2]": "Write one word, without brackets.",
+    "leave_out=auto objective=largest_batch": "Devices are left out for throughput only",
+    "steady=2": "steady: 2.0 but it must lie between 0 and 1",
+    "steady=-0.1": "steady: -0.1 but it must be at least 0",
+    "steady=1%": "Write a plain number, without a unit: 0.5, not 50%.",
+    "explain=maybe": "Write true or false.",
+    "precision=bf16": "Did you mean BF16?",
+    "precision=FP16": "Did you mean BF16?",
+    "precision=half": "expected one of [AUTO, FP32, BF16]",
+    "model=lama_1b": "Did you mean llama_1b?",
+    "model=llama-1b": "Did you mean llama_1b?",
+    "model.num_layer=3": "Did you mean model.num_layers?",
+    "model.num_layers=0": "model.num_layers: 0 but it must be at least 1",
+    "model.num_layers=two": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
+    "cluster=rtx4090": "Did you mean rtx4090_2x3090?",
+    "hosts=[laptop]": "hosts: 'laptop' fits none of desktop. Write patterns such as desktop",
+    "hosts=desktop": "Write a list, in brackets and quotes: 'hosts=[west-*]'",
+    "measured=README.md": "measured: 'README.md' is no folder",
+    "measured=conf": "no file. Give one that is there.",
+    "measured=conf model=tiny": "model: it has no effect beside measured",
+    "limits.0.memory_gib=0": "limits.0.memory_gib: 0.0 but it must be above 0",
+    "limits.0.memory_gib=24GB": "limits.0.memory_gib=24GB: Value '24GB'",
+    "limits.0.share=1.5": "limits.0.share: 1.5 but it must lie between 0 and 1",
+    "limits.0.exact_share=50": "limits.0.exact_share: 50.0 but it must lie between 0 and 1",
+    "limits.0.share=0.1 limits.0.exact_share=0.2": "Drop one of them.",
+    "limits.0.batch=100": "the batches that limits give sum to 100, but global_batch",
+    "limits.0.exact_share=0.7 limits.1.exact_share=0.7": "sum to 1.4 but may be at most 1",
+    "limits.*5090.batch=0": "kind or pattern of it: NVIDIA GeForce RTX 4090",
+    "limits.-1.batch=0": "Give a position from 0 to 2",
+    "limits.0=0": "limits.0=0: it says of no device what is limited",
+    "limits.batch=0": "limits.batch=0: it says of no device what is limited",
+    "equal=[0,1]": "'equal=[[0,1],[2,3]]'",
+    "equal=[[0,1],[1,2]]": "equal names devices [1] more than once",
+    "equal=0,1": "Write a list in brackets and quotes: 'equal=[[0,1],[2,3]]'",
+    "max_microbatch_size=0": "max_microbatch_size: 0 but it must be at least 1",
+    "max_microbatch_size=big": "Write a whole number",
+    "min_samples_per_s=-1 objective=least_memory": "min_samples_per_s: -1.0 but",
+    "objective=least_memory spared=[7]": "spared: 7: no such device",
+    "objective=least_memory certify=true": "certify: objective=least_memory solves many",
+    "objective=least_memory steady=0.01": "steady: 0.01 but objective=least_memory",
+    "link_fraction=37": "link_fraction: 37.0 but it must lie between 0 and 1",
+    "compute_fraction=50%": "Write a plain number, without a unit: 0.5, not 50%.",
+    "seq_len=2k": "Write a whole number",
+    "vocab_size=-1": "vocab_size: -1 but it must be at least 1",
+    "out=": "out: '' is no name of a file",
+    "out=conf": "out: 'conf' is no name of a file",
+    "setting_out=README.md": "setting_out: 'README.md' is no folder",
+    "picture=plan": "picture: 'plan' must end in .png, .svg or .pdf",
+    "cluster.nodes.0.link.bandwidth_bytes_per_s=12": "bandwidth_bytes_per_s is 12.0 but",
 }
+
+
+def test_enough_mistakes_are_tried() -> None:
+    assert len(REFUSALS) >= 60
 
 
 @pytest.mark.parametrize("line", REFUSALS)
@@ -170,6 +232,12 @@ def test_what_is_wrong_is_said_with_the_mend(
 def test_where_no_plan_exists_the_nearest_miss_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    code, text = refused(capsys, "model=tiny", "objective=largest_batch")
+    assert code == 1
+    assert "memory is no limit here. A sample needs" in text
+    code, text = refused(capsys, "model=tiny", "global_batch_size=1000000")
+    assert code == 1
+    assert "global_batch_size is 1,000,000, of which one device may compute" in text
     code, text = refused(capsys, "model=llama_13b")
     assert code == 1
     assert "the state of 195.13 GiB does not fit" in text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardhet.apps.common.outputs import check_outputs
+from shardhet.apps.common.outputs import check_folder_output, check_outputs
 from shardhet.apps.common.planning_input import Door, load, read_request
 from shardhet.apps.common.streamed import Waiting
 from shardhet.apps.fewer_devices import BetterWithout, better_without
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conf, inputs = load(DOOR, request, PlannerConf)
         demands = conf.to_demands(inputs.setting.cluster.devices)
         check_outputs(out=conf.out, picture=conf.picture)
+        check_folder_output("setting_out", conf.setting_out)
         show(conf, inputs, demands, wide_console(), Waiting(errors))
     except PlanError as error:
         errors.print(str(error), markup=False)

@@ -83,7 +83,13 @@ class TableBuilder:
         global_batch_size: int,
         demands: Demands,
         effort: Effort = DEFAULT_EFFORT,
+        is_lenient: bool = False,
     ) -> None:
+        """With ``is_lenient``, demanded shares may be met to within rows, as plans meet them.
+
+        The problem then admits every plan, also those that do not fit for sure; its solution
+        is a bound.
+        """
         self.model = model
         self.global_batch_size = global_batch_size
         self._demands = demands
@@ -93,13 +99,13 @@ class TableBuilder:
         self.row_numel = row_numel(model.workload)
         shares = demands.state_shares(model.cluster.world_size)
         self.fixed_numel = self.state_numel * sum(shares.values())  # by demand
+        self.slack_numel = self.row_numel if is_lenient else 0.0  # of demanded shares
         self._fixed_optimizer_s = max(
             (
                 model.profile.device(
                     model.cluster.devices[i].kind
                 ).optimizer_seconds_per_element
-                * share
-                * self.state_numel
+                * max(0.0, share * self.state_numel - self.slack_numel)
                 for i, share in shares.items()
             ),
             default=0.0,
@@ -109,7 +115,8 @@ class TableBuilder:
         self._rest_numel = self.state_numel - self.fixed_numel
         if demands.has_even_state or self.fixed_numel:
             # These shares sum to the state only up to rounding.
-            self._rest_numel = max(0.0, self._rest_numel - ROUNDING * self.state_numel)
+            spared = ROUNDING * self.state_numel + self.slack_numel * len(shares)
+            self._rest_numel = max(0.0, self._rest_numel - spared)
         self.max_microbatch_size = demands.max_microbatch_size
         all_roles = demands.roles(model.cluster)
         # Equal roles are one object, which is faster to compare than what it says.
@@ -402,10 +409,10 @@ class _RoleTimes:
         if role.limits.state_share is not None:
             # An exact share is not part of the state that the search distributes.
             left = left - role.limits.state_share * self._builder.state_numel
-            left = np.minimum(left, self._builder.row_numel)
+            left = np.minimum(left + self._builder.slack_numel, self._builder.row_numel)
         stored = self._builder.stored_numel
         if stored is not None:
-            return np.where(left >= stored, stored, -1.0)
+            return np.where(left + 2 * self._builder.slack_numel >= stored, stored, -1.0)
         return np.where(left >= 0, left, -1.0)
 
 

@@ -1,6 +1,7 @@
 """``find_plan``: the fastest plan that fits, with a bound on its distance from the optimum."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -11,14 +12,14 @@ from shardhet.planner.assignment import assign
 from shardhet.planner.candidates import Candidate, CandidateTable, TableBuilder
 from shardhet.planner.certificate import Certificate, certify
 from shardhet.planner.demands import Demands
-from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Choice, Limits, Problem, Value, fill_level
+from shardhet.planner.misses import nearest_miss
+from shardhet.planner.problem import Choice, Value, fill_level
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import Turns
-from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
+from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 from shardhet.simulator.simulation import simulated_step_s
 
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
@@ -27,7 +28,6 @@ RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction are si
 LEAST_GAIN = 1e-3  # of the step, for which parameters that stay gathered may take memory
 NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
 NO_DEMANDS = Demands()
-GIB = 2**30
 
 
 def find_plan(
@@ -78,14 +78,48 @@ def solve(
             solution = _solve_as(model, global_batch_size, demands, effort, num_rescored)
         except PlanError as error:
             missed = missed or error
-            bounds_s.append(error.lower_bound_s)
+            bound_s = error.lower_bound_s
         else:
             found.append(solution)
-            bounds_s.append(solution.lower_bound_s)
+            bound_s = solution.lower_bound_s
+        if demands.has_even_state or demands.state_shares(setting.cluster.world_size):
+            lenient_s = _lenient_bound_s(model, global_batch_size, demands, effort)
+            bound_s = min(bound_s, lenient_s)
+        bounds_s.append(bound_s)
     if not found:
         assert missed is not None
+        missed.lower_bound_s = min(bounds_s)
         raise missed
     return replace(_fastest(found, setting, num_rescored), lower_bound_s=min(bounds_s))
+
+
+def _lenient_bound_s(
+    model: CostModel, global_batch_size: int, demands: Demands, effort: Effort
+) -> float:
+    """A bound on plans that meet demanded shares to within rows; inf if there are none.
+
+    The problem behind the plan leaves room for shares that are a few rows larger, so its own
+    bound does not hold for plans whose shares are a few rows smaller.
+    """
+    builder = TableBuilder(
+        model,
+        global_batch_size=global_batch_size,
+        demands=demands,
+        effort=effort,
+        is_lenient=True,
+    )
+    cut_s = builder.first_cut_s()
+    while True:
+        bound_s = inf
+        try:
+            table = builder.table(cut_s)
+        except PlanError:  # a device can do nothing that is demanded of it
+            return inf
+        with suppress(NothingFitsError):
+            bound_s = search(table.problem, effort).lower_bound_s
+        if not table.is_cut or bound_s <= cut_s:
+            return bound_s - _share_dependent_s(model, builder.turns)
+        cut_s *= CUT_GROWTH
 
 
 def _spared_s(model: CostModel) -> float:
@@ -373,59 +407,3 @@ def _most_slowed(model: CostModel) -> float:
     """Seconds that a turn takes at most longer per second of its collectives."""
     kinds = {device.kind for device in model.cluster.devices}
     return max(1.0, *(model.profile.device(kind).overlap_excess for kind in kinds))
-
-
-def nearest_miss(problem: Problem, model: CostModel) -> str:
-    """Why nothing fits, and what would: the largest batch, or the memory that is missing."""
-    wanted = problem.global_batch_size
-    fits, misses = 0, wanted
-    while misses - fits > 1:
-        middle = (fits + misses) // 2
-        if _fits(replace(problem, global_batch_size=middle)):
-            fits = middle
-        else:
-            misses = middle
-    if fits:
-        return (
-            f"plan: a global batch of {wanted} does not fit beside the state. Lower "
-            f"global_batch_size to {fits}, or raise memory budgets."
-        )
-    per_numel = model.bytes_per_stored_numel
-    alone = sum(group.count * float(group.room.max()) for group in problem.groups)
-    if alone >= problem.state_numel:
-        return _no_sample_fits(model)
-    room = sum(group.count * float(group.room.max()) for group in problem.groups)
-    is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
-    state, who = (
-        ("the rest of the state, beside what limits fix, of", "the other devices")
-        if is_rest
-        else ("the state of", f"all {model.cluster.world_size} devices")
-    )
-    return (
-        f"plan: {state} {problem.state_numel * per_numel / GIB:.2f} GiB does not fit: {who} "
-        f"together have room for {room * per_numel / GIB:.2f} GiB while they compute nothing, "
-        "and less beside one sample. Add devices, raise memory budgets, or train a smaller "
-        "model."
-    )
-
-
-def _no_sample_fits(model: CostModel) -> str:
-    """The state fits; say what a single sample needs where it needs least."""
-    every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
-    one = np.array([1])
-    needed = {
-        i: float(model.working_bytes(device.kind, every, one, one)[0])
-        for i, device in enumerate(model.cluster.devices)
-    }
-    roomiest = max(needed, key=lambda i: model.cluster.memory_budget_bytes(i) - needed[i])
-    budget = model.cluster.memory_budget_bytes(roomiest)
-    return (
-        f"plan: the state fits, but no single sample beside it: device {roomiest} "
-        f"({model.cluster.devices[roomiest]}) needs {needed[roomiest] / GIB:.2f} GiB for one, "
-        f"with everything recomputed, of {budget / GIB:.2f} GiB. Take shorter samples "
-        "(seq_len), add memory, or cut the model into smaller units."
-    )
-
-
-def _fits(problem: Problem) -> bool:
-    return Oracle(problem).construct(Limits((inf,) * problem.num_phases)) is not None

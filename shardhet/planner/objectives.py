@@ -31,10 +31,11 @@ from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.records.plan import RankPlan
+from shardhet.records.plan import EVERY_UNIT, RankPlan
 
 MEMORY_PRECISION = 1e-3  # of the budget fraction
 LARGEST_SEARCHED_BATCH = 2**17  # candidates are listed by batch
+KIB = 2**10
 NUM_SMALLER_BATCHES = 8  # tried if the largest has no plan after rounding to rows
 VARIABLES_PER_OPTION = 3  # devices, samples, share of the state
 
@@ -49,9 +50,12 @@ def largest_batch(
     demands.check(setting.cluster.world_size)
     largest = largest_batch_size(CostModel(setting), demands)
     if largest > LARGEST_SEARCHED_BATCH:
+        per_sample = CostModel(setting).bytes_per_sample(_recomputing(EVERY_UNIT))
         raise PlanError(
-            f"plan: a global batch of {largest} fits, but plans are searched up to "
-            f"{LARGEST_SEARCHED_BATCH}. Memory is no limit here: give global_batch_size."
+            f"plan: memory is no limit here. A sample needs {per_sample / KIB:,.0f} KiB on a "
+            f"device that recomputes everything, so more than {LARGEST_SEARCHED_BATCH:,} fit "
+            "at once, and plans are not searched beyond. Give global_batch_size and take "
+            "objective=throughput."
         )
     missed: PlanError | None = None
     for batch_size in range(max(1, largest), max(0, largest - NUM_SMALLER_BATCHES), -1):

@@ -12,9 +12,19 @@ def check_outputs(**path_by_key: str | None) -> None:
             raise ConfigError(
                 f"{key}: the folder of {path!r} is not there. Make it, or give another."
             )
+        if path is not None and (not path or Path(path).is_dir()):
+            raise ConfigError(
+                f"{key}: {path!r} is no name of a file. Give one: {key}=plan.json."
+            )
     picture = path_by_key.get("picture")
     if picture is not None:
         _check_picture(picture)
+
+
+def check_folder_output(key: str, path: str | None) -> None:
+    """Raise ConfigError if ``path`` cannot become a folder."""
+    if path is not None and (not path or Path(path).is_file()):
+        raise ConfigError(f"{key}: {path!r} is no folder. Give the name of one.")
 
 
 def _check_picture(path: str) -> None:

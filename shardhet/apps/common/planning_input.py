@@ -4,8 +4,9 @@ It uses Hydra's composition without a Hydra application, so only requested files
 """
 
 import argparse
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +69,10 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir", type=Path)
     parser.add_argument("rest", nargs="*")
+    flags = [each for each in arguments if each.startswith("--") and "=" in each]
+    for each in flags:
+        if each.partition("=")[0] not in ("--cfg", "--config-dir"):
+            parser.error(f"{each}: keys have no dashes. Write {each.lstrip('-')}.")
     given = parser.parse_intermixed_args(list(arguments))
     overrides = tuple(_spelled_out(each) for each in given.rest if "=" in each)
     files = tuple(each for each in given.rest if "=" not in each)
@@ -83,7 +88,8 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
         Console(highlight=False, soft_wrap=True).print(OmegaConf.to_yaml(cfg), markup=False)
         return None
     if len(files) != door.num_files:
-        parser.error(f"{len(files)} files given, but:\n{door.usage}")
+        named = f" ({', '.join(files)}; keys are written key=value)" if files else ""
+        parser.error(f"{len(files)} files given{named}, but:\n{door.usage}")
     return request
 
 
@@ -121,6 +127,12 @@ def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
     for override in overrides:
         _, _, key = override.partition(".")
         name, _, assignment = key.partition(".")
+        if "=" not in assignment:
+            known = ", ".join(field.name for field in fields(LimitConf))
+            raise ConfigError(
+                f"{override}: it says of no device what is limited. Write limits.0.batch=0; "
+                f"a limit has {known}."
+            )
         parsed = OverridesParser.create().parse_override(assignment)
         with open_dict(cfg):
             if name not in cfg.limits:
@@ -152,10 +164,30 @@ def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
     reasons = [str(error).splitlines()[0]]
     if error.__cause__ is not None:
         reasons.append(str(error.__cause__).splitlines()[0])
+    mends += _value_hints(" ".join(reasons))
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         "\n".join([*reasons, *mends]), markup=False
     )
     return SystemExit(2)
+
+
+def _value_hints(reason: str) -> list[str]:
+    """What may be written where a value of the wrong kind was, if the reason shows it."""
+    allowed = {
+        "converted to Integer": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
+        "converted to Float": "Write a plain number, without a unit: 0.5, not 50%.",
+        "not a valid bool": "Write true or false.",
+        "is not a ListConfig": "Write a list, in brackets and quotes: 'hosts=[west-*]', "
+        "'equal=[[0,1],[2,3]]'.",
+        "Ambiguous value": "Write a list in brackets and quotes: 'equal=[[0,1],[2,3]]'.",
+        "to string": "Write one word, without brackets.",
+    }
+    found = [hint for sign, hint in allowed.items() if sign in reason]
+    value, choices = re.search(r"value '(.*?)'", reason), re.search(r"one of \[(.*)\]", reason)
+    if value and choices:
+        near = get_close_matches(value[1].upper(), choices[1].split(", "), n=1)
+        found += [f"Did you mean {each}?" for each in near]
+    return found
 
 
 def _choose(group: str, choice: str, known: Sequence[str]) -> str:

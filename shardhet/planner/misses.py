@@ -1,0 +1,69 @@
+"""Say why no plan fits, and what would."""
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from shardhet.planner.oracle import Oracle
+from shardhet.planner.problem import Limits, Problem
+from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import EVERY_UNIT, RankPlan
+
+GIB = 2**30
+
+
+def nearest_miss(problem: Problem, model: CostModel) -> str:
+    """Why nothing fits, and what would: the largest batch, or the memory that is missing."""
+    wanted = problem.global_batch_size
+    fits, misses = 0, wanted
+    while misses - fits > 1:
+        middle = (fits + misses) // 2
+        if _fits(replace(problem, global_batch_size=middle)):
+            fits = middle
+        else:
+            misses = middle
+    if fits:
+        return (
+            f"plan: a global batch of {wanted} does not fit beside the state. Lower "
+            f"global_batch_size to {fits}, or raise memory budgets."
+        )
+    per_numel = model.bytes_per_stored_numel
+    alone = sum(group.count * float(group.room.max()) for group in problem.groups)
+    if alone >= problem.state_numel:
+        return _no_sample_fits(model)
+    room = sum(group.count * float(group.room.max()) for group in problem.groups)
+    is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
+    state, who = (
+        ("the rest of the state, beside what limits fix, of", "the other devices")
+        if is_rest
+        else ("the state of", f"all {model.cluster.world_size} devices")
+    )
+    return (
+        f"plan: {state} {problem.state_numel * per_numel / GIB:.2f} GiB does not fit: {who} "
+        f"together have room for {room * per_numel / GIB:.2f} GiB while they compute nothing, "
+        "and less beside one sample. Add devices, raise memory budgets, or train a smaller "
+        "model."
+    )
+
+
+def _no_sample_fits(model: CostModel) -> str:
+    """The state fits; say what a single sample needs where it needs least."""
+    every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
+    one = np.array([1])
+    needed = {
+        i: float(model.working_bytes(device.kind, every, one, one)[0])
+        for i, device in enumerate(model.cluster.devices)
+    }
+    roomiest = max(needed, key=lambda i: model.cluster.memory_budget_bytes(i) - needed[i])
+    budget = model.cluster.memory_budget_bytes(roomiest)
+    return (
+        f"plan: the state fits, but no single sample beside it: device {roomiest} "
+        f"({model.cluster.devices[roomiest]}) needs {needed[roomiest] / GIB:.2f} GiB for one, "
+        f"with everything recomputed, of {budget / GIB:.2f} GiB. Take shorter samples "
+        "(seq_len), add memory, or cut the model into smaller units."
+    )
+
+
+def _fits(problem: Problem) -> bool:
+    return Oracle(problem).construct(Limits((inf,) * problem.num_phases)) is not None

@@ -1,0 +1,47 @@
+"""The bound holds for plans whose demanded shares are met to within rows."""
+
+import numpy as np
+import pytest
+
+from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.pricing.setting import Setting
+from tests.test_planner import WORKLOAD, random_case
+
+
+def demanded(seed: int, world_size: int) -> Demands:
+    """Even state, one exact share, or exact shares of all devices."""
+    rng = np.random.default_rng(seed)
+    if seed % 3 == 0:
+        return Demands(has_even_state=True)
+    if seed % 3 == 1:
+        share = float(rng.uniform(0, 0.5))
+        return Demands(limits={0: DeviceLimits(state_share=share)})
+    shares = rng.dirichlet(np.ones(world_size)).tolist()
+    return Demands(limits={i: DeviceLimits(state_share=each) for i, each in enumerate(shares)})
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
+    """Budgets that a plan fills to the last byte leave no room for rows more."""
+    cluster, profile, batch = random_case(seed)
+    setting = Setting(cluster, WORKLOAD, profile)
+    demands = demanded(seed, cluster.world_size)
+    try:
+        plan = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
+    except PlanError:
+        return
+    used = {i: rank.memory.total_bytes for i, rank in enumerate(plan.predicted.ranks)}
+    for each in (demands, demands.with_budgets(used)):
+        bound_s = bound_of(setting, batch, each)
+        assert bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
+    assert bound_of(setting, batch, demands) >= 0.9 * plan.predicted.step_time_s
+
+
+def bound_of(setting: Setting, batch: int, demands: Demands) -> float:
+    """The bound on all plans, whether one is found or not; no plan found is below it."""
+    try:
+        plan = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
+    except PlanError as error:
+        return error.lower_bound_s
+    assert plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
+    return plan.lower_bound_s
