@@ -89,7 +89,7 @@ def instance(seed: int) -> tuple[Setting, int, Demands, str, str]:
     curve, demand = CURVES[seed % 4], DEMANDS[int(rng.integers(len(DEMANDS)))]
     number = 3 if rng.uniform() < 0.25 else 2
     kinds = ["A", "B", "C"][:number] if rng.uniform() < 0.7 else ["A"] * number
-    roomy = float(rng.uniform(0.35, 2))
+    roomy = float(rng.uniform(0.8, 6))
     profiles = []
     for kind in dict.fromkeys(kinds):
         seconds = curve_of(rng, curve)
