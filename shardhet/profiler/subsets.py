@@ -100,9 +100,15 @@ class SubsetTraffic:
                 self._device,
                 orig_dtype=self._orig_dtype,
             )
-            return [
+            samples = [
                 traffic.collectives(nbytes, num_repeats, with_uneven=False) for nbytes in sizes
             ]
+        # The name of the next group contains the number of groups that a process has (torch
+        # 2.13), which must be the same on ranks that are not among these.
+        made = (subgroup, members.gather.group, members.reduce.group, members.control.group)
+        for each in dict.fromkeys(made):
+            dist.destroy_process_group(each)
+        return samples
 
 
 def some_of(sizes: Sequence[int]) -> list[int]:
