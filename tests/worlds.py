@@ -147,6 +147,7 @@ class _Case:
 
     call: bytes  # pickle of (fn, args), opened inside the case's own try
     leaves_on_failure: bool
+    test: str  # as pytest names it and where it is, for programs that the ranks start
 
 
 class World:
@@ -196,7 +197,11 @@ class World:
         self.last_case = fn.__qualname__
         # Plain pickle: multiprocessing's own would send tensors as shared memory, which
         # ends with the process that made it.
-        case = _Case(call=pickle.dumps((fn, args)), leaves_on_failure=leaves_on_failure)
+        case = _Case(
+            call=pickle.dumps((fn, args)),
+            leaves_on_failure=leaves_on_failure,
+            test=os.environ.get("PYTEST_CURRENT_TEST", ""),
+        )
         request = pickle.dumps(case)
         for connection in self._connections:
             try:
@@ -418,6 +423,7 @@ def _join(rank: int, world_size: int, store_port: int, stack_file: IO[str]) -> N
 def _call(rank: int, case: _Case) -> Any:
     import torch
 
+    os.environ["PYTEST_CURRENT_TEST"] = case.test
     fn, args = pickle.loads(case.call)  # may import the test's module, so before the seeds
     torch.manual_seed(0)
     random.seed(0)

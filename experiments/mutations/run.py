@@ -5,41 +5,24 @@ python -m experiments.mutations.run --first 4  the first four faults of forty
 """
 
 import argparse
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-
-import pytest
 
 from experiments.common.machine import REPOSITORY, Environment
 from experiments.common.results import console, read_csv, write_csv
+from experiments.mutations.copies import changed, has_passed, run_tests
 from experiments.mutations.faults import Fault, draw
+from experiments.mutations.reach import tests_by_fault
 
 HERE = Path(__file__).parent
 SEED = 14
 NUM_FAULTS = 40
 FOLDERS = ("shardhet/fsdp", "shardhet/planner", "shardhet/pricing", "shardhet/comm")
-SECONDS_OF_A_FILE = 600.0
-# Asked in this order, file by file, until one notices.  The last entry is for all folders.
-TESTS = {
-    "shardhet/planner": "planner objectives planner_search recompute explain planner_highs"
-    " plan_app",
-    "shardhet/pricing": "cost simulator planner objectives profiles cluster_description"
-    " architectures plan_app",
-    "shardhet/comm": "collectives shared_host distributed comm deaths bad_input parity doctor",
-    "shardhet/fsdp": "parity order probe odd_units autograd_edges ordinary_calls bad_input"
-    " optimizers_on_rows module_surface root_dropout wrapping unit_runner observer compiling"
-    " parity_low_precision parity_foreign hf_folder hf_generate counting_forwards fuzz_models"
-    " distributed deaths",
-}
-FOR_ALL = "experiment_scale measure trainer train demo"
+SECONDS = 3600.0  # of all tests that reach a fault
+REACHED = REPOSITORY / "outputs" / "mutations.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +34,8 @@ class Verdict:
     line: int
     before: str
     after: str
-    found_by: str  # a test file; "" if none has noticed
+    tests: int  # that reach it; 0: all, because importing does
+    found_by: str  # the first test that failed, twice; "" if none has noticed
     seconds: float
 
 
@@ -73,8 +57,9 @@ def main() -> None:
     path = HERE / "results.csv"
     known = read_csv(path, Verdict) if path.exists() else []
     done = {(each.path, each.before, each.after): each for each in known}
+    reached = tests_by_fault(faults, REACHED)
     todo = [
-        (i, fault)
+        (i, fault, reached[i])
         for i, fault in enumerate(faults[: options.first])
         if (fault.path, fault.before, fault.after) not in done
     ]
@@ -86,57 +71,42 @@ def main() -> None:
             console.print(f"{verdict.number} {verdict.path}:{verdict.line} {what}")
 
 
-def judge(number: int, fault: Fault) -> Verdict:
-    """Run the tests on a copy of the tree with the fault."""
+def judge(number: int, fault: Fault, reached: list[str] | None) -> Verdict:
+    """Run the tests that reach the fault on a copy of the tree, until one has failed twice."""
     started_at_s = time.monotonic()
-    verdict = partial(Verdict, number=number, **asdict(fault))
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder, "tree")
-        copy_tree(tree)
-        changed = (tree / fault.path).read_text(encoding="utf-8").splitlines(keepends=True)
-        assert changed[fault.line - 1].rstrip("\n") == fault.before
-        changed[fault.line - 1] = fault.after + "\n"
-        (tree / fault.path).write_text("".join(changed), encoding="utf-8")
-        folder_of_fault = "/".join(fault.path.split("/")[:2])
-        for name in f"{TESTS[folder_of_fault]} {FOR_ALL}".split():
-            # Twice: under load a test may fail for want of time.
-            test_file = f"tests/test_{name}.py"
-            if not passes(tree, test_file) and not passes(tree, test_file):
-                return verdict(found_by=name, seconds=time.monotonic() - started_at_s)
-    return verdict(found_by="", seconds=time.monotonic() - started_at_s)
+    with changed(fault.path, fault.line, fault.before, fault.after) as tree:
+        found_by = first_objection(tree, reached if reached is not None else ["tests"])
+        if not found_by and reached:
+            # A test may have been spared the line by what another has left in the process.
+            found_by = first_objection(
+                tree, sorted({test.partition("::")[0] for test in reached})
+            )
+    return Verdict(
+        number=number,
+        **asdict(fault),
+        tests=len(reached or ()),
+        found_by=found_by,
+        seconds=time.monotonic() - started_at_s,
+    )
 
 
-def copy_tree(tree: Path) -> None:
-    """Copy what the tests need to ``tree``."""
-    for part in ("shardhet", "tests", "experiments", "conf"):
-        shutil.copytree(REPOSITORY / part, tree / part)
-    shutil.copy(REPOSITORY / "pyproject.toml", tree)
-
-
-def test_command(tree: Path, test_file: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a test file of ``tree`` until one fails, and its environment."""
-    # A test of time would object to the load of this campaign instead.
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not alone"]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    return [*command, "-p", "no:cacheprovider", test_file], environment
-
-
-def passes(tree: Path, test_file: str) -> bool:
-    """Whether a test file has nothing to say."""
-    command, environment = test_command(tree, test_file)
-    try:
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=SECONDS_OF_A_FILE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+def first_objection(tree: Path, tests: list[str]) -> str:
+    """The first of ``tests`` that fails, alone too: under load one may run out of time."""
+    passed_alone: list[str] = []
+    while tests:
+        done = run_tests(tree, tests, without=passed_alone, limit_s=SECONDS)
+        if done is None:
+            return f"does not end within {SECONDS:g} s"
+        if has_passed(done):
+            return ""
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+        if not failed:
+            return "pytest itself"
+        again = run_tests(tree, failed[:1], limit_s=SECONDS)
+        if again is None or not has_passed(again):
+            return failed[0]
+        passed_alone.append(failed[0])
+    return ""
 
 
 if __name__ == "__main__":

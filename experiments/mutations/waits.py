@@ -6,9 +6,6 @@ python -m experiments.mutations.waits --list    the places
 
 import argparse
 import ast
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +14,7 @@ from pathlib import Path
 
 from experiments.common.machine import REPOSITORY, Environment
 from experiments.common.results import console, write_csv
-from experiments.mutations.run import copy_tree, test_command
+from experiments.mutations.copies import changed, has_passed, run_tests
 
 HERE = Path(__file__).parent
 FOLDERS = ("shardhet/comm", "shardhet/fsdp")
@@ -33,10 +30,14 @@ WAITS = {
     "wait_sent",
     "wait_stream",
 }
-TESTS = "tests/test_emulated.py"
+# The detector, and then the tests of transports of the host, of which it knows nothing.
+TESTS = {
+    "detector": ["emulated"],
+    "parity": ["comm", "shared_host", "streamed", "distributed", "parity", "redistribution"],
+}
 # Where the same call orders work of the host, and the device has nothing to do with it.
 ON_THE_HOST = ("shardhet/comm/channel.py", "shardhet/comm/transport.py")
-SECONDS = 300.0
+SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +52,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the detector says where it is left out."""
+    """What is said where it is left out."""
 
     path: str
     line: int
     before: str
     after: str
+    objected: str  # the detector, or tests of parity over transports of the host; "": none
     objection: str  # the last line of the first failure; "" if there is none
     seconds: float
 
@@ -99,35 +101,24 @@ def _at(node: ast.AST) -> tuple[int, str] | None:
 def judge(place: Place) -> Verdict:
     """Run the tests on a copy of the tree without it."""
     started_at_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder, "tree")
-        copy_tree(tree)
-        source = tree / place.path
-        lines = source.read_text(encoding="utf-8").splitlines()
-        assert lines[place.line - 1] == place.before
-        lines[place.line - 1] = place.after
-        source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        command, environment = test_command(tree, TESTS)
-        try:
-            done = subprocess.run(
-                command,
-                cwd=tree,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
-            said = [line for line in done.stdout.splitlines() if "Error" in line]
-            objection = "" if done.returncode == 0 else (said or ["failed"])[0].strip()
-        except subprocess.TimeoutExpired:
-            objection = f"does not end within {SECONDS:g} s"
-        shutil.rmtree(tree)
+    with changed(place.path, place.line, place.before, place.after) as tree:
+        for who, names in TESTS.items():
+            files = [f"tests/test_{name}.py" for name in names]
+            done = run_tests(tree, files, limit_s=SECONDS)
+            if done is None:
+                objection = f"does not end within {SECONDS:g} s"
+            else:
+                said = [line for line in done.stdout.splitlines() if "Error" in line]
+                objection = "" if has_passed(done) else (said or ["failed"])[0].strip()
+            objected = who if objection else ""
+            if objection:
+                break
     return Verdict(
         path=place.path,
         line=place.line,
         before=place.before.strip(),
         after=place.after.strip(),
+        objected=objected,
         objection=objection,
         seconds=time.monotonic() - started_at_s,
     )
@@ -155,8 +146,9 @@ def main() -> None:
             console.print(
                 f"{verdict.path}:{verdict.line} {verdict.before}: {said}", markup=False
             )
-    objected = sum(1 for each in verdicts if each.objection)
-    console.print(f"{objected} of {len(verdicts)} are missed by the detector")
+    for who in TESTS:
+        number = sum(1 for each in verdicts if each.objected == who)
+        console.print(f"{number} of {len(verdicts)} are missed by the {who}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""Copies of the tree in which a line says something else, and how their tests are run."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from experiments.common.machine import REPOSITORY
+
+
+def copy_tree(tree: Path) -> None:
+    """Copy what the tests need to ``tree``."""
+    for part in ("shardhet", "tests", "experiments", "conf"):
+        shutil.copytree(REPOSITORY / part, tree / part)
+    shutil.copy(REPOSITORY / "pyproject.toml", tree)
+
+
+@contextmanager
+def changed(path: str, line: int, before: str, after: str) -> Iterator[Path]:
+    """A copy of the tree, where ``line`` of ``path`` reads ``after``."""
+    with TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        copy_tree(tree)
+        lines = (tree / path).read_text(encoding="utf-8").splitlines()
+        assert lines[line - 1] == before
+        lines[line - 1] = after
+        (tree / path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        yield tree
+
+
+def run_tests(
+    tree: Path, tests: Sequence[str], *, without: Sequence[str] = (), limit_s: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Run ``tests`` but ``without`` some until one fails; None where they do not end in time."""
+    nodes = tree / "nodes.txt"
+    excepted = [f"--deselect={test}" for test in without]
+    nodes.write_text("\n".join([*excepted, *tests]), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=short"]
+    try:
+        return subprocess.run(
+            # A test of time would object to the load of a campaign instead.
+            [*command, "-m", "not alone", "-p", "no:cacheprovider", f"@{nodes}"],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def has_passed(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether no test of a run had anything to say."""
+    return done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
