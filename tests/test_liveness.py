@@ -124,9 +124,11 @@ def test_in_a_long_phase_signs_may_be_missing_unless_the_process_is_stopped() ->
 
 def test_a_process_that_is_gone_is_named_soon() -> None:
     own = replace(WAITING, still_s=SECONDS_FOR_THE_GONE)
-    gone = seen(1, process=ProcessState.GONE)
+    gone = seen(1, process=ProcessState.GONE, silent_s=0.5)
     assert fault(gone, own=own) == (Fault.SILENT, (1,))
     assert fault(gone, own=replace(own, still_s=SECONDS_FOR_THE_GONE - 1)) is None
+    # Its last sign, which may say that it leaves, has perhaps not been read.
+    assert fault(seen(1, process=ProcessState.GONE), own=own) is None
 
 
 def test_a_program_that_has_ended_is_accused_only_if_nobody_is_at_work() -> None:

@@ -15,6 +15,7 @@ from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
+MEND = "All ranks stop. Mend the cause on that rank and start again."
 
 
 class Lifeline:
@@ -98,7 +99,7 @@ class Lifeline:
                 return progress.verdict
             if store.check(["shardhet_failure"]):
                 cause = store.get("shardhet_failure").decode()
-                return f"{cause}\nAll ranks stop. Mend the cause on that rank and start again."
+                return f"{cause}\n{MEND}"
             time.sleep(SECONDS_BETWEEN_LOOKS)
         silent = [
             position

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from shardhet.comm import devices
+from shardhet.comm.peers import LostPeerError
+from shardhet.comm.progress import progress
 
 
 class HostCopy:
@@ -22,8 +24,14 @@ class HostCopy:
         self._copied_event.record()
 
     def read(self) -> Tensor:
-        """Return the values.  The host waits until the device has made the copy, no longer."""
+        """Return the values.  The host waits until the device has made the copy, no longer.
+
+        Raises ``LostPeerError`` if the run has ended meanwhile: a communicator that is aborted
+        lets the device go on, with whatever is in its buffers.
+        """
         self._copied_event.synchronize()
+        if progress.verdict is not None:
+            raise LostPeerError(progress.verdict)
         return self._copy
 
 

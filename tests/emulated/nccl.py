@@ -3,7 +3,8 @@
 What is not tensors of the device is refused, and so are pieces that are not contiguous.  A
 collective needs all ranks.  With ``async_op`` it runs on a stream of the communicator's own,
 which waits for the launching stream; ``wait()`` makes the current stream wait, never the host,
-and nothing is ever completed when the host asks.  Messages are launched as one group.
+and nothing is ever completed when the host asks.  Messages are launched as one group.  Where a
+peer is gone, nothing raises: the device waits, until the communicator is aborted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardhet.comm import devices
+from shardhet.comm import devices, groups
 from tests.emulated.clocks import Event, Stream
 
 if TYPE_CHECKING:
     from tests.emulated.accelerator import Accelerator
 
+_break_gloo = groups._break
 # Groups that stand for NCCL's; they outlive an accelerator, as the library keeps them.
 _is_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
@@ -64,6 +66,9 @@ class Nccl:
     def __init__(self, accelerator: "Accelerator") -> None:
         self._accelerator = accelerator
         self.communicators: dict[dist.ProcessGroup, Communicator] = {}
+        self.blocks_on_loss = False  # as NCCL does, instead of raising what gloo raises
+        self.aborts = True  # whether to break a communicator sets the device free
+        self._is_lost = self._is_aborted = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -78,6 +83,7 @@ class Nccl:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(devices, "backend_of", backend))
             stack.enter_context(mock.patch.object(dist, "new_group", self._make_group))
+            stack.enter_context(mock.patch.object(groups, "_break", self._break))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(dist, name, function))
             yield
@@ -249,10 +255,28 @@ class Nccl:
             stream.wait_stream(accelerator.current)
         accelerator.launch(name, stream, reads=reads, writes=writes)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            move()
+            self._move(move)
         if not async_op:
             return None
         return Work(accelerator, stream.record_event(), [*reads, *writes])
+
+    def _move(self, move: Callable[[], None]) -> None:
+        if self._is_aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+        if self._is_lost:
+            return
+        try:
+            move()
+        except RuntimeError:
+            if not self.blocks_on_loss:
+                raise
+            self._is_lost = self._accelerator.host.is_blocked = True
+
+    def _break(self, group: dist.ProcessGroup) -> None:
+        _break_gloo(group)
+        if group in _is_nccl and self.aborts:
+            self._is_aborted = True
+            self._accelerator.host.is_blocked = False
 
     # Messages #
 

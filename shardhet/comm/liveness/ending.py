@@ -30,23 +30,29 @@ SECONDS_FOR_EXIT = 15.0
 class Ending:
     """The end of this process, step by step, driven by the watch."""
 
-    def __init__(self, text: str, *, is_culprit: bool, breaks_at_once: bool) -> None:
-        """``is_culprit``: this rank is the one that stands still, so it will not notice."""
+    def __init__(self, text: str, *, is_culprit: bool, breaks_after_s: float = GRACE_S) -> None:
+        """``is_culprit``: this rank is the one that stands still, so it will not notice.
+
+        A training thread that is blocked for ``breaks_after_s`` has its connections broken; 0
+        breaks them now.
+        """
         self._text = text
         self._is_culprit = is_culprit
+        self._breaks_after_s = breaks_after_s
         self._blocked_s = 0.0
         self._breaking: threading.Thread | None = None
         atexit.register(_limit_exit)
-        if breaks_at_once:
+        if not breaks_after_s:
             self._break()
 
     def advance(self, passed_s: float, *, is_waiting: bool, stack: str) -> None:
         """Go on after ``passed_s``; does not return if the process has to end now."""
         self._blocked_s += passed_s if is_waiting or self._is_culprit else 0.0
-        if self._blocked_s >= GRACE_S and self._breaking is None:
-            self._break()
-            self._blocked_s = 0.0
-        if self._blocked_s >= GRACE_S:
+        if self._breaking is None:
+            if self._blocked_s >= self._breaks_after_s:
+                self._break()
+                self._blocked_s = 0.0
+        elif self._blocked_s >= GRACE_S:
             self._exit(stack)
 
     def join(self, within_s: float) -> None:

@@ -23,7 +23,9 @@ from shardhet.comm.liveness.sign import ProcessState, Sign
 
 LONG_FACTOR = 10.0  # more patience with a rank that is expected to take long
 MUTUAL_FACTOR = 2.0
-SECONDS_FOR_THE_GONE = 10.0  # connections of a process that has ended break much sooner
+# Connections of gloo to a process that has ended break much sooner.  NCCL's do not.
+SECONDS_FOR_THE_GONE = 10.0
+SECONDS_FOR_THE_GONE_OF_NCCL = 2.0
 MAX_NAMED = 8  # ranks that a message names one by one
 
 
@@ -58,9 +60,12 @@ class Verdict:
     stack: str = ""  # of the first culprit, where it could be had
 
 
-def judge(own: Sign, seen: Mapping[int, SeenPeer]) -> Verdict | None:
+def judge(
+    own: Sign, seen: Mapping[int, SeenPeer], *, gone_s: float = SECONDS_FOR_THE_GONE
+) -> Verdict | None:
     """The verdict of the rank whose sign is ``own`` on the others; None while all is well.
 
+    ``gone_s``: how long it waits before it names a process that has ended.
     See [Note: Who may be accused].
     """
     # A step ends on all ranks or on none, so the observer's own count of steps is enough.
@@ -71,9 +76,11 @@ def judge(own: Sign, seen: Mapping[int, SeenPeer]) -> Verdict | None:
     gone = [
         each
         for each in seen.values()
-        if each.process is ProcessState.GONE and not each.sign.has_left
+        if each.process is ProcessState.GONE
+        and not each.sign.has_left
+        and each.silent_s  # so its last sign, which may say that it leaves, has been read
     ]
-    if gone and own.still_s >= min(SECONDS_FOR_THE_GONE, patience_s):
+    if gone and own.still_s >= min(gone_s, patience_s):
         return _silent(gone, own)
     if own.still_s < patience_s:
         return None
@@ -113,6 +120,13 @@ def judge_store(
     )
     culprits = () if holder_rank is None else (holder_rank,)
     return Verdict(fault=Fault.STORE, culprits=culprits, text=text, name=holder)
+
+
+def has_ended(sign: Sign, host: str) -> bool:
+    """Whether a rank has failed, or is a process of this ``host`` that is gone."""
+    if sign.has_left or sign.host != host:
+        return sign.failure is not None
+    return sign.failure is not None or ProcessState.of(sign.pid) is ProcessState.GONE
 
 
 def _is_silent(each: SeenPeer, patience_s: float) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 VERDICT = "verdict"
+NEWS = "news"  # a rank has failed: all read what it says
 
 
 class Mailbox:
@@ -23,6 +24,7 @@ class Mailbox:
         self.outgoing: str | None = None
         self.proposal: str | None = None  # of a verdict
         self.reads = False
+        self.has_news = False
         # Written by the thread; each is replaced as a whole
         self.num_rounds = 0
         self.num_reads = 0
@@ -69,7 +71,9 @@ class Mailbox:
                 self.verdict = self._store.compare_set(VERDICT, "", proposal).decode()
             elif self._store.check([VERDICT]):
                 self.verdict = self._store.get(VERDICT).decode()
-        if self.reads:
+        if self.has_news:
+            self._store.set(NEWS, "")
+        if self.reads or self._store.check([NEWS]):
             self.incoming = self._read()
             self.num_reads += 1
         self.num_rounds += 1

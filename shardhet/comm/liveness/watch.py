@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,13 +23,24 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardhet.comm import devices
-from shardhet.comm.liveness.ending import Ending
-from shardhet.comm.liveness.judging import SeenPeer, Verdict, judge, judge_store
+from shardhet.comm.failure import MEND
+from shardhet.comm.liveness.ending import GRACE_S, Ending
+from shardhet.comm.liveness.judging import (
+    SECONDS_FOR_THE_GONE,
+    SECONDS_FOR_THE_GONE_OF_NCCL,
+    SeenPeer,
+    Verdict,
+    has_ended,
+    judge,
+    judge_store,
+)
 from shardhet.comm.liveness.mailbox import Mailbox
+from shardhet.comm.liveness.pace import Pace
 from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_json
 from shardhet.comm.liveness.sign import ProcessState, Sign
 from shardhet.comm.liveness.stacks import posture, stack
 from shardhet.comm.members import local_device_spec
+from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -39,8 +49,6 @@ HANG_TIMEOUT_S = 300.0
 INTERVAL_S = 0.5
 READ_AFTER_S = 1.0  # of waiting; before that nobody needs to know what the others do
 SECONDS_BETWEEN_READS = 20.0  # while all is well, so that every rank knows all others
-STEP_FACTOR = 5.0
-NUM_STEPS_KEPT = 20
 SECONDS_TO_LEAVE = 2.0
 
 
@@ -110,15 +118,13 @@ class Watch:
         # Of this rank
         self._standing = _Standing(0, 0, 0, ())
         self._still_s = 0.0
-        self._step_s = 0.0  # since the end of the last step, declared phases excluded
-        self._num_steps_before = progress.num_steps
-        self._steps_at_start = progress.num_steps
-        self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_KEPT)
+        self._pace = Pace()
         self._own: Sign | None = None
         self._num_beats = 0
         # Of the others
         self._seen: dict[int, SeenPeer] = {}
         self._since_read_s = SECONDS_BETWEEN_READS
+        self._a_peer_has_ended = False
         self._store_silent_s = 0.0
         self._num_rounds = self._num_reads = 0
         self._ending: Ending | None = None
@@ -167,11 +173,13 @@ class Watch:
         self._thread.join(SECONDS_TO_LEAVE)
         error = error or getattr(sys, "last_value", None)  # that the interpreter ends with
         failure = progress.failure
-        if failure is None and error is not None:
+        heard_of_it = progress.verdict is not None or _is_of_another(error)
+        if failure is None and error is not None and not heard_of_it:
             failure = f"{self._name} failed in {progress.doing}: {error!r}"
         if self._own is not None:
             last = replace(self._own, has_left=True, failure=failure)
             self._mailbox.outgoing = replace(last, beat=self._own.beat + 1).to_json()
+            self._mailbox.has_news = failure is not None
         self._mailbox.stop(SECONDS_TO_LEAVE)
         if self._ending is not None:
             self._ending.join(SECONDS_TO_LEAVE)
@@ -201,11 +209,9 @@ class Watch:
         standing = self._stand()
         self._still_s = 0.0 if standing != self._standing else self._still_s + passed_s
         self._standing = standing
-        self._learn(passed_s)
+        self._pace.learn(passed_s)
         is_long = bool(progress.phases) or found.is_compiling
-        patience_s = max(
-            self._hang_timeout_s, STEP_FACTOR * max(self._step_times_s, default=0.0)
-        )
+        patience_s = self._pace.patience_s(self._hang_timeout_s)
         self._num_beats += 1
         self._own = Sign(
             rank=self._rank,
@@ -213,7 +219,7 @@ class Watch:
             host=self._host,
             pid=self._pid,
             beat=self._num_beats,
-            num_steps=progress.num_steps - self._steps_at_start,
+            num_steps=self._pace.num_steps,
             step=progress.step,
             doing=_with_phase(progress.doing),
             is_waiting=found.is_waiting or self._device_is_busy(patience_s),
@@ -226,6 +232,7 @@ class Watch:
         )
         self._mailbox.outgoing = self._own.to_json()
         if progress.failure is not None:
+            self._mailbox.has_news = True
             self._mailbox.wake()
 
     def _device_is_busy(self, patience_s: float) -> bool:
@@ -235,7 +242,8 @@ class Watch:
         device waits in a collective for a peer.
         """
         # Not earlier: a query from another thread would disturb the capture of a graph.
-        if devices.is_on_host(self._device) or self._still_s < patience_s / 2:
+        earliest_s = READ_AFTER_S if self._a_peer_has_ended else patience_s / 2
+        if devices.is_on_host(self._device) or self._still_s < earliest_s:
             return False
         stream = devices.module_of(self._device).current_stream(self._device)
         try:
@@ -255,18 +263,6 @@ class Watch:
             phases=progress.phases,
         )
 
-    def _learn(self, passed_s: float) -> None:
-        """Keep the times of the last steps."""
-        if not progress.phases:
-            self._step_s += passed_s
-        if progress.num_steps == self._num_steps_before:
-            return
-        num_ended = progress.num_steps - self._num_steps_before
-        if self._num_steps_before > self._steps_at_start:  # the first one contains the set-up
-            self._step_times_s.append(self._step_s / num_ended)
-        self._num_steps_before = progress.num_steps
-        self._step_s = 0.0
-
     def _listen(self, passed_s: float) -> None:
         """Update what is known of the others."""
         assert self._own is not None
@@ -277,6 +273,10 @@ class Watch:
         self._since_read_s += passed_s
         waits = self._own.is_waiting and self._still_s >= READ_AFTER_S
         between_s = self._own.patience_s / 20 if waits else SECONDS_BETWEEN_READS
+        if self._still_s >= READ_AFTER_S:
+            signs = [each.sign for each in self._seen.values()]
+            self._a_peer_has_ended = any(has_ended(sign, self._host) for sign in signs)
+            between_s = 0.0 if self._a_peer_has_ended else between_s
         if mailbox.num_reads != self._num_reads:
             self._update_seen(mailbox.incoming)
             self._num_reads = mailbox.num_reads
@@ -311,15 +311,22 @@ class Watch:
         if store is not None:
             self._end(store)
             return
-        verdict = judge(self._own, self._seen)
+        waits_for_device = not devices.is_on_host(self._device)
+        gone_s = SECONDS_FOR_THE_GONE_OF_NCCL if waits_for_device else SECONDS_FOR_THE_GONE
+        verdict = judge(self._own, self._seen, gone_s=gone_s)
         if verdict is not None:
             self._mailbox.proposal = verdict_to_json(verdict)  # the first one counts
             self._mailbox.wake()
             return
         for each in self._seen.values():
             if each.sign.failure is not None and self._own.is_waiting:
-                text = f"{each.sign.failure}\nAll ranks stop."
-                self._ending = Ending(text, is_culprit=False, breaks_at_once=False)
+                progress.verdict = f"{each.sign.failure}\n{MEND}"
+                # Over gloo the rank that has failed breaks connections itself.
+                breaks_after_s = READ_AFTER_S if waits_for_device else GRACE_S
+                self._ending = Ending(
+                    progress.verdict, is_culprit=False, breaks_after_s=breaks_after_s
+                )
+                return
 
     def _end(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -330,10 +337,15 @@ class Watch:
                 self._on_verdict(verdict)
         logger.info("%s", verdict.text)
         progress.verdict = f"{verdict.text}\nAll ranks stop."
-        self._ending = Ending(progress.verdict, is_culprit=is_culprit, breaks_at_once=True)
+        self._ending = Ending(progress.verdict, is_culprit=is_culprit, breaks_after_s=0.0)
 
 
 _running: list[Watch] = []  # at most one
+
+
+def _is_of_another(error: BaseException | None) -> bool:
+    """Whether a rank ends with ``error`` because another one has."""
+    return error is not None and isinstance(error.__cause__, LostPeerError)
 
 
 def _own_device() -> torch.device:
