@@ -11,7 +11,7 @@ from shardhet.fsdp.wrapping import find_units
 from shardhet.models.decoder import Decoder, DecoderConfig, flops_per_token
 from shardhet.models.encoder import EncoderConfig, MaskedLm, Vit
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.counting import LiveBytes
+from shardhet.profiler.counting import MAX_COUNTS, LiveBytes, steady
 from shardhet.profiler.describe import describe
 from shardhet.records.workload import Unit, Workload
 
@@ -221,3 +221,19 @@ def test_live_bytes_are_those_that_are_not_freed() -> None:
         x.add_(w)  # nothing new
         del w
     assert (live.live_bytes, live.peak_bytes) == (0, 8000)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"), [([5, 5], 5), ([7, 5, 5], 5), ([5, 9, 5, 5], 5)]
+)
+def test_a_count_that_another_thread_has_disturbed_is_made_again(
+    counts: list[int], expected: int
+) -> None:
+    left = iter(counts)
+    assert steady(lambda: next(left)) == expected
+    assert next(left, None) is None
+
+
+def test_a_count_that_is_never_steady_ends() -> None:
+    numbers = iter(range(100))
+    assert steady(lambda: next(numbers)) == MAX_COUNTS - 1

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from shardhet.profiler.sketch import LossFn, ModelSketch, TensorInput, UnitCall,
 
 Shape = tuple[int, ...]
 aten = torch.ops.aten
+T = TypeVar("T")
+MAX_COUNTS = 6
 
 
 def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
@@ -44,6 +46,20 @@ FLOPS_BY_OPERATION = {
     aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
 }
+
+
+def steady(count: Callable[[], T]) -> T:
+    """What ``count()`` has returned twice in a row; what it returned last if it never does.
+
+    Another thread that looks at the frames of this one, as the watch over ranks does, keeps the
+    tensors in them alive for a moment.  A count of live bytes is too high then.
+    """
+    last = count()
+    for _ in range(MAX_COUNTS - 1):
+        before, last = last, count()
+        if last == before:
+            break
+    return last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.counting import Counts, count_loss_outside, count_unit
+from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.sketch import LossFn, ModelSketch, UnitSketch, sketch_model
 from shardhet.records.workload import Unit, UnitKind, Workload
 
@@ -86,25 +87,21 @@ def describe_sketch(
     kinds = []
     in_head = _pass_on if loss_is_outside else loss_fn
     for name, unit in sketch.unit_by_kind.items():
-        smaller, larger = [
-            count_unit(
-                sketch, unit, size, param_dtype=param_dtype, loss_fn=in_head, device=device
-            )
-            for size in SIZES
-        ]
+        counted = partial(
+            count_unit, sketch, unit, param_dtype=param_dtype, loss_fn=in_head, device=device
+        )
+        smaller, larger = [steady(partial(counted, num_samples=size)) for size in SIZES]
         kind = _kind(name, unit, smaller, larger)
         if loss_is_outside and any(call.is_head for call in unit.calls):
             assert loss_fn is not None
-            few, more = [
-                count_loss_outside(
-                    sketch,
-                    batch.of_size(size),
-                    param_dtype=param_dtype,
-                    loss_fn=loss_fn,
-                    device=device,
-                )
-                for size in SIZES
-            ]
+            outside = partial(
+                count_loss_outside,
+                sketch,
+                param_dtype=param_dtype,
+                loss_fn=loss_fn,
+                device=device,
+            )
+            few, more = [steady(partial(outside, batch.of_size(size))) for size in SIZES]
             # Like a unit's inputs, it is kept for the whole rank batch even with recomputation.
             kind = replace(kind, input_bytes=kind.input_bytes + more - few)
         kinds.append(kind)
