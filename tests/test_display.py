@@ -61,7 +61,7 @@ def test_the_table_says_what_each_device_does() -> None:
     console = Console(file=io.StringIO(), width=120, record=True)
     console.print(device_table(PLAN, DEVICES, USES))
     text = console.export_text()
-    assert "| 1 Tesla T4 |    2 x 2 + 1 |   20% |  10% |     50% | 0.50 of 1.0 GiB |" in text
+    assert "| 1 Tesla T4 |    2 x 2 + 1 |   20% |  10% |     50% | 512 of 1,024 MiB |" in text
     console.print(device_table(PLAN, DEVICES))
     assert "busy" not in console.export_text()  # not known before the first look
 

@@ -21,6 +21,7 @@ from shardhet.config.compose import (
 from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.fsdp.observer import Activity, Observed
 from shardhet.training.emulation import (
+    HOST_BYTES,
     MAX_CREDIT_S,
     EmulatedDevice,
     cores_for,
@@ -221,8 +222,8 @@ def test_the_cap_counts_from_what_the_process_has() -> None:
 
 def _allocate_up_to_the_cap(rank: int) -> tuple[bool, bool, bool]:
     level_bytes = EmulatedDevice(memory_bytes=100 * MIB).cap_memory()
-    fits = torch.empty(80 * MIB, dtype=torch.uint8)
-    assert fits.numel() == 80 * MIB
+    fits = torch.empty(HOST_BYTES + 80 * MIB, dtype=torch.uint8)
+    assert fits.numel() == HOST_BYTES + 80 * MIB
     try:
         torch.empty(40 * MIB, dtype=torch.uint8)
     except RuntimeError:
@@ -267,11 +268,13 @@ def test_impossible_clusters_are_refused(stated: dict[str, Any], key: str) -> No
 def test_emulated_clusters_fit_two_cores_and_are_named_as_emulated() -> None:
     register_schemas()
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-        for name, num_ranks in (("emulated_2", 2), ("emulated_4", 4)):
+        for name, num_ranks in (("emulated_2", 2), ("emulated_4", 4), ("emulated_unlike", 4)):
             cluster = to_conf(compose(CONFIG_NAME, [f"cluster={name}", "run_dir=x"])).cluster
             assert cluster.num_ranks == len(cluster.speeds) == num_ranks
             assert sum(cluster.speeds) <= 2
             assert all(kind.startswith("emulated") for kind in cluster.kinds)
+        fastest = max(range(4), key=cluster.speeds.__getitem__)
+        assert cluster.memory_mib[fastest] == min(cluster.memory_mib)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,16 @@ def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
     assert "No plan of this form is predicted to be 0.01% faster" in text
 
 
+def test_where_an_even_plan_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "limits.0.memory_gib=8", "explain=false", "leave_out=never")
+    assert "| even sharding (stock FSDP) | does not fit |" in text
+    said_of_it = (
+        r"even sharding \(stock FSDP\) does not fit device 0: it needs [\d,]+ of 8,192 MiB, one "
+        r"sample at a time and with everything recomputed\."
+    )
+    assert re.search(said_of_it, text)
+
+
 @pytest.mark.parametrize("path", sorted(DESCRIBED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_described_cluster_has_a_plan(
     path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,12 +9,14 @@ import pytest
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo, cephalo_choice
+from shardhet.planner.misses import even_shortfall
 from shardhet.planner.problem import Group, Problem
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, search
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
 from shardhet.simulator.simulation import simulate
@@ -209,6 +211,33 @@ def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
     _, profile, _ = random_case(0)
     with pytest.raises(PlanError, match=r"the state of 0\.02 GiB does not fit"):
         find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=1)
+
+
+def test_an_even_plan_that_does_not_fit_is_told_with_the_device_that_lacks_most() -> None:
+    cluster, profile, _ = random_case(4)
+    setting = Setting(cluster, WORKLOAD, profile)
+    size = cluster.world_size
+    ranks = [
+        RankPlan(
+            device=device,
+            microbatch_sizes=(1, 1),
+            state_share=1 / size,
+            recomputed_units=EVERY_UNIT,
+        )
+        for device in cluster.devices
+    ]
+    plan = Plan(ranks=tuple(ranks))
+    needed = CostModel(setting).predict(plan).ranks[1].memory.total_bytes
+    found = even_shortfall(
+        setting,
+        global_batch_size=2 * size,
+        demands=Demands(limits={1: DeviceLimits(memory_budget_bytes=needed - 1000)}),
+    )
+    assert found is not None
+    assert found.position == 1
+    assert found.budget_bytes == needed - 1000
+    assert found.needed_bytes == pytest.approx(needed, rel=0.01)  # an even share has no rows
+    assert even_shortfall(setting, global_batch_size=2 * size, demands=Demands()) is None
 
 
 # Published figures

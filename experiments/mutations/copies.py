@@ -18,7 +18,8 @@ def copy_tree(tree: Path) -> None:
     """Copy what the tests need to ``tree``."""
     for part in ("shardhet", "tests", "experiments", "conf"):
         shutil.copytree(REPOSITORY / part, tree / part)
-    shutil.copy(REPOSITORY / "pyproject.toml", tree)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(REPOSITORY / name, tree)
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def changed(path: str, line: int, before: str, after: str) -> Iterator[Path]:
 def run_tests(
     tree: Path, tests: Sequence[str], *, without: Sequence[str] = (), limit_s: float
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run ``tests`` but ``without`` some until one fails; None where they do not end in time."""
+    """Run ``tests`` but ``without`` some until one fails; None if they do not end in time."""
     nodes = tree / "nodes.txt"
     excepted = [f"--deselect={test}" for test in without]
     nodes.write_text("\n".join([*excepted, *tests]), encoding="utf-8")

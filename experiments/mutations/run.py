@@ -68,7 +68,8 @@ def main() -> None:
             known.append(verdict)
             write_csv(path, sorted(known, key=lambda each: each.number))
             what = verdict.found_by or "NOT FOUND"
-            console.print(f"{verdict.number} {verdict.path}:{verdict.line} {what}")
+            where = f"{verdict.path}:{verdict.line}"
+            console.print(f"{verdict.number} {where} {what}", markup=False)
 
 
 def judge(number: int, fault: Fault, reached: list[str] | None) -> Verdict:

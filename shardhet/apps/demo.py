@@ -19,10 +19,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-CLUSTER = "emulated_4"
-GLOBAL_BATCH_SIZE = 48
-MEASURED_SIZES = "max_microbatch_size=32"  # as large as plans for this cluster use
-NUM_STEPS = 200
+CLUSTER = "emulated_unlike"  # the fastest device has the least memory
+MODEL = "small"  # whose state does not fit there, cut evenly
+GLOBAL_BATCH_SIZE = 32
+MEASURED_SIZES = "max_microbatch_size=16"  # as large as plans for this cluster use
+NUM_STEPS = 100
 QUICK_NUM_STEPS = 8
 TRACE_FROM = 20  # the first traced step; by then step times are steady
 
@@ -42,7 +43,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
     return [
         Part(
             "How fast is every device, at every part of the model, at every microbatch size?",
-            ("measure", f"cluster={CLUSTER}", *sizes, f"out={measured}"),
+            ("measure", f"model={MODEL}", f"cluster={CLUSTER}", *sizes, f"out={measured}"),
         ),
         Part(
             "Who should compute how much, and who should store how much?",
@@ -69,6 +70,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
             (
                 "train",
                 "experiment=demo",
+                f"model={MODEL}",
                 f"cluster={CLUSTER}",
                 "plan=file",
                 f"plan.path={plan}",

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from shardhet.apps.common.outputs import check_folder_output, check_outputs
 from shardhet.apps.common.planning_input import Door, load, read_request
+from shardhet.apps.common.quantities import of_budget
 from shardhet.apps.common.streamed import Waiting
 from shardhet.apps.fewer_devices import BetterWithout, better_without
 from shardhet.apps.plan_report import (
@@ -38,6 +38,7 @@ from shardhet.planner.explain import (
     larger_situations,
 )
 from shardhet.planner.find import certify_search, least_step_s
+from shardhet.planner.misses import even_shortfall
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search import Effort, Found
 from shardhet.planner.steady import OFF, disturbances, loss_of, steadier
@@ -322,12 +323,15 @@ def _alternatives(
         ("compute only: even state", compute_only),
         ("memory only: even batches", memory_only),
     ):
-        seconds = None
-        with waiting.for_(name), suppress(PlanError):
-            seconds = baseline(
-                inputs.setting, global_batch_size=batch, demands=demands, effort=COMPARED
-            ).predicted.step_time_s
-        yield Alternative(name=name, step_time_s=seconds, reason="does not fit")
+        seconds, note = None, ""
+        with waiting.for_(name):
+            try:
+                seconds = baseline(
+                    inputs.setting, global_batch_size=batch, demands=demands, effort=COMPARED
+                ).predicted.step_time_s
+            except PlanError:
+                note = _shortfall(inputs, demands, batch) if baseline is even else ""
+        yield Alternative(name=name, step_time_s=seconds, reason="does not fit", note=note)
     name = "Cephalo's formulation"
     seconds, reason = None, ""
     with waiting.for_(name):
@@ -339,6 +343,17 @@ def _alternatives(
         else:
             seconds = CostModel(inputs.setting).predict(plan).step_time_s
     yield Alternative(name=name, step_time_s=seconds, reason=reason)
+
+
+def _shortfall(inputs: Inputs, demands: Demands, batch: int) -> str:
+    """Where an even plan does not fit, and what is missing there."""
+    found = even_shortfall(inputs.setting, global_batch_size=batch, demands=demands)
+    if found is None:
+        return ""
+    return (
+        f"device {found.position}: it needs {of_budget(found.needed_bytes, found.budget_bytes)}"
+        ", one sample at a time and with everything recomputed."
+    )
 
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardhet.apps.common.quantities import counted, duration, of_budget
 from shardhet.apps.common.streamed import StreamedTable
 from shardhet.apps.fewer_devices import BetterWithout
 from shardhet.config.planning import Inputs
@@ -23,7 +24,6 @@ from shardhet.records.profiles import Source
 from shardhet.simulator.timeline import Timeline
 
 FILE_COLUMNS = 110
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ class Alternative:
 
     name: str
     step_time_s: float | None  # None if it has no plan
-    reason: str = ""  # why it has no plan
+    reason: str = ""  # why it has no plan, in a few words
+    note: str = ""  # the rest of that sentence
 
 
 SHOWN_GAP = 1e-4  # the least that is stated
@@ -185,27 +186,15 @@ def _devices_table(report: PlanReport) -> Table:
     for column in ("microbatches", "recomputes", "share", "memory", "busy"):
         table.add_column(column, justify="right")
     for row in rows(report):
-        used = row.cost.memory.total_bytes / GIB
-        budget = row.cost.memory_budget_bytes / GIB
         table.add_row(
             row.label,
             microbatches(row.rank.microbatch_sizes),
             recomputed(row.rank, units),
             f"{row.share:.2%}",
-            f"{used:.1f} of {budget:.1f} GiB",
+            of_budget(row.cost.memory.total_bytes, row.cost.memory_budget_bytes),
             f"{row.busy:.0%}",
         )
     return table
-
-
-def counted(number: int, what: str) -> str:
-    """The number with its noun: ``1 device``, ``1,024 devices``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """The duration as text, in a suitable unit."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def _result(report: PlanReport) -> Iterator[str]:
@@ -271,15 +260,19 @@ def show_alternatives(
     batch = report.solution.plan.global_batch_size
     columns = (("plan", 26), ("step", 20), ("samples/s", 9), ("this plan is", 15))
     table = StreamedTable(console, columns, title=f"Beside it{note}")
+    notes: list[str] = []
     for each in alternatives:
         if each.step_time_s is None:
             table.add_row(each.name, each.reason, "-", "-")
+            notes += [f"{each.name} {each.reason} {each.note}"] if each.note else []
         else:
             seconds = each.step_time_s
             speed = f"{batch / seconds:.4g}"
             faster = f"{seconds / ours:.2f} x as fast"
             table.add_row(each.name, duration(seconds), speed, faster)
     table.end()
+    for line in notes:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def pace_line(explanation: Explanation) -> str:

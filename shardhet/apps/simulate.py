@@ -9,7 +9,8 @@ from rich.table import Table
 
 from shardhet.apps.common.outputs import check_outputs
 from shardhet.apps.common.planning_input import Door, load, read_request
-from shardhet.apps.plan_report import Row, duration, rows_of, source_line, wide_console
+from shardhet.apps.common.quantities import duration, of_budget
+from shardhet.apps.plan_report import Row, rows_of, source_line, wide_console
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.pricing.cost import CostModel
@@ -29,7 +30,6 @@ shardhet simulate PLAN key=value ...
 Cluster and model are those that the plan was made for. A trace opens in Perfetto.""",
     num_files=1,
 )
-GIB = 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,18 +72,18 @@ def _show(
     console.print(source_line(inputs), markup=False)
     table = Table(box=box.ASCII)
     table.add_column("device")
-    for column in ("busy", "waits", "of it for links", "memory peak", "budget"):
+    for column in ("busy", "waits", "of it for links", "memory peak"):
         table.add_column(column, justify="right")
     for row in found:
         first = row.positions[0]
         rank = timeline.ranks[first]
+        peak_bytes = max(timeline.ranks[i].peak_bytes for i in row.positions)
         table.add_row(
             row.label,
             f"{duration(rank.busy_s)} {rank.busy_s / step_s:.0%}",
             f"{duration(rank.waiting_s)} {rank.waiting_s / step_s:.0%}",
             duration(timeline.exposed_comm_s(first)),
-            f"{max(timeline.ranks[i].peak_bytes for i in row.positions) / GIB:.1f} GiB",
-            f"{row.cost.memory_budget_bytes / GIB:.1f} GiB",
+            of_budget(peak_bytes, row.cost.memory_budget_bytes),
         )
     console.print(table)
     sent_s = sum(event.seconds for event in timeline.collectives)

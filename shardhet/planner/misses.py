@@ -1,13 +1,15 @@
 """Say why no plan fits, and what would."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
+from shardhet.planner.demands import NO_LIMITS, Demands
 from shardhet.planner.oracle import Oracle
 from shardhet.planner.problem import Limits, Problem
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 
 GIB = 2**30
@@ -63,6 +65,43 @@ def _no_sample_fits(model: CostModel) -> str:
         f"with everything recomputed, of {budget / GIB:.2f} GiB. Take shorter samples "
         "(seq_len), add memory, or cut the model into smaller units."
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """A device on which a plan does not fit."""
+
+    position: int
+    needed_bytes: float
+    budget_bytes: float
+
+
+def even_shortfall(
+    setting: Setting, *, global_batch_size: int, demands: Demands
+) -> Shortfall | None:
+    """The device that lacks most where all compute and store the same; None if all fit.
+
+    Each computes one sample at a time and recomputes everything, which needs the least memory.
+    """
+    model = CostModel(setting)
+    world_size = setting.cluster.world_size
+    batch = np.array([global_batch_size // world_size])
+    every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
+    state_bytes = model.workload.numel / world_size * model.bytes_per_stored_numel
+    found = []
+    for i, device in enumerate(setting.cluster.devices):
+        working = model.working_bytes(device.kind, every, batch, np.array([1]))
+        budget_bytes = setting.cluster.memory_budget_bytes(i)
+        demanded = demands.limits.get(i, NO_LIMITS).memory_budget_bytes
+        found.append(
+            Shortfall(
+                position=i,
+                needed_bytes=state_bytes + float(working[0]),
+                budget_bytes=min(budget_bytes, demanded or budget_bytes),
+            )
+        )
+    worst = max(found, key=lambda each: each.needed_bytes - each.budget_bytes)
+    return worst if worst.needed_bytes > worst.budget_bytes else None
 
 
 def _fits(problem: Problem) -> bool:

@@ -15,6 +15,7 @@ to at most one.  Without pinning, a device of speed 0.9 lost a fifth of its time
 that the system put on its core, because all devices begin a turn at the same moment.
 """
 
+import ctypes
 import os
 import resource
 import threading
@@ -30,6 +31,11 @@ from torch.optim import Optimizer
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Observed, Observer
 
+# What a process that trains needs beside its tensors, and a device would not hold: objects of
+# Python, graphs of autograd, stacks, gaps between these (17 MiB, measured), events of a trace.
+HOST_BYTES = 48 * 2**20
+M_MMAP_THRESHOLD = -3  # malloc.h
+OWN_MAPPING_BYTES = 2**20  # smaller ones would cost more page faults than they save memory
 THREAD_STACK_BYTES = 2**20  # instead of the system's 8 MiB
 MAX_CREDIT_S = 0.02  # a few time slices of the system's scheduler
 ROUNDING = 1e-9  # on sums of parts of a core
@@ -86,22 +92,32 @@ class EmulatedDevice:
         optimizer.register_step_post_hook(stretch.end_optimizer_step)
 
     def cap_memory(self) -> int:
-        """Let this process allocate ``memory_bytes`` more than it has, and no more.
+        """Let this process allocate ``memory_bytes`` and ``HOST_BYTES`` more than it has.
 
         All memory that the process requests counts, used or not, as in a device's allocator.
         Stacks of new threads count too (those of Python's threads are made small), so process
-        groups should exist already.  The C library's allocator leaves gaps: a budget of 0.7
-        of the cap is safe.  Beyond the cap PyTorch raises its usual RuntimeError, "can't
-        allocate memory".  Returns the bytes that are resident now, which are not part of the
-        emulated device (0 if nothing is capped).
+        groups should exist already.  Beyond the cap PyTorch raises its usual RuntimeError,
+        "can't allocate memory".  Returns the bytes that are resident now, which are not part
+        of the emulated device (0 if nothing is capped).
         """
         if self.memory_bytes is None:
             return 0
         threading.stack_size(THREAD_STACK_BYTES)
+        _give_back_what_is_freed()
         _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
-        cap_bytes = memory_of_process("VmData") + self.memory_bytes
+        cap_bytes = memory_of_process("VmData") + HOST_BYTES + self.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard_bytes))
         return memory_of_process("VmRSS")
+
+
+def _give_back_what_is_freed() -> None:
+    """Give every tensor a mapping of its own, so that gaps between tensors are not held.
+
+    The C library raises the size from which it does so by itself, up to 32 MiB (mallopt(3)).
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # of the GNU C library
+        library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
 
 
 def memory_of_process(key: str) -> int:

@@ -12,6 +12,7 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
+from shardhet.apps.common.quantities import of_budget
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.training.trainer import DeviceUse, StepMetrics
@@ -138,10 +139,9 @@ def device_table(
     for i, (rank, share) in enumerate(zip(plan.ranks, plan.state_shares, strict=True)):
         cells = [device_name(i, devices[i]), microbatches(rank), f"{share:.0%}"]
         if uses:
-            peak_gib = uses[i].peak_memory_bytes / 2**30
-            budget_gib = (devices[i].memory_capacity_bytes or 0) / 2**30
             cells += [f"{uses[i].busy_share:.0%}", f"{uses[i].waiting_share:.0%}"]
-            cells.append(f"{peak_gib:.2f} of {budget_gib:.1f} GiB")
+            budget_bytes = devices[i].memory_capacity_bytes or 0
+            cells.append(of_budget(uses[i].peak_memory_bytes, budget_bytes))
         table.add_row(*cells)
     return table
 
