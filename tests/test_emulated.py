@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.comm.groups import Communicators, default_group
+from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.memory import RaceError
 from tests.emulated.nccl import Communicator
@@ -200,9 +201,26 @@ def test_a_step_on_an_accelerator_is_the_step_of_one_process(
     world_size: int, block: int
 ) -> None:
     launches_by_rank = run_ranks(_run_block, world_size, world_size, block, timeout_s=120.0)
+    if world_size == 1:
+        assert not any(each.collectives for each in all_of(launches_by_rank[0]))
     for of_ranks in zip(*launches_by_rank, strict=True):
         for name in set().union(*of_ranks):
             check_launched_alike([each.get(name, Communicator()) for each in of_ranks])
+
+
+def all_of(launches: Sequence[Launches]) -> list[Communicator]:
+    return [each for of_case in launches for each in of_case.values()]
+
+
+def _run_block_in_groups_of_one(rank: int, block: int) -> list[Launches]:
+    with mock.patch.dict(os.environ, {GROUPS_FOR_ONE: "1"}):
+        return _run_block(rank, 1, block)
+
+
+def test_one_rank_runs_what_nccl_does_if_it_is_asked_to() -> None:
+    [launches] = run_ranks(_run_block_in_groups_of_one, 1, 0, timeout_s=120.0, fresh_world=True)
+    names = {name for each in all_of(launches) for name, _, _ in each.collectives}
+    assert {"all_gather_single", "reduce_scatter_single"} <= names
 
 
 def check_launched_alike(communicators: Sequence[Communicator]) -> None:

@@ -61,8 +61,8 @@ def test_where_an_even_plan_does_not_fit_is_said(capsys: pytest.CaptureFixture[s
     text = said(capsys, "limits.0.memory_gib=8", "explain=false", "leave_out=never")
     assert "| even sharding (stock FSDP) | does not fit |" in text
     said_of_it = (
-        r"even sharding \(stock FSDP\) does not fit device 0: it needs [\d,]+ of 8,192 MiB, one "
-        r"sample at a time and with everything recomputed\."
+        r"even sharding \(stock FSDP\) does not fit device 0: it needs [\d,]+ of 8,192 MiB, "
+        r"one sample at a time and with everything recomputed\."
     )
     assert re.search(said_of_it, text)
 

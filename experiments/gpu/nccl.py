@@ -1,12 +1,13 @@
 """shardhet's collectives over NCCL: with one rank, and with two on one card if NCCL lets them.
 
-With one rank HetFSDP needs no collective at all, so they are called by themselves, on a
-channel over a group of one.  Two ranks on one card are refused by most versions of NCCL; what
-it says is a result too.
+With one rank HetFSDP needs no collective at all.  They are called by themselves, on a channel
+over a group of one, and by a model that is made to have groups for one rank.  Two ranks on one
+card are refused by most versions of NCCL; what it says is a result too.
 """
 
 import os
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,29 +27,35 @@ from experiments.gpu.results import (
 )
 from experiments.gpu.scale import Job
 from experiments.gpu.streams import (
+    BFLOAT16,
     FLOAT32,
     LATENESS,
     TOLERANCES,
     Case,
+    cases_for,
     config_of,
     reference_losses,
     train,
+    train_cases,
 )
 from experiments.uneven_collectives.candidates import our_gather, our_reduce
+from shardhet.comm.groups import GROUPS_FOR_ONE
 
 NAME = "NCCL"
 NBYTES = 256 * MIB
 ONE_RANK, TWO_RANKS = "one rank", "two ranks on one card"
 ERROR, SECONDS, DIFFERENCE = "largest error", "seconds", "loss difference"
+DIFFERENCE_ALONE = "loss difference alone"
 REFUSED = "refused"
 MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"  # from NCCL 2.30 on
 
 
 def run(job: Job, record: Recorder) -> None:
     """One rank first: what follows may hang."""
+    expected = reference_losses(config_of(job))
     with systems.one_rank_group(job.device):
         collectives_of_one(job, record)
-    expected = reference_losses(config_of(job))
+        train_alone(job, record, expected)
     for is_enabled in (False,) if job.is_short else (False, True):
         os.environ[MULTI_RANK] = str(int(is_enabled))  # the ranks inherit it
         case = f"{TWO_RANKS}, {MULTI_RANK}={int(is_enabled)}"
@@ -81,6 +88,15 @@ def collectives_of_one(job: Job, record: Recorder) -> None:
             record(case, SECONDS, seconds_per_call(call, 3, job.device), "s", repeat)
 
 
+def train_alone(job: Job, record: Recorder, expected: Sequence[float]) -> None:
+    """All of HetFSDP's streams and waits, with what NCCL sends from a card to itself."""
+    cases = cases_for(1)[:: 3 if job.is_rehearsal else 1]
+    with mock.patch.dict(os.environ, {GROUPS_FOR_ONE: "1"}):
+        found = train_cases(0, job, config_of(job), cases)
+    for case, losses in zip(cases, found, strict=True):
+        record(case.name, DIFFERENCE_ALONE, largest_difference(losses, expected))
+
+
 def two_ranks(_rank: int, job: Job) -> list[float] | str:
     """Losses of training over NCCL, or why there are none."""
     if job.is_cuda:
@@ -107,7 +123,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     lines = []
     for case in cases_of(rows):
         worst = median_of(rows, case, ERROR)
-        worst = median_of(rows, case, DIFFERENCE) if worst is None else worst
+        for metric in (DIFFERENCE, DIFFERENCE_ALONE):
+            worst = median_of(rows, case, metric) if worst is None else worst
         said = "refused" if median_of(rows, case, REFUSED) else ""
         ms = shown(median_of(rows, case, SECONDS), scale=1000)
         lines.append([case, ms, shown(worst, "{:.1e}"), said])
@@ -118,7 +135,17 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
     """Copies are exact; where two ranks may share a card, they train what one trains."""
     errors = [row.value for row in rows if row.metric == ERROR]
     differences = [row.value for row in rows if row.metric == DIFFERENCE]
+    alone = [
+        (row.value, TOLERANCES[BFLOAT16 if BFLOAT16 in row.case else FLOAT32])
+        for row in rows
+        if row.metric == DIFFERENCE_ALONE
+    ]
     claims = [
+        (
+            "one rank over NCCL: loss difference, of what is tolerated",
+            [value / tolerated for value, tolerated in alone],
+            1.0,
+        ),
         ("one rank over NCCL: largest error of a collective", errors, 0.0),
         ("two ranks over NCCL: loss difference", differences, TOLERANCES[FLOAT32]),
     ]

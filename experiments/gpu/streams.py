@@ -35,6 +35,7 @@ from experiments.gpu.results import (
 )
 from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 from shardhet import HetFSDP, Plan
+from shardhet.apps.common.quantities import counted
 from shardhet.fsdp.observer import Activity, Observed
 from shardhet.models.decoder import DecoderConfig
 
@@ -47,6 +48,7 @@ TOLERANCES = {FLOAT32: 1e-4, BFLOAT16: 3e-2}  # relative; a race gives anything 
 GLOBAL_BATCH_SIZE = 8
 # Per world: samples of each rank, shares of the state, and microbatch sizes.
 WORLDS = {
+    1: ((8,), (1.0,), (3,)),  # over NCCL, see nccl.py
     2: ((5, 3), (0.7, 0.3), (2, 1)),
     3: ((4, 3, 1), (0.5, 0.1, 0.4), (2, 1, 1)),
     # One stores nothing, one computes nothing.
@@ -71,7 +73,7 @@ class Case:
         """For tables; the world is at its beginning."""
         return ", ".join(
             (
-                f"{self.world_size} ranks",
+                counted(self.world_size, "rank"),
                 self.precision,
                 "several microbatches" if self.is_split else "one microbatch",
                 "recomputed" if self.recompute else "kept",
@@ -123,7 +125,7 @@ def run(job: Job, record: Recorder) -> None:
     """One launch of ranks per world, all cases in it."""
     config = config_of(job)
     expected = reference_losses(config)
-    worlds = list(WORLDS)[:1] if job.is_short else list(WORLDS)
+    worlds = [2] if job.is_short else [2, 3, 4]
     for world_size in worlds:
         cases = cases_for(world_size)
         cases = cases[::3] if job.is_rehearsal else cases

@@ -1,6 +1,7 @@
 """The process groups and transports that a model communicates over, made once per group."""
 
 import atexit
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.transport import Transport, meet, timeout_of
+
+GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"
 
 
 @atexit.register
@@ -56,8 +59,12 @@ class Communicators:
 
         Collective over ``group``.  Models that share ``group`` share the new groups too; a
         program that destroys the process group destroys them with it.
+
+        A group of one rank sends nothing and gets none, unless ``GROUPS_FOR_ONE`` is set: so
+        a single GPU can run what NCCL does, on its streams, with every wait.
         """
-        if group is None or group.size() == 1:
+        is_alone = group is not None and group.size() == 1
+        if group is None or (is_alone and not os.environ.get(GROUPS_FOR_ONE)):
             return cls(gather=None, reduce=None, control=None)
         made = _made_by_group.setdefault(group, {})
         kind = f"{devices.backend_of(group, device)} for {device.type}"
