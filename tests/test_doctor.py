@@ -81,6 +81,7 @@ def test_where_nothing_is_wrong_nothing_is_said() -> None:
 
 
 NO_GPU = {"gpus": ()}
+OLD_CARD = replace(CARD, name="Tesla V100", capability=(7, 0), has_kernels=False)
 FULL_CARD = replace(CARD, free_bytes=12 * GIB)
 TINY_CARD = replace(CARD, memory_bytes=4 * GIB, free_bytes=GIB // 2)
 
@@ -94,6 +95,12 @@ TINY_CARD = replace(CARD, memory_bytes=4 * GIB, free_bytes=GIB // 2)
         ({**NO_GPU, "has_device_files": False}, "the container", "--gpus all", False),
         ({"gpu_errors": ("GPU 1: busy",)}, "GPU 1: busy.", "nvidia-smi", True),
         ({"has_nccl": False}, "no NCCL", "another build", True),
+        (
+            {"gpus": (CARD, OLD_CARD), "built_for": ("sm_75", "sm_86")},
+            "no kernels for GPU 1, Tesla V100 of compute capability 7.0: it is built for sm_75",
+            "an older CUDA",
+            True,
+        ),
         ({"gpus": (FULL_CARD,)}, "12.0 GiB of GPU 0", "limits.0.memory_gib=10.8", False),
         ({"gpus": (CARD, TINY_CARD)}, "3.5 GiB of GPU 1", "End what runs there", False),
         ({"free_bytes": GIB // 2}, "0.5 GiB of memory", "End other programs", True),

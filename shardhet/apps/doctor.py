@@ -47,6 +47,8 @@ class Gpu:
     memory_bytes: int
     free_bytes: int
     has_bf16: bool
+    capability: tuple[int, int] = (0, 0)  # compute capability; (0, 0): not CUDA's
+    has_kernels: bool = True  # torch is built for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class Facts:
 
     versions: Mapping[str, str | None]  # by package; None: not installed
     torch_for: str  # "CUDA 13.0", "ROCm 6.4" or "CPUs"
+    built_for: tuple[str, ...] = ()  # architectures of GPUs: "sm_75", "sm_86", ...
     has_nccl: bool
     has_driver: bool  # for NVIDIA's devices
     has_device_files: bool  # for them; a container may have been given none
@@ -165,6 +168,7 @@ def find_facts() -> Facts:
     return Facts(
         versions={"Python": platform.python_version(), **versions()},
         torch_for=_torch_for(torch.version.cuda, torch.version.hip),
+        built_for=tuple(torch.cuda.get_arch_list()),
         has_nccl=dist.is_nccl_available(),
         has_driver=Path("/proc/driver/nvidia/version").exists(),
         has_device_files=any(Path("/dev").glob("nvidia[0-9]*")),
@@ -200,16 +204,22 @@ def _find_gpus(count: int) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
 def _ask_gpus(count: int) -> list[Gpu | str]:
     import torch
 
+    from shardhet.apps.common.builds import has_kernels
+
     found: list[Gpu | str] = []
+    built_for = torch.cuda.get_arch_list()
     for i in range(count):
         try:
             with torch.cuda.device(i):
                 free_bytes, memory_bytes = torch.cuda.mem_get_info(i)
+                capability = torch.cuda.get_device_capability(i)
                 gpu = Gpu(
                     name=torch.cuda.get_device_name(i),
                     memory_bytes=memory_bytes,
                     free_bytes=free_bytes,
                     has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+                    capability=capability if torch.version.cuda else (0, 0),
+                    has_kernels=not torch.version.cuda or has_kernels(capability, built_for),
                 )
             found.append(gpu)
         except RuntimeError as error:
@@ -261,7 +271,8 @@ def table_of(facts: Facts) -> Table:
     table.add_column()
     installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
     table.add_row("versions", ", ".join(installed))
-    table.add_row("torch for", facts.torch_for)
+    architectures = f" ({', '.join(facts.built_for)})" if facts.built_for else ""
+    table.add_row("torch for", f"{facts.torch_for}{architectures}")
     table.add_row(
         "host",
         f"{socket.gethostname()}: {facts.processor}, {facts.num_cores} cores, "
@@ -271,6 +282,11 @@ def table_of(facts: Facts) -> Table:
         table.add_row(
             f"GPU {i}",
             f"{gpu.name}: {gpu.free_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free"
+            + (
+                ", compute capability {}.{}".format(*gpu.capability)
+                if any(gpu.capability)
+                else ""
+            )
             + ("" if gpu.has_bf16 else ", no bfloat16 of its own"),
         )
     if not facts.gpus:
@@ -297,6 +313,17 @@ def gpu_findings(facts: Facts) -> list[Finding]:
         what = "torch has no NCCL, which GPUs communicate through."
         findings.append(Finding(what, "Install another build."))
     for i, gpu in enumerate(facts.gpus):
+        if not gpu.has_kernels:
+            what = (
+                f"torch has no kernels for GPU {i}, {gpu.name} of compute capability "
+                f"{gpu.capability[0]}.{gpu.capability[1]}: it is built for "
+                f"{', '.join(facts.built_for)}."
+            )
+            mend = (
+                "Install a build of the same version of torch for an older CUDA (as cu126 for "
+                "V100, P100 and P40), or hide this GPU."
+            )
+            findings.append(Finding(what, mend))
         taken_bytes = gpu.memory_bytes - gpu.free_bytes
         if taken_bytes > max(GIB, OTHERS_PART_OF_GPU * gpu.memory_bytes):
             usable_gib = math.floor(9 * gpu.free_bytes / GIB) / 10
