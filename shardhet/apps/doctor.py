@@ -227,6 +227,10 @@ def _ask_gpus(count: int) -> list[Gpu | str]:
     return found
 
 
+def _version(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
 def _processor() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -316,8 +320,7 @@ def gpu_findings(facts: Facts) -> list[Finding]:
         if not gpu.has_kernels:
             what = (
                 f"torch has no kernels for GPU {i}, {gpu.name} of compute capability "
-                f"{gpu.capability[0]}.{gpu.capability[1]}: it is built for "
-                f"{', '.join(facts.built_for)}."
+                f"{_version(gpu.capability)}: it is built for {', '.join(facts.built_for)}."
             )
             mend = (
                 "Install a build of the same version of torch for an older CUDA (as cu126 for "
