@@ -7,18 +7,20 @@ alike.  Its room is what the budget leaves for state.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from shardhet.planner.demands import Demands, Role
-from shardhet.planner.problem import Bools, Floats, Group, Ints, Problem
+from shardhet.planner.dominance import dominated
+from shardhet.planner.problem import Floats, Group, Ints, Problem
 from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanError
 from shardhet.planner.splits import Splits, splits_of
+from shardhet.planner.table import CandidateTable
 from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Workload
@@ -34,38 +36,12 @@ MANY_GROUPS = 32
 GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What one device does: enough to write its part of a plan."""
+class PortShares(NamedTuple):
+    """How much of the state a device stores, as part of all, if collectives are to be fast."""
 
-    microbatch_sizes: tuple[int, ...]
-    recomputed_units: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CandidateTable:
-    """What the problem's candidates stand for, and which devices make up each group."""
-
-    problem: Problem
-    bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
-    splits: tuple[Splits, ...]  # per group
-    split_indices: tuple[Ints, ...]  # per group, [C]: index into its splits
-    choices: tuple[Ints, ...]  # per group, [C]: index into recompute_choices
-    recompute_choices: tuple[tuple[str, ...], ...]
-    is_cut: bool  # candidates were left out because they compute too long
-
-    @cached_property
-    def rounded(self) -> Problem:
-        """The problem with less room, so that shares still fit after rounding to rows."""
-        return self.problem.rounded()
-
-    def candidate(self, group: int, index: int) -> Candidate:
-        """What one device does that takes the candidate at ``index`` of a group."""
-        each = self.problem.groups[group]
-        batch = int(each.batch[index]) // each.num_members
-        split = int(self.split_indices[group][index])
-        choice = self.recompute_choices[int(self.choices[group][index])]
-        return Candidate(self.splits[group].sizes(batch, split), choice if batch else ())
+    least: float = 0.0  # if it computes
+    most: float = inf  # if it computes
+    most_idle: float = inf
 
 
 def row_numel(workload: Workload) -> float:
@@ -83,10 +59,13 @@ class TableBuilder:
         global_batch_size: int,
         demands: Demands,
         effort: Effort = DEFAULT_EFFORT,
+        unevenness: float = 1.0,
+        stored: PortShares = PortShares(),  # noqa: B008  a tuple
         is_lenient: bool = False,
     ) -> None:
-        """With ``is_lenient``, demanded shares may be met to within rows, as plans meet them.
+        """Collectives take as long as with this ``unevenness``, if devices store so much.
 
+        With ``is_lenient``, demanded shares may be met to within rows, as plans meet them.
         The problem then admits every plan, also those that do not fit for sure; its solution
         is a bound.
         """
@@ -94,7 +73,7 @@ class TableBuilder:
         self.global_batch_size = global_batch_size
         self._demands = demands
         self.recompute_choices = recompute_choices(model, effort.recompute_steps)
-        self.turns = model.turns(unevenness=1.0, recomputed=self.recompute_choices)
+        self.turns = model.turns(unevenness=unevenness, recomputed=self.recompute_choices)
         self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
         self.row_numel = row_numel(model.workload)
         shares = demands.state_shares(model.cluster.world_size)
@@ -110,13 +89,16 @@ class TableBuilder:
             ),
             default=0.0,
         )
-        even_numel = self.state_numel / model.cluster.world_size + self.row_numel
-        self.stored_numel = even_numel if demands.has_even_state else None
+        # The most that a device stores if all store the same up to rows.
+        world_size = model.cluster.world_size
+        even = model.stored_numels([1 / world_size] * world_size)
+        self.even_numel = float(max(even)) if demands.has_even_state else None
         self._rest_numel = self.state_numel - self.fixed_numel
         if demands.has_even_state or self.fixed_numel:
             # These shares sum to the state only up to rounding.
             spared = ROUNDING * self.state_numel + self.slack_numel * len(shares)
             self._rest_numel = max(0.0, self._rest_numel - spared)
+        self.stored = stored
         self.max_microbatch_size = demands.max_microbatch_size
         all_roles = demands.roles(model.cluster)
         # Equal roles are one object, which is faster to compare than what it says.
@@ -126,7 +108,8 @@ class TableBuilder:
             role_ids = [id(all_roles[position]) for position in positions]
             key = (len(positions), tuple(dict.fromkeys(role_ids)))
             bundles.setdefault(key, []).append(positions)
-        self._bundles = tuple(map(tuple, bundles.values()))
+        # Per group: sets of equal positions.
+        self.bundles = tuple(map(tuple, bundles.values()))
         self._groups = [
             _GroupTimes(
                 self,
@@ -146,14 +129,34 @@ class TableBuilder:
         stated = [each for each in limits if each is not None]
         return max(1, min(self.global_batch_size, *(stated or [size])))
 
+    @property
+    def unequal_s(self) -> float:
+        """How much longer the optimizer takes if devices that must be equal store the same.
+
+        They do, up to rows.
+        """
+        return max(
+            (
+                times.slowest_optimizer_s * self.row_numel
+                for times in self._groups
+                if times.num_members > 1
+            ),
+            default=0.0,
+        )
+
+    def least_compute_s(self, numbers: Sequence[int]) -> float:
+        """No step is shorter if so many sets of each group compute."""
+        per_s = sum(
+            number * times.num_members / times.least_seconds_per_sample
+            for number, times in zip(numbers, self._groups, strict=True)
+        )
+        return self.global_batch_size / per_s
+
     def first_cut_s(self) -> float:
         """The first cut: all communication, and several times the compute of the batch."""
-        rate = sum(
-            times.count * times.num_members / times.least_seconds_per_sample
-            for times in self._groups
-        )
         slowest_single = min(times.least_seconds for times in self._groups)
-        compute_s = self.global_batch_size / rate + slowest_single
+        compute_s = self.least_compute_s([times.count for times in self._groups])
+        compute_s += slowest_single
         is_many = len(self._groups) > MANY_GROUPS
         factor = CLOSE_CUT_FACTOR if is_many else FIRST_CUT_FACTOR
         return self.turns.comm_s + self.model.overhead_s + factor * compute_s
@@ -168,7 +171,7 @@ class TableBuilder:
         """
         model = self.model
         built = [times.group(cut_s, within_s) for times in self._groups]
-        for (group, _, _), bundles in zip(built, self._bundles, strict=True):
+        for (group, _, _), bundles in zip(built, self.bundles, strict=True):
             if not len(group.batch):
                 raise PlanError(self._nothing_to_do(bundles[0]))
         problem = Problem(
@@ -181,7 +184,7 @@ class TableBuilder:
         )
         return CandidateTable(
             problem=problem,
-            bundles=self._bundles,
+            bundles=self.bundles,
             splits=tuple(times.splits for times in self._groups),
             split_indices=tuple(splits for _, splits, _ in built),
             choices=tuple(choices for _, _, choices in built),
@@ -213,12 +216,19 @@ class _GroupTimes:
         self._roles = roles
         largest = min(builder.largest_microbatch_size(role) for role in roles)
         self._sizes: Ints = np.arange(1, largest + 1)
-        self._members = [_RoleTimes(builder, role, self._sizes) for role in roles]
+        self._members = [
+            _RoleTimes(builder, role, self._sizes, is_together=num_members > 1)
+            for role in roles
+        ]
         # Devices that must be equal cut their batches by the slowest of them.
         self._whole_s: Floats = reduce(np.maximum, [each.whole_s for each in self._members])
         self.splits = splits_of(tuple(self._whole_s.tolist()), 0)
         self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
         self.least_seconds = max(member.least_seconds for member in self._members)
+        profile = builder.model.profile
+        self.slowest_optimizer_s = max(  # per element
+            profile.device(role.device_kind).optimizer_seconds_per_element for role in roles
+        )
 
     def group(self, cut_s: float, within_s: Sequence[float] | None) -> tuple[Group, Ints, Ints]:
         """The group at a cut, and the splits and recompute choices of its candidates."""
@@ -231,17 +241,13 @@ class _GroupTimes:
         batch, costs, room, compute, splits, choices = (
             np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)
         )
-        number, profile = self.num_members, self._builder.model.profile
-        slowest_s = max(
-            profile.device(role.device_kind).optimizer_seconds_per_element
-            for role in self._roles
-        )
+        number = self.num_members
         group = Group(
             count=self.count,
             batch=number * batch,
             costs=costs,
             room=number * room,
-            optimizer_s_per_numel=slowest_s / number,
+            optimizer_s_per_numel=self.slowest_optimizer_s / number,
             num_members=number,
             compute_s=compute,
         )
@@ -270,7 +276,7 @@ class _GroupTimes:
         if within_s is not None:
             valid &= (costs <= np.array(within_s)[:, None, None]).all(axis=0)
             known = np.concatenate((costs, compute[None]))
-        kept = valid & ~_dominated(known, np.where(valid, room, -1.0))
+        kept = valid & ~dominated(known, np.where(valid, room, -1.0))
         b, n = np.nonzero(kept)
         return batches[b], costs[:, b, n], room[b, n], compute[b, n], splits[n], choices[n]
 
@@ -331,8 +337,12 @@ class _Worth(NamedTuple):
 class _RoleTimes:
     """Seconds and bytes of one kind of device under one set of limits, by microbatch size."""
 
-    def __init__(self, builder: TableBuilder, role: Role, sizes: Ints) -> None:
+    def __init__(
+        self, builder: TableBuilder, role: Role, sizes: Ints, *, is_together: bool
+    ) -> None:
+        """``is_together``: other devices must store the same, up to rows."""
         model, device_kind = builder.model, role.device_kind
+        self._is_together = is_together
         self._builder = builder
         self._role = role
         self._sizes = sizes
@@ -410,28 +420,24 @@ class _RoleTimes:
             # An exact share is not part of the state that the search distributes.
             left = left - role.limits.state_share * self._builder.state_numel
             left = np.minimum(left + self._builder.slack_numel, self._builder.row_numel)
-        stored = self._builder.stored_numel
-        if stored is not None:
-            return np.where(left + 2 * self._builder.slack_numel >= stored, stored, -1.0)
+        else:
+            left = self._within_ports(left, batches)
+        even_numel, row_numel = self._builder.even_numel, self._builder.row_numel
+        if even_numel is not None:
+            # ``Problem.rounded`` need not take off what rounding has added already.
+            is_enough = left + 2 * self._builder.slack_numel >= even_numel
+            return np.where(is_enough, even_numel + row_numel, -1.0)
+        if self._is_together:
+            left = left + self._builder.slack_numel
         return np.where(left >= 0, left, -1.0)
 
-
-def _dominated(costs: Floats, room: Floats) -> Bools:
-    """Which candidates [b, n] are beaten in every respect by another of the same batch.
-
-    Each is compared only with the fastest of those with more room, so some dominated
-    candidates remain.
-    """
-    order = np.argsort(-room, axis=1, kind="stable")
-    costs = np.take_along_axis(costs, order[None], axis=2)
-    total = costs.sum(axis=0)
-    fastest = np.minimum.accumulate(total, axis=1)
-    columns = np.arange(total.shape[1])
-    pivot = np.maximum.accumulate(np.where(total == fastest, columns, 0), axis=1)
-    # The fastest column before each one.
-    previous = np.concatenate((np.zeros_like(pivot[:, :1]), pivot[:, :-1]), axis=1)
-    beaten: Bools = np.all(np.take_along_axis(costs, previous[None], axis=2) <= costs, axis=0)
-    beaten[:, 0] = False
-    result = np.zeros_like(beaten)
-    np.put_along_axis(result, order, beaten, axis=1)
-    return result
+    def _within_ports(self, left: Floats, batches: Ints) -> Floats:
+        """The room of which collectives can make use; -1 where it is less than they need."""
+        stored, row_numel = self._builder.stored, self._builder.row_numel
+        if stored == PortShares():
+            return left
+        least, most, most_idle = (each * self._builder.model.workload.numel for each in stored)
+        computes = batches[:, None] > 0
+        # ``Problem.rounded`` takes row_numel off all room, so it is added here.
+        within = np.minimum(left, np.where(computes, most, most_idle) + row_numel)
+        return np.where(computes & (left < least), -1.0, within)
