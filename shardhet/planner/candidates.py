@@ -61,9 +61,12 @@ class TableBuilder:
         effort: Effort = DEFAULT_EFFORT,
         unevenness: float = 1.0,
         stored: PortShares = PortShares(),  # noqa: B008  a tuple
+        row_part: float = 1.0,
         is_lenient: bool = False,
     ) -> None:
         """Collectives take as long as with this ``unevenness``, if devices store so much.
+
+        ``row_part`` is the part that is left of the room that rounding to rows may take.
 
         With ``is_lenient``, demanded shares may be met to within rows, as plans meet them.
         The problem then admits every plan, also those that do not fit for sure; its solution
@@ -75,7 +78,7 @@ class TableBuilder:
         self.recompute_choices = recompute_choices(model, effort.recompute_steps)
         self.turns = model.turns(unevenness=unevenness, recomputed=self.recompute_choices)
         self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
-        self.row_numel = row_numel(model.workload)
+        self.row_numel = row_part * row_numel(model.workload)
         shares = demands.state_shares(model.cluster.world_size)
         self.fixed_numel = self.state_numel * sum(shares.values())  # by demand
         self.slack_numel = self.row_numel if is_lenient else 0.0  # of demanded shares

@@ -8,15 +8,13 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
-from shardhet.planner.assignment import assign
 from shardhet.planner.candidates import TableBuilder
 from shardhet.planner.certificate import Certificate, certify
 from shardhet.planner.demands import Demands
 from shardhet.planner.misses import nearest_miss
-from shardhet.planner.problem import Choice, Value
 from shardhet.planner.receivers import Computing, depends_on_shares, who_computes
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
-from shardhet.planner.shares import plans_of_choices
+from shardhet.planner.shares import RESCORED_MARGIN, as_fast, fitting_plans
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.planner.table import CandidateTable
 from shardhet.pricing.cost import CostModel
@@ -26,11 +24,12 @@ from shardhet.simulator.simulation import simulated_step_s
 
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
 NUM_RESCORED = 4
-RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction are simulated
 LEAST_GAIN = 1e-3  # of the step, for which parameters that stay gathered may take memory
 NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
 # Where collectives depend on shares: searches at most, and the gap that ends them.
 MAX_SEARCHES, SHARES_GAP = 48, 1e-3
+# Parts of the room that rounding to rows may take, and what the first may cost.
+ROW_PARTS, ROWS_GAP = (1.0, 0.5, 0.0), 1e-3
 NO_DEMANDS = Demands()
 
 
@@ -101,7 +100,11 @@ class _Task:
     num_rescored: int
 
     def builder(
-        self, computing: Computing | None = None, *, is_lenient: bool = False
+        self,
+        computing: Computing | None = None,
+        *,
+        row_part: float = 1.0,
+        is_lenient: bool = False,
     ) -> TableBuilder:
         """Lists candidates, of all plans or of some."""
         listing = partial(
@@ -109,6 +112,7 @@ class _Task:
             self.model,
             global_batch_size=self.global_batch_size,
             effort=self.effort,
+            row_part=row_part,
             is_lenient=is_lenient,
         )
         if computing is None:
@@ -241,21 +245,36 @@ def _fastest(
 
 
 def _best_plan(task: _Task, computing: Computing) -> PlanSolution:
-    """The best plan of these, with a bound on all of them."""
+    """The best plan of these, with a bound on all of them.
+
+    Where leaving room for rounding to rows costs time, plans with less of it are tried.
+    """
     model, num_rescored = task.model, task.num_rescored
-    builder = task.builder(computing)
-    table, found = _search(builder, task.effort)
-    bound_s = found.lower_bound_s
-    met = (found.choices, *found.runners_up)[:num_rescored]
-    plans_of = partial(
-        _fitting_plans, builder, computing.demands, table, is_final=num_rescored > 1
-    )
-    fitting = plans_of(met) or plans_of(found.runners_up)
-    if not fitting:
-        raise NoRoomForRowsError(
-            "plan: no share fits once it is rounded to rows. Raise a budget.",
-            lower_bound_s=bound_s,
+    fitting: list[PlanSolution] = []
+    missed: NoRoomForRowsError | None = None
+    for row_part in ROW_PARTS:
+        builder = task.builder(computing, row_part=row_part)
+        try:
+            table, found, is_tight = _search(builder, task.effort)
+        except NoRoomForRowsError as error:
+            missed = missed or error
+            continue
+        met = (found.choices, *found.runners_up)[:num_rescored]
+        plans_of = partial(
+            fitting_plans, builder, computing.demands, table, is_final=num_rescored > 1
         )
+        fitting += plans_of(met) or plans_of(found.runners_up)
+        missed = NoRoomForRowsError(
+            "plan: no share fits once it is rounded to rows. Raise a budget.",
+            lower_bound_s=found.lower_bound_s,
+        )
+        if fitting and not is_tight:
+            break
+    assert missed is not None
+    bound_s = missed.lower_bound_s
+    if not fitting:
+        raise missed
+    fitting = as_fast(fitting)
     if num_rescored == 1 or len(fitting) == 1:
         return replace(fitting[0], lower_bound_s=bound_s)
     simulated = [
@@ -288,7 +307,7 @@ def certify_search(
             effort=effort,
         )
         try:
-            table, _ = _search(builder, effort)
+            table, _, _ = _search(builder, effort)
         except PlanError as error:
             missed = missed or error
         else:
@@ -321,7 +340,7 @@ def least_step_s(
             effort=effort,
         )
         try:
-            _, found = _search(builder, effort, at_most_s)
+            _, found, _ = _search(builder, effort, at_most_s)
         except PlanError:
             continue
         at_most_s = min(at_most_s, found.value.objective_s)
@@ -330,22 +349,24 @@ def least_step_s(
 
 def _search(
     builder: TableBuilder, effort: Effort, at_most_s: float = inf
-) -> tuple[CandidateTable, Found]:
+) -> tuple[CandidateTable, Found, bool]:
     """Search candidates up to a cut, raised until those left out are slower than the result.
 
-    The bound holds for shares of any size; the choices leave room to round shares to rows.
-    The cut is not raised beyond ``at_most_s``: nothing slower is asked for.
+    The bound holds for shares of any size; the choices leave room to round shares to rows,
+    and the last value is whether they are slower for it.  The cut is not raised beyond
+    ``at_most_s``: nothing slower is asked for.
     """
     cut_s = min(builder.first_cut_s(), at_most_s)
     while True:
         table = builder.table(cut_s)
         is_last = not table.is_cut or cut_s >= at_most_s
-        error, bound_s = PlanError, inf
+        error, bound_s, is_tight = PlanError, inf, False
         try:
             found = search(table.problem, effort)
             if table.rounded.evaluate(found.choices) is None:
                 error, bound_s = NoRoomForRowsError, found.lower_bound_s
                 tighter = search(table.rounded, effort)
+                is_tight = tighter.value.objective_s > found.value.objective_s * (1 + ROWS_GAP)
                 found = replace(tighter, lower_bound_s=bound_s)
         except NothingFitsError:
             if is_last:
@@ -355,75 +376,8 @@ def _search(
                 raise error(message, lower_bound_s=bound_s) from None
         else:
             if is_last or found.value.objective_s <= cut_s:
-                return table, found
+                return table, found, is_tight
         cut_s *= CUT_GROWTH
-
-
-def _fitting_plans(
-    builder: TableBuilder,
-    demands: Demands,
-    table: CandidateTable,
-    met: Sequence[tuple[Choice, ...]],
-    *,
-    is_final: bool,
-) -> list[PlanSolution]:
-    """The plans of these choices that fit after rounding to rows, fastest first.
-
-    HiGHS reassigns the candidates within the limits of each choice; if the plan ``is_final``,
-    and not only its step of interest, also those that are as fast and compute less.  The state
-    of each is spread in several ways.  The plans do not have a bound yet.
-    """
-    model = builder.model
-    budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
-    solutions: dict[Plan, PlanSolution] = {}
-    worth = [(choices, table.rounded.evaluate(choices)) for choices in met]
-    values = [value for _, value in worth if value is not None]
-    if not values:
-        return []
-    wider = _wider(builder, values) if is_final else table
-    for choices, value in worth:
-        if value is None:
-            continue
-        # The search's own choice is tried as well, in case that of HiGHS does not fit after
-        # rounding to rows.
-        by_highs = assign(wider.rounded, choices, value)
-        for assignment in dict.fromkeys((by_highs, by_highs.replaced_by(choices))):
-            from_table = wider if assignment.is_by_highs else table
-            spread = [
-                PlanSolution(
-                    plan=plan,
-                    predicted=model.predict(plan).within(budgets),
-                    lower_bound_s=0.0,
-                    assignment=assignment,
-                )
-                for plan in dict.fromkeys(
-                    plans_of_choices(
-                        model, demands, from_table, assignment.choices, value.optimizer_s
-                    )
-                )
-            ]
-            solutions |= {each.plan: each for each in spread if each.plan not in solutions}
-            if any(each.fits for each in spread):
-                break
-    fitting = [each for each in solutions.values() if each.fits]
-    fitting.sort(key=lambda each: each.predicted.step_time_s)  # ties keep their order
-    slowest_s = (1 + RESCORED_MARGIN) * min(
-        (each.predicted.step_time_s for each in fitting), default=0.0
-    )
-    return [each for each in fitting if each.predicted.step_time_s <= slowest_s]
-
-
-def _wider(builder: TableBuilder, values: Sequence[Value]) -> CandidateTable:
-    """All candidates that may be as fast as these choices, with those that compute less.
-
-    Where links hide compute, ``builder.table`` has only one of candidates that are equally
-    fast, perhaps one that recomputes.
-    """
-    longest_s = [
-        max(column) for column in zip(*(each.phases_s for each in values), strict=True)
-    ]
-    cut_s = 1.01 * max(each.objective_s for each in values)  # no device computes longer
-    return builder.table(cut_s, within_s=longest_s)
 
 
 def _share_dependent_s(model: CostModel) -> float:

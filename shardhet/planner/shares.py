@@ -1,19 +1,95 @@
-"""From choices of candidates to plans: who stores how much of the state."""
+"""From choices of candidates to plans that fit: who stores how much of the state."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
 
 import numpy as np
 
+from shardhet.planner.assignment import assign
+from shardhet.planner.candidates import TableBuilder
 from shardhet.planner.demands import Demands
-from shardhet.planner.problem import Choice, Floats, fill_level
+from shardhet.planner.problem import Choice, Floats, Value, fill_level
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
+from shardhet.planner.solution import PlanSolution
 from shardhet.planner.table import Candidate, CandidateTable
 from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 
+RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction count as equal
 
-def plans_of_choices(
+
+def fitting_plans(
+    builder: TableBuilder,
+    demands: Demands,
+    table: CandidateTable,
+    met: Sequence[tuple[Choice, ...]],
+    *,
+    is_final: bool,
+) -> list[PlanSolution]:
+    """The plans of these choices that fit after rounding to rows, fastest first.
+
+    Candidates are assigned anew within the limits of each choice; if the plan ``is_final``,
+    and not only its step of interest, also those that are as fast and compute less.  The state
+    of each is spread in several ways.  The plans do not have a bound yet.
+    """
+    model = builder.model
+    budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
+    solutions: dict[Plan, PlanSolution] = {}
+    worth = [(choices, table.rounded.evaluate(choices)) for choices in met]
+    values = [value for _, value in worth if value is not None]
+    if not values:
+        return []
+    wider = _wider(builder, values) if is_final else table
+    for choices, value in worth:
+        if value is None:
+            continue
+        # The search's own choice is tried as well, in case the least compute does not fit
+        # after rounding to rows.
+        least = assign(wider.rounded, choices, value)
+        for assignment in dict.fromkeys((least, least.replaced_by(choices))):
+            from_table = wider if assignment.is_least else table
+            spread = [
+                PlanSolution(
+                    plan=plan,
+                    predicted=model.predict(plan).within(budgets),
+                    lower_bound_s=0.0,
+                    assignment=assignment,
+                )
+                for plan in dict.fromkeys(
+                    _plans_of_choices(
+                        model, demands, from_table, assignment.choices, value.optimizer_s
+                    )
+                )
+            ]
+            solutions |= {each.plan: each for each in spread if each.plan not in solutions}
+            if any(each.fits for each in spread):
+                break
+    return as_fast([each for each in solutions.values() if each.fits])
+
+
+def as_fast(solutions: Sequence[PlanSolution]) -> list[PlanSolution]:
+    """Those that are as fast as the fastest by prediction, in order."""
+    ranked = sorted(solutions, key=lambda each: each.predicted.step_time_s)  # stable
+    slowest_s = (1 + RESCORED_MARGIN) * min(
+        (each.predicted.step_time_s for each in ranked), default=0.0
+    )
+    return [each for each in ranked if each.predicted.step_time_s <= slowest_s]
+
+
+def _wider(builder: TableBuilder, values: Sequence[Value]) -> CandidateTable:
+    """All candidates that may be as fast as these choices, with those that compute less.
+
+    Where links hide compute, ``builder.table`` has only one of candidates that are equally
+    fast, perhaps one that recomputes.
+    """
+    longest_s = [
+        max(column) for column in zip(*(each.phases_s for each in values), strict=True)
+    ]
+    cut_s = 1.01 * max(each.objective_s for each in values)  # no device computes longer
+    return builder.table(cut_s, within_s=longest_s)
+
+
+def _plans_of_choices(
     model: CostModel,
     demands: Demands,
     table: CandidateTable,
