@@ -4,7 +4,7 @@ The plan is shown at once.  What takes more planning follows, each row as it is 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,7 +20,7 @@ from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Larger, Reso
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Source
-from shardhet.simulator.timeline import Timeline
+from shardhet.simulator.together import StepTimes
 
 FILE_COLUMNS = 110
 GIB = 2**30
@@ -45,7 +45,7 @@ class PlanReport:
 
     inputs: Inputs
     solution: PlanSolution
-    timeline: Timeline
+    times: StepTimes  # simulated
     note: str  # on the objective
     without: BetterWithout | None = None  # devices that the plan leaves out
 
@@ -71,11 +71,16 @@ class Row:
 def rows(report: PlanReport) -> list[Row]:
     """The plan's devices in plan order; neighbours that do the same share a row."""
     solution = report.solution
-    return rows_of(solution.plan, solution.predicted, report.timeline)
+    times = report.times
+    return rows_of(
+        solution.plan, solution.predicted, lambda i: times.busy_s[i] / times.step_time_s
+    )
 
 
-def rows_of(plan: Plan, predicted: StepCost, timeline: Timeline) -> list[Row]:
-    """The rows of a plan with this prediction and timeline."""
+def rows_of(
+    plan: Plan, predicted: StepCost, busy_fraction: Callable[[int], float]
+) -> list[Row]:
+    """The rows of a plan with this prediction; ``busy_fraction`` is that of a position."""
     costs = predicted.ranks
     total = sum(cost.stored_numel for cost in costs)
 
@@ -95,7 +100,7 @@ def rows_of(plan: Plan, predicted: StepCost, timeline: Timeline) -> list[Row]:
                 plan.ranks[i],
                 costs[i],
                 costs[i].stored_numel / total,
-                timeline.ranks[i].busy_s / timeline.step_time_s,
+                busy_fraction(i),
             )
         )
     return found
@@ -213,7 +218,7 @@ def _result(report: PlanReport) -> Iterator[str]:
     tokens_per_s = solution.samples_per_s * workload.tokens_per_sample
     yield (
         f"predicted step {duration(solution.predicted.step_time_s)} (simulated "
-        f"{duration(report.timeline.step_time_s)}): {solution.samples_per_s:,.4g} samples/s"
+        f"{duration(report.times.step_time_s)}): {solution.samples_per_s:,.4g} samples/s"
         + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
     )
     if not report.note:

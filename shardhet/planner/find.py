@@ -28,6 +28,8 @@ LEAST_GAIN = 1e-3  # of the step, for which parameters that stay gathered may ta
 NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
 # Where collectives depend on shares: searches at most, and the gap that ends them.
 MAX_SEARCHES, SHARES_GAP = 48, 1e-3
+COARSE = Effort(relative_gap=1e-3)
+ROUNDING = 1e-9
 # Parts of the room that rounding to rows may take, and what the first may cost.
 ROW_PARTS, ROWS_GAP = (1.0, 0.5, 0.0), 1e-3
 NO_DEMANDS = Demands()
@@ -207,9 +209,10 @@ def _lenient_bound_s(task: _Task, computing: Computing) -> float:
     while True:
         bound_s = inf
         try:
+            cut_s = _close_cut_s(builder, cut_s)
             table = builder.table(cut_s)
-        except PlanError:  # a device can do nothing that is demanded of it
-            return inf
+        except PlanError as error:  # a device can do nothing that is demanded of it
+            return error.lower_bound_s
         with suppress(NothingFitsError):
             bound_s = search(table.problem, task.effort).lower_bound_s
         if not table.is_cut or bound_s <= cut_s:
@@ -347,6 +350,35 @@ def least_step_s(
     return at_most_s
 
 
+def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) -> float:
+    """A cut that leaves fewer batches where there are many; else ``cut_s`` itself.
+
+    A plan with batches that are multiples of a stride is not faster than the best, so its step
+    is a cut, and with it the batches that devices may compute are few.
+    """
+    builder.check_listed(cut_s, is_whole=True)
+    stride = builder.stride(cut_s)
+    while stride > 1:
+        table = builder.table(cut_s, stride=stride)
+        try:
+            found = search(table.rounded, COARSE)
+        except NothingFitsError:
+            if not table.is_cut:
+                message = nearest_miss(table.rounded, builder.model)
+                raise PlanError(message, lower_bound_s=builder.least_s) from None
+            cut_s = min(at_most_s, cut_s * CUT_GROWTH)
+            if cut_s == at_most_s:
+                return cut_s
+            stride = builder.stride(cut_s)
+            continue
+        cut_s = min(at_most_s, found.value.objective_s * (1 + ROUNDING))
+        closer = builder.stride(cut_s)
+        if closer > stride / 2:
+            break
+        stride = closer
+    return cut_s
+
+
 def _search(
     builder: TableBuilder, effort: Effort, at_most_s: float = inf
 ) -> tuple[CandidateTable, Found, bool]:
@@ -356,8 +388,9 @@ def _search(
     and the last value is whether they are slower for it.  The cut is not raised beyond
     ``at_most_s``: nothing slower is asked for.
     """
-    cut_s = min(builder.first_cut_s(), at_most_s)
+    cut_s = _close_cut_s(builder, min(builder.first_cut_s(), at_most_s), at_most_s)
     while True:
+        builder.check_listed(cut_s, is_whole=False)
         table = builder.table(cut_s)
         is_last = not table.is_cut or cut_s >= at_most_s
         error, bound_s, is_tight = PlanError, inf, False
