@@ -23,6 +23,7 @@ from shardhet.records.profiles import Source
 from shardhet.simulator.together import StepTimes
 
 FILE_COLUMNS = 110
+MANY_ROWS = 32
 GIB = 2**30
 
 
@@ -117,7 +118,7 @@ def show_plan(report: PlanReport, console: Console) -> None:
     """Print the plan and what it reaches."""
     for line in _heading(report):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(_devices_table(report))
+    _show_devices(report, console)
     lines = [*_result(report)]
     if report.without is not None:
         lines += _without_lines(report.without, is_done=True)
@@ -183,24 +184,34 @@ def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
     )
 
 
-def _devices_table(report: PlanReport) -> Table:
-    table = Table(box=box.ASCII)
+def _show_devices(report: PlanReport, console: Console) -> None:
     units = [unit.fqn for unit in report.inputs.setting.workload.units]
-    table.add_column("device")
-    for column in ("microbatches", "recomputes", "share", "memory", "busy"):
-        table.add_column(column, justify="right")
-    for row in rows(report):
-        used = row.cost.memory.total_bytes / GIB
-        budget = row.cost.memory_budget_bytes / GIB
-        table.add_row(
+    columns = ("device", "microbatches", "recomputes", "share", "memory", "busy")
+    lines = [
+        (
             row.label,
             microbatches(row.rank.microbatch_sizes),
             recomputed(row.rank, units),
             f"{row.share:.2%}",
-            f"{used:.1f} of {budget:.1f} GiB",
+            f"{row.cost.memory.total_bytes / GIB:.1f} of "
+            f"{row.cost.memory_budget_bytes / GIB:.1f} GiB",
             f"{row.busy:.0%}",
         )
-    return table
+        for row in rows(report)
+    ]
+    if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        streamed = StreamedTable(console, list(zip(columns, widths, strict=True)))
+        for cells in lines:
+            streamed.add_row(*cells)
+        streamed.end()
+        return
+    table = Table(box=box.ASCII)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "device" else "right")
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)
 
 
 def counted(number: int, what: str) -> str:
