@@ -45,7 +45,7 @@ from shardhet.planner.steady import OFF, disturbances, loss_of, steadier
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
-from shardhet.simulator.simulation import simulate
+from shardhet.simulator.simulation import simulated_times
 
 DOOR = Door(
     command="shardhet plan",
@@ -112,7 +112,7 @@ def show(
         report = PlanReport(
             inputs=inputs,
             solution=answer.solution,
-            timeline=simulate(answer.solution.plan, inputs.setting),
+            times=simulated_times(answer.solution.plan, inputs.setting),
             note=answer.note,
             without=without,
         )

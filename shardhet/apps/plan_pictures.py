@@ -6,6 +6,7 @@ from pathlib import Path
 from shardhet.apps.common.plots import DeviceBar, Lane, draw_plan
 from shardhet.apps.plan_report import PlanReport, Row, rows
 from shardhet.pricing.step_cost import MemoryParts
+from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline
 
 GIB = 2**30
@@ -29,7 +30,8 @@ def draw_report(report: PlanReport, path: Path) -> None:
         f"{inputs.name} on {plan.world_size} devices, {plan.global_batch_size} "
         f"samples: {report.solution.samples_per_s:,.4g} samples/s predicted"
     )
-    draw_plan(title, bars, lanes(report.timeline, found), path)
+    timeline = simulate(plan, inputs.setting)
+    draw_plan(title, bars, lanes(timeline, found), path)
 
 
 def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:

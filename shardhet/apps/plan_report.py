@@ -4,7 +4,7 @@ The plan is shown at once.  What takes more planning follows, each row as it is 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,9 +21,10 @@ from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Larger, Reso
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Source
-from shardhet.simulator.timeline import Timeline
+from shardhet.simulator.together import StepTimes
 
 FILE_COLUMNS = 110
+MANY_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class PlanReport:
 
     inputs: Inputs
     solution: PlanSolution
-    timeline: Timeline
+    times: StepTimes  # simulated
     note: str  # on the objective
     without: BetterWithout | None = None  # devices that the plan leaves out
 
@@ -72,11 +73,16 @@ class Row:
 def rows(report: PlanReport) -> list[Row]:
     """The plan's devices in plan order; neighbours that do the same share a row."""
     solution = report.solution
-    return rows_of(solution.plan, solution.predicted, report.timeline)
+    times = report.times
+    return rows_of(
+        solution.plan, solution.predicted, lambda i: times.busy_s[i] / times.step_time_s
+    )
 
 
-def rows_of(plan: Plan, predicted: StepCost, timeline: Timeline) -> list[Row]:
-    """The rows of a plan with this prediction and timeline."""
+def rows_of(
+    plan: Plan, predicted: StepCost, busy_fraction: Callable[[int], float]
+) -> list[Row]:
+    """The rows of a plan with this prediction; ``busy_fraction`` is that of a position."""
     costs = predicted.ranks
     total = sum(cost.stored_numel for cost in costs)
 
@@ -96,7 +102,7 @@ def rows_of(plan: Plan, predicted: StepCost, timeline: Timeline) -> list[Row]:
                 plan.ranks[i],
                 costs[i],
                 costs[i].stored_numel / total,
-                timeline.ranks[i].busy_s / timeline.step_time_s,
+                busy_fraction(i),
             )
         )
     return found
@@ -113,7 +119,7 @@ def show_plan(report: PlanReport, console: Console) -> None:
     """Print the plan and what it reaches."""
     for line in _heading(report):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(_devices_table(report))
+    _show_devices(report, console)
     lines = [*_result(report)]
     if report.without is not None:
         lines += _without_lines(report.without, is_done=True)
@@ -179,14 +185,11 @@ def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
     )
 
 
-def _devices_table(report: PlanReport) -> Table:
-    table = Table(box=box.ASCII)
+def _show_devices(report: PlanReport, console: Console) -> None:
     units = [unit.fqn for unit in report.inputs.setting.workload.units]
-    table.add_column("device")
-    for column in ("microbatches", "recomputes", "share", "memory", "busy"):
-        table.add_column(column, justify="right")
-    for row in rows(report):
-        table.add_row(
+    columns = ("device", "microbatches", "recomputes", "share", "memory", "busy")
+    lines = [
+        (
             row.label,
             microbatches(row.rank.microbatch_sizes),
             recomputed(row.rank, units),
@@ -194,7 +197,21 @@ def _devices_table(report: PlanReport) -> Table:
             of_budget(row.cost.memory.total_bytes, row.cost.memory_budget_bytes),
             f"{row.busy:.0%}",
         )
-    return table
+        for row in rows(report)
+    ]
+    if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        streamed = StreamedTable(console, list(zip(columns, widths, strict=True)))
+        for cells in lines:
+            streamed.add_row(*cells)
+        streamed.end()
+        return
+    table = Table(box=box.ASCII)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "device" else "right")
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)
 
 
 def _result(report: PlanReport) -> Iterator[str]:
@@ -202,7 +219,7 @@ def _result(report: PlanReport) -> Iterator[str]:
     tokens_per_s = solution.samples_per_s * workload.tokens_per_sample
     yield (
         f"predicted step {duration(solution.predicted.step_time_s)} (simulated "
-        f"{duration(report.timeline.step_time_s)}): {solution.samples_per_s:,.4g} samples/s"
+        f"{duration(report.times.step_time_s)}): {solution.samples_per_s:,.4g} samples/s"
         + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
     )
     if not report.note:
@@ -212,7 +229,7 @@ def _result(report: PlanReport) -> Iterator[str]:
             "Units stay gathered from forward to backward (reshard_after_forward=False): "
             "there is memory for it, and each is gathered once instead of twice."
         )
-    if not solution.assignment.is_by_highs:
+    if not solution.assignment.is_least:
         yield (
             "The search's own assignment is used: HiGHS did not finish within its limits on "
             f"{solution.assignment.num_variables:,} candidates."

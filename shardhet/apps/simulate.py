@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"{error}\nNothing was simulated.", markup=False)
         raise SystemExit(2) from None
-    found = rows_of(plan, predicted, timeline)
+    found = rows_of(plan, predicted, lambda i: 1 - timeline.idle_fraction(i))
     console = wide_console()
     _show(inputs, plan, timeline, found, console)
     _write(conf, inputs, timeline, found, console)

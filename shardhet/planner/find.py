@@ -2,31 +2,36 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 
-import numpy as np
-
-from shardhet.planner.assignment import assign
-from shardhet.planner.candidates import Candidate, CandidateTable, TableBuilder
+from shardhet.planner.candidates import TableBuilder
 from shardhet.planner.certificate import Certificate, certify
 from shardhet.planner.demands import Demands
 from shardhet.planner.misses import nearest_miss
-from shardhet.planner.problem import Choice, Value, fill_level
+from shardhet.planner.receivers import Computing, depends_on_shares, who_computes
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
+from shardhet.planner.shares import RESCORED_MARGIN, as_fast, fitting_plans
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
+from shardhet.planner.table import CandidateTable
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.pricing.turns import Turns
-from shardhet.records.plan import Plan, PlannedUnit, RankPlan
+from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulated_step_s
 
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
 NUM_RESCORED = 4
-RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction are simulated
 LEAST_GAIN = 1e-3  # of the step, for which parameters that stay gathered may take memory
 NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
+# Where collectives depend on shares: searches at most, and the gap that ends them.
+MAX_SEARCHES, SHARES_GAP = 48, 1e-3
+COARSE = Effort(relative_gap=1e-3)
+ROUNDING = 1e-9
+# Parts of the room that rounding to rows may take, and what the first may cost.
+ROW_PARTS, ROWS_GAP = (1.0, 0.5, 0.0), 1e-3
 NO_DEMANDS = Demands()
 
 
@@ -72,19 +77,12 @@ def solve(
     for reshards in (True, False):
         model = CostModel(setting, reshards)
         if found and _spared_s(model) <= NO_GAIN * found[0].predicted.step_time_s:
-            bounds_s.append(found[0].lower_bound_s - _spared_s(model))
+            bounds_s.append(min(bounds_s) - _spared_s(model))
             continue
-        try:
-            solution = _solve_as(model, global_batch_size, demands, effort, num_rescored)
-        except PlanError as error:
-            missed = missed or error
-            bound_s = error.lower_bound_s
-        else:
-            found.append(solution)
-            bound_s = solution.lower_bound_s
-        if demands.has_even_state or demands.state_shares(setting.cluster.world_size):
-            lenient_s = _lenient_bound_s(model, global_batch_size, demands, effort)
-            bound_s = min(bound_s, lenient_s)
+        task = _Task(model, global_batch_size, demands, effort, num_rescored)
+        solutions, bound_s, error = _solve_as(task)
+        found += solutions
+        missed = missed or error
         bounds_s.append(bound_s)
     if not found:
         assert missed is not None
@@ -93,32 +91,132 @@ def solve(
     return replace(_fastest(found, setting, num_rescored), lower_bound_s=min(bounds_s))
 
 
-def _lenient_bound_s(
-    model: CostModel, global_batch_size: int, demands: Demands, effort: Effort
-) -> float:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is asked, of plans of one kind of resharding."""
+
+    model: CostModel
+    global_batch_size: int
+    demands: Demands
+    effort: Effort
+    num_rescored: int
+
+    def builder(
+        self,
+        computing: Computing | None = None,
+        *,
+        row_part: float = 1.0,
+        is_lenient: bool = False,
+    ) -> TableBuilder:
+        """Lists candidates, of all plans or of some."""
+        listing = partial(
+            TableBuilder,
+            self.model,
+            global_batch_size=self.global_batch_size,
+            effort=self.effort,
+            row_part=row_part,
+            is_lenient=is_lenient,
+        )
+        if computing is None:
+            return listing(demands=self.demands)
+        return listing(
+            demands=computing.demands,
+            unevenness=computing.unevenness,
+            stored=computing.stored(self.model.cluster.world_size),
+        )
+
+
+def _solve_as(task: _Task) -> tuple[list[PlanSolution], float, PlanError | None]:
+    """The best plan if there is one, a bound on all, and why there is none.
+
+    Where collectives depend on shares, plans are searched by which devices compute and by how
+    uneven their shares are, those with the least bound first.
+    """
+    sets = None
+    if depends_on_shares(task.model):
+        sets = who_computes(task.builder(), task.demands)
+    if not sets:
+        every = Computing(task.demands, task.model.cluster.world_size, 1.0, 0.0)
+        solution, bound_s, error = _solve_for(task, every)
+        found = [] if solution is None else [solution]
+        return found, bound_s - _share_dependent_s(task.model), error
+    best: PlanSolution | None = None
+    missed: PlanError | None = None
+    order = count()
+    # The first has the most devices that compute.
+    waiting = [
+        (0.0 if i == 0 else each.bound_s, next(order), each) for i, each in enumerate(sets)
+    ]
+    heapify(waiting)
+    settled_s = inf
+    for _ in range(MAX_SEARCHES):
+        best_s = inf if best is None else best.predicted.step_time_s
+        if not waiting or waiting[0][0] >= best_s / (1 + SHARES_GAP):
+            break
+        computing = heappop(waiting)[2]
+        solution, bound_s, error = _solve_for(task, computing)
+        bound_s, missed = max(bound_s, computing.bound_s), missed or error
+        if solution is None:
+            settled_s = min(settled_s, bound_s)
+            continue
+        if solution.predicted.step_time_s < best_s:
+            best = solution
+        most = min(computing.most_unevenness, _unevenness(task.model, solution))
+        if most <= computing.unevenness * (1 + SHARES_GAP):
+            settled_s = min(settled_s, bound_s)
+            continue
+        for half in computing.halves((computing.unevenness + most) / 2, bound_s):
+            heappush(waiting, (bound_s, next(order), half))
+    bound_s = min([settled_s, *(each.bound_s for _, _, each in waiting)])
+    return ([] if best is None else [best]), bound_s, missed
+
+
+def _unevenness(model: CostModel, solution: PlanSolution) -> float:
+    """That of the plan's shares, as they are rounded to rows."""
+    shares = [rank.stored_numel / model.workload.numel for rank in solution.predicted.ranks]
+    computes = [rank.rank_batch_size > 0 for rank in solution.plan.ranks]
+    return model.unevenness(shares, computes)
+
+
+def _solve_for(
+    task: _Task, computing: Computing
+) -> tuple[PlanSolution | None, float, PlanError | None]:
+    """The best plan of these, a bound on all of them, or why there is none."""
+    solution: PlanSolution | None = None
+    missed: PlanError | None = None
+    try:
+        solution = _best_plan(task, computing)
+    except PlanError as error:
+        missed, bound_s = error, error.lower_bound_s
+    else:
+        bound_s = solution.lower_bound_s
+    demands = task.demands
+    has_shares = demands.has_even_state or demands.state_shares(task.model.cluster.world_size)
+    if has_shares or demands.equal:
+        bound_s = min(bound_s, _lenient_bound_s(task, computing))
+    return solution, bound_s, missed
+
+
+def _lenient_bound_s(task: _Task, computing: Computing) -> float:
     """A bound on plans that meet demanded shares to within rows; inf if there are none.
 
-    The problem behind the plan leaves room for shares that are a few rows larger, so its own
-    bound does not hold for plans whose shares are a few rows smaller.
+    The problem behind the plan leaves room for shares that are a few rows larger, and has
+    equal devices store the same to the element.  So its own bound does not hold for plans
+    whose shares are a few rows smaller.
     """
-    builder = TableBuilder(
-        model,
-        global_batch_size=global_batch_size,
-        demands=demands,
-        effort=effort,
-        is_lenient=True,
-    )
+    builder = task.builder(computing, is_lenient=True)
     cut_s = builder.first_cut_s()
     while True:
         bound_s = inf
         try:
+            cut_s = _close_cut_s(builder, cut_s)
             table = builder.table(cut_s)
-        except PlanError:  # a device can do nothing that is demanded of it
-            return inf
+        except PlanError as error:  # a device can do nothing that is demanded of it
+            return error.lower_bound_s
         with suppress(NothingFitsError):
-            bound_s = search(table.problem, effort).lower_bound_s
+            bound_s = search(table.problem, task.effort).lower_bound_s
         if not table.is_cut or bound_s <= cut_s:
-            return bound_s - _share_dependent_s(model, builder.turns)
+            return bound_s - builder.unequal_s
         cut_s *= CUT_GROWTH
 
 
@@ -149,27 +247,37 @@ def _fastest(
     return best
 
 
-def _solve_as(
-    model: CostModel,
-    global_batch_size: int,
-    demands: Demands,
-    effort: Effort,
-    num_rescored: int,
-) -> PlanSolution:
-    """The best plan of the model's kind of resharding, with a bound on plans of this kind."""
-    builder = TableBuilder(
-        model, global_batch_size=global_batch_size, demands=demands, effort=effort
-    )
-    table, found = _search(builder, effort)
-    bound_s = found.lower_bound_s - _share_dependent_s(model, builder.turns)
-    met = (found.choices, *found.runners_up)[:num_rescored]
-    plans_of = partial(_fitting_plans, builder, demands, table, is_final=num_rescored > 1)
-    fitting = plans_of(met) or plans_of(found.runners_up)
-    if not fitting:
-        raise NoRoomForRowsError(
-            "plan: no share fits once it is rounded to rows. Raise a budget.",
-            lower_bound_s=bound_s,
+def _best_plan(task: _Task, computing: Computing) -> PlanSolution:
+    """The best plan of these, with a bound on all of them.
+
+    Where leaving room for rounding to rows costs time, plans with less of it are tried.
+    """
+    model, num_rescored = task.model, task.num_rescored
+    fitting: list[PlanSolution] = []
+    missed: NoRoomForRowsError | None = None
+    for row_part in ROW_PARTS:
+        builder = task.builder(computing, row_part=row_part)
+        try:
+            table, found, is_tight = _search(builder, task.effort)
+        except NoRoomForRowsError as error:
+            missed = missed or error
+            continue
+        met = (found.choices, *found.runners_up)[:num_rescored]
+        plans_of = partial(
+            fitting_plans, builder, computing.demands, table, is_final=num_rescored > 1
         )
+        fitting += plans_of(met) or plans_of(found.runners_up)
+        missed = NoRoomForRowsError(
+            "plan: no share fits once it is rounded to rows. Raise a budget.",
+            lower_bound_s=found.lower_bound_s,
+        )
+        if fitting and not is_tight:
+            break
+    assert missed is not None
+    bound_s = missed.lower_bound_s
+    if not fitting:
+        raise missed
+    fitting = as_fast(fitting)
     if num_rescored == 1 or len(fitting) == 1:
         return replace(fitting[0], lower_bound_s=bound_s)
     simulated = [
@@ -202,7 +310,7 @@ def certify_search(
             effort=effort,
         )
         try:
-            table, _ = _search(builder, effort)
+            table, _, _ = _search(builder, effort)
         except PlanError as error:
             missed = missed or error
         else:
@@ -235,31 +343,63 @@ def least_step_s(
             effort=effort,
         )
         try:
-            _, found = _search(builder, effort, at_most_s)
+            _, found, _ = _search(builder, effort, at_most_s)
         except PlanError:
             continue
         at_most_s = min(at_most_s, found.value.objective_s)
     return at_most_s
 
 
+def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) -> float:
+    """A cut that leaves fewer batches where there are many; else ``cut_s`` itself.
+
+    A plan with batches that are multiples of a stride is not faster than the best, so its step
+    is a cut, and with it the batches that devices may compute are few.
+    """
+    builder.check_listed(cut_s, is_whole=True)
+    stride = builder.stride(cut_s)
+    while stride > 1:
+        table = builder.table(cut_s, stride=stride)
+        try:
+            found = search(table.rounded, COARSE)
+        except NothingFitsError:
+            if not table.is_cut:
+                message = nearest_miss(table.rounded, builder.model)
+                raise PlanError(message, lower_bound_s=builder.least_s) from None
+            cut_s = min(at_most_s, cut_s * CUT_GROWTH)
+            if cut_s == at_most_s:
+                return cut_s
+            stride = builder.stride(cut_s)
+            continue
+        cut_s = min(at_most_s, found.value.objective_s * (1 + ROUNDING))
+        closer = builder.stride(cut_s)
+        if closer > stride / 2:
+            break
+        stride = closer
+    return cut_s
+
+
 def _search(
     builder: TableBuilder, effort: Effort, at_most_s: float = inf
-) -> tuple[CandidateTable, Found]:
+) -> tuple[CandidateTable, Found, bool]:
     """Search candidates up to a cut, raised until those left out are slower than the result.
 
-    The bound holds for shares of any size; the choices leave room to round shares to rows.
-    The cut is not raised beyond ``at_most_s``: nothing slower is asked for.
+    The bound holds for shares of any size; the choices leave room to round shares to rows,
+    and the last value is whether they are slower for it.  The cut is not raised beyond
+    ``at_most_s``: nothing slower is asked for.
     """
-    cut_s = min(builder.first_cut_s(), at_most_s)
+    cut_s = _close_cut_s(builder, min(builder.first_cut_s(), at_most_s), at_most_s)
     while True:
+        builder.check_listed(cut_s, is_whole=False)
         table = builder.table(cut_s)
         is_last = not table.is_cut or cut_s >= at_most_s
-        error, bound_s = PlanError, inf
+        error, bound_s, is_tight = PlanError, inf, False
         try:
             found = search(table.problem, effort)
             if table.rounded.evaluate(found.choices) is None:
                 error, bound_s = NoRoomForRowsError, found.lower_bound_s
                 tighter = search(table.rounded, effort)
+                is_tight = tighter.value.objective_s > found.value.objective_s * (1 + ROWS_GAP)
                 found = replace(tighter, lower_bound_s=bound_s)
         except NothingFitsError:
             if is_last:
@@ -269,138 +409,20 @@ def _search(
                 raise error(message, lower_bound_s=bound_s) from None
         else:
             if is_last or found.value.objective_s <= cut_s:
-                return table, found
+                return table, found, is_tight
         cut_s *= CUT_GROWTH
 
 
-def _fitting_plans(
-    builder: TableBuilder,
-    demands: Demands,
-    table: CandidateTable,
-    met: Sequence[tuple[Choice, ...]],
-    *,
-    is_final: bool,
-) -> list[PlanSolution]:
-    """The plans of these choices that fit after rounding to rows, fastest first.
-
-    HiGHS reassigns the candidates within the limits of each choice; if the plan ``is_final``,
-    and not only its step of interest, also those that are as fast and compute less.  The state
-    of each is spread in two ways: for the fastest optimizer, and as evenly as possible.  The
-    plans do not have a bound yet.
-    """
-    model = builder.model
-    budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
-    solutions: dict[Plan, PlanSolution] = {}
-    worth = [(choices, table.rounded.evaluate(choices)) for choices in met]
-    values = [value for _, value in worth if value is not None]
-    if not values:
-        return []
-    wider = _wider(builder, values) if is_final else table
-    for choices, value in worth:
-        if value is None:
-            continue
-        # The search's own choice is tried as well, in case that of HiGHS does not fit after
-        # rounding to rows.
-        by_highs = assign(wider.rounded, choices, value)
-        for assignment in dict.fromkeys((by_highs, by_highs.replaced_by(choices))):
-            from_table = wider if assignment.is_by_highs else table
-            of_both = [
-                PlanSolution(
-                    plan=plan,
-                    predicted=model.predict(plan).within(budgets),
-                    lower_bound_s=0.0,
-                    assignment=assignment,
-                )
-                for plan in dict.fromkeys(
-                    _plan(model, demands, from_table, assignment.choices, optimizer_s)
-                    for optimizer_s in (value.optimizer_s, inf)
-                )
-            ]
-            solutions |= {each.plan: each for each in of_both if each.plan not in solutions}
-            if any(each.fits for each in of_both):
-                break
-    fitting = [each for each in solutions.values() if each.fits]
-    fitting.sort(key=lambda each: each.predicted.step_time_s)  # ties keep their order
-    slowest_s = (1 + RESCORED_MARGIN) * min(
-        (each.predicted.step_time_s for each in fitting), default=0.0
-    )
-    return [each for each in fitting if each.predicted.step_time_s <= slowest_s]
-
-
-def _wider(builder: TableBuilder, values: Sequence[Value]) -> CandidateTable:
-    """All candidates that may be as fast as these choices, with those that compute less.
-
-    Where links hide compute, ``builder.table`` has only one of candidates that are equally
-    fast, perhaps one that recomputes.
-    """
-    longest_s = [
-        max(column) for column in zip(*(each.phases_s for each in values), strict=True)
-    ]
-    cut_s = 1.01 * max(each.objective_s for each in values)  # no device computes longer
-    return builder.table(cut_s, within_s=longest_s)
-
-
-def _plan(
-    model: CostModel,
-    demands: Demands,
-    table: CandidateTable,
-    choices: Sequence[Choice],
-    optimizer_s: float,
-) -> Plan:
-    """The plan of the choices, with shares as even as demands, room and optimizer allow."""
-    problem, devices = table.rounded, model.cluster.devices
-    taken: list[Candidate | None] = [None] * len(devices)
-    room = np.zeros(len(devices))
-    next_of_group = [iter(bundles) for bundles in table.bundles]
-    for choice in choices:
-        number = problem.groups[choice.group].num_members
-        candidate = table.candidate(choice.group, choice.candidate)
-        left = problem.room[choice.group, choice.candidate]
-        left = min(left, problem.numel_within(choice.group, optimizer_s))
-        for _ in range(choice.count):
-            for position in next(next_of_group[choice.group]):
-                taken[position] = candidate
-                room[position] = left / number
-    ones = np.ones(len(devices))
-    demand = min(problem.state_numel, float(room.sum()))  # equal up to rounding
-    level = fill_level(room, ones, ones, demand)
-    stored = np.minimum(room, level if level is not None else inf)
-    demanded = demands.state_shares(len(devices))
-    shares = stored / stored.sum() if stored.any() else stored
-    shares *= 1 - sum(demanded.values())
-    for position, share in demanded.items():
-        shares[position] = share
-    ranks = tuple(
-        RankPlan(
-            microbatch_sizes=candidate.microbatch_sizes,
-            state_share=float(share),
-            recomputed_units=candidate.recomputed_units,
-            device=device,
-        )
-        for candidate, share, device in zip(taken, shares, devices, strict=True)
-        if candidate is not None
-    )
-    return Plan(
-        ranks=ranks,
-        reshard_after_forward=model.reshard_after_forward,
-        units=tuple(
-            PlannedUnit(fqn=unit.fqn, numel=model.workload.kind_of(unit).numel)
-            for unit in model.workload.units
-        ),
-    )
-
-
-def _share_dependent_s(model: CostModel, turns: Turns) -> float:
+def _share_dependent_s(model: CostModel) -> float:
     """How much all communication of a step could at most gain over even shares.
 
-    The search assumes even shares.  With few receivers, direct messages take less time; a
-    turn gains at most what its communication does, times what compute loses beside it.
+    With few receivers, direct messages take less time; a turn gains at most what its
+    communication does, times what compute loses beside it.
     """
-    collectives = model.profile.collectives
-    weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
-    if not any(weights):
+    if not depends_on_shares(model):
         return 0.0
-    return _most_slowed(model) * (turns.comm_s - model.turns(unevenness=0.0).comm_s)
+    of_both = [model.turns(unevenness=each).comm_s for each in (1.0, 0.0)]
+    return _most_slowed(model) * (of_both[0] - of_both[1])
 
 
 def _most_slowed(model: CostModel) -> float:

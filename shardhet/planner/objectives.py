@@ -154,8 +154,9 @@ class _OptionList:
         builder = TableBuilder(model, global_batch_size=1, demands=demands)
         self._state_numel = builder.state_numel
         self._choices = builder.recompute_choices
-        self._row_numel = builder.row_numel
-        self._even_numel = builder.stored_numel
+        self._even_numel = builder.even_numel
+        # An even share is known to the row.
+        self._row_numel = builder.row_numel if self._even_numel is None else 0.0
 
     def of_group(self, group: int, size: int, roles: Sequence[Role]) -> Iterator[_Option]:
         """Idle, then every recompute choice that all roles allow and that fits."""
@@ -209,7 +210,7 @@ class _OptionList:
     def _cap_numel(self, role: Role) -> float:
         """The most elements that a device may store: all of the state, or a demanded share."""
         if self._even_numel is not None:
-            return self._even_numel - self._row_numel
+            return self._even_numel
         limits = role.limits
         shares = [
             each for each in (limits.max_state_share, limits.state_share) if each is not None

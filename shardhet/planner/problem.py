@@ -191,8 +191,7 @@ class Problem:
         """[G, C] room that the optimizer can update within its limit."""
         if limits.optimizer_s == inf or not self.counts_optimizer:
             return self.room
-        groups = range(len(self.groups))
-        caps = np.array([self.numel_within(g, limits.optimizer_s) for g in groups])
+        caps = self.numel_per_optimizer_s * limits.optimizer_s
         return np.minimum(self.room, caps[:, None])
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:

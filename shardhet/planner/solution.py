@@ -28,7 +28,7 @@ class PlanSolution:
     plan: Plan
     predicted: StepCost  # of the plan as it will run: shares rounded to rows
     lower_bound_s: float  # of the step time of any plan among the candidates
-    assignment: Assignment  # of candidates to devices, and whether HiGHS chose it
+    assignment: Assignment  # of candidates to devices
     simulated_step_time_s: float | None = None  # if simulation decided between several plans
 
     @property

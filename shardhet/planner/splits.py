@@ -21,7 +21,7 @@ LEAST_GAIN = 1e-3  # of compute, for which microbatches may be unlike each other
 MAX_BATCH = 2048  # beyond, one microbatch among so many matters little
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1024)
 def splits_of(whole_s: tuple[float, ...], max_batch: int) -> "Splits":
     """``Splits``, kept: plans that reshard, that do not, and with more memory have the same."""
     return Splits(np.array(whole_s), max_batch)
@@ -32,43 +32,44 @@ class Splits:
 
     def __init__(self, whole_s: Floats, max_batch: int) -> None:
         """``whole_s`` [1 + M] is the compute of one microbatch by its size; 0 at size 0."""
-        self._num_sizes = len(whole_s) - 1
+        self.num_sizes = len(whole_s) - 1
         self._ends_with: list[Bools] = []  # per size m, [1 + B]: f_m(b) uses m
-        self._known: dict[bytes, Floats] = {}  # seconds of the fastest splits, by curves
-        self._is_other = np.zeros((max_batch + 1, self._num_sizes), dtype=bool)
+        self._is_other = np.zeros((min(max_batch, MAX_BATCH) + 1, self.num_sizes), dtype=bool)
         if max_batch <= MAX_BATCH:
             batches = np.arange(max_batch + 1)
             least_s: Floats = np.asarray(batches * whole_s[1], dtype=np.float64)
             self._ends_with.append(batches > 0)
-            for size in range(2, self._num_sizes + 1):
+            for size in range(2, self.num_sizes + 1):
                 least_s, uses = _with_size(least_s, float(whole_s[size]), size)
                 self._ends_with.append(uses)
                 alike_s = batches // size * whole_s[size] + whole_s[batches % size]
                 self._is_other[:, size - 1] = least_s < alike_s * (1 - LEAST_GAIN)
         # [n] the largest microbatch of each split: alike ones, then the fastest if others are.
-        sizes = np.arange(1, self._num_sizes + 1)
+        sizes = np.arange(1, self.num_sizes + 1)
         self.largest: Ints = np.tile(sizes, 2) if self._is_other.any() else sizes
 
     def exist(self, batches: Ints) -> Bools:
         """[b, n] which splits there are; the fastest is one only where it is another."""
-        alike = np.ones((len(batches), self._num_sizes), dtype=bool)
-        return np.concatenate((alike, self._is_other[batches]), axis=1)[:, : len(self.largest)]
+        alike = np.ones((len(batches), self.num_sizes), dtype=bool)
+        if len(self.largest) == self.num_sizes:
+            return alike
+        return np.concatenate((alike, self._is_other[batches]), axis=1)
 
     def seconds(self, curves_s: Floats, batches: Ints) -> Floats:
         """[K, b, n] seconds of each batch for K ``curves_s`` [K, 1 + M] by microbatch size."""
-        sizes = np.arange(1, self._num_sizes + 1)
+        sizes = np.arange(1, self.num_sizes + 1)
         whole, rest = batches[:, None] // sizes, batches[:, None] % sizes
         alike: Floats = whole * curves_s[:, None, 1:] + curves_s[:, rest]
-        if len(self.largest) == self._num_sizes:
+        if len(self.largest) == self.num_sizes:
             return alike
-        return np.concatenate((alike, self._fastest(curves_s)[:, batches]), axis=2)
+        return np.concatenate((alike, _fastest(self, curves_s.tobytes())[:, batches]), axis=2)
 
     def sizes(self, batch: int, split: int) -> tuple[int, ...]:
         """The microbatches of a batch under the split at this index, the largest first."""
         if not batch:
             return ()
         largest, found = int(self.largest[split]), []
-        if split < self._num_sizes:
+        if split < self.num_sizes:
             whole, rest = divmod(batch, largest)
             return (largest,) * whole + ((rest,) if rest else ())
         while batch:
@@ -79,11 +80,8 @@ class Splits:
                 largest -= 1
         return tuple(found)
 
-    def _fastest(self, curves_s: Floats) -> Floats:
+    def fastest(self, curves_s: Floats) -> Floats:
         """[K, 1 + B, M] seconds of the fastest split."""
-        key = curves_s.tobytes()
-        if key in self._known:
-            return self._known[key]
         sums: Floats = curves_s[:, 1:2] * np.arange(len(self._is_other))
         found = [sums]
         for size, uses in enumerate(self._ends_with[1:], start=2):
@@ -93,8 +91,14 @@ class Splits:
                 with_size = sums[:, start - size : stop - size] + curves_s[:, size, None]
                 sums[:, start:stop] = np.where(uses[start:stop], with_size, sums[:, start:stop])
             found.append(sums)
-        self._known[key] = np.stack(found, axis=2)
-        return self._known[key]
+        return np.stack(found, axis=2)
+
+
+@lru_cache(maxsize=16)  # each is large
+def _fastest(splits: Splits, curves_s: bytes) -> Floats:
+    """``Splits.fastest``, kept."""
+    shape = (-1, 1 + splits.num_sizes)
+    return splits.fastest(np.frombuffer(curves_s, dtype=np.float64).reshape(shape))
 
 
 def _with_size(least_s: Floats, microbatch_s: float, size: int) -> tuple[Floats, Bools]:

@@ -6,6 +6,7 @@ part in each gather.  The collectives that ``Schedule.beside`` lists overlap a t
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 from shardhet.pricing.priced import Priced
@@ -53,12 +54,21 @@ class TurnPrices(Priced):
         self, device_kind: str | None, unit_kind: str, microbatch_sizes: Iterable[int]
     ) -> tuple[float, float]:
         """Seconds of one unit's forward and backward on a rank's microbatches."""
-        unit = self.profile.unit(device_kind, unit_kind)
-        sizes = list(microbatch_sizes)
-        return (
-            sum(unit.forward_s.at(size) for size in sizes),
-            sum(unit.backward_s.at(size) for size in sizes),
-        )
+        sizes = tuple(microbatch_sizes)
+        key, known = (device_kind, unit_kind, sizes), self._known_seconds
+        if key not in known:
+            unit = self.profile.unit(device_kind, unit_kind)
+            known[key] = (
+                sum(unit.forward_s.at(size) for size in sizes),
+                sum(unit.backward_s.at(size) for size in sizes),
+            )
+        return known[key]
+
+    @cached_property
+    def _known_seconds(
+        self,
+    ) -> dict[tuple[str | None, str, tuple[int, ...]], tuple[float, float]]:
+        return {}
 
     def beside_comm_s(self, device_kind: str | None, compute_s: float, comm_s: float) -> float:
         """Seconds of compute while ``comm_s`` of collectives overlap it.

@@ -9,6 +9,7 @@ admits ``None`` or it is marked ``OMITTABLE``; a field that is ``None`` is not w
 import json
 import sys
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -106,8 +107,11 @@ def read_document(path: str | Path) -> Any:
         return parse_json(text, source=str(path))
     import yaml  # imported here: most files are JSON, which needs no extra package
 
+    if yaml.__with_libyaml__:
+        with suppress(yaml.YAMLError, ValueError, RecursionError):
+            return yaml.load(text, Loader=yaml.CSafeLoader)  # ten times as fast
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(text)  # for its message
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: not YAML ({reason}). Fix the line it names.") from None

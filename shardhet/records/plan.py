@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from hashlib import sha256
 from math import isfinite
 from typing import Any, ClassVar, Self
@@ -35,7 +36,7 @@ class RankPlan:
 
     def recomputes(self, unit_fqn: str) -> bool:
         """Whether the unit's activations are recomputed in backward instead of kept."""
-        return any(fnmatchcase(unit_fqn, pattern) for pattern in self.recomputed_units)
+        return _is_matched(unit_fqn, tuple(self.recomputed_units))
 
     def split(self, num_samples: int) -> tuple[int, ...]:
         """Microbatch sizes for a batch of ``num_samples``, whatever the plan's own batch is."""
@@ -44,6 +45,12 @@ class RankPlan:
         size = max(self.microbatch_sizes, default=num_samples)
         whole, rest = divmod(num_samples, size)
         return (size,) * whole + ((rest,) if rest else ())
+
+
+@lru_cache(maxsize=2**14)
+def _is_matched(unit_fqn: str, patterns: tuple[str, ...]) -> bool:
+    """Whether one of the patterns is that of the unit; asked of every rank and unit."""
+    return any(fnmatchcase(unit_fqn, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,9 @@ from shardhet.records.schedule import straight_schedule
 from shardhet.simulator.actors import WAITING_STATES, Actor, State, make_actors
 from shardhet.simulator.links import Links
 from shardhet.simulator.timeline import RankTimeline, Timeline, Work, merged
+from shardhet.simulator.together import StepTimes, step_times
 
+FEW_UNLIKE = 32  # ranks, below which going on one by one is faster
 NEGLIGIBLE = 1e-12  # of the clock: what remains of a computation is then rounding
 
 
@@ -35,10 +37,30 @@ def simulate(plan: Plan, setting: Setting) -> Timeline:
     return _Simulation(model, plan, keeps_records=True).run()
 
 
+def simulated_times(plan: Plan, setting: Setting) -> StepTimes:
+    """The times of ``simulate``, without the record of what each rank does if they are many."""
+    if _num_unlike(plan) > FEW_UNLIKE:
+        return step_times(plan, setting)
+    timeline = simulate(plan, setting)
+    return StepTimes(timeline.step_time_s, tuple(each.busy_s for each in timeline.ranks))
+
+
 def simulated_step_s(plan: Plan, setting: Setting) -> float:
-    """The step time of ``simulate`` alone, without the record of what each rank does."""
+    """The step time of ``simulate`` alone."""
+    if _num_unlike(plan) > FEW_UNLIKE:
+        return step_times(plan, setting).step_time_s
     model = CostModel(setting, plan.reshard_after_forward)
     return _Simulation(model, plan, keeps_records=False).run_to_end()
+
+
+def _num_unlike(plan: Plan) -> int:
+    """How many ranks there are of which no two do the same."""
+    return len(
+        {
+            (each.device.kind, each.microbatch_sizes, each.recomputed_units)
+            for each in plan.ranks
+        }
+    )
 
 
 class _Simulation:

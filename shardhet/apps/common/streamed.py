@@ -17,14 +17,15 @@ class StreamedTable:
         console: Console,
         columns: Sequence[tuple[str, int]],
         *,
-        title: str,
+        title: str | None = None,
         num_left: int = 1,
     ) -> None:
         """``columns`` are names and widths; the first ``num_left`` are aligned to the left."""
         self._console = console
         self._widths = [max(len(name), width) for name, width in columns]
         self._num_left = num_left
-        self._print(title)
+        if title is not None:
+            self._print(title)
         self._print(f"+{'-' * (sum(self._widths) + 3 * len(columns) - 1)}+")
         self.add_row(*(name for name, _ in columns))
         self._print(f"|{'+'.join('-' * (width + 2) for width in self._widths)}|")

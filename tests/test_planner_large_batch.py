@@ -1,0 +1,73 @@
+"""Batches so large that a coarse search comes first, and those that are refused at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardhet.planner import PlanError, candidates, solve
+from shardhet.planner.candidates import TableBuilder
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, Node
+from tests.test_planner import WORKLOAD, random_case
+
+
+def roomy(seed: int) -> Setting:
+    """Memory for millions of samples."""
+    cluster, profile, _ = random_case(seed)
+    devices = tuple(
+        replace(each, memory_capacity_bytes=2**45) for each in cluster.nodes[0].devices
+    )
+    return Setting(Cluster(nodes=(Node(host="a", devices=devices),)), WORKLOAD, profile)
+
+
+# Of twelve, those in which memory leaves more than three batches per device.
+@pytest.mark.parametrize("seed", [1000, 1002, 1004, 1005, 1006, 1007, 1009, 1010, 1011])
+def test_a_coarse_search_first_changes_no_plan(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, profile, batch = random_case(seed)
+    setting = Setting(cluster, WORKLOAD, profile)
+    strides = []
+    try:
+        usual = solve(setting, global_batch_size=batch, num_rescored=1)
+    except PlanError:
+        return
+    monkeypatch.setattr(candidates, "MANY_BATCHES", 3)
+    monkeypatch.setattr(candidates, "FEW_BATCHES", 2)
+    table = TableBuilder.table
+
+    def noted(builder: TableBuilder, *args: float, stride: int = 1, **kwargs: None) -> object:
+        strides.append(stride)
+        return table(builder, *args, stride=stride, **kwargs)
+
+    monkeypatch.setattr(TableBuilder, "table", noted)
+    coarse = solve(setting, global_batch_size=batch, num_rescored=1)
+    assert max(strides) > 1
+    assert coarse.predicted.step_time_s == pytest.approx(usual.predicted.step_time_s, rel=1e-9)
+    assert coarse.lower_bound_s == pytest.approx(usual.lower_bound_s, rel=1e-9)
+
+
+def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, table = [0], TableBuilder.table
+
+    def counted(builder: TableBuilder, *args: float, **kwargs: int) -> object:
+        made = table(builder, *args, **kwargs)
+        most.append(max(len(set(group.batch.tolist())) for group in made.problem.groups))
+        return made
+
+    monkeypatch.setattr(TableBuilder, "table", counted)
+    solution = solve(roomy(2), global_batch_size=6000, num_rescored=1)
+    assert solution.plan.global_batch_size == 6000
+    assert solution.relative_gap < 1e-3
+    assert max(most) < 1500
+
+
+def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def listed(*_: object, **__: object) -> None:
+        raise AssertionError("candidates were listed")
+
+    monkeypatch.setattr(TableBuilder, "table", listed)
+    with pytest.raises(PlanError, match="plans are searched up to 131,072 on one device"):
+        solve(roomy(2), global_batch_size=10**7)
