@@ -64,7 +64,8 @@ class InputsConf:
     vocab_size: int | None = None  # null: the model's usual one
     seq_len: int | None = None  # tokens of a sample; null: the model's usual ones
     precision: PlannedPrecision = PlannedPrecision.AUTO
-    compute_fraction: float = derive.COMPUTE_FRACTION  # of peak FLOP/s, in derived profiles
+    # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
+    compute_fraction: float | None = None
     link_fraction: float = derive.LINK_FRACTION  # of links' bandwidth, in derived profiles
 
     def __post_init__(self) -> None:
@@ -73,8 +74,9 @@ class InputsConf:
             if value is not None:
                 check_at_least(key, value, 1)
         for key in ("compute_fraction", "link_fraction"):
-            check_above(key, getattr(self, key), 0)
-            check_fraction(key, getattr(self, key))
+            if getattr(self, key) is not None:
+                check_above(key, getattr(self, key), 0)
+                check_fraction(key, getattr(self, key))
 
     def load(self, described: Callable[[], Cluster], model_name: str) -> Inputs:
         """Read or derive everything; a ConfigError names file, field and remedy.
