@@ -144,8 +144,9 @@ def _of_block(block: Timed) -> Demand:
     numel = unit.numel + rows * shape.width
     of_samples = 3 * unit.input_bytes + unit.activation_bytes + unit.transient_bytes
     nbytes = RESERVED_BYTES + numel * (WEIGHT_AND_GRADIENT + copies) + size * of_samples
+    what = f"{block.seq_len} tokens, {block.dtype}, microbatch {size}"
     return Demand(
-        configuration=f"{block.model}, {block.seq_len} tokens, {block.dtype}, one block of {size}",
+        configuration=f"one block of {block.model}, {what}",
         device=kind.kind,
         recomputes=False,
         needs_gib=_short(nbytes / GIB),
