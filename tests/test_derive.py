@@ -1,11 +1,11 @@
 """Seconds from specifications: rooflines, efficiencies, rings; small numbers of their own."""
 
 from dataclasses import replace
-from math import inf
+from math import inf, log
 
 import pytest
 
-from shardhet.pricing.derive import LINK_FRACTION, derive_profile
+from shardhet.pricing.derive import LINK_FRACTION, STRAGGLING, derive_profile, slowest_of
 from shardhet.pricing.efficiency import (
     FITTED,
     MOST,
@@ -169,6 +169,16 @@ def test_a_ring_waits_for_every_hop(
         moving_s = point.nbytes * (world_size - 1) / world_size / (LINK_FRACTION * 1e9)
         assert point.gather.mean_s == pytest.approx(latency_s + moving_s)
         assert point.reduce == point.gather
+
+
+def test_a_unit_takes_as_long_as_on_the_slowest_device() -> None:
+    assert slowest_of(1) == 1.0
+    assert slowest_of(128) / slowest_of(8) == pytest.approx(5762 / 5605, rel=0.01)
+    alone, many = (
+        derive_profile(cluster(number), WORKLOAD).unit(KIND.kind, "block").forward_s.at(16)
+        for number in (1, 100)
+    )
+    assert many / alone == pytest.approx(1 + STRAGGLING * (2 * log(100)) ** 0.5)
 
 
 def test_the_note_says_how_far_the_times_were_off() -> None:
