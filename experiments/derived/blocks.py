@@ -16,7 +16,7 @@ from pathlib import Path
 from experiments.common.machine import REPOSITORY
 from shardhet.pricing.roofline import ACTIVATION_PASSES
 from shardhet.records.cluster import Cluster, DeviceKind
-from shardhet.records.workload import FLOAT32_BYTES, ITEMSIZE_BY_DTYPE, UnitKind
+from shardhet.records.workload import FLOAT32_BYTES, ITEMSIZE_BY_DTYPE, UnitKind, Workload
 
 KINDS = REPOSITORY / "conf" / "cluster" / "described" / "kinds" / "nvidia.yaml"
 KIND_BY_GPU = {  # the tables' names, as the driver spells them
@@ -34,6 +34,7 @@ KIND_BY_GPU = {  # the tables' names, as the driver spells them
     "v100x16": "Tesla V100-SXM2-16GB",
 }
 LLAMA, BERT, VIT, GPT = "llama", "bert", "vit", "gpt"
+VOCAB_SIZE = 49152  # of all text models
 IMAGE_TOKENS = 577  # 384 pixels in patches of 16, and a class token
 # Reads and writes of the scores in forward, in backward 1.2 times as many; a third of both
 # is what one of the three passes of forward and backward moves.
@@ -135,6 +136,24 @@ class Timed:
             num_tokens=self.num_tokens,
             dtype=self.dtype,
             keeps_scores=self.keeps_scores,
+        )
+
+    @property
+    def own_workload(self) -> Workload:
+        """One block of this shape as shardhet's own models have it, with fused kernels."""
+        shape = self.shape
+        return Workload.transformer(
+            num_layers=1,
+            width=shape.width,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            hidden_width=shape.hidden_width,
+            vocab_size=VOCAB_SIZE,
+            seq_len=self.num_tokens,
+            is_gated=shape.family == LLAMA,
+            has_biases=shape.family != LLAMA,
+            fuses_norms=True,
+            param_dtype=self.dtype,
         )
 
 

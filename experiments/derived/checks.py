@@ -18,12 +18,12 @@ from experiments.derived.fit import (
     sizes_of,
     watts_per_tflop_per_s,
 )
-from shardhet.pricing.efficiency import FITTED, Efficiency
+from shardhet.pricing.efficiency import Efficiency, efficiency_of
 from shardhet.pricing.roofline import Roofline
 
-SHIPPED, NO_MODEL = "as shipped", "model left out"
-NO_KIND, NO_POWER = "kind left out", "kind left out, power of the board not stated"
-CHECKS = (SHIPPED, NO_MODEL, NO_KIND, NO_POWER)
+SHIPPED, OWN, NO_MODEL = "as shipped", "a block of shardhet's own", "model left out"
+NO_KIND, NO_POWER = "kind left out", "kind left out, power of its board not stated"
+CHECKS = (SHIPPED, OWN, NO_MODEL, NO_KIND, NO_POWER)
 CLEAR = 1.5  # kinds that differ by more must come in the right order
 
 
@@ -32,11 +32,8 @@ class Ratio:
     """Derived over published seconds of one block at one microbatch size."""
 
     check: str
-    model: str
-    gpu: str
-    seq_len: int
-    dtype: str
-    microbatch_size: int
+    block: Timed
+    size: int
     forward: float
     backward: float
     total: float
@@ -57,13 +54,43 @@ class Relative:
         return clear and (self.published > 1) != (self.derived > 1)
 
 
-def ratios(blocks: Sequence[Timed]) -> Iterator[tuple[str, Timed, Efficiency]]:
+def judged(blocks: Sequence[Timed], checks: Sequence[str] = CHECKS) -> list[Ratio]:
+    """One ratio per check, block and size."""
+    return [
+        _ratio(check, block, size, efficiency)
+        for check, block, efficiency in _judgements(blocks, checks)
+        for size in sizes_of(block)
+    ]
+
+
+def _ratio(check: str, block: Timed, size: int, efficiency: Efficiency) -> Ratio:
+    roofline = Roofline.of(kinds_by_name()[block.group[0]], block.dtype)
+    unit = block.own_workload.kind_by_name["block"] if check == OWN else block.unit
+    forward_s, backward_s = block.seconds_by_size[size]
+    derived_forward_s = roofline.forward_s(unit, size, efficiency)
+    derived_backward_s = roofline.backward_s(unit, size, efficiency)
+    return Ratio(
+        check=check,
+        block=block,
+        size=size,
+        forward=derived_forward_s / forward_s,
+        backward=derived_backward_s / backward_s,
+        total=(derived_forward_s + derived_backward_s) / (forward_s + backward_s),
+    )
+
+
+def _judgements(
+    blocks: Sequence[Timed], checks: Sequence[str]
+) -> Iterator[tuple[str, Timed, Efficiency]]:
     """Every check of every block: the efficiency that the block is judged with."""
-    for block in blocks:
-        kind, dtype = block.group
-        yield SHIPPED, block, FITTED[kind][dtype]
-    yield from _models_left_out(blocks)
-    yield from _kinds_left_out(blocks)
+    for check in (SHIPPED, OWN):
+        for block in blocks:
+            kind, dtype = block.group
+            yield check, block, efficiency_of(kinds_by_name()[kind], dtype)
+    if NO_MODEL in checks:
+        yield from _models_left_out(blocks)
+    if NO_KIND in checks:
+        yield from _kinds_left_out(blocks)
 
 
 def _models_left_out(blocks: Sequence[Timed]) -> Iterator[tuple[str, Timed, Efficiency]]:
@@ -101,45 +128,13 @@ def _alike(group: Group, known: dict[Group, Efficiency]) -> dict[Group, Efficien
     return {k: v for k, v in known.items() if arithmetic_of_group(k) is arithmetic}
 
 
-def judged(blocks: Sequence[Timed]) -> list[Ratio]:
-    """One ratio per check, block and size."""
-    found = []
-    for check, block, efficiency in ratios(blocks):
-        roofline = Roofline.of(kinds_by_name()[block.group[0]], block.dtype)
-        for size in sizes_of(block):
-            published = block.seconds_by_size[size]
-            derived = (
-                roofline.forward_s(block.unit, size, efficiency),
-                roofline.backward_s(block.unit, size, efficiency),
-            )
-            found.append(
-                Ratio(
-                    check=check,
-                    model=block.model,
-                    gpu=block.gpu,
-                    seq_len=block.seq_len,
-                    dtype=block.dtype,
-                    microbatch_size=size,
-                    forward=_short(derived[0] / published[0]),
-                    backward=_short(derived[1] / published[1]),
-                    total=_short(sum(derived) / sum(published)),
-                )
-            )
-    return found
-
-
-def relatives(blocks: Sequence[Timed], rows: Iterable[Ratio]) -> list[Relative]:
+def relatives(rows: Iterable[Ratio]) -> list[Relative]:
     """All pairs of kinds on one block; ``rows`` are those of one check."""
-    published = {
-        (block.model, block.gpu, block.seq_len, block.dtype, size): sum(seconds)
-        for block in blocks
-        for size, seconds in block.seconds_by_size.items()
-    }
     alike: dict[tuple[str, int, str, int], list[tuple[float, float]]] = {}
     for row in rows:
-        key = (row.model, row.gpu, row.seq_len, row.dtype, row.microbatch_size)
-        where = (row.model, row.seq_len, row.dtype, row.microbatch_size)
-        alike.setdefault(where, []).append((published[key], row.total * published[key]))
+        block, published_s = row.block, sum(row.block.seconds_by_size[row.size])
+        where = (block.model, block.seq_len, block.dtype, row.size)
+        alike.setdefault(where, []).append((published_s, row.total * published_s))
     return [
         Relative(
             ratio=(ours / our_other) / (theirs / their_other),
@@ -159,7 +154,3 @@ def factor(values: Iterable[float], quantile: float) -> float:
 def covered(values: Sequence[float], within: float) -> float:
     """The part of the values that are within a factor of 1."""
     return sum(max(value, 1 / value) <= within for value in values) / len(values)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")

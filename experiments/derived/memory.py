@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from experiments.derived.blocks import IMAGE_TOKENS, LLAMA, VIT, Timed, kinds_by_name
+from experiments.derived.blocks import IMAGE_TOKENS, VIT, VOCAB_SIZE, Timed, kinds_by_name
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import RESERVED_BYTES, derive_profile
 from shardhet.pricing.setting import Setting
@@ -12,7 +12,6 @@ from shardhet.records.plan import EVERY_UNIT, Plan
 from shardhet.records.workload import Workload
 
 GIB = 2**30
-VOCAB_SIZE = 49152  # of the published text models
 WEIGHT_AND_GRADIENT = 8  # bytes of a parameter that no optimizer is stepped for
 LINK = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e10)  # no figure here depends on it
 TINY_LLAMA = {
@@ -124,24 +123,11 @@ def _of_plan(
 
 def _of_block(block: Timed) -> Demand:
     """The block and its embedding with weights and gradients, as the authors timed it."""
-    shape, size = block.shape, max(block.seconds_by_size)
-    workload = Workload.transformer(
-        num_layers=1,
-        width=shape.width,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        hidden_width=shape.hidden_width,
-        vocab_size=VOCAB_SIZE,
-        seq_len=block.num_tokens,
-        is_gated=shape.family == LLAMA,
-        has_biases=shape.family != LLAMA,
-        fuses_norms=True,
-        param_dtype=block.dtype,
-    )
+    size, workload = max(block.seconds_by_size), block.own_workload
     kind, unit = kinds_by_name()[block.group[0]], workload.kind_by_name["block"]
-    rows = IMAGE_TOKENS if shape.family == VIT else VOCAB_SIZE  # of the embedding
+    rows = IMAGE_TOKENS if block.shape.family == VIT else VOCAB_SIZE  # of the embedding
     copies = workload.param_itemsize * (block.dtype != "float32")
-    numel = unit.numel + rows * shape.width
+    numel = unit.numel + rows * block.shape.width
     of_samples = 3 * unit.input_bytes + unit.activation_bytes + unit.transient_bytes
     nbytes = RESERVED_BYTES + numel * (WEIGHT_AND_GRADIENT + copies) + size * of_samples
     what = f"{block.seq_len} tokens, {block.dtype}, microbatch {size}"
