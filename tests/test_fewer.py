@@ -214,7 +214,7 @@ def test_whole_hosts_are_left_out_by_name(capsys: pytest.CaptureFixture[str]) ->
     text = said(
         capsys,
         "cluster=two_regions_128",
-        "global_batch_size=256",
+        "global_batch_size=1024",
         "explain=false",
         "baselines=false",
         "leave_out=auto",

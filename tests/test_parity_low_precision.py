@@ -244,3 +244,10 @@ def _loss_inputs_seen(rank: int) -> None:
 
 def test_what_the_loss_is_compared_with_keeps_its_precision() -> None:
     run_ranks(_loss_inputs_seen, 1)
+
+
+@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype"])
+def test_float16_is_refused_because_no_loss_is_scaled(key: str) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[1], state_shares=[1.0])
+    with pytest.raises(ValueError, match=f"{key}: torch.float16 but .* Use torch.bfloat16"):
+        HetFSDP(nn.Sequential(nn.Linear(2, 2)), plan, **{key: torch.float16})

@@ -1,6 +1,8 @@
 """What a workload counts: shapes, FLOPs and bytes, against the decoder that it describes."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -52,15 +54,24 @@ def test_the_analytic_decoder_is_the_one_that_is_trained() -> None:
         assert backward.get_total_flops() == 2 * kind.backward_flops
 
 
-def test_activation_bytes_are_what_autograd_keeps() -> None:
+@pytest.mark.parametrize(
+    "dtype, fuses_norms", [("float32", False), ("float32", True), ("bfloat16", True)]
+)
+def test_activation_bytes_are_what_autograd_keeps(dtype: str, fuses_norms: bool) -> None:
     torch = pytest.importorskip("torch", reason="compares with the model in torch")
     from shardhet.models.decoder import Decoder, DecoderConfig
 
-    model = Decoder(DecoderConfig(**{**SHAPE, "num_layers": 1}))
+    model = Decoder(DecoderConfig(**{**SHAPE, "num_layers": 1})).to(getattr(torch, dtype))
+    workload = Workload.transformer(**SHAPE, param_dtype=dtype, fuses_norms=fuses_norms)
+    if fuses_norms:
+        for module in (model.blocks[0].attention_norm, model.blocks[0].mlp_norm):
+            module.forward = fused_norm(module)
+        model.head.norm.forward = fused_norm(model.head.norm)
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
-    inputs = {"block": (torch.randn(2, 64, 128, requires_grad=True),)}
-    inputs["head"] = (*inputs["block"], torch.zeros(2, 64, dtype=torch.long))
-    rotation_bytes = 2 * 64 * 16 * 4  # sine and cosine, the same for every sample
+    x_BTD = torch.randn(2, 64, 128, dtype=getattr(torch, dtype), requires_grad=True)
+    inputs = {"block": (x_BTD,), "head": (x_BTD, torch.zeros(2, 64, dtype=torch.long))}
+    itemsize = workload.param_itemsize
+    rotation_bytes = 2 * 64 * 16 * itemsize  # sine and cosine, the same for every sample
     loss_bytes = {"block": rotation_bytes, "head": 4}  # the head keeps its token count
     for name, module in (("block", model.blocks[0]), ("head", model.head)):
         kept: dict[int, tuple[int, object]] = {}
@@ -73,10 +84,25 @@ def test_activation_bytes_are_what_autograd_keeps() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             module(*inputs[name])
-        kind = SMALL.kind_by_name[name]
+        kind = workload.kind_by_name[name]
         of_targets = 2 * 64 * 8 if name == "head" else 0  # replaced by the masked ones
         expected = 2 * (kind.input_bytes + kind.activation_bytes) - of_targets
         assert sum(nbytes for nbytes, _ in kept.values()) == expected + loss_bytes[name]
+
+
+def fused_norm(module: Any) -> Callable[[Any], Any]:
+    """RMSNorm that keeps what torch's kernel on CUDA keeps: its input and one statistic."""
+    import torch
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            ctx.save_for_backward(x, weight, scale)
+            return (wide * scale).to(x.dtype) * weight
+
+    return lambda x: Fused.apply(x, module.weight)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from experiments.published.forms import (
     Row,
 )
 from experiments.published.inputs import DERIVED
-from shardhet.pricing.derive import COMPUTE_FRACTION
+from shardhet.pricing.efficiency import MOST
 
 NO_PLAN, TOO_SLOW = "no", "too slow"
 LEAST_RATIO = 0.999  # among plans that are this close the simulator chooses
@@ -247,7 +247,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
         Bar(
             claim="MFU where times are derived, highest",
             measured=max((row.mfu for row in derived), default=0.0),
-            at_most=COMPUTE_FRACTION,
+            at_most=MOST,
         ),
     ]
 

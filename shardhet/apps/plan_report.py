@@ -145,6 +145,8 @@ def _heading(report: PlanReport) -> Iterator[str]:
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
     )
     yield source_line(inputs)
+    if workload.param_dtype == "float16":
+        yield "In float16 the loss must be scaled, which shardhet train does not do."
     if report.note:
         yield report.note
 

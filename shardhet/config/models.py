@@ -108,6 +108,7 @@ class DecoderConf(ModelConf):
                 hidden_width=self.hidden_width,
                 vocab_size=samples.vocab_size or self.usual_vocab_size,
                 seq_len=samples.seq_len or self.usual_seq_len,
+                fuses_norms=True,  # on GPUs, which described clusters are of
                 param_dtype=param_dtype,
             )
         )

@@ -42,6 +42,7 @@ class PlannedPrecision(Enum):
     AUTO = ""  # BF16 if every kind of device has it, else FP32
     FP32 = "float32"
     BF16 = "bfloat16"
+    FP16 = "float16"  # for plans alone: HetFSDP does not scale the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ class InputsConf:
     vocab_size: int | None = None  # null: the model's usual one
     seq_len: int | None = None  # tokens of a sample; null: the model's usual ones
     precision: PlannedPrecision = PlannedPrecision.AUTO
-    compute_fraction: float = derive.COMPUTE_FRACTION  # of peak FLOP/s, in derived profiles
+    # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
+    compute_fraction: float | None = None
     link_fraction: float = derive.LINK_FRACTION  # of links' bandwidth, in derived profiles
 
     def __post_init__(self) -> None:
@@ -73,8 +75,9 @@ class InputsConf:
             if value is not None:
                 check_at_least(key, value, 1)
         for key in ("compute_fraction", "link_fraction"):
-            check_above(key, getattr(self, key), 0)
-            check_fraction(key, getattr(self, key))
+            if getattr(self, key) is not None:
+                check_above(key, getattr(self, key), 0)
+                check_fraction(key, getattr(self, key))
 
     def load(self, described: Callable[[], Cluster], model_name: str) -> Inputs:
         """Read or derive everything; a ConfigError names file, field and remedy.
@@ -121,17 +124,26 @@ class InputsConf:
         return Inputs(setting=_named(lambda: Setting.load(folder)), name=folder.resolve().name)
 
     def _dtype(self, cluster: Cluster) -> str:
-        bf16, fp32 = PlannedPrecision.BF16, PlannedPrecision.FP32
+        auto, fp32, bf16, fp16 = PlannedPrecision
         described = {kind.kind: dict(kind.peak_flops_per_s) for kind in cluster.kinds}
         kinds = dict.fromkeys(str(device.kind) for device in cluster.devices)
-        lacking = [kind for kind in kinds if not described.get(kind, {}).get(bf16.value)]
-        if self.precision is bf16 and lacking:
+
+        def lacking(precision: PlannedPrecision) -> list[str]:
+            return [kind for kind in kinds if not described.get(kind, {}).get(precision.value)]
+
+        if self.precision in (auto, fp32):
+            is_bf16 = self.precision is auto and not lacking(bf16)
+            return (bf16 if is_bf16 else fp32).value
+        if names := lacking(self.precision):
+            others = ["FP32"]
+            if not lacking(fp16):
+                others.insert(0, "FP16 (float16, for plans alone)")
             raise ConfigError(
-                f"precision: BF16 but it is not described of {', '.join(lacking)}. Set "
-                "precision=FP32, or leave these devices out."
+                f"precision: {self.precision.name} but it is not described of "
+                f"{', '.join(names)}. Set precision={' or '.join(others)}, or leave these "
+                "devices out."
             )
-        is_bf16 = self.precision is not fp32 and not lacking
-        return (bf16 if is_bf16 else fp32).value
+        return self.precision.value
 
 
 def _only(patterns: Sequence[str], cluster: Cluster) -> Cluster:

@@ -33,6 +33,15 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None  # None: as stored
     reduce_dtype: torch.dtype | None = None  # None: as stored
 
+    def __post_init__(self) -> None:
+        for key in ("param_dtype", "reduce_dtype"):
+            if getattr(self, key) is torch.float16:
+                raise ValueError(
+                    f"{key}: torch.float16 but small gradients would become 0 in it, because "
+                    "no loss is scaled here. Use torch.bfloat16, or float32 on devices "
+                    "without it."
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class UnitDraft:

@@ -1,13 +1,24 @@
 """A profile from specifications, for a cluster that has not been measured.
 
-All figures are labelled as derived.  The time of a unit is the larger of the times for its
-FLOPs and its bytes (the roofline of Williams, Waterman and Patterson, 2009), each at a stated
-fraction of the peak, plus the launch time of its kernels.
+All figures are labelled as derived.  Units are priced by ``shardhet.pricing.roofline``.
+
+A collective is a ring over all devices, in plan order.  Its bytes pass the slowest link.
+Besides, the first byte takes R - 1 hops to reach the last of R devices, each with the latency
+of its link, as in NCCL's own model of a ring (NVIDIA/nccl, src/graph/tuning.cc) and in Thakur,
+Rabenseifner and Gropp (2005), section 4.1.  So a collective of 512 devices takes longer than
+one of 128.
+
+Devices meet in every collective, so a unit takes as long as on the slowest of R that are alike.
+If their times are normal with a relative deviation s, the slowest of R is expected to take
+about 1 + s sqrt(2 ln R) times the mean.  s is STRAGGLING.
 """
 
-from math import ceil, log2
+from collections.abc import Iterator
+from math import inf, log, sqrt
 
-from shardhet.records.cluster import Cluster, DeviceKind
+from shardhet.pricing.efficiency import Efficiency, efficiency_of
+from shardhet.pricing.roofline import MEMORY_FRACTION, Roofline
+from shardhet.records.cluster import Cluster, DeviceKind, Link
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
@@ -20,18 +31,16 @@ from shardhet.records.profiles import (
 )
 from shardhet.records.workload import UnitKind, Workload
 
-COMPUTE_FRACTION = 0.5  # of the peak that matrix products of training reach (PaLM: 0.46-0.58)
-MEMORY_FRACTION = 0.8  # of the memory's bandwidth that streaming kernels reach
 # On PCIe hosts a ring reaches 1 / 2.7 of the point-to-point bandwidth (measured on Cephalo's).
 LINK_FRACTION = 0.37
 # Compute that overlaps collectives takes 1.126 times as long: Cephalo's published coefficient.
 OVERLAP_EXCESS = 1 - 1 / 1.126
-LAUNCH_S = 1e-5  # per kernel
-KERNELS_PER_UNIT = 20  # of a transformer block, forward
-ACTIVATION_PASSES = 2  # every activation is written once and read once
 ADAM_PASSES = 7  # reads of parameter, gradient and two moments; writes of all but the gradient
 STATE_ITEMSIZE = 4
 RESERVED_BYTES = 2**29  # a CUDA context with the libraries of torch
+# From 8 to 128 H100 a training with FSDP lost 2.7 % of its tokens/s (pytorch/torchtitan,
+# benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3): 1.08 s, if stragglers are all.
+STRAGGLING = 0.025
 MICROBATCH_SIZES = (1, 2, 4, 8, 16)
 COLLECTIVE_NBYTES = (2**20, 2**24, 2**28)
 
@@ -40,37 +49,51 @@ def derive_profile(
     cluster: Cluster,
     workload: Workload,
     *,
-    compute_fraction: float = COMPUTE_FRACTION,
+    compute_fraction: float | None = None,
     link_fraction: float = LINK_FRACTION,
 ) -> Profile:
-    """The profile that follows from the cluster's specifications at the stated fractions."""
-    kinds = dict.fromkeys(device.kind for device in cluster.devices)
+    """The profile that follows from the cluster's specifications.
+
+    ``compute_fraction`` of the peak FLOP/s replaces the efficiency of every kind.
+    """
+    kinds = [cluster.kind(name) for name in dict.fromkeys(d.kind for d in cluster.devices)]
+    dtype = workload.param_dtype
+    if compute_fraction is None:
+        efficiencies = [efficiency_of(kind, dtype) for kind in kinds]
+        spread = max(each.spread for each in efficiencies)
+        said = f"within a factor of {spread:g} for nine of ten blocks"
+    else:
+        stated = Efficiency(forward=compute_fraction, backward=compute_fraction, spread=inf)
+        efficiencies = [stated] * len(kinds)
+        said = f"{compute_fraction:.2f} of peak FLOP/s"
     return Profile(
         devices=tuple(
-            _device_profile(cluster.kind(kind), workload, compute_fraction) for kind in kinds
+            _device_profile(kind, workload, efficiency, slowest_of(cluster.world_size))
+            for kind, efficiency in zip(kinds, efficiencies, strict=True)
         ),
         collectives=_collectives(cluster, link_fraction),
-        note=f"derived: {compute_fraction:.2f} of peak FLOP/s, {link_fraction:.2f} of links",
+        note=f"derived: {said}, {link_fraction:.2f} of links",
     )
+
+
+def slowest_of(number: int) -> float:
+    """The time that the slowest of so many devices is expected to take, over the mean."""
+    return 1 + STRAGGLING * sqrt(2 * log(number))
 
 
 def _device_profile(
-    kind: DeviceKind, workload: Workload, compute_fraction: float
+    kind: DeviceKind, workload: Workload, efficiency: Efficiency, slowest: float
 ) -> DeviceProfile:
-    flops_per_s = compute_fraction * kind.peak(workload.param_dtype)
+    roofline = Roofline.of(kind, workload.param_dtype)
     bytes_per_s = MEMORY_FRACTION * kind.memory_bandwidth_bytes_per_s
-    units = tuple(
-        UnitProfile(
-            unit_kind=unit.name,
-            points=_points(unit, workload.param_itemsize, flops_per_s, bytes_per_s),
-        )
-        for unit in workload.kinds
-        if workload.num_units_by_kind[unit.name]
-    )
     return DeviceProfile(
         device_kind=kind.kind,
         source=Source.DERIVED,
-        units=units,
+        units=tuple(
+            _unit_profile(unit, roofline, efficiency, slowest)
+            for unit in workload.kinds
+            if workload.num_units_by_kind[unit.name]
+        ),
         optimizer_seconds_per_element=ADAM_PASSES * STATE_ITEMSIZE / bytes_per_s,
         overlap_excess=OVERLAP_EXCESS,
         reserved_bytes=RESERVED_BYTES,
@@ -78,30 +101,30 @@ def _device_profile(
     )
 
 
-def _points(
-    unit: UnitKind, itemsize: int, flops_per_s: float, bytes_per_s: float
-) -> tuple[ComputePoint, ...]:
-    points = []
-    for size in MICROBATCH_SIZES:
-        weights = unit.numel * itemsize
-        activations = ACTIVATION_PASSES * size * (unit.activation_bytes + unit.input_bytes)
-        seconds = [
-            max(size * flops / flops_per_s, passes * (weights + activations) / bytes_per_s)
-            + passes * KERNELS_PER_UNIT * LAUNCH_S
-            for flops, passes in ((unit.forward_flops, 1), (unit.backward_flops, 2))
-        ]
-        forward, backward = map(Timing.single, seconds)
-        points.append(ComputePoint(microbatch_size=size, forward=forward, backward=backward))
-    return tuple(points)
+def _unit_profile(
+    unit: UnitKind, roofline: Roofline, efficiency: Efficiency, slowest: float
+) -> UnitProfile:
+    return UnitProfile(
+        unit_kind=unit.name,
+        points=tuple(
+            ComputePoint(
+                microbatch_size=size,
+                forward=Timing.single(slowest * roofline.forward_s(unit, size, efficiency)),
+                backward=Timing.single(slowest * roofline.backward_s(unit, size, efficiency)),
+            )
+            for size in MICROBATCH_SIZES
+        ),
+    )
 
 
 def _collectives(cluster: Cluster, link_fraction: float) -> Collectives:
-    """Times of a ring over all devices, which is as fast as its slowest link."""
+    """Times of a ring over all devices."""
     world_size = cluster.world_size
     if world_size == 1:
         return Collectives(source=Source.DERIVED, points=(), note="one device")
     bytes_per_s = link_fraction * min(link.bandwidth_bytes_per_s for link in cluster.links)
-    latency_s = max(link.latency_s for link in cluster.links) * ceil(log2(world_size))
+    hops = [link.latency_s for link in _hops(cluster)]
+    latency_s = sum(hops) - min(hops)  # the ring is not closed
     points = []
     for nbytes in COLLECTIVE_NBYTES:
         seconds = latency_s + nbytes * (world_size - 1) / world_size / bytes_per_s
@@ -109,3 +132,16 @@ def _collectives(cluster: Cluster, link_fraction: float) -> Collectives:
         points.append(CollectivePoint(nbytes=nbytes, gather=timing, reduce=timing))
     note = "; ".join(dict.fromkeys(link.source for link in cluster.links if link.source))
     return Collectives(source=Source.DERIVED, points=tuple(points), note=note)
+
+
+def _hops(cluster: Cluster) -> Iterator[Link]:
+    """The links of a ring in plan order, the one back to the first device included."""
+    nodes = cluster.nodes
+    for node, following in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
+        inside = len(node.devices) - (1 if len(nodes) > 1 else 0)
+        link = node.link
+        yield from (link for _ in range(inside) if link is not None)
+        across = node.region != following.region
+        link = cluster.between_regions if across else cluster.between_nodes
+        if len(nodes) > 1 and link is not None:
+            yield link

@@ -65,6 +65,7 @@ class DeviceKind:
     memory_bandwidth_bytes_per_s: Annotated[float, Bounds(minimum=1e8)]
     peak_flops_per_s: Annotated[tuple[tuple[str, NonNegative], ...], OBJECT]  # by dtype
     source: str
+    board_power_w: Annotated[float, Bounds(minimum=1.0, maximum=1e4)] | None = None
 
     def __post_init__(self) -> None:
         for dtype, flops in self.peak_flops_per_s:

@@ -162,6 +162,7 @@ class Workload(Document):
         hidden_width: int | None = None,
         is_gated: bool = True,
         has_biases: bool = False,
+        fuses_norms: bool = False,
         param_dtype: str = "float32",
         reduce_dtype: str = "float32",
         state_bytes_per_element: int = 16,
@@ -172,6 +173,9 @@ class Workload(Document):
         ``has_biases`` selects the form of GPT-2: biases everywhere and LayerNorm.  Forward
         takes two FLOPs per matrix element and token, with attention over the full T x T
         square; backward takes twice as many (PaLM, appendix B).
+
+        ``fuses_norms`` says that RMSNorm is one kernel, as in torch on CUDA, and not composed
+        of several, as on CPU.  Attention is one kernel on both, and keeps no scores.
         """
         for key, value in (("num_layers", num_layers), ("width", width), ("seq_len", seq_len)):
             if value < 1:
@@ -189,6 +193,7 @@ class Workload(Document):
             seq_len=seq_len,
             is_gated=is_gated,
             has_biases=has_biases,
+            fuses_norms=fuses_norms,
             itemsize=ITEMSIZE_BY_DTYPE.get(param_dtype, 4),
         )
         blocks = tuple(Unit(fqn=f"blocks.{i}", kind="block") for i in range(num_layers))
@@ -218,6 +223,7 @@ class _Shape:
     seq_len: int
     is_gated: bool
     has_biases: bool
+    fuses_norms: bool
     itemsize: int
 
     @property
@@ -292,17 +298,19 @@ class _Shape:
 
     @property
     def _upcasts_norms(self) -> bool:
-        return not self.has_biases and self.itemsize < FLOAT32_BYTES
+        is_composed = not (self.has_biases or self.fuses_norms)
+        return is_composed and self.itemsize < FLOAT32_BYTES
 
     def _norm_bytes(self) -> int:
         """What a norm keeps in the graph besides its input, in bytes per sample.
 
-        LayerNorm keeps its output and two statistics.  RMSNorm (as torch composes it on CPU)
-        keeps its output before and after scaling, one statistic, and a float32 copy of inputs
-        that are narrower than float32.
+        LayerNorm keeps its output and two statistics, a fused RMSNorm its output and one.
+        RMSNorm as torch composes it on CPU keeps its output before and after scaling, one
+        statistic, and a float32 copy of inputs that are narrower than float32.
         """
-        if self.has_biases:
-            return self.residual_bytes + 2 * self.seq_len * self.wide_itemsize
+        if self.has_biases or self.fuses_norms:
+            num_statistics = 2 if self.has_biases else 1
+            return self.residual_bytes + num_statistics * self.seq_len * self.wide_itemsize
         copies = FLOAT32_BYTES if self._upcasts_norms else 0
         per_token = self.width * (self.itemsize + self.wide_itemsize + copies)
         return self.seq_len * (per_token + self.wide_itemsize)
@@ -334,6 +342,8 @@ class _Shape:
         in_loss = 2 * self.vocab_size * wide - INDEX_BYTES
         upcast = self.width * self.itemsize if self._upcasts_norms else 0
         in_norm = 3 * self.width * wide + upcast
+        if self.fuses_norms:
+            in_norm = 2 * self.width * self.itemsize  # of its output and of its input
         in_norm -= self.vocab_size * wide + INDEX_BYTES + wide
         return self.seq_len * max(in_loss, in_norm)
 

@@ -1,0 +1,1 @@
+"""How far are times from specifications off, on blocks that others have timed?"""

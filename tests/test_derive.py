@@ -1,0 +1,199 @@
+"""Seconds from specifications: rooflines, efficiencies, rings; small numbers of their own."""
+
+from dataclasses import replace
+from math import inf, log
+
+import pytest
+
+from shardhet.pricing.derive import LINK_FRACTION, STRAGGLING, derive_profile, slowest_of
+from shardhet.pricing.efficiency import (
+    FITTED,
+    MOST,
+    POWER_LAWS,
+    SAME_CHIP,
+    SPREAD_BY_POWER,
+    SPREAD_FITTED,
+    SPREAD_UNKNOWN,
+    Arithmetic,
+    Efficiency,
+    arithmetic_of,
+    efficiency_of,
+)
+from shardhet.pricing.roofline import (
+    GRAD_BYTES,
+    HALF_WAVE_NUMEL,
+    KERNELS_PER_UNIT,
+    LAUNCH_S,
+    MAX_SLOWDOWN,
+    MEMORY_FRACTION,
+    Roofline,
+)
+from shardhet.records.cluster import Cluster, DeviceKind, DeviceSpec, Link, Node
+from shardhet.records.workload import UnitKind, Workload
+
+KIND = DeviceKind(
+    kind="made up",
+    memory_capacity_bytes=2**30,
+    memory_bandwidth_bytes_per_s=1e9 / MEMORY_FRACTION,
+    peak_flops_per_s=(("float32", 1e9), ("float16", 1e10)),
+    source="nowhere",
+)
+HALF = Efficiency(forward=0.5, backward=0.25)
+ROWS, WIDTH, DEPTH = 1000, 4000, 2000  # of a sample's product
+UNIT = UnitKind(
+    name="block",
+    param_shapes=((WIDTH, DEPTH), (DEPTH,)),
+    forward_flops=2 * ROWS * WIDTH * DEPTH,
+    backward_flops=4 * ROWS * WIDTH * DEPTH,
+    input_bytes=0,
+    activation_bytes=0,
+    transient_bytes=0,
+)
+LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e9)
+
+
+def test_a_product_takes_its_flops_and_half_a_wave_at_a_part_of_the_peak() -> None:
+    roofline = Roofline.of(KIND, "float32")
+    for size in (1, 3):
+        numel = size * ROWS * WIDTH + HALF_WAVE_NUMEL
+        seconds = 2 * DEPTH * numel / (0.5 * 1e9)
+        assert roofline.forward_s(UNIT, size, HALF) == pytest.approx(seconds)
+
+
+def test_backward_is_two_products_and_the_sum_of_gradients() -> None:
+    of_rows = 2 * WIDTH * (ROWS * DEPTH + HALF_WAVE_NUMEL)
+    of_matrix = 2 * ROWS * (WIDTH * DEPTH + HALF_WAVE_NUMEL)
+    seconds = (of_rows + of_matrix) / (0.25 * 1e9) + GRAD_BYTES * UNIT.numel / 1e9
+    assert Roofline.of(KIND, "float32").backward_s(UNIT, 1, HALF) == pytest.approx(seconds)
+
+
+def test_a_product_of_one_row_takes_as_long_as_its_bytes() -> None:
+    one_row = replace(UNIT, forward_flops=2 * WIDTH * DEPTH)
+    quick = Efficiency(forward=1e6, backward=1e6)
+    seconds = 4 * (WIDTH * DEPTH + WIDTH + DEPTH) / 1e9
+    assert Roofline.of(KIND, "float32").forward_s(one_row, 1, quick) == pytest.approx(seconds)
+
+
+def test_what_is_kept_for_backward_moves_through_memory() -> None:
+    roofline = Roofline.of(KIND, "float32")
+    moving = replace(UNIT, activation_bytes=30_000_000, input_bytes=20_000_000)
+    extra_s = roofline.forward_s(moving, 2, HALF) - roofline.forward_s(UNIT, 2, HALF)
+    assert extra_s == pytest.approx(2 * 2 * 50e6 / 1e9)  # two samples, written and read
+    extra_s = roofline.backward_s(moving, 2, HALF) - roofline.backward_s(UNIT, 2, HALF)
+    assert extra_s == pytest.approx(2 * 2 * 2 * 50e6 / 1e9)
+
+
+def test_nothing_is_faster_than_the_launch_of_its_kernels() -> None:
+    empty = replace(UNIT, param_shapes=((4,),), forward_flops=0, backward_flops=0)
+    roofline = Roofline.of(KIND, "float32")
+    launches_s = KERNELS_PER_UNIT * LAUNCH_S
+    assert roofline.forward_s(empty, 1, HALF) == launches_s
+    assert roofline.backward_s(empty, 1, HALF) == 2 * launches_s
+
+
+def test_a_device_that_does_not_hold_its_clock_is_slower_the_longer_a_visit_takes() -> None:
+    roofline = Roofline.of(KIND, "float32")
+    steady_s = roofline.forward_s(UNIT, 1, HALF)
+    slowing = replace(HALF, slowdown_per_s=0.01)
+    assert roofline.forward_s(UNIT, 1, slowing) == pytest.approx(
+        steady_s * (1 + 0.01 * steady_s)
+    )
+    stopped = replace(HALF, slowdown_per_s=1e6)
+    assert roofline.forward_s(UNIT, 1, stopped) == pytest.approx(steady_s * MAX_SLOWDOWN)
+
+
+def test_efficiency_follows_from_the_kind_its_chip_or_its_power() -> None:
+    assert (
+        efficiency_of(replace(KIND, kind="Tesla T4"), "float16")
+        is FITTED["Tesla T4"]["float16"]
+    )
+    with_bf16 = replace(
+        KIND,
+        kind="NVIDIA A100-SXM4-80GB",
+        peak_flops_per_s=(("float32", 1e13), ("bfloat16", 1e14)),
+    )
+    row = FITTED["NVIDIA A100-SXM4-80GB"]["float16"]
+    assert efficiency_of(with_bf16, "bfloat16") is row
+    row = FITTED[SAME_CHIP["NVIDIA A100-SXM4-80GB"]]["float32"]
+    assert efficiency_of(with_bf16, "float32") is row
+    unknown = efficiency_of(KIND, "float32")
+    assert unknown.spread == SPREAD_UNKNOWN > SPREAD_BY_POWER > SPREAD_FITTED
+    scale, exponent = POWER_LAWS[Arithmetic.PLAIN].forward
+    weak = efficiency_of(replace(KIND, board_power_w=2e-3), "float32")  # 2 W per TFLOP/s
+    assert weak.forward == pytest.approx(scale * 2**exponent)
+    assert weak.spread == SPREAD_BY_POWER
+    assert efficiency_of(replace(KIND, board_power_w=9e3), "float32").forward == MOST
+
+
+def test_only_cards_with_units_for_16_bits_have_tensor_arithmetic() -> None:
+    assert arithmetic_of(KIND, "float16") is Arithmetic.TENSOR
+    assert arithmetic_of(KIND, "float32") is Arithmetic.PLAIN
+    old = replace(KIND, peak_flops_per_s=(("float32", 1e9), ("float16", 1e9)))
+    assert arithmetic_of(old, "float16") is Arithmetic.PLAIN
+
+
+def cluster(*counts: int, regions: tuple[str, ...] = (), kind: str = KIND.kind) -> Cluster:
+    device = DeviceSpec(kind=kind, memory_capacity_bytes=2**30)
+    names = regions or ("",) * len(counts)
+    return Cluster(
+        nodes=tuple(
+            Node(host=f"n{i}", devices=(device,) * count, link=LINK, region=names[i])
+            for i, count in enumerate(counts)
+        ),
+        kinds=(replace(KIND, kind=kind),),
+        between_nodes=replace(LINK, latency_s=1e-2),
+        between_regions=replace(LINK, latency_s=1.0),
+    )
+
+
+WORKLOAD = Workload.transformer(num_layers=2, width=64, num_heads=2, vocab_size=100, seq_len=16)
+
+
+@pytest.mark.parametrize(
+    ("counts", "regions", "latency_s"),
+    [
+        ((4,), (), 3e-3),
+        ((8,), (), 7e-3),
+        ((2, 2), (), 2e-3 + 2e-2 - 1e-3),
+        ((4, 4), (), 6e-3 + 2e-2 - 1e-3),
+        ((1, 1), (), 1e-2),
+        ((2, 2), ("east", "west"), 2e-3 + 2.0 - 1e-3),
+    ],
+)
+def test_a_ring_waits_for_every_hop(
+    counts: tuple[int, ...], regions: tuple[str, ...], latency_s: float
+) -> None:
+    described = cluster(*counts, regions=regions)
+    world_size = described.world_size
+    for point in derive_profile(described, WORKLOAD).collectives.points:
+        moving_s = point.nbytes * (world_size - 1) / world_size / (LINK_FRACTION * 1e9)
+        assert point.gather.mean_s == pytest.approx(latency_s + moving_s)
+        assert point.reduce == point.gather
+
+
+def test_a_unit_takes_as_long_as_on_the_slowest_device() -> None:
+    assert slowest_of(1) == 1.0
+    assert slowest_of(128) / slowest_of(8) == pytest.approx(5762 / 5605, rel=0.01)
+    alone, many = (
+        derive_profile(cluster(number), WORKLOAD).unit(KIND.kind, "block").forward_s.at(16)
+        for number in (1, 100)
+    )
+    assert many / alone == pytest.approx(1 + STRAGGLING * (2 * log(100)) ** 0.5)
+
+
+def test_the_note_says_how_far_the_times_were_off() -> None:
+    assert derive_profile(cluster(2), WORKLOAD).note == (
+        f"derived: within a factor of {SPREAD_UNKNOWN:g} for nine of ten blocks, 0.37 of links"
+    )
+    known = derive_profile(cluster(2, kind="NVIDIA L4"), WORKLOAD)
+    assert f"a factor of {SPREAD_FITTED:g} for nine" in known.note
+    stated = derive_profile(cluster(2), WORKLOAD, compute_fraction=0.5)
+    assert stated.note == "derived: 0.50 of peak FLOP/s, 0.37 of links"
+
+
+def test_a_stated_part_of_the_peak_replaces_the_fitted_ones() -> None:
+    profile = derive_profile(cluster(1, kind="NVIDIA L4"), WORKLOAD, compute_fraction=0.5)
+    stated = Efficiency(forward=0.5, backward=0.5, spread=inf)
+    block = WORKLOAD.kind_by_name["block"]
+    expected_s = Roofline.of(KIND, "float32").forward_s(block, 16, stated)
+    assert profile.unit("NVIDIA L4", "block").forward_s.at(16) == expected_s
