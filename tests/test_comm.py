@@ -1,9 +1,11 @@
 """Which stream waits for what is in flight; on a CPU streams are only names."""
 
+import pytest
 import torch
 
 from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Pending
+from shardhet.comm.messages import Pending, wait_all
+from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.comm import MAX_UNSENT_GATHERS, CommContext
 
 
@@ -45,3 +47,24 @@ def test_a_copy_is_let_go_as_soon_as_it_is_sent() -> None:
     assert len(waited_on) == 1  # which returns at once
     comm.wait_all_sent()
     assert len(waited_on) == 1
+
+
+class Failing:
+    """Something in flight that ends with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_device_that_fails_is_no_lost_peer() -> None:
+    with pytest.raises(LostPeerError, match="Connection reset"):
+        wait_all([Failing(RuntimeError("Connection reset by peer"))])
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("x")):
+        with pytest.raises(type(error)):
+            wait_all([Failing(error)])

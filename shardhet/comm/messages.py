@@ -4,12 +4,16 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.peers import LostPeerError
+
+# An error of this rank, whatever it was waiting for: no memory, or work that failed earlier.
+OF_THIS_DEVICE = (torch.AcceleratorError, torch.OutOfMemoryError)
 
 
 class InFlight(Protocol):
@@ -101,6 +105,8 @@ class Messages:
         if ops:
             try:
                 works = dist.batch_isend_irecv(ops)
+            except OF_THIS_DEVICE:
+                raise
             except RuntimeError as error:
                 raise LostPeerError(str(error)) from error
         # NCCL has one operation for the whole group.  The stream that waits for it joins its
@@ -122,10 +128,15 @@ def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
 
 
 def wait_all(works: list[InFlight]) -> None:
-    """Wait for all of ``works`` and empty the list; a failure means that a peer is lost."""
+    """Wait for all of ``works`` and empty the list.
+
+    A failure means that a peer is lost, unless this rank's own device has failed.
+    """
     try:
         while works:
             works[-1].wait()
             works.pop()
+    except OF_THIS_DEVICE:
+        raise
     except RuntimeError as error:
         raise LostPeerError(str(error)) from error
