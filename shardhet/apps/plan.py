@@ -30,6 +30,7 @@ from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.cephalo import cephalo
 from shardhet.planner.certificate import MAX_VARIABLES, Certificate
 from shardhet.planner.explain import (
+    MANY_KINDS,
     Gain,
     Objective,
     Situation,
@@ -65,6 +66,7 @@ shardhet plan key=value ...
 LEAST_LOSS = 5e-4  # that is stated
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
+COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,12 @@ def show(
         console.print("out=plan.json keeps the plan for shardhet train and simulate.")
 
 
+def _compared(setting: Setting) -> Effort:
+    """The effort of comparisons, each of which takes long where many kinds are unlike."""
+    kinds = {device.kind for device in setting.cluster.devices}
+    return COMPARED if len(kinds) <= MANY_KINDS else COMPARED_IF_UNLIKE
+
+
 def _steadiness(plan: Plan, setting: Setting, demands: Demands) -> str:
     """What the plan loses if one kind of device is not as fast as the profile says."""
     disturbed = disturbances(setting)
@@ -150,7 +158,7 @@ def _steadiness(plan: Plan, setting: Setting, demands: Demands) -> str:
         kinds = len({device.kind for device in setting.cluster.devices})
         why = "one kind" if kinds == 1 else f"{kinds} kinds are too many to ask"
         return f"What it loses at other speeds was not asked: {why}."
-    loss = loss_of(plan, disturbed, demands=demands, effort=COMPARED)
+    loss = loss_of(plan, disturbed, demands=demands, effort=_compared(setting))
     if loss.relative < LEAST_LOSS:
         return f"With each kind's speed {OFF:.0%} off, this plan is still the best."
     direction = "slower" if loss.speed < 1 else "faster"
@@ -195,7 +203,7 @@ def _without(
         answer.solution,
         demands=demands,
         derived=conf.derived if conf.measured is None else None,
-        effort=COMPARED,
+        effort=_compared(inputs.setting),
     )
 
 
@@ -273,7 +281,9 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     spared = conf.to_spared(setting.cluster.devices)
     best = solve(setting, global_batch_size=batch, demands=demands)
     if conf.steady:
-        best = steadier(best, setting, tolerance=conf.steady, demands=demands, effort=COMPARED)
+        best = steadier(
+            best, setting, tolerance=conf.steady, demands=demands, effort=_compared(setting)
+        )
     if conf.objective == "throughput":
 
         def step_s(situation: Situation, at_most_s: float) -> float:
@@ -281,7 +291,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
                 situation.setting,
                 global_batch_size=batch,
                 demands=situation.demands,
-                effort=COMPARED,
+                effort=_compared(setting),
                 at_most_s=at_most_s,
             )
 
@@ -301,7 +311,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         min_samples_per_s=wanted,
         devices=spared,
         demands=demands,
-        effort=COMPARED,
+        effort=_compared(setting),
     )
     which = "no device" if not spared else f"none of devices {', '.join(map(str, spared))}"
     if len(spared) == 1:
@@ -327,7 +337,10 @@ def _alternatives(
         with waiting.for_(name):
             try:
                 seconds = baseline(
-                    inputs.setting, global_batch_size=batch, demands=demands, effort=COMPARED
+                    inputs.setting,
+                    global_batch_size=batch,
+                    demands=demands,
+                    effort=_compared(inputs.setting),
                 ).predicted.step_time_s
             except PlanError:
                 note = _shortfall(inputs, demands, batch) if baseline is even else ""

@@ -38,6 +38,7 @@ def _solve_as(
         demands=replace(demands, has_even_state=has_even_state),
         effort=effort,
         num_rescored=1,
+        is_bounded=False,
     )
 
 

@@ -219,10 +219,13 @@ class TableBuilder:
         computes least may be chosen.
         """
         model = self.model
-        built = [
-            times.group(window, within_s, stride)
-            for times, window in zip(self._groups, self._windows(cut_s), strict=True)
-        ]
+        built = []
+        for times, window in zip(self._groups, self._windows(cut_s), strict=True):
+            each = times.group(window, within_s, stride)
+            if window.start and not len(each[0].batch):
+                # The least that the cut leaves to it does not fit: no plan is as fast.
+                each = times.group(range(window.stop), within_s, stride)
+            built.append(each)
         for (group, _, _), bundles in zip(built, self.bundles, strict=True):
             if not len(group.batch):
                 raise PlanError(self._nothing_to_do(bundles[0]))

@@ -150,6 +150,7 @@ class _Trials:
                 demands=demands,
                 effort=self.effort,
                 num_rescored=1,
+                is_bounded=False,
             )
         except ValueError:  # nothing fits after rounding to rows
             return None

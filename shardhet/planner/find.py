@@ -58,12 +58,15 @@ def solve(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
     num_rescored: int = NUM_RESCORED,
+    is_bounded: bool = True,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
     Up to ``num_rescored`` plans that are predicted to be within ``RESCORED_MARGIN`` of the
     fastest are simulated, and the fastest of these is taken; with 1, only the prediction
-    counts.  Raises ``PlanError`` with the nearest miss if nothing fits.
+    counts.  Unless ``is_bounded``, the bound holds only for plans that meet demanded shares to
+    the element, which takes a search less.  Raises ``PlanError`` with the nearest miss if
+    nothing fits.
     """
     if global_batch_size < 1:
         raise ValueError(
@@ -79,7 +82,7 @@ def solve(
         if found and _spared_s(model) <= NO_GAIN * found[0].predicted.step_time_s:
             bounds_s.append(min(bounds_s) - _spared_s(model))
             continue
-        task = _Task(model, global_batch_size, demands, effort, num_rescored)
+        task = _Task(model, global_batch_size, demands, effort, num_rescored, is_bounded)
         solutions, bound_s, error = _solve_as(task)
         found += solutions
         missed = missed or error
@@ -100,6 +103,7 @@ class _Task:
     demands: Demands
     effort: Effort
     num_rescored: int
+    is_bounded: bool
 
     def builder(
         self,
@@ -192,7 +196,7 @@ def _solve_for(
         bound_s = solution.lower_bound_s
     demands = task.demands
     has_shares = demands.has_even_state or demands.state_shares(task.model.cluster.world_size)
-    if has_shares or demands.equal:
+    if task.is_bounded and (has_shares or demands.equal):
         bound_s = min(bound_s, _lenient_bound_s(task, computing))
     return solution, bound_s, missed
 
