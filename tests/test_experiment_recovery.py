@@ -3,11 +3,11 @@
 import pytest
 
 from experiments.recovery.ranks import DEEDS, Fault
-from experiments.recovery.run import SECONDS_TO_END, inject
+from experiments.recovery.run import SECONDS_BEYOND_PATIENCE, inject
 
 
 @pytest.mark.parametrize("seed", range(len(DEEDS)))
 def test_a_fault_ends_the_run_with_the_culprit_named(seed: int) -> None:
     outcome = inject(Fault.of(seed))
     assert outcome.verdict == ("untouched" if outcome.deed == "slow" else "named")
-    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.seconds - outcome.patience_s < SECONDS_BEYOND_PATIENCE

@@ -298,16 +298,14 @@ ONE = Plan.even(1, microbatch_size=4)
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": True}, "fp16"),
-    "checkpoints": ({"save_strategy": "steps"}, "save_only_model=True or save_strategy='no'"),
     "adafactor": ({"optim": "adafactor"}, "optim='adafactor'"),
     "recompute": ({"activation_checkpointing": True}, "recompute=True"),
-    "best": ({"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model_at_end"),
+    "at SIGTERM": ({"enable_jit_checkpoint": True}, "ask_to_end"),
     "batch": ({"per_device_train_batch_size": 3}, "per_device_train_batch_size=3"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     "compile": ({"torch_compile": True}, "compile_units"),
     "by rank": ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
     "rebalance": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
-    "resume": ({"resume_from_checkpoint": "somewhere"}, "resume_from_checkpoint"),
 }
 
 
@@ -345,14 +343,6 @@ def test_an_optimizer_of_the_whole_model_is_refused(tmp_path: Path) -> None:
             train_dataset=texts(8, seed=1),
             optimizers=(optimizer, None),
         )
-
-
-def test_resuming_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
-    trainer = HetTrainer(llama(), arguments(tmp_path), plan=ONE, train_dataset=texts(8, 1))
-    with pytest.raises(ValueError, match="the trainer does not resume"):
-        trainer.train(resume_from_checkpoint=True)
 
 
 def one_step(folder: Path, loss: Any, **changes: Any) -> None:

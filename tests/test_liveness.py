@@ -96,6 +96,17 @@ def test_a_rank_that_does_not_wait_in_vain_accuses_nobody(own: Sign) -> None:
     assert fault(*peers, own=own) is None
 
 
+def test_in_a_call_with_a_limit_the_patience_is_that_limit() -> None:
+    own = sign(0, is_waiting=True, still_s=6.0, limit_s=5.0)
+    assert fault(seen(1, still_s=6.0), own=own) == (Fault.STILL, (1,))
+    assert fault(seen(1, still_s=6.0), own=replace(own, num_steps=0)) == (Fault.STILL, (1,))
+    assert fault(seen(1, still_s=6.0, is_long=True), own=own) is None
+    assert fault(seen(1, still_s=4.0), own=own) is None
+    own = replace(own, still_s=5.0 * LONG_FACTOR)
+    is_long = seen(1, still_s=5.0 * LONG_FACTOR, is_long=True)
+    assert fault(is_long, own=own) == (Fault.STILL, (1,))
+
+
 def test_a_peer_that_has_seen_slower_steps_is_believed() -> None:
     slow = seen(2, is_waiting=True, still_s=LONGER_S, patience_s=60.0)
     assert fault(seen(1, still_s=LONGER_S), slow) is None

@@ -63,7 +63,8 @@ def test_wandb_is_told_every_number_and_stays_offline(
     def init(**settings: Any) -> Any:
         calls.append(settings)
         return SimpleNamespace(
-            log=lambda values, step: calls.append((step, values)),
+            define_metric=lambda *names, **settings: calls.append((names, settings)),
+            log=calls.append,
             finish=lambda: calls.append("finished"),
         )
 
@@ -77,8 +78,44 @@ def test_wandb_is_told_every_number_and_stays_offline(
         "config": {"num_steps": 2},
         "mode": "offline",
     }
-    assert calls[1] == (1, {"loss": 2.5, "lr": 0.1})
+    assert calls[1] == (("*",), {"step_metric": "step"})
+    assert calls[2] == {"step": 1, "loss": 2.5, "lr": 0.1}
     assert calls[-1] == "finished"
+
+
+def log_and_roll_back(kind: LoggerKind, folder: RunFolder) -> None:
+    """Steps 1 to 4, of which 3 and 4 are taken again."""
+    loggers = open_loggers(LoggerConf(kind=kind), folder)
+    for step in range(1, 5):
+        log_all(loggers, step, {"loss": float(step)})
+    for each in loggers:
+        each.roll_back(2)
+    for step in range(3, 6):
+        log_all(loggers, step, {"loss": -float(step)})
+    for each in loggers:
+        each.close()
+
+
+def test_after_a_roll_back_every_step_counts_once(tmp_path: Path) -> None:
+    log_and_roll_back(LoggerKind.CSV, RunFolder(tmp_path))
+    losses = [1.0, 2.0, -3.0, -4.0, -5.0]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == losses
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [float(row["loss"]) for row in rows] == losses
+    dropped = (tmp_path / "rolled_back.jsonl").read_text().splitlines()
+    assert list(map(json.loads, dropped)) == [{"step": s, "loss": float(s)} for s in (3, 4)]
+
+
+def test_tensorboard_hides_steps_that_were_rolled_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_and_roll_back(LoggerKind.TENSORBOARD, RunFolder(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert found == [(1, 1.0), (2, 2.0), (3, -3.0), (4, -4.0), (5, -5.0)]
 
 
 def test_a_real_wandb_run_lies_in_the_run_folder(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import save
+from shardhet.checkpoint import ranks, save
 from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch_ranks
 from shardhet.comm.liveness.panel import panel
 from tests.hosts import on_different_hosts
@@ -253,9 +255,52 @@ def leave_the_others_without_work(rank: int) -> None:
         time.sleep(4.0)
 
 
+def save_late(rank: int) -> None:
+    """Rank 1 comes to the save later than ranks may without having said so."""
+    watch_ranks(hang_timeout_s=1.0)
+    ranks.SECONDS_FOR_ALL_TO_COME = 1.0
+    model, x = small_model(2)
+    model.backward(*model(x))
+    if rank == 1:
+        with phase("evaluating on rank 1"):
+            time.sleep(4.0)
+    with TemporaryDirectory() as folder:
+        save(model, None, dist_folder(model, folder))
+        model.exchange([])
+
+
+def dist_folder(model: HetFSDP, folder: str) -> str:
+    """One folder for all ranks."""
+    return str(model.exchange_objects(folder)[0]) + "/saved"
+
+
+def do_not_come_to_the_save(rank: int, folder: str, is_declared: bool) -> None:
+    watch_ranks(hang_timeout_s=60.0, on_verdict=partial(keep, folder))
+    ranks.SECONDS_FOR_ALL_TO_COME = 1.0
+    model, x = small_model(3)
+    model.backward(*model(x))
+    if rank == 1:
+        with phase("saving") if is_declared else nullcontext():
+            time.sleep(1000)
+    save(model, None, Path(folder) / "saved")
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_rank_that_does_not_come_to_a_save_is_named(
+    is_declared: bool, tmp_path: Path
+) -> None:
+    outcomes = run_ranks_expecting_failure(
+        do_not_come_to_the_save, 3, str(tmp_path), is_declared, within_s=WITHIN_S
+    )
+    for outcome in outcomes:
+        assert outcome.rank == 1 or outcome.message.startswith("rank 1 (cpu"), outcome.message
+        assert outcome.rank == 1 or "stands still" in outcome.message
+
+
 @pytest.mark.parametrize(
     "honest",
     [
+        save_late,
         wait_for_a_long_phase,
         be_slow_before_the_first_step,
         wait_for_own_collectives,

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from experiments.common.launch import HOST
 from shardhet import HetFSDP, Plan, phase, watch_ranks
 from shardhet.checkpoint import save
+from shardhet.comm.liveness.judging import LONG_FACTOR
 
 WIDTH, NUM_LAYERS = 64, 3
 DEEDS = ("stop", "loop", "sleep", "kill", "raise", "slow")
@@ -55,6 +56,12 @@ class Fault:
             step=rng.randint(2, 4),
             transport=rng.choice(("auto", "gloo")),
         )
+
+    @property
+    def patience_s(self) -> float:
+        """How long the others may wait: in a declared phase only a stopped rank is suspect."""
+        is_declared = self.place == "saving" and self.deed in ("loop", "sleep")
+        return TIMEOUT_S * (LONG_FACTOR if is_declared else 1.0)
 
     def do(self) -> None:
         """Do it."""

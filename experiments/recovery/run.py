@@ -21,9 +21,9 @@ from shardhet.comm.liveness import EXIT_STATUS
 
 HERE = Path(__file__).parent
 NUM_FAULTS = 80
-LIMIT_S = 60.0  # a rank that is still running then hangs
+LIMIT_S = 60.0  # a rank that is still running then, and after the patience, hangs
 GRACE_S = 30.0  # the same, after another has ended
-SECONDS_TO_END = 20.0
+SECONDS_BEYOND_PATIENCE = 17.0
 HEADER = ["deed", "faults", "as they should", "s to the last rank's end (p10-p90)", "most"]
 
 
@@ -38,6 +38,7 @@ class Outcome:
     rank: int
     step: int
     transport: str
+    patience_s: float  # of the others with the rank at fault
     verdict: str  # "named", "untouched", or what went wrong
     seconds: float  # from the deed to the end of the last rank that was not at fault
 
@@ -51,7 +52,9 @@ def inject(fault: Fault) -> Outcome:
         with started(FORKED, train, args, grace_s=0.0) as processes:
             waited_for = others if fault.deed != "slow" else list(range(fault.world_size))
             receivers = [processes[rank][1] for rank in waited_for]
-            found = dict(answers(receivers, timeout_s=LIMIT_S, grace_s=GRACE_S))
+            found = dict(
+                answers(receivers, timeout_s=LIMIT_S + fault.patience_s, grace_s=GRACE_S)
+            )
             ended = {waited_for[i]: answer for i, answer in found.items()}
             for rank in ended:
                 processes[rank][0].join(5.0)
@@ -61,6 +64,7 @@ def inject(fault: Fault) -> Outcome:
     ends_s = [answer[1] for answer in ended.values() if answer is not None]
     return Outcome(
         **asdict(fault),
+        patience_s=fault.patience_s,
         verdict=_verdict(fault, ended, codes, waited_for),
         seconds=round(max(ends_s, default=time.monotonic()) - done_at_s, 2),
     )
@@ -114,9 +118,9 @@ def report(outcomes: Sequence[Outcome], page: Page) -> None:
         [
             Bar(claim="faults whose end was not as it should be", measured=len(bad), at_most=0),
             Bar(
-                claim="seconds to the end, the most",
-                measured=max(each.seconds for each in outcomes),
-                at_most=SECONDS_TO_END,
+                claim="seconds to the end beyond the patience, the most",
+                measured=max(each.seconds - each.patience_s for each in outcomes),
+                at_most=SECONDS_BEYOND_PATIENCE,
             ),
         ]
     )

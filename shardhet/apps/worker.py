@@ -290,12 +290,14 @@ class Run:
         step = metrics.step
         values = {"loss": metrics.mean_loss, "is_skipped": 1.0}
         said = f"step {step} was skipped: {metrics.why_skipped}"
+        log_all(self._loggers, step, values)
         if self.trainer.guard.rolls_back:
             to_step = self._checkpoints.roll_back()
-            values["rolled_back_to"] = to_step
             said += f"; rolled back to step {to_step}, on with the batch after it"
             self.trainer.forget_peak_memory()
-        log_all(self._loggers, step, values)
+            for each in self._loggers:
+                each.roll_back(to_step)
+            log_all(self._loggers, to_step, {"rolled_back_from": step})
         logger.warning("%s", said)
         display.show_remark(said)
 

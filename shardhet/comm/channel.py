@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.peers import LostPeerError
+from shardhet.comm.progress import progress
 from shardhet.comm.transport import Transport
 
 # The limit for a call that all ranks make right after another collective call, but that is
-# often made on rank zero alone by mistake.
+# often made on rank zero alone by mistake.  A watch over ranks gives ten times as long to a
+# rank in a declared phase.
 SECONDS_FOR_ALL_TO_COME = 30.0
 COLLECTIVE_CALLS = (
     "model(...)",
@@ -89,17 +91,22 @@ class Channel:
         """Return every process's ``values`` (at most three) once all have entered ``call``.
 
         Raises ``RuntimeError`` on every process if they have entered different calls, and
-        ``TimeoutError`` if some do not arrive ``within_s``.
+        ``TimeoutError`` if some do not arrive ``within_s``.  If a watch over ranks is running,
+        the limit is that of the watch, which knows who has not come and whether it is at work.
         """
         row = [float(COLLECTIVE_CALLS.index(call)), *values, 0.0, 0.0, 0.0]
+        limit_s = None if progress.is_watched else within_s
         try:
-            rows = self.exchange(row[:4], within_s)
+            progress.limit_s = within_s
+            rows = self.exchange(row[:4], limit_s)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{call}: not all ranks have called it, and this one has waited "
                 f"({error}). It is a call that all ranks make together: make it on every "
                 "rank, outside of `if rank == 0`."
             ) from error
+        finally:
+            progress.limit_s = None
         names = [COLLECTIVE_CALLS[int(row[0])] for row in rows]
         if len(set(names)) > 1:
             raise RuntimeError(

@@ -16,6 +16,8 @@ class RankProgress:
     __slots__ = (
         "doing",
         "failure",
+        "is_watched",
+        "limit_s",
         "num_collectives",
         "num_marks",
         "num_steps",
@@ -34,6 +36,9 @@ class RankProgress:
         self.step = 0  # that of the model at the end of the last one
         self.thread_id = 0  # of the thread that made the last mark
         self.phases: tuple[str, ...] = ()  # declared by ``phase``, the innermost last
+        # The limit of the call in which this process waits for all ranks, if it has one.
+        self.limit_s: float | None = None
+        self.is_watched = False  # a thread ends this process if a rank does not come
         self.failure: str | None = None  # what this rank has told the others about itself
         self.on_failure: Callable[[], None] = lambda: None
         # Why the run ends, if a watching thread has found that out: the message of every error

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import SaveStrategy
 
 from shardhet.records.plan import Plan
 
@@ -35,10 +34,6 @@ REFUSED = {
     "deepspeed": "the plan shards the model. Leave it out",
     "fsdp": "the plan shards the model. Leave it out",
     "parallelism_config": "the plan shards the model. Leave it out",
-    "resume_from_checkpoint": "the trainer does not resume. Keep the whole state by hand with "
-    "shardhet.checkpoint.save(trainer.het, trainer.optimizer, folder)",
-    "load_best_model_at_end": "checkpoints are not read back. Load the best one by hand "
-    "with load_pretrained",
     "activation_checkpointing": "the plan says what is recomputed. Write "
     "Plan.by_hand(..., recompute=True)",
     "gradient_checkpointing": "the plan says what is recomputed. Write "
@@ -51,7 +46,8 @@ REFUSED = {
     "batch_eval_metrics": "metrics are computed once, of all predictions. Leave it out",
     "push_to_hub": "it was never tried. Call trainer.save_model(folder), then "
     "huggingface_hub.upload_folder",
-    "enable_jit_checkpoint": "checkpoints do not hold the optimizer's state. Leave it out",
+    "enable_jit_checkpoint": "ranks would save at different steps. Let a signal handler call "
+    "trainer.het.ask_to_end(), which saves and stops on all ranks",
     "use_cache": "a cache would leave the units through an object. Leave it out",
     "ddp_find_unused_parameters": "there is no DDP here. Leave it out",
     "ddp_bucket_cap_mb": "there is no DDP here. Leave it out",
@@ -99,11 +95,10 @@ def _check_choices(args: TrainingArguments) -> None:
             f"TrainingArguments: optim={optim!r} is not element-wise, or was never tried. "
             f"Choose one of {', '.join(OPTIMIZERS)}."
         )
-    if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+    if args.load_best_model_at_end and args.save_only_model:
         raise ValueError(
-            "TrainingArguments: the trainer's own checkpoints hold the model alone. Pass "
-            "save_only_model=True or save_strategy='no', and keep the whole state with "
-            "shardhet.checkpoint.save(trainer.het, trainer.optimizer, folder)."
+            "TrainingArguments: load_best_model_at_end=True reads what save_only_model=True "
+            "leaves out. Leave save_only_model out."
         )
     if not args.average_tokens_across_devices:
         raise ValueError(

@@ -1,6 +1,6 @@
 """A data loader that gives each rank its samples of every global batch, in plan order."""
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,11 @@ def rows_of(batch: Any, rows: Span) -> Any:
 
 
 class PlanBatchSampler(BatchSampler):
-    """Indices of this rank's samples; if it has none of a batch, the batch's first index."""
+    """Indices of this rank's samples of every global batch.
+
+    For a batch of which the rank has none, the batch's first index comes once more often than
+    the rank ever has samples, so that the collator shows what tensors without rows look like.
+    """
 
     def __init__(
         self, sampler: Sampler[int], plan: Plan, position: int, *, drop_last: bool, whole: bool
@@ -49,23 +53,69 @@ class PlanBatchSampler(BatchSampler):
         self._plan = plan
         self._position = position
         self._whole = whole
+        # torch's generator when the order of the epoch in progress was drawn
+        self.began_with: Tensor | None = None
+        self._going_on: tuple[int, Tensor | None, Callable[[], None]] | None = None
 
-    def spans(self) -> Iterator[tuple[Span, int]]:
-        """This rank's part of every batch, and the number of samples in the batch."""
-        assert isinstance(self.sampler, Sized)
-        left = len(self.sampler)
-        for _ in range(len(self)):
-            num_samples = min(left, self.batch_size)
-            left -= num_samples
-            yield dealt(self._plan, self._position, num_samples), num_samples
+    def go_on(
+        self, num_batches: int, began_with: Tensor | None, restore: Callable[[], None]
+    ) -> None:
+        """Let the next epoch be the rest of one whose first ``num_batches`` were trained.
+
+        Its order is drawn with the generator's state ``began_with``; ``restore`` is called
+        before the first batch that comes next.
+        """
+        self._going_on = (num_batches, began_with, restore)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let a seeded sampler draw the epoch's order."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in super().__iter__():
+        going_on, self._going_on = self._going_on, None
+        if going_on is not None and going_on[1] is not None:
+            torch.set_rng_state(going_on[1])
+        self.began_with = torch.get_rng_state()
+        own = self._plan.ranks[self._position].rank_batch_size
+        for i, batch in enumerate(super().__iter__()):
+            if going_on is not None and going_on[0] == i:
+                going_on[2]()
+            if self._whole:
+                yield batch
+                continue
             span = dealt(self._plan, self._position, len(batch))
-            yield batch if self._whole else batch[span.start : span.stop] or batch[:1]
+            yield batch[span.start : span.stop] or batch[:1] * (own + 1)
 
 
-class PlanLoader:
+class DealtCollator:
+    """Collates this rank's samples of a batch into tensors with a row for each."""
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], plan: Plan, position: int, *, whole: bool
+    ) -> None:
+        self._collate = collate
+        self._plan = plan
+        self._position = position
+        self._whole = whole
+
+    def __call__(self, samples: list[Any]) -> Any:
+        collated = self._collate(samples)
+        # A BatchEncoding is not a dict, so torch's pytree functions do not traverse it.
+        batch = dict(collated) if isinstance(collated, Mapping) else collated
+        if num_rows(batch) != len(samples):
+            shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+            raise ValueError(
+                f"data_collator: {len(samples)} samples became tensors of shapes {shapes}. Use "
+                "a collator that keeps one row per sample; flattened ones cannot be dealt."
+            )
+        if self._whole:
+            return rows_of(batch, dealt(self._plan, self._position, len(samples)))
+        has_none = len(samples) > self._plan.ranks[self._position].rank_batch_size
+        return rows_of(batch, Span(0, 0)) if has_none else batch
+
+
+class PlanLoader(DataLoader[Any]):
     """Collated batches of one rank, with no rows if it has no samples."""
 
     def __init__(
@@ -81,40 +131,12 @@ class PlanLoader:
         **options: Any,
     ) -> None:
         """``options`` are passed to the DataLoader."""
-        self.dataset = dataset
-        self._collates_whole_batch = collates_whole_batch
-        self._batches = PlanBatchSampler(
+        self.batches = PlanBatchSampler(
             sampler, plan, position, drop_last=drop_last, whole=collates_whole_batch
         )
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._batches, collate_fn=collate_fn, **options
-        )
-
-    def __len__(self) -> int:
-        """The number of global batches in an epoch."""
-        return len(self._batches)
+        collator = DealtCollator(collate_fn, plan, position, whole=collates_whole_batch)
+        super().__init__(dataset, batch_sampler=self.batches, collate_fn=collator, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Let a seeded sampler draw the epoch's order."""
-        if hasattr(self._batches.sampler, "set_epoch"):
-            self._batches.sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        loaded = zip(self._batches.spans(), self._loader, strict=True)
-        for (span, num_samples), collated in loaded:
-            # A BatchEncoding is not a dict, so torch's pytree functions do not traverse it.
-            batch = dict(collated) if isinstance(collated, Mapping) else collated
-            if self._collates_whole_batch:
-                self._check(batch, num_samples)
-                yield rows_of(batch, span)
-            else:
-                self._check(batch, max(1, span.numel))
-                yield batch if span.numel else rows_of(batch, Span(0, 0))
-
-    def _check(self, batch: Any, num_samples: int) -> None:
-        if num_rows(batch) != num_samples:
-            shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
-            raise ValueError(
-                f"data_collator: {num_samples} samples became tensors of shapes {shapes}. Use "
-                "a collator that keeps one row per sample; flattened ones cannot be dealt."
-            )
+        self.batches.set_epoch(epoch)

@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import unwrap_peft_model
 
 from shardhet.hf.dealing import num_rows
 from shardhet.hf.losses import LossKind, find_kind, num_labels
@@ -44,6 +46,43 @@ class RankLoss:
         if num_items is not None and trainer.model_accepts_loss_kwargs:
             called["num_items_in_batch"] = num_items
         return called
+
+    def divisor(self, num_items: int, num_items_in_batch: Tensor | int | None) -> Tensor | int:
+        """What this rank adds to the number that the sum of all losses is divided by.
+
+        ``num_items`` are those of one batch, ``num_items_in_batch`` those that transformers
+        has counted in all batches of a step.
+        """
+        args = self._trainer.args
+        if num_items_in_batch is None:  # transformers averages the means of the batches
+            return num_items * self._trainer.current_gradient_accumulation_steps
+        if self.kind is LossKind.SUM:
+            return num_items_in_batch
+        if args.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "TrainingArguments: gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}, but the loss is a mean that ignores "
+                "num_items_in_batch, so a plain Trainer adds up means. Leave it out, and "
+                "give the plan more microbatches."
+            )
+        return num_items
+
+    def smoothed(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: Any
+    ) -> tuple[Tensor, Any]:
+        """The loss with label smoothing, and the model's outputs."""
+        trainer = self._trainer
+        labels = inputs.pop("labels")
+        outputs = model(**self.as_called(inputs, num_items))
+        name = unwrap_peft_model(trainer.model)._get_name()
+        assert trainer.label_smoother is not None
+        loss = trainer.label_smoother(
+            outputs,
+            labels,
+            shift_labels=name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+            num_items_in_batch=num_items,
+        )
+        return loss, outputs
 
     def _loss(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""

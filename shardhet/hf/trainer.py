@@ -12,23 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import (
-    EvalLoopOutput,
-    PredictionOutput,
-    unwrap_peft_model,
-)
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
-from shardhet.comm import devices
 from shardhet.comm.liveness import HANG_TIMEOUT_S, watch_ranks
+from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.arguments import (
-    REFUSED,
     check_optimizer,
     check_optimizer_class,
     checked,
@@ -37,8 +30,9 @@ from shardhet.hf.arguments import (
 from shardhet.hf.counting import num_multiplied
 from shardhet.hf.dealing import PlanLoader
 from shardhet.hf.evaluation import EvaluationPass
-from shardhet.hf.losses import LossKind
+from shardhet.hf.loaders import evaluation_loader, plan_loader, training_loader
 from shardhet.hf.rank_loss import RankLoss
+from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen
 from shardhet.hf.saving import save_pretrained
 from shardhet.records.plan import Plan
 
@@ -79,7 +73,7 @@ class HetTrainer(Trainer):
         """
         wrapped = model if isinstance(model, HetFSDP) else None
         self.plan = _checked_plan(model, plan, options, kwargs)
-        given = args or TrainingArguments(save_strategy="no")
+        given = args or TrainingArguments()
         args = checked(given, self.plan)
         inside = model if wrapped is None else wrapped.module
         super().__init__(inside, args, **kwargs)
@@ -90,9 +84,12 @@ class HetTrainer(Trainer):
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
         if collates_whole_batch is None:
             collates_whole_batch = bool(getattr(self.data_collator, "mlm", False))
-        self._collates_whole = collates_whole_batch
+        self.collates_whole = collates_whole_batch
         self._args_as_given = given
         self.rank_loss = RankLoss(self)
+        self.train_loader: PlanLoader | None = None  # of the last or present training
+        self._whole_state = WholeState(self)
+        self.add_callback(EndWhenAsked(wrapped))
         self._num_eval_steps = 0
         self._num_multiplied = num_multiplied(wrapped)
 
@@ -107,10 +104,13 @@ class HetTrainer(Trainer):
         return self.het
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; there is nothing to resume from."""
-        if resume_from_checkpoint:
-            raise ValueError(f"HetTrainer.train: {REFUSED['resume_from_checkpoint']}.")
-        return super().train(None, *args, **kwargs)
+        """As in transformers.
+
+        ``resume_from_checkpoint`` is a checkpoint of a HetTrainer under any plan with the same
+        global batch, or True for the newest whole one in ``output_dir``.
+        """
+        folder = chosen(self.het, resume_from_checkpoint, self.args.output_dir)
+        return super().train(folder, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search would create the model anew in this process."""
@@ -129,60 +129,58 @@ class HetTrainer(Trainer):
             torch.save(self._args_as_given, folder / TRAINING_ARGS_NAME)
         self.het.exchange([])
 
+    # Checkpoints #
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with phase("saving a checkpoint"):
+            super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._whole_state.save(Path(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: random states are part of the whole state."""
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Do nothing: parameters are loaded with the optimizer's state, once there is one."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._whole_state.load(Path(checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        self._whole_state.restore_random_states()
+
+    def _run_epoch(self, *args: Any, **given: Any) -> None:
+        if given["epoch"] == given["epochs_trained"]:
+            self._whole_state.begin_epoch(given["steps_trained_in_current_epoch"])
+        super()._run_epoch(*args, **given)  # type: ignore[no-untyped-call]  # transformers'
+
+    def _load_best_model(self) -> None:
+        self._whole_state.load_best()
+
     # Data #
 
     def get_train_dataloader(self) -> Any:
         """This rank's samples of every global batch."""
-        dataset = self.train_dataset
-        if dataset is None:
-            raise ValueError("Trainer: training requires a train_dataset.")
-        sampler = self._get_train_sampler(dataset) if hasattr(dataset, "__len__") else None
-        sampler = _seedable(sampler, dataset, self.args.data_seed)
-        _check_same_order(self.het, dataset, sampler, collates_whole_batch=self._collates_whole)
-        return self._plan_loader(dataset, sampler, "Training", is_training=True)
+        self.train_loader = training_loader(self)
+        return self.train_loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """This rank's samples of every evaluation batch."""
-        if eval_dataset is None and self.eval_dataset is None:
-            raise ValueError("Trainer: evaluation requires an eval_dataset.")
-        named: Any = self.eval_dataset
-        chosen = named if eval_dataset is None else eval_dataset
-        if isinstance(eval_dataset, str):
-            chosen = named[eval_dataset]
-        return self._plan_loader(chosen, SequentialSampler(chosen), "Evaluation")
+        return evaluation_loader(self, eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """As for evaluation."""
-        return self._plan_loader(test_dataset, SequentialSampler(test_dataset), "test")
-
-    def _plan_loader(
-        self, dataset: Any, sampler: Sampler[int], description: str, is_training: bool = False
-    ) -> PlanLoader:
-        collate = self._get_collator_with_removed_columns(self.data_collator, description)
-        if hasattr(dataset, "column_names"):  # from the datasets library
-            dataset = self._remove_unused_columns(dataset, description=description)
-            collate = self.data_collator
-        return PlanLoader(
-            dataset,
-            sampler,
-            self.plan,
-            self.het.position,
-            collate_fn=collate,
-            drop_last=is_training and self.args.dataloader_drop_last,
-            collates_whole_batch=self._collates_whole,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory
-            and not devices.is_on_host(self.args.device),
-            persistent_workers=self.args.dataloader_persistent_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            multiprocessing_context=self.args.dataloader_multiprocessing_context,
-        )
+        return plan_loader(self, test_dataset, SequentialSampler(test_dataset), "test")
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The number of samples in one optimizer step."""
         return self.plan.global_batch_size * args.gradient_accumulation_steps
 
-    def num_examples(self, dataloader: DataLoader[Any] | PlanLoader) -> int:
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """The number of samples in an epoch."""
         return len(dataloader.dataset)  # type: ignore[arg-type]  # it has a length: see above
 
@@ -208,19 +206,9 @@ class HetTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss_sum, num_items, _ = self.rank_loss.sums(inputs)
-        divisor: Tensor | int = num_items
-        if num_items_in_batch is None:  # transformers averages the means of the batches
-            divisor = num_items * self.current_gradient_accumulation_steps
-        elif self.rank_loss.kind is LossKind.SUM:
-            divisor = num_items_in_batch
-        elif self.args.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "TrainingArguments: gradient_accumulation_steps="
-                f"{self.args.gradient_accumulation_steps}, but the loss is a mean that ignores "
-                "num_items_in_batch, so a plain Trainer adds up means. Leave it out, and "
-                "give the plan more microbatches."
-            )
-        mean = self.het.backward(loss_sum, divisor)
+        mean = self.het.backward(
+            loss_sum, self.rank_loss.divisor(num_items, num_items_in_batch)
+        )
         return torch.tensor(mean or 0.0, dtype=torch.float64, device=self.args.device)
 
     def compute_loss(
@@ -234,16 +222,7 @@ class HetTrainer(Trainer):
         is_smoothed = self.label_smoother is not None and self.compute_loss_func is None
         if not is_smoothed or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs.pop("labels")
-        outputs = model(**self.rank_loss.as_called(inputs, num_items_in_batch))
-        name = unwrap_peft_model(self.model)._get_name()
-        assert self.label_smoother is not None
-        loss = self.label_smoother(
-            outputs,
-            labels,
-            shift_labels=name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
-            num_items_in_batch=num_items_in_batch,
-        )
+        loss, outputs = self.rank_loss.smoothed(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def autocast_smart_context_manager(
@@ -338,19 +317,6 @@ def _check_device(wrapped: HetFSDP, args: TrainingArguments) -> None:
         )
 
 
-def _seedable(sampler: Any, dataset: Any, data_seed: int | None) -> Any:
-    """The sampler as accelerate makes it for a plain Trainer, so that orders are the same."""
-    if sampler is None:
-        raise ValueError(
-            "HetTrainer: the train_dataset has no length, so it cannot be dealt out. Use a "
-            "dataset with __len__ and __getitem__."
-        )
-    if not isinstance(sampler, RandomSampler):
-        return sampler
-    seed = torch.random.initial_seed() if data_seed is None else data_seed
-    return SeedableRandomSampler(dataset, data_seed=seed)
-
-
 def _with_own_rate(metrics: dict[str, float], num_eval_steps: int) -> dict[str, float]:
     """``metrics`` with the right rates; transformers assumes one batch per rank."""
     for name in metrics:
@@ -358,18 +324,3 @@ def _with_own_rate(metrics: dict[str, float], num_eval_steps: int) -> dict[str, 
         if prefix not in (name, "train") and metrics.get(f"{prefix}_runtime"):
             metrics[name] = round(num_eval_steps / metrics[f"{prefix}_runtime"], 3)
     return metrics
-
-
-def _check_same_order(
-    het: HetFSDP, dataset: Any, sampler: Any, *, collates_whole_batch: bool
-) -> None:
-    """Check that ranks draw the same batches, and the same random numbers to collate."""
-    mine = [len(dataset), getattr(sampler, "initial_seed", None)]
-    if mine[1] is None or collates_whole_batch:
-        mine.append(int(torch.hash_tensor(torch.get_rng_state())))
-    found = het.exchange_objects(mine)
-    if any(each != mine for each in found):
-        raise ValueError(
-            f"train_dataset: ranks have {found} as its length, seed and generator, in plan "
-            "order. Give all ranks the same data, and draw random numbers alike on all."
-        )

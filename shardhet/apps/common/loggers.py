@@ -18,6 +18,10 @@ class MetricsLogger(Protocol):
         """Record what was measured at ``step``."""
         ...
 
+    def roll_back(self, step: int) -> None:
+        """Forget what was recorded after ``step``: those steps are taken again."""
+        ...
+
     def close(self) -> None:
         """Write everything to disk."""
         ...
@@ -26,11 +30,20 @@ class MetricsLogger(Protocol):
 class JsonLinesLogger:
     """Writes one JSON object per line, as soon as it is logged."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._file = self._open()
+
+    def _open(self) -> IO[str]:
+        return self._folder.metrics_path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def roll_back(self, step: int) -> None:
+        self._file.close()
+        self._folder.forget_metrics_after(step, keeps_them=True)
+        self._file = self._open()
 
     def close(self) -> None:
         self._file.close()
@@ -49,6 +62,9 @@ class CsvLogger:
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         self._rows.setdefault(step, {"step": step}).update(values)
 
+    def roll_back(self, step: int) -> None:
+        self._rows = {each: row for each, row in self._rows.items() if each <= step}
+
     def close(self) -> None:
         names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
         with self._path.open("w", newline="", encoding="utf-8") as file:
@@ -61,21 +77,33 @@ class TensorBoardLogger:
     """Writes event files for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer = self._open(None)
+
+    def _open(self, purge_step: int | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        return SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
 
+    def roll_back(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(step + 1)  # tensorboard hides earlier events from there on
+
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbLogger:
-    """Logs to a Weights & Biases run; offline runs are uploaded later with ``wandb sync``."""
+    """Logs to a Weights & Biases run; offline runs are uploaded later with ``wandb sync``.
+
+    ``step`` is a metric, which the others are drawn over: wandb's own steps only increase, and
+    what is logged at an earlier one would be lost.
+    """
 
     def __init__(self, folder: RunFolder, conf: LoggerConf) -> None:
         import wandb
@@ -87,9 +115,13 @@ class WandbLogger:
             config=folder.config_values(),
             mode="offline" if conf.is_offline else "online",
         )
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({"step": step, **values})
+
+    def roll_back(self, step: int) -> None:
+        """Do nothing: wandb forgets nothing, so steps that are taken again come twice."""
 
     def close(self) -> None:
         self._run.finish()
@@ -111,7 +143,7 @@ def check_logger(conf: LoggerConf) -> None:
 
 def open_loggers(conf: LoggerConf, folder: RunFolder) -> list[MetricsLogger]:
     """The logger of metrics.jsonl, and the one that ``logger=`` selects."""
-    loggers: list[MetricsLogger] = [JsonLinesLogger(folder.metrics_path)]
+    loggers: list[MetricsLogger] = [JsonLinesLogger(folder)]
     if conf.kind is LoggerKind.CSV:
         loggers.append(CsvLogger(folder.path / "metrics.csv"))
     if conf.kind is LoggerKind.TENSORBOARD:

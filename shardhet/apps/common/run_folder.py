@@ -45,6 +45,7 @@ class RunFolder:
     plan.json            what each device computes and stores
     devices.json         the device found for each position of the plan
     metrics.jsonl        one line per step, report of device use, and evaluation
+    rolled_back.jsonl    such lines of steps that the run has rolled back, if it has
     logs/rank0.log ...   the log of each rank; with all output of ranks above zero
     checkpoints/         the whole state after some steps, if the configuration says so
     """
@@ -66,6 +67,10 @@ class RunFolder:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def rolled_back_path(self) -> Path:
+        return self.path / "rolled_back.jsonl"
 
     @property
     def model_path(self) -> Path:
@@ -130,12 +135,18 @@ class RunFolder:
         document = {"step": step, "num_steps": num_steps, "asked_by": list(asked_by)}
         _write_json(self.end_path, document)
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop lines of later steps, which a resumed run takes again."""
+    def forget_metrics_after(self, step: int, *, keeps_them: bool = False) -> None:
+        """Drop lines of later steps, which the run takes again.
+
+        ``keeps_them``: append them to rolled_back.jsonl.
+        """
         if not self.metrics_path.exists():
             return
         lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
+        if keeps_them:
+            with self.rolled_back_path.open("a", encoding="utf-8") as file:
+                file.writelines(line for line in lines if _step_of(line) > step)
         unfinished = self.metrics_path.with_suffix(".unfinished")
         unfinished.write_text("".join(kept), encoding="utf-8")
         unfinished.replace(self.metrics_path)

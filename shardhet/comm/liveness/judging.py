@@ -10,6 +10,9 @@ order:
     left      its program has ended without a failure while others wait for it
     mutual    all ranks wait for each other, for twice the patience
 
+The patience is shorter while the observer waits in a call that all ranks make right after
+another, as checkpoint.save: the limit of that call.
+
 A rank that makes progress, compiles, or is in a declared phase is at work.  While one rank is
 at work, ranks that wait are right to wait, whatever the time.  Times are counted by each
 observer for itself, so that clocks need not agree.
@@ -71,6 +74,8 @@ def judge(
     # A step ends on all ranks or on none, so the observer's own count of steps is enough.
     patience_s = max([own.patience_s, *(each.sign.patience_s for each in seen.values())])
     patience_s *= 1.0 if own.num_steps else LONG_FACTOR
+    if own.limit_s is not None:
+        patience_s = min(patience_s, own.limit_s)
     if not own.is_waiting:
         return None
     gone = [

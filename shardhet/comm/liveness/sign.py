@@ -23,6 +23,7 @@ class Sign:
     is_long: bool  # compiling, or in a declared phase: slow without being at fault
     still_s: float  # time since it last made progress
     patience_s: float  # with a rank that makes no progress, once the first step has ended
+    limit_s: float | None = None  # of the call in which it waits for all ranks, if it has one
     place: str  # file:line of the innermost frame outside of libraries
     stack: str = ""  # of the thread that trains, if it has been still for a while
     failure: str | None = None  # the rank has failed, with this message

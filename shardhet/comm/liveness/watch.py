@@ -8,6 +8,7 @@ mailbox             makes the requests to the store, and may block there
 
 import atexit
 import logging
+import math
 import os
 import socket
 import sys
@@ -147,6 +148,7 @@ class Watch:
         progress.verdict = progress.failure = None
         progress.on_failure = self._wakes.set
         _running.append(self)
+        progress.is_watched = True
         self._mailbox.start()
         self._thread = threading.Thread(target=self._run, name="shardhet watch", daemon=True)
         self._thread.start()
@@ -166,6 +168,7 @@ class Watch:
         if self not in _running:
             return
         _running.remove(self)
+        progress.is_watched = False
         atexit.unregister(self.stop)
         progress.on_failure = lambda: None
         self._is_stopping = True
@@ -201,6 +204,7 @@ class Watch:
                 self._listen(passed_s)
                 self._decide(passed_s)
         except Exception:  # the watch must never be what ends a run
+            progress.is_watched = False
             logger.exception("the watch over ranks has failed; the run goes on without it")
 
     def _look(self, passed_s: float) -> None:
@@ -226,6 +230,7 @@ class Watch:
             is_long=is_long,
             still_s=self._still_s,
             patience_s=patience_s,
+            limit_s=progress.limit_s,
             place=found.place,
             stack=stack(self._thread_ids) if self._still_s > READ_AFTER_S else "",
             failure=progress.failure,
@@ -272,7 +277,8 @@ class Watch:
         self._num_rounds = mailbox.num_rounds
         self._since_read_s += passed_s
         waits = self._own.is_waiting and self._still_s >= READ_AFTER_S
-        between_s = self._own.patience_s / 20 if waits else SECONDS_BETWEEN_READS
+        patience_s = min(self._own.patience_s, self._own.limit_s or math.inf)
+        between_s = patience_s / 20 if waits else SECONDS_BETWEEN_READS
         if self._still_s >= READ_AFTER_S:
             signs = [each.sign for each in self._seen.values()]
             self._a_peer_has_ended = any(has_ended(sign, self._host) for sign in signs)

@@ -1,0 +1,91 @@
+"""The data loaders of a HetTrainer: what transformers would load, dealt out by plan."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from shardhet.comm import devices
+from shardhet.hf.dealing import PlanLoader
+
+if TYPE_CHECKING:
+    from shardhet.hf.trainer import HetTrainer
+
+
+def training_loader(trainer: "HetTrainer") -> PlanLoader:
+    """This rank's samples of every global batch of an epoch.  Collective."""
+    dataset = trainer.train_dataset
+    if dataset is None:
+        raise ValueError("Trainer: training requires a train_dataset.")
+    sampler = trainer._get_train_sampler(dataset) if hasattr(dataset, "__len__") else None
+    sampler = _seedable(sampler, dataset, trainer.args.data_seed)
+    _check_same_order(trainer, dataset, sampler)
+    return plan_loader(trainer, dataset, sampler, "Training", is_training=True)
+
+
+def evaluation_loader(trainer: "HetTrainer", eval_dataset: Any) -> PlanLoader:
+    """This rank's samples of ``eval_dataset``: a dataset, the name of one, or None."""
+    named: Any = trainer.eval_dataset
+    if eval_dataset is None and named is None:
+        raise ValueError("Trainer: evaluation requires an eval_dataset.")
+    chosen = named if eval_dataset is None else eval_dataset
+    if isinstance(eval_dataset, str):
+        chosen = named[eval_dataset]
+    return plan_loader(trainer, chosen, SequentialSampler(chosen), "Evaluation")
+
+
+def plan_loader(
+    trainer: "HetTrainer",
+    dataset: Any,
+    sampler: Sampler[int],
+    description: str,
+    *,
+    is_training: bool = False,
+) -> PlanLoader:
+    """This rank's samples of ``dataset``, in the order of ``sampler``."""
+    args = trainer.args
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description)
+    if hasattr(dataset, "column_names"):  # from the datasets library
+        dataset = trainer._remove_unused_columns(dataset, description=description)
+        collate = trainer.data_collator
+    return PlanLoader(
+        dataset,
+        sampler,
+        trainer.plan,
+        trainer.het.position,
+        collate_fn=collate,
+        drop_last=is_training and args.dataloader_drop_last,
+        collates_whole_batch=trainer.collates_whole,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and not devices.is_on_host(args.device),
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+    )
+
+
+def _seedable(sampler: Any, dataset: Any, data_seed: int | None) -> Any:
+    """The sampler as accelerate makes it for a plain Trainer, so that orders are the same."""
+    if sampler is None:
+        raise ValueError(
+            "HetTrainer: the train_dataset has no length, so it cannot be dealt out. Use a "
+            "dataset with __len__ and __getitem__."
+        )
+    if not isinstance(sampler, RandomSampler):
+        return sampler
+    seed = torch.random.initial_seed() if data_seed is None else data_seed
+    return SeedableRandomSampler(dataset, data_seed=seed)
+
+
+def _check_same_order(trainer: "HetTrainer", dataset: Any, sampler: Any) -> None:
+    """Check that ranks draw the same batches, and the same random numbers to collate."""
+    mine = [len(dataset), getattr(sampler, "initial_seed", None)]
+    if mine[1] is None or trainer.collates_whole:
+        mine.append(int(torch.hash_tensor(torch.get_rng_state())))
+    found = trainer.het.exchange_objects(mine)
+    if any(each != mine for each in found):
+        raise ValueError(
+            f"train_dataset: ranks have {found} as its length, seed and generator, in plan "
+            "order. Give all ranks the same data, and draw random numbers alike on all."
+        )
