@@ -17,7 +17,13 @@ from experiments.derived.blocks import (
     unit_of,
 )
 from experiments.derived.checks import OWN, SHIPPED, covered, factor, judged, relatives
-from experiments.derived.fit import fitted, middle, power_law, watts_per_tflop_per_s
+from experiments.derived.fit import (
+    USUAL_SLOWDOWN,
+    fitted,
+    middle,
+    power_law,
+    watts_per_tflop_per_s,
+)
 from experiments.derived.memory import demands
 from shardhet.pricing.efficiency import (
     FITTED,
@@ -30,7 +36,7 @@ from shardhet.pricing.efficiency import (
 from shardhet.pricing.roofline import Roofline
 from tests.test_profiles import NEEDS_SHARED_DATA, SHARED_DATA
 
-TRUE = Efficiency(forward=0.7, backward=0.5, slowdown_per_s=0.3)
+TRUE = Efficiency(forward=0.7, backward=0.5, slowdown_per_s=USUAL_SLOWDOWN)
 SIZES = (1, 2, 3, 8, 12)
 
 
@@ -51,7 +57,7 @@ def block_of(model: str, gpu: str = "t4", dtype: str = "float16", faster: float 
 
 
 def test_a_fit_finds_the_efficiency_that_made_the_times() -> None:
-    found = fitted([block_of("llama_7b"), block_of("llama_tiny"), block_of("gpt_2.7b")])
+    found = fitted([block_of("llama_33b"), block_of("llama_tiny"), block_of("gpt_2.7b")])
     assert found.forward == pytest.approx(TRUE.forward, rel=0.03)
     assert found.backward == pytest.approx(TRUE.backward, rel=0.03)
     assert found.slowdown_per_s == pytest.approx(TRUE.slowdown_per_s, rel=0.2)
