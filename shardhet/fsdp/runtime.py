@@ -157,7 +157,7 @@ class Runtime:
             return self.unit_by_unit.visit(unit_index, module, args, kwargs)
         unit = self.units[unit_index]
         self._check_is_inside(unit.fqn)
-        needs_backward = self._needs_backward(module, args, kwargs)
+        needs_backward = _needs_backward(module, args, kwargs)
         if self._prober.is_running:
             self._lifeline.doing = f"forward of unit {unit.fqn!r}"
             self._prober.enter(unit_index, needs_backward)
@@ -196,7 +196,7 @@ class Runtime:
                 "Switch that off: the plan decides which units are recomputed "
                 "(Plan.by_hand(recompute=True))."
             )
-        needs_backward = self._needs_backward(module, args, kwargs)
+        needs_backward = _needs_backward(module, args, kwargs)
         with self._dropout.left_alone():
             if self._prober.is_running:
                 return self._prober.call(module.fqn, module.forward, args, kwargs)
@@ -233,11 +233,6 @@ class Runtime:
                     f"unit {unit_fqn!r} was called outside of HetFSDP's forward. Call the "
                     f"HetFSDP model, not the module inside it."
                 )
-
-    def _needs_backward(self, module: UnitModule, args: Any, kwargs: Any) -> bool:
-        return torch.is_grad_enabled() and (
-            module.is_trainable or _any_requires_grad((args, kwargs))
-        )
 
     def _end_forward(self, is_training: bool) -> None:
         if is_training:
@@ -283,6 +278,12 @@ class Runtime:
         self._norms.drop()
         self.batch = None
         self.awaits_backward = False
+
+
+def _needs_backward(module: UnitModule, args: Any, kwargs: Any) -> bool:
+    return torch.is_grad_enabled() and (
+        module.is_trainable or _any_requires_grad((args, kwargs))
+    )
 
 
 def _any_requires_grad(tree: Any) -> bool:
