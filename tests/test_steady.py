@@ -1,11 +1,15 @@
 """What a plan loses where devices are not as fast as was thought, and plans that lose less."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from shardhet.apps.plan import main as plan_main
-from shardhet.planner import Demands, solve
+from shardhet.planner import Demands, PlanError, solve
+from shardhet.planner.explain import Situation, at_other_speed
 from shardhet.planner.search import DEFAULT_EFFORT
-from shardhet.planner.steady import OFF, disturbances, loss_of, steadier
+from shardhet.planner.steady import OFF, disturbances, loss_of, steadier, steadiest_met
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from tests.test_fewer import setting_of
@@ -73,3 +77,50 @@ def test_the_loss_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         plan_main(["steady=0.01", "objective=least_memory"])
     assert "steady: 0.01 but objective=least_memory" in capsys.readouterr().err
+
+
+def test_of_plans_that_were_met_the_steadiest_is_no_slower_where_the_profile_was_off() -> None:
+    """Profiles of other launches, in which each kind's speed is 10 % off; 9 plans change."""
+    rng = np.random.default_rng(5)
+    changes = []
+    for seed in range(60):
+        cluster, profile, batch = random_case(seed)
+        setting = Setting(cluster, WORKLOAD, profile)
+        launch = Situation(setting=setting, demands=NONE)
+        for kind in sorted({str(device.kind) for device in cluster.devices}):
+            launch = at_other_speed(
+                launch, frozenset({kind}), float(np.exp(rng.normal(0, 0.1)))
+            )
+        try:
+            best = solve(launch.setting, global_batch_size=batch)
+        except PlanError:
+            continue
+        found = steadiest_met(best, launch.setting, demands=NONE)
+        if found is None or found.solution is best:
+            continue
+        assert found.mean_loss < found.mean_loss_of_fastest
+        assert -0.0011 < found.slower < 0.0101  # the fastest one is that by simulation
+        model = CostModel(setting)
+        seconds = [model.predict(each.plan).step_time_s for each in (best, found.solution)]
+        changes.append(seconds[1] / seconds[0] - 1)
+    assert len(changes) >= 5
+    assert np.mean(changes) < 0
+
+
+def test_a_measured_plan_is_the_steadiest_of_those_near_the_fastest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    texts = set()
+    for seed in range(4):
+        cluster, profile, batch = random_case(seed)
+        Setting(cluster, WORKLOAD, profile).save(tmp_path / str(seed))
+        keys = [f"measured={tmp_path / str(seed)}", f"global_batch_size={batch}"]
+        keys += ["explain=false", "baselines=false", "leave_out=never"]
+        try:
+            plan_main(keys)
+        except SystemExit:
+            continue
+        texts.add(" ".join(capsys.readouterr().out.split()))
+        plan_main([*keys, "steady=0"])
+        assert "on average if one kind's speed is 10% off" not in capsys.readouterr().out
+    assert any("plans that are within 1% of the fastest" in text for text in texts)

@@ -42,7 +42,16 @@ from shardhet.planner.find import certify_search, least_step_s
 from shardhet.planner.misses import even_shortfall
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search import Effort, Found
-from shardhet.planner.steady import OFF, disturbances, loss_of, steadier
+from shardhet.planner.shares import NEAR_MARGIN
+from shardhet.planner.steady import (
+    NOISE,
+    OFF,
+    Steadiest,
+    disturbances,
+    loss_of,
+    steadier,
+    steadiest_met,
+)
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
@@ -77,6 +86,7 @@ class _Answer:
     value: float
     objective: Objective | None  # None: too slow to evaluate often
     note: str = ""
+    steadiness: str = ""  # how it was chosen among plans that are nearly as fast
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,6 +126,7 @@ def show(
             solution=answer.solution,
             times=simulated_times(answer.solution.plan, inputs.setting),
             note=answer.note,
+            steadiness=answer.steadiness,
             without=without,
         )
     show_plan(report, console)
@@ -284,6 +295,11 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         best = steadier(
             best, setting, tolerance=conf.steady, demands=demands, effort=_compared(setting)
         )
+    steadiness = ""
+    if conf.steady is None and conf.measured is not None and conf.objective == "throughput":
+        steadiest = steadiest_met(best, setting, demands=demands)
+        if steadiest is not None:
+            best, steadiness = steadiest.solution, _how_steady(steadiest)
     if conf.objective == "throughput":
 
         def step_s(situation: Situation, at_most_s: float) -> float:
@@ -303,7 +319,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
                 here_s.append(step_s(Situation(setting=setting, demands=demands), inf))
             return best.samples_per_s * here_s[0] / step_s(situation, here_s[0])
 
-        return _Answer(best, best.samples_per_s, samples_per_s)
+        return _Answer(best, best.samples_per_s, samples_per_s, steadiness=steadiness)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
     least = least_memory(
         setting,
@@ -322,6 +338,20 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         f"{least.lower_bound:.1%})"
     )
     return _Answer(least.solution, wanted, None, note)
+
+
+def _how_steady(steadiest: Steadiest) -> str:
+    """What was chosen among plans that are nearly as fast, and what it gives."""
+    of = f"{steadiest.num_met} plans that are within {NEAR_MARGIN:.0%} of the fastest"
+    loses = f"loses {steadiest.mean_loss:.1%} on average if one kind's speed is {NOISE:.0%} off"
+    if steadiest.mean_loss == steadiest.mean_loss_of_fastest:
+        return f"Of {of}, none is steadier: this one {loses}."
+    slower = max(0.0, steadiest.slower)  # the fastest may be that by simulation
+    return (
+        f"Of {of}, this one is the steadiest: it {loses}, the fastest "
+        f"{steadiest.mean_loss_of_fastest:.1%}; it is predicted {slower:.2%} slower "
+        "(steady=0 takes the fastest)."
+    )
 
 
 def _alternatives(

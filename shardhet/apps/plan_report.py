@@ -50,6 +50,7 @@ class PlanReport:
     times: StepTimes  # simulated
     note: str  # on the objective
     without: BetterWithout | None = None  # devices that the plan leaves out
+    steadiness: str = ""  # how the plan was chosen among those that are nearly as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,8 @@ def _result(report: PlanReport) -> Iterator[str]:
     )
     if not report.note:
         yield _proven(solution.relative_gap)
+    if report.steadiness:
+        yield report.steadiness
     if not solution.plan.reshard_after_forward:
         yield (
             "Units stay gathered from forward to backward (reshard_after_forward=False): "

@@ -10,11 +10,19 @@ import numpy as np
 
 from shardhet.planner.problem import Bools, Choice, Floats, Ints, Limits, Problem
 
+SMALL_ADDITIONS, FEW_DEVICES = 1e5, 32
+
 
 def effort(problem: Problem) -> float:
     """The number of additions that one call takes."""
     widths = [group.batch.max() + 1.0 for group in problem.groups]
     return float(problem.counts @ np.array(widths)) * (problem.global_batch_size + 1)
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether a call is so short that it can be part of every feasibility test."""
+    is_few = bool(problem.counts.sum() <= FEW_DEVICES)
+    return is_few and effort(problem) <= SMALL_ADDITIONS
 
 
 def best_choice(problem: Problem, limits: Limits) -> tuple[Choice, ...] | None:

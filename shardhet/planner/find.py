@@ -14,7 +14,7 @@ from shardhet.planner.demands import Demands
 from shardhet.planner.misses import nearest_miss
 from shardhet.planner.receivers import Computing, depends_on_shares, who_computes
 from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
-from shardhet.planner.shares import RESCORED_MARGIN, as_fast, fitting_plans
+from shardhet.planner.shares import NEAR_MARGIN, RESCORED_MARGIN, as_fast, fitting_plans
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.planner.table import CandidateTable
 from shardhet.pricing.cost import CostModel
@@ -91,7 +91,10 @@ def solve(
         assert missed is not None
         missed.lower_bound_s = min(bounds_s)
         raise missed
-    return replace(_fastest(found, setting, num_rescored), lower_bound_s=min(bounds_s))
+    best = replace(_fastest(found, setting, num_rescored), lower_bound_s=min(bounds_s))
+    met = {each.plan: each for other in found for each in other.near if each.plan != best.plan}
+    near = as_fast([best, *met.values()], margin=NEAR_MARGIN)
+    return replace(best, near=tuple(each for each in near if each is not best))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,15 +284,18 @@ def _best_plan(task: _Task, computing: Computing) -> PlanSolution:
     bound_s = missed.lower_bound_s
     if not fitting:
         raise missed
-    fitting = as_fast(fitting)
+    near = tuple(fitting)
+    fitting = as_fast(fitting, margin=RESCORED_MARGIN)
     if num_rescored == 1 or len(fitting) == 1:
-        return replace(fitting[0], lower_bound_s=bound_s)
+        return replace(fitting[0], lower_bound_s=bound_s, near=near)
     simulated = [
         (simulated_step_s(each.plan, model.setting), i)
         for i, each in enumerate(fitting[:num_rescored])
     ]
     simulated_s, best = min(simulated)
-    return replace(fitting[best], lower_bound_s=bound_s, simulated_step_time_s=simulated_s)
+    return replace(
+        fitting[best], lower_bound_s=bound_s, simulated_step_time_s=simulated_s, near=near
+    )
 
 
 def certify_search(

@@ -38,8 +38,6 @@ from shardhet.planner.problem import Limits, Problem, Value
 
 RAY_STEPS = 24  # at most so many bisections along a box's diagonal for an incumbent
 RAY_PRECISION = 1e-3  # of the sum of phases; splitting boxes does the rest better
-# A dynamic programme of so few additions and devices is used in every feasibility test.
-SMALL_ADDITIONS, FEW_DEVICES = 1e5, 32
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
 TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
@@ -137,9 +135,7 @@ class _Search:
         self.oracle.num_scanned = num_scanned
         self.grid = Grid(problem)
         self.exact_additions = 0.0
-        self.is_small = (
-            exact.effort(problem) <= SMALL_ADDITIONS and problem.counts.sum() <= FEW_DEVICES
-        )
+        self.is_small = exact.is_small(problem)
 
     def root(self) -> Box | None:
         """Find a first incumbent; returns the box that may hold a better one, or None."""

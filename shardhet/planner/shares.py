@@ -16,6 +16,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 
 RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction count as equal
+NEAR_MARGIN = 1e-2  # plans within this margin are kept
 
 
 def fitting_plans(
@@ -64,15 +65,13 @@ def fitting_plans(
             solutions |= {each.plan: each for each in spread if each.plan not in solutions}
             if any(each.fits for each in spread):
                 break
-    return as_fast([each for each in solutions.values() if each.fits])
+    return as_fast([each for each in solutions.values() if each.fits], margin=NEAR_MARGIN)
 
 
-def as_fast(solutions: Sequence[PlanSolution]) -> list[PlanSolution]:
-    """Those that are as fast as the fastest by prediction, in order."""
+def as_fast(solutions: Sequence[PlanSolution], *, margin: float) -> list[PlanSolution]:
+    """Those that are slower than the fastest by no more than ``margin``, in order."""
     ranked = sorted(solutions, key=lambda each: each.predicted.step_time_s)  # stable
-    slowest_s = (1 + RESCORED_MARGIN) * min(
-        (each.predicted.step_time_s for each in ranked), default=0.0
-    )
+    slowest_s = (1 + margin) * min((each.predicted.step_time_s for each in ranked), default=0.0)
     return [each for each in ranked if each.predicted.step_time_s <= slowest_s]
 
 

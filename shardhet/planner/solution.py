@@ -30,6 +30,7 @@ class PlanSolution:
     lower_bound_s: float  # of the step time of any plan among the candidates
     assignment: Assignment  # of candidates to devices
     simulated_step_time_s: float | None = None  # if simulation decided between several plans
+    near: tuple["PlanSolution", ...] = ()  # others that were met and are nearly as fast
 
     @property
     def relative_gap(self) -> float:

@@ -22,6 +22,8 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 
 OFF = 0.2
+NOISE = 0.1  # of speeds, between two launches of the same measurement
+LEAST_GAIN = 1e-3  # of the mean loss, for which a plan may be slower
 MAX_KINDS = 8  # every disturbance takes a search
 
 
@@ -43,7 +45,57 @@ class Loss:
     speed: float
 
 
-def disturbances(setting: Setting) -> list[Disturbance]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steadiest:
+    """Of the plans that a search has met, the one that loses least on average."""
+
+    solution: PlanSolution
+    num_met: int
+    slower: float  # than the fastest at the profile's speeds, relative
+    mean_loss: float  # if one kind of device is slower or faster by ``NOISE``
+    mean_loss_of_fastest: float
+
+
+def steadiest_met(
+    best: PlanSolution, setting: Setting, *, demands: Demands
+) -> Steadiest | None:
+    """The plan that loses least of ``best`` and the plans near it; None if none is to choose.
+
+    A loss is relative to the best of these plans under the same disturbance, so that no search
+    is needed.  The fastest stays unless another loses less by ``LEAST_GAIN``.
+    """
+    model, met = CostModel(setting), [best, *best.near]
+    disturbed = disturbances(setting, off=NOISE)
+    if len(met) == 1 or not disturbed:
+        return None
+    losses = [0.0] * len(met)
+    for each in disturbed:
+        there = CostModel(each.setting)
+        seconds = [there.predict(solution.plan).step_time_s for solution in met]
+        for i, step_s in enumerate(seconds):
+            losses[i] += (step_s / min(seconds) - 1) / len(disturbed)
+    at = min(range(len(met)), key=losses.__getitem__)
+    if losses[at] > losses[0] - LEAST_GAIN:
+        at = 0
+    budgets = [
+        demands.budget_bytes(setting.cluster, i) for i in range(model.cluster.world_size)
+    ]
+    chosen = replace(
+        met[at],
+        predicted=model.predict(met[at].plan).within(budgets),
+        lower_bound_s=best.lower_bound_s,
+        near=best.near,
+    )
+    return Steadiest(
+        solution=chosen if at else best,
+        num_met=len(met),
+        slower=chosen.predicted.step_time_s / best.predicted.step_time_s - 1,
+        mean_loss=losses[at],
+        mean_loss_of_fastest=losses[0],
+    )
+
+
+def disturbances(setting: Setting, *, off: float = OFF) -> list[Disturbance]:
     """Every kind of device slower and faster; none if the kinds are too many, or only one.
 
     One kind at another speed changes the step, but hardly the best plan.
@@ -55,7 +107,7 @@ def disturbances(setting: Setting) -> list[Disturbance]:
     return [
         Disturbance(kind, speed, at_other_speed(here, frozenset({kind}), speed).setting)
         for kind in kinds
-        for speed in (1 - OFF, 1 + OFF)
+        for speed in (1 - off, 1 + off)
     ]
 
 
