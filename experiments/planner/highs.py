@@ -110,7 +110,7 @@ def last_words() -> list[LastWord]:
                     num_variables=assigned.num_variables,
                     search_s=searched_at_s - started_at_s,
                     highs_s=ended_at_s - searched_at_s,
-                    is_by_highs=assigned.is_least,
+                    is_by_highs=assigned.is_by_highs,
                     compute_after_before=float(after / before),
                 )
             )

@@ -234,7 +234,7 @@ def _result(report: PlanReport) -> Iterator[str]:
             "Units stay gathered from forward to backward (reshard_after_forward=False): "
             "there is memory for it, and each is gathered once instead of twice."
         )
-    if not solution.assignment.is_least:
+    if not solution.assignment.is_by_highs:
         yield (
             "The search's own assignment is used: HiGHS did not finish within its limits on "
             f"{solution.assignment.num_variables:,} candidates."

@@ -1,4 +1,4 @@
-"""The last stage of planning: candidates are assigned to devices within the limits found.
+"""The last stage of planning: HiGHS assigns candidates to devices within the limits found.
 
 The search ends with limits: the phases T_d and the optimizer's time of its best choice.  Every
 choice within these limits is equally fast.  Among them, the one with the least total compute
@@ -11,7 +11,7 @@ is taken:
 over the candidates with t_dc <= T_d in every phase, in the notation of ``problem``; w_c is the
 compute of candidate c alone, whether or not communication hides it.  Devices that do not set
 the pace then recompute as little as memory allows, even where links do, and work goes to fast
-devices rather than slow ones.  HiGHS solves this, or ``few_devices`` where devices are few.
+devices rather than slow ones.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardhet.planner.few_devices import MAX_DEVICES, Device, least_compute
 from shardhet.planner.problem import Choice, Floats, Ints, Limits, Problem, Value
 
 MAX_VARIABLES = 20_000
@@ -32,15 +31,15 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What each device does, and whether it is known to compute the least."""
+    """What each device does, and whether HiGHS chose it."""
 
     choices: tuple[Choice, ...]
-    is_least: bool
+    is_by_highs: bool
     num_variables: int
 
     def replaced_by(self, choices: Sequence[Choice]) -> "Assignment":
-        """The same with the search's own ``choices`` in place of the least."""
-        return replace(self, choices=tuple(choices), is_least=False)
+        """The same with the search's own ``choices`` in place of those of HiGHS."""
+        return replace(self, choices=tuple(choices), is_by_highs=False)
 
 
 def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignment:
@@ -52,12 +51,10 @@ def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignm
     """
     group, candidate = _candidates(problem, value)
     num_variables = len(group)
-    stays = Assignment(tuple(choices), is_least=False, num_variables=num_variables)
+    stays = Assignment(tuple(choices), is_by_highs=False, num_variables=num_variables)
     if num_variables > MAX_VARIABLES:
         return stays
-    number = _least_of_few(problem, group, candidate, value)
-    if number is None:
-        number = _solve(problem, group, candidate, value)
+    number = _solve(problem, group, candidate, value)
     if number is None or not _is_whole(problem, group, candidate, number):
         return stays
     found = tuple(
@@ -68,7 +65,7 @@ def assign(problem: Problem, choices: Sequence[Choice], value: Value) -> Assignm
     worth = problem.evaluate(found)
     if worth is None or worth.objective_s > value.objective_s * (1 + OBJECTIVE_TOLERANCE):
         return stays
-    return Assignment(found, is_least=True, num_variables=num_variables)
+    return Assignment(found, is_by_highs=True, num_variables=num_variables)
 
 
 def _is_whole(problem: Problem, group: Ints, candidate: Ints, number: Ints) -> bool:
@@ -102,32 +99,6 @@ def _candidates(problem: Problem, value: Value) -> tuple[Ints, Ints]:
         candidates.append(indices[kept])
         groups.append(np.full(int(kept.sum()), g, dtype=np.int64))
     return np.concatenate(groups), np.concatenate(candidates).astype(np.int64)
-
-
-def _least_of_few(problem: Problem, group: Ints, candidate: Ints, value: Value) -> Ints | None:
-    """How many devices take each candidate; None if they are too many to try."""
-    if problem.counts.sum() > MAX_DEVICES:
-        return None
-    room = problem.room_within(Limits(value.phases_s, value.optimizer_s * (1 + ROUNDING)))
-    variables = [np.flatnonzero(group == g) for g in range(len(problem.groups))]
-    devices = [
-        Device(
-            problem.batch[g, candidate[mine]].astype(np.int64),
-            problem.compute_s[g, candidate[mine]],
-            room[g, candidate[mine]],
-        )
-        for g, mine in enumerate(variables)
-    ]
-    order = [g for g, each in enumerate(problem.groups) for _ in range(each.count)]
-    taken = least_compute(
-        [devices[g] for g in order], problem.global_batch_size, problem.state_numel
-    )
-    if taken is None:
-        return None
-    number: Ints = np.zeros(len(group), dtype=np.int64)
-    for g, at in zip(order, taken, strict=True):
-        number[variables[g][at]] += 1
-    return number
 
 
 def _solve(problem: Problem, group: Ints, candidate: Ints, value: Value) -> Ints | None:

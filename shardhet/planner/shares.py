@@ -48,7 +48,7 @@ def fitting_plans(
         # after rounding to rows.
         least = assign(wider.rounded, choices, value)
         for assignment in dict.fromkeys((least, least.replaced_by(choices))):
-            from_table = wider if assignment.is_least else table
+            from_table = wider if assignment.is_by_highs else table
             spread = [
                 PlanSolution(
                     plan=plan,
