@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan
+from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
@@ -396,12 +396,16 @@ def _train_with_buffers(rank: int, is_on_meta: bool) -> list[float]:
 
 
 def _everything_else(rank: int, world_size: int) -> None:
-    """Hooks, clipping, whole state dicts, evaluation and calls one by one, beside the host."""
+    """Hooks, clipping, whole state dicts, evaluation, calls one by one, another plan."""
     batches = [4, 2, 0][:world_size]
-    plan = Plan.by_hand(
-        microbatch_sizes=[2, 1, 1][:world_size],
-        rank_batch_sizes=batches,
-        state_shares=[0.0, 0.75, 0.25] if world_size == 3 else [0.25, 0.75],
+    shares = [0.0, 0.75, 0.25] if world_size == 3 else [0.25, 0.75]
+    plan, other = (
+        Plan.by_hand(
+            microbatch_sizes=[2, 1, 1][:world_size],
+            rank_batch_sizes=batches,
+            state_shares=each,
+        )
+        for each in (shares, shares[::-1])
     )
     accelerator = Accelerator()
     found: list[list[Any]] = []
@@ -434,6 +438,7 @@ def _everything_else(rank: int, world_size: int) -> None:
                     for _ in range(1 + rank):
                         seen.append(model.module(tokens)[0])
                 seen += [each for unit in model.gather_units() for each in unit.values()]
+                redistribute(model, optimizer, plan if model.plan == other else other)
             seen += [param.detach().clone() for param in model.parameters()]
         found.append([e.as_subclass(Tensor) if isinstance(e, Tensor) else e for e in seen])
     for there, here in zip(*found, strict=True):
