@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardhet.records.profiles import Profile
     from shardhet.records.workload import Workload
     from shardhet.simulator.simulation import simulate
+    from shardhet.training.rebalancing import Rebalancer
 
 _MODULE_BY_NAME = {
     "Cluster": "shardhet.records.cluster",
@@ -30,6 +31,7 @@ _MODULE_BY_NAME = {
     "PlanError": "shardhet.planner",
     "Profile": "shardhet.records.profiles",
     "RankPlan": "shardhet.records.plan",
+    "Rebalancer": "shardhet.training.rebalancing",
     "Setting": "shardhet.pricing.setting",
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
@@ -49,6 +51,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "RankPlan",
+    "Rebalancer",
     "Setting",
     "Workload",
     "describe",

@@ -53,8 +53,13 @@ class Prediction:
                 f"{len(measured)} units, the plan of {plan.world_size} and {len(planned)}, or "
                 "their sizes differ. Measure this model on this cluster."
             )
-        timeline = simulate(plan, Setting(cluster, workload, profile))
-        cost = CostModel(Setting(cluster, workload, profile)).predict(plan)
+        return cls.in_setting(plan, Setting(cluster, workload, profile))
+
+    @classmethod
+    def in_setting(cls, plan: Plan, setting: Setting) -> Self:
+        """Simulate in a setting of the plan's devices and model."""
+        timeline = simulate(plan, setting)
+        cost = CostModel(setting).predict(plan)
         positions = range(plan.world_size)
         return cls(
             step_time_s=timeline.step_time_s,

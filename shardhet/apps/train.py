@@ -72,6 +72,7 @@ def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:
     check_logger(conf.logger)
     conf.check_device()
     conf.check_resume()
+    conf.check_rebalance()
     conf.check_model_fits_data()
     return conf.to_plan(conf.world_size(num_launched))
 

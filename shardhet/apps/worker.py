@@ -8,6 +8,7 @@ written there.
 
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
 
-from shardhet import DeviceSpec, HetFSDP
+from shardhet import DeviceSpec, HetFSDP, Rebalancer, Setting
 from shardhet.apps.common.checkpointing import RunCheckpoints
 from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
@@ -39,7 +40,8 @@ from shardhet.config.training import FilePlanConf
 from shardhet.training.compiling import compile_units
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.sampling import sample_tokens
-from shardhet.training.trainer import StepMetrics, Trainer
+from shardhet.training.slow_devices import of_any_device
+from shardhet.training.trainer import DeviceUse, StepMetrics, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +127,7 @@ class Run:
             device=device,
             memory_level_bytes=level_bytes,
             run=self._task.run,
-            guard=Guard(
-                OnBadStep(conf.guard.on_bad_step.value),
-                spike_factor=conf.guard.spike_factor,
-                max_in_a_row=conf.guard.max_in_a_row,
-            ),
+            guard=guard_of(conf),
         )
         self._checkpoints = RunCheckpoints(
             conf,
@@ -142,8 +140,15 @@ class Run:
         self.trainer.forget_peak_memory()
         self._devices = found_devices(self._model, spec)
         self._prediction: Prediction | None = None
+        self._rebalancer: Rebalancer | None = None
         if isinstance(conf.plan, FilePlanConf) and conf.plan.measured:
             self._prediction = Prediction.of(plan, conf.plan.measured)
+            self._rebalancer = Rebalancer(
+                self._model,
+                optimizer,
+                Setting.load(conf.plan.measured),
+                replans=conf.rebalance,
+            )
         self._outcome = Outcome()
         self._loggers: list[MetricsLogger] = []
         self._tracer: Tracer | None = None
@@ -215,7 +220,12 @@ class Run:
             self._model.plan.save(self._folder.plan_path)
             self._folder.save_devices(self._devices)
             self._loggers = open_loggers(self._conf.logger, self._folder)
-        self._show_start(console)
+        show_start(console, self._conf, self._task, self._model, self._resumed_from)
+        if self._conf.compile:
+            said = say_who_compiles(self._model, self._why_eager, self._folder)
+            console.print(said, markup=False, soft_wrap=True)
+        if not console.is_terminal:
+            console.print(device_table(self._model.plan, self._devices))
         return Display(
             self._model.plan,
             self._devices,
@@ -225,30 +235,6 @@ class Run:
             console=console,
         )
 
-    def _show_start(self, console: Console) -> None:
-        plan = self._model.plan
-        num_params = sum(unit.numel for unit in plan.units)
-        name = self._task.model_name or self._conf.model.kind.value
-        console.print(
-            f"{name} with {num_params:,} parameters on "
-            f"{_count(plan.world_size, 'device')}; a step is "
-            f"{_count(plan.global_batch_size, 'sample')}"
-        )
-        if self._resumed_from is not None:
-            console.print(
-                f"goes on after step {self._model.step}, from {self._resumed_from}",
-                markup=False,
-                soft_wrap=True,
-            )
-        if self._conf.compile:
-            console.print(
-                say_who_compiles(self._model, self._why_eager, self._folder),
-                markup=False,
-                soft_wrap=True,
-            )
-        if not console.is_terminal:
-            console.print(device_table(plan, self._devices))
-
     def take_step(self, step: int, display: Display) -> None:
         """Run one optimizer step with its metrics, reports of device use and evaluations."""
         conf = self._conf
@@ -257,6 +243,8 @@ class Run:
         metrics = self.trainer.train_step()
         if self._tracer is not None and self._tracer.after_step(step):
             self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
+        if self._rebalancer is not None:
+            self._look_at_speeds(step, self._rebalancer, display)
         if metrics.why_skipped is None:
             self._record(metrics, display)
         else:
@@ -301,19 +289,32 @@ class Run:
         logger.warning("%s", said)
         display.show_remark(said)
 
+    def _look_at_speeds(self, step: int, rebalancer: Rebalancer, display: Display) -> None:
+        """Say which devices are slow, and whether the run follows another plan."""
+        imbalance = rebalancer.after_step()
+        if imbalance is None:
+            return
+        said = f"after step {step}: {imbalance.text([str(each) for each in self._devices])}"
+        pairs = enumerate(imbalance.slowness)
+        values = {f"device{i}/slowness": each for i, each in pairs if each is not None}
+        if imbalance.new_plan is not None:
+            plan = self._model.plan
+            values["planned_anew"] = 1.0
+            if self.is_rank_zero:
+                plan.save(self._folder.new_plan_path(step))
+            display.follow(plan)
+            self._prediction = Prediction.in_setting(of_any_device(plan), rebalancer.setting)
+            self.trainer.forget_peak_memory()
+        elif not self._conf.rebalance:
+            said += "; rebalance=true would plan anew"
+        log_all(self._loggers, step, values)
+        logger.warning("%s", said)
+        display.show_remark(said)
+
     def _look(self, step: int, display: Display) -> None:
         uses = self.trainer.look_at_devices()
-        values: dict[str, float] = {}
-        for i, use in enumerate(uses):
-            values[f"device{i}/busy_share"] = use.busy_share
-            values[f"device{i}/waiting_share"] = use.waiting_share
-            values[f"device{i}/peak_memory_bytes"] = use.peak_memory_bytes
-            if self._prediction is not None:
-                values[f"device{i}/predicted_busy_share"] = self._prediction.busy_shares[i]
-                predicted_bytes = self._prediction.memory_bytes[i]
-                values[f"device{i}/predicted_memory_bytes"] = predicted_bytes
         self._outcome.add_look(uses)
-        log_all(self._loggers, step, values)
+        log_all(self._loggers, step, values_of(uses, self._prediction))
         if self.is_rank_zero:
             display.show_devices(uses)
 
@@ -324,6 +325,43 @@ class Run:
         log_all(self._loggers, step, values)
         if self.is_rank_zero:
             display.show_score(step, name, score, self._task.baselines)
+
+
+def guard_of(conf: TrainConf) -> Guard:
+    """What judges the steps of the run."""
+    return Guard(
+        OnBadStep(conf.guard.on_bad_step.value),
+        spike_factor=conf.guard.spike_factor,
+        max_in_a_row=conf.guard.max_in_a_row,
+    )
+
+
+def show_start(
+    console: Console, conf: TrainConf, task: Task, model: HetFSDP, resumed_from: Path | None
+) -> None:
+    """Print what is trained, on how many devices, and where it goes on."""
+    num_params = sum(unit.numel for unit in model.plan.units)
+    console.print(
+        f"{task.model_name or conf.model.kind.value} with {num_params:,} parameters on "
+        f"{_count(model.plan.world_size, 'device')}; a step is "
+        f"{_count(model.plan.global_batch_size, 'sample')}"
+    )
+    if resumed_from is not None:
+        said = f"goes on after step {model.step}, from {resumed_from}"
+        console.print(said, markup=False, soft_wrap=True)
+
+
+def values_of(uses: Sequence[DeviceUse], prediction: Prediction | None) -> dict[str, float]:
+    """What devices did, beside what they were predicted to do, by name."""
+    values: dict[str, float] = {}
+    for i, use in enumerate(uses):
+        values[f"device{i}/busy_share"] = use.busy_share
+        values[f"device{i}/waiting_share"] = use.waiting_share
+        values[f"device{i}/peak_memory_bytes"] = use.peak_memory_bytes
+        if prediction is not None:
+            values[f"device{i}/predicted_busy_share"] = prediction.busy_shares[i]
+            values[f"device{i}/predicted_memory_bytes"] = prediction.memory_bytes[i]
+    return values
 
 
 def found_devices(model: HetFSDP, spec: DeviceSpec) -> list[DeviceSpec]:

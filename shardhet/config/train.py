@@ -24,6 +24,7 @@ from shardhet.config.pretrained import HfConf
 from shardhet.config.training import (
     ClusterConf,
     DeviceType,
+    FilePlanConf,
     LoggerConf,
     LrSchedulerConf,
     OptimConf,
@@ -127,6 +128,9 @@ class TrainConf:
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     guard: GuardConf = field(default_factory=GuardConf)
     end_notice: EndNoticeConf = field(default_factory=EndNoticeConf)
+    # If a device stays slower than plan.measured says, which is always said: plan anew, and
+    # move parameters and optimizer states to the new plan without a restart.
+    rebalance: bool = False
     # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
     # checkpoint, or of a folder with several, which must exist; null: begin at step 0.
     resume: str | None = None
@@ -188,6 +192,14 @@ class TrainConf:
             raise ConfigError(
                 f"resume: {self.resume!r} is no folder. Give the path of a checkpoint, or "
                 "resume=auto for the newest one in the run folder."
+            )
+
+    def check_rebalance(self) -> None:
+        """Raise if there is nothing to plan from."""
+        if self.rebalance and not (isinstance(self.plan, FilePlanConf) and self.plan.measured):
+            raise ConfigError(
+                "rebalance: true but nothing says how fast the devices are. Set plan=file with "
+                "plan.path and plan.measured, the folder of `shardhet measure`."
             )
 
     def check_model_fits_data(self) -> None:

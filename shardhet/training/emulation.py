@@ -69,27 +69,31 @@ class EmulatedDevice:
 
     def slowed(self) -> AbstractContextManager[None]:
         """Context that lasts 1 / speed times the processor time of what runs inside."""
-        return nullcontext() if self.speed == 1 else _Stretch(self.speed).around()
+        return nullcontext() if self.speed == 1 else Stretch(self.speed).around()
 
     def observer(self) -> Observer:
         """An observer that stretches every reported computation, in the thread that did it.
 
         Observers that are added to a model after this one see the stretched times.
         """
-        return _Stretch(self.speed).observe
+        return Stretch(self.speed).observe
 
-    def slow_down(self, model: HetFSDP, optimizer: Optimizer) -> None:
+    def slow_down(
+        self, model: HetFSDP, optimizer: Optimizer, *, changes: bool = False
+    ) -> "Stretch | None":
         """Stretch forward, backward and optimizer steps from now on.
 
         Call it before other observers are added, so that they see the stretched times.  At
-        speed 1 nothing is added and there is no overhead.
+        speed 1 nothing is added and there is no overhead, unless it ``changes``: then the
+        ``speed`` of what is returned may be set at any time.
         """
-        if self.speed == 1:
-            return
-        stretch = _Stretch(self.speed)
+        if self.speed == 1 and not changes:
+            return None
+        stretch = Stretch(self.speed)
         model.add_observer(stretch.observe, counts_cpu=True)
         optimizer.register_step_pre_hook(stretch.begin_optimizer_step)
         optimizer.register_step_post_hook(stretch.end_optimizer_step)
+        return stretch
 
     def cap_memory(self) -> int:
         """Let this process allocate ``memory_bytes`` and ``HOST_BYTES`` more than it has.
@@ -163,7 +167,7 @@ def cores_for(speeds: Sequence[float]) -> list[int | None]:
     return [None] * len(speeds) if has_enough else packed(speeds)
 
 
-class _Stretch:
+class Stretch:
     """Sleeps for the time by which computations are to be stretched.
 
     Time lost by sleeping too long, or by waiting for a core for longer than the sleep due, is
@@ -171,13 +175,13 @@ class _Stretch:
     """
 
     def __init__(self, speed: float) -> None:
-        self._speed = speed
+        self.speed = speed
         self._owed_s = 0.0
         self._optimizer_began = (0.0, 0.0)
 
     def after(self, seconds: float, cpu_s: float) -> None:
         """Sleep after ``cpu_s`` of computing, which took ``seconds`` by the clock."""
-        self._owed_s += cpu_s / self._speed - seconds
+        self._owed_s += cpu_s / self.speed - seconds
         if self._owed_s > 0:
             start_s = time.perf_counter()
             time.sleep(self._owed_s)

@@ -83,6 +83,10 @@ class Display:
             )
             self.console.print(f"  devices   {shares}", soft_wrap=True)
 
+    def follow(self, plan: Plan) -> None:
+        """Show this plan from now on."""
+        self._plan = plan
+
     def show_remark(self, text: str) -> None:
         """Print something that happens seldom."""
         self.console.print(text, style="bold", markup=False, soft_wrap=True)

@@ -43,6 +43,7 @@ class RunFolder:
     config_sources.json  for each value that is not a default: what set it
     run.json             versions, commit, environment, command line
     plan.json            what each device computes and stores
+    plan_after_step_7.json ...  the same from then on, if the run was planned anew
     devices.json         the device found for each position of the plan
     metrics.jsonl        one line per step, report of device use, and evaluation
     rolled_back.jsonl    such lines of steps that the run has rolled back, if it has
@@ -59,6 +60,10 @@ class RunFolder:
     @property
     def plan_path(self) -> Path:
         return self.path / "plan.json"
+
+    def new_plan_path(self, step: int) -> Path:
+        """The path of the plan that was followed after ``step``."""
+        return self.path / f"plan_after_step_{step}.json"
 
     @property
     def devices_path(self) -> Path:

@@ -1,0 +1,289 @@
+"""Rebalancer: notices when a device stays slower than its profile, and plans anew.
+
+Every rank adds up how long its device computes in a step.  Every ``WINDOW`` steps the ranks
+exchange their medians; all reach the same verdict from the same numbers.  If another plan is
+worth it, rank zero makes it, and all ranks move their rows (``redistribute``).
+
+Computing is timed as ``shardhet.fsdp.observer`` says: on an accelerator between two events,
+which are read once the device has passed them, so that the host waits for nothing.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from torch.optim import Optimizer
+
+from shardhet.checkpoint import redistribute
+from shardhet.comm.progress import phase
+from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.observer import Activity, Observed
+from shardhet.planner import Demands, PlanError, solve
+from shardhet.pricing.setting import Setting
+from shardhet.records.plan import Plan
+from shardhet.training.slow_devices import (
+    SLOW,
+    at_speeds,
+    compute_seconds,
+    rounded,
+    slownesses,
+    step_seconds,
+)
+
+WINDOW = 5  # steps; a device that slows down is found out after three to seven of them
+# First steps under a plan, which are not counted: they probe the model and touch new memory.
+NUM_WARM_UP_STEPS = 2
+LEAST_GAIN = 0.03  # of the step time, that is worth moving rows for
+COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewPlan:
+    """What replaced the plan."""
+
+    plan: Plan
+    predicted_before_s: float  # of a step under the plan before, at the speeds that were found
+    predicted_s: float
+    moved_in_s: float  # planning, and moving parameters and optimizer states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imbalance:
+    """Devices that compute at other speeds than the plan was made for; the same on all ranks.
+
+    By position of the plan; a slowness is relative to the other devices, None for a device
+    that does not compute.
+    """
+
+    slowness: tuple[float | None, ...]
+    measured_s: tuple[float, ...]  # of computing in a step, the median of the last steps
+    expected_s: tuple[float, ...]  # by the profile, at the speeds that were found before
+    new_plan: NewPlan | None
+    why_not: str | None = None  # there is no new plan
+
+    @property
+    def slow(self) -> tuple[int, ...]:
+        """The devices that are slow."""
+        return _beyond(self.slowness)[0]
+
+    def text(self, devices: Sequence[str]) -> str:
+        """What was found and done, in words; ``devices`` are the names of all."""
+        slow, fast = _beyond(self.slowness)
+        parts = [
+            f"device {i} ({devices[i]}) computes {self.slowness[i]:.2f} times as long as "
+            f"planned, beside the others: {self.measured_s[i]:.3f} s a step instead of "
+            f"{self.expected_s[i]:.3f} s"
+            for i in (slow or fast)
+        ]
+        if self.new_plan is not None:
+            new = self.new_plan
+            batches = ", ".join(str(rank.rank_batch_size) for rank in new.plan.ranks)
+            parts.append(
+                f"planned anew: batches of {batches}; a step is predicted to take "
+                f"{new.predicted_s:.3f} s instead of {new.predicted_before_s:.3f} s; planned "
+                f"and moved in {new.moved_in_s:.2f} s"
+            )
+        elif self.why_not is not None:
+            parts.append(self.why_not)
+        return "; ".join(parts)
+
+
+class Rebalancer:
+    """Watches the speeds of a model's devices while it trains.
+
+        rebalancer = Rebalancer(model, optimizer, Setting.load("measured"))
+        for batch in loader:  # dealt by model.plan
+            ...
+            optimizer.step()
+            optimizer.zero_grad()
+            imbalance = rebalancer.after_step()  # model.plan may be another one now
+
+    Only computations in training mode count.
+    """
+
+    def __init__(
+        self,
+        model: HetFSDP,
+        optimizer: Optimizer,
+        setting: Setting,
+        *,
+        replans: bool = True,
+        demands: Demands | None = None,
+    ) -> None:
+        """Watch from now on.  Collective.
+
+        Args:
+            model: is trained under a plan of ``setting``.
+            optimizer: of its parameters; between steps it may hold no gradients.
+            setting: what the plan was made from, as ``shardhet measure`` writes it.
+            replans: whether to follow another plan where that is faster.
+            demands: what new plans have to respect besides budgets of memory.
+
+        Raises ``ValueError`` if the setting is of another model or cluster.
+        """
+        self._model = model
+        self._optimizer = optimizer
+        self._setting = setting  # as it was measured
+        self._replans = replans
+        self._demands = demands or Demands()
+        self._slowness: dict[int, float] = {}  # by position, found so far
+        _check(model.plan, setting)
+        self._expected_s = self._of_rank_zero(compute_seconds(model.plan, setting))
+        self._num_steps = -NUM_WARM_UP_STEPS
+        self._events: list[Observed] = []  # of the step in progress
+        self._unread: deque[list[Observed]] = deque()  # of steps that the device may still run
+        self._times_s: deque[float] = deque(maxlen=WINDOW)
+        self._said: tuple[tuple[int, ...], ...] = ((), ())
+        self._tried: dict[int, float] = {}
+        model.add_observer(self._observe, times_device=True)
+
+    def after_step(self) -> Imbalance | None:
+        """What was found out after this step and not said before.  Collective.
+
+        Call it after every ``optimizer.zero_grad()``.  If there is a new plan, the model
+        follows it from now on.
+        """
+        self._unread.append(self._events)
+        self._events = []
+        self._num_steps += 1
+        if self._num_steps <= 0:
+            self._unread.clear()
+            return None
+        self._read_times()
+        if self._num_steps % WINDOW:
+            return None
+        mine_s = median(self._times_s) if self._times_s else 0.0
+        measured_s = tuple(row[0] for row in self._model.exchange([mine_s]))
+        return self._judge(measured_s)
+
+    @property
+    def setting(self) -> Setting:
+        """The setting, at the speeds that the present plan was made for."""
+        return at_speeds(self._setting, self._slowness)
+
+    def _of_rank_zero(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
+        by_position = self._model.exchange_objects((self._model.rank, seconds))
+        return next(theirs for rank, theirs in by_position if rank == 0)
+
+    def _observe(self, event: Observed) -> None:
+        if event.activity in COMPUTE and self._model.training:
+            self._events.append(event)
+
+    def _read_times(self) -> None:
+        """Add up the steps that the device has completed."""
+        while self._unread:
+            try:
+                seconds = sum(event.seconds for event in self._unread[0])
+            except RuntimeError:  # it has not
+                return
+            self._unread.popleft()
+            self._times_s.append(seconds)
+
+    def _judge(self, measured_s: tuple[float, ...]) -> Imbalance | None:
+        expected_s = self._expected_s
+        found = slownesses(measured_s, expected_s)
+        beyond = _beyond(found)
+        new_plan, why_not = None, None
+        if self._replans and any(beyond):
+            new_plan, why_not = self._plan_anew(found)
+        is_news = bool(beyond[0]) and beyond != self._said
+        self._said = beyond if new_plan is None else ((), ())
+        if new_plan is None and not is_news:
+            return None
+        return Imbalance(
+            slowness=found,
+            measured_s=measured_s,
+            expected_s=expected_s,
+            new_plan=new_plan,
+            why_not=why_not,
+        )
+
+    def _plan_anew(self, found: tuple[float | None, ...]) -> tuple[NewPlan | None, str | None]:
+        """Follow another plan if it is faster; else why not.  Collective."""
+        start_s = time.perf_counter()
+        model = self._model
+        with phase("planning anew"), model.guard("planning anew"):
+            mine = self._decide(found) if model.rank == 0 else None
+        # Rank zero alone decides: sums of floats might differ between kinds of processors.
+        [decision] = [each for each in model.exchange_objects(mine) if each is not None]
+        if decision.plan is None:
+            return None, decision.why_not
+        redistribute(model, self._optimizer, decision.plan)
+        self._slowness = decision.slowness
+        self._expected_s = decision.expected_s
+        self._num_steps = -NUM_WARM_UP_STEPS
+        self._unread.clear()
+        self._times_s.clear()
+        new_plan = NewPlan(
+            plan=decision.plan,
+            predicted_before_s=decision.before_s,
+            predicted_s=decision.after_s,
+            moved_in_s=time.perf_counter() - start_s,
+        )
+        return new_plan, None
+
+    def _decide(self, found: tuple[float | None, ...]) -> "_Decision":
+        """On rank zero: the best plan at these speeds, or why there is none."""
+        before = self._model.plan
+        slowness = dict(self._slowness)  # of devices that do not compute now, too
+        for i, each in enumerate(found):
+            if each is not None:
+                slowness[i] = rounded(slowness.get(i, 1.0) * each)
+        slowness = {i: each for i, each in slowness.items() if each != 1.0}
+        if slowness == self._tried:
+            return _Decision()
+        self._tried = slowness
+        setting = at_speeds(self._setting, slowness)
+        try:
+            solution = solve(
+                setting, global_batch_size=before.global_batch_size, demands=self._demands
+            )
+        except PlanError as error:
+            return _Decision(why_not=f"no plan was found: {error}")
+        before_s, after_s = step_seconds(before, setting), solution.predicted.step_time_s
+        if after_s > (1 - LEAST_GAIN) * before_s:
+            return _Decision(why_not=f"no plan is predicted to be {LEAST_GAIN:.0%} faster")
+        ranks = tuple(
+            replace(new, device=old.device)
+            for new, old in zip(solution.plan.ranks, before.ranks, strict=True)
+        )
+        plan = replace(solution.plan, ranks=ranks, units=before.units)
+        return _Decision(
+            plan=plan,
+            slowness=slowness,
+            expected_s=compute_seconds(plan, setting),
+            before_s=before_s,
+            after_s=after_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    """What rank zero tells the others."""
+
+    plan: Plan | None = None
+    why_not: str | None = None
+    slowness: dict[int, float] = field(default_factory=dict)
+    expected_s: tuple[float, ...] = ()
+    before_s: float = 0.0
+    after_s: float = 0.0
+
+
+def _beyond(slowness: Sequence[float | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The devices that are slow, and those that are fast."""
+    known = [(i, each) for i, each in enumerate(slowness) if each is not None]
+    slow = tuple(i for i, each in known if each >= SLOW)
+    return slow, tuple(i for i, each in known if each <= 1 / SLOW)
+
+
+def _check(plan: Plan, setting: Setting) -> None:
+    planned = sum(unit.numel for unit in plan.units)
+    measured = setting.workload.numel
+    if plan.world_size != setting.cluster.world_size or planned != measured:
+        raise ValueError(
+            f"setting: it is of {setting.cluster.world_size} devices and a model of "
+            f"{measured} parameters, but the plan is of {plan.world_size} and {planned}. "
+            "Measure this model on this cluster."
+        )

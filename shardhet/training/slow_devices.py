@@ -1,0 +1,90 @@
+"""Which devices are slower than their profile says, told from how long they compute.
+
+Let m_i be the seconds that device i has computed in a step, and p_i those that the profile
+predicts for what the plan lets it compute.  Then
+
+    r_i = m_i / p_i,   s_i = r_i / (the lower median of all r)
+
+and device i is slow if s_i >= SLOW.  What a profile gets wrong for all devices alike, as their
+clocks or a compiled model, makes no s_i differ from one, and no other plan better.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import log
+
+from shardhet.planner.demands import Demands
+from shardhet.planner.explain import Situation, at_other_speed
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.plan import Plan
+
+# Predictions of single ranks are up to a fifth off (experiments/predicted_and_measured).
+SLOW = 1.3
+# Speeds are rounded to powers of this, so that noise does not make every device a kind of its
+# own, for which the planner searches longer.
+SPEED_STEP = 1.05
+
+
+def slownesses(
+    measured_s: Sequence[float], predicted_s: Sequence[float]
+) -> tuple[float | None, ...]:
+    """s_i by position; None for a device that does not compute."""
+    ratios = [
+        measured / predicted if measured > 0 and predicted > 0 else None
+        for measured, predicted in zip(measured_s, predicted_s, strict=True)
+    ]
+    known = sorted(ratio for ratio in ratios if ratio is not None)
+    if not known:
+        return (None,) * len(ratios)
+    usual = known[(len(known) - 1) // 2]
+    return tuple(None if ratio is None else ratio / usual for ratio in ratios)
+
+
+def rounded(slowness: float) -> float:
+    """The nearest power of ``SPEED_STEP``."""
+    return float(SPEED_STEP ** round(log(slowness) / log(SPEED_STEP)))
+
+
+def compute_seconds(plan: Plan, setting: Setting) -> tuple[float, ...]:
+    """p_i by position: forward and backward in one step, without waits."""
+    cost = CostModel(setting).predict(of_any_device(plan))
+    return tuple(rank.forward_s + rank.backward_s for rank in cost.ranks)
+
+
+def step_seconds(plan: Plan, setting: Setting) -> float:
+    """The predicted time of one step."""
+    return CostModel(setting).predict(of_any_device(plan)).step_time_s
+
+
+def at_speeds(setting: Setting, slowness_by_position: Mapping[int, float]) -> Setting:
+    """The setting with some devices slower (above one) or faster than their profile."""
+    names: dict[tuple[str | None, float], str] = {}
+    devices = list(setting.cluster.devices)
+    for position, slowness in slowness_by_position.items():
+        kind = devices[position].kind
+        name = names.setdefault((kind, slowness), f"{kind} at {1 / slowness:.2f} of its speed")
+        devices[position] = replace(devices[position], kind=name)
+    for (kind, slowness), name in names.items():
+        profile = setting.profile
+        same = replace(profile.device(kind), device_kind=name)
+        profile = replace(profile, devices=(*profile.devices, same))
+        here = Situation(setting=replace(setting, profile=profile), demands=Demands())
+        setting = at_other_speed(here, frozenset({name}), 1 / slowness).setting
+    return replace(setting, cluster=_with_devices(setting.cluster, devices))
+
+
+def _with_devices(cluster: Cluster, devices: Sequence[DeviceSpec]) -> Cluster:
+    nodes, first = [], 0
+    for node in cluster.nodes:
+        stop = first + len(node.devices)
+        nodes.append(replace(node, devices=tuple(devices[first:stop])))
+        first = stop
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def of_any_device(plan: Plan) -> Plan:
+    """The plan as one for devices of any kind, because kinds are renamed by their speed."""
+    ranks = tuple(replace(rank, device=DeviceSpec()) for rank in plan.ranks)
+    return replace(plan, ranks=ranks, units=())

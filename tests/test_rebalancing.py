@@ -1,0 +1,321 @@
+"""A device that slows down is noticed, named with figures, and given less to do."""
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import (
+    Cluster,
+    DeviceSpec,
+    HetFSDP,
+    Plan,
+    Profile,
+    Rebalancer,
+    Setting,
+    describe,
+    find_plan,
+)
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.common.task import make_module
+from shardhet.apps.measure_rank import random_batch
+from shardhet.apps.worker import Run
+from shardhet.config.checks import ConfigError
+from shardhet.models.decoder import Block
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.records.cluster import Node
+from shardhet.records.profiles import Collectives, DeviceProfile, Source
+from shardhet.training.rebalancing import NUM_WARM_UP_STEPS, WINDOW, Imbalance
+from shardhet.training.slow_devices import (
+    SLOW,
+    at_speeds,
+    compute_seconds,
+    rounded,
+    slownesses,
+    step_seconds,
+)
+from tests.made_up import device_profile
+from tests.test_worker import SHORT_TEXT, configure, write_pages
+from tests.worlds import run_ranks
+
+WIDTH = 6
+SAMPLE_S = 0.004  # that a layer sleeps for each sample
+BLOCK_S = 0.05  # that a decoder's only block does
+BATCH = 12
+SLOWS_AFTER = 8
+NUM_STEPS = 24
+SAME = 1e-12
+
+
+class Sleeper(nn.Module):
+    """A layer that takes a time that no busy machine changes much."""
+
+    seconds_per_sample = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(Sleeper.seconds_per_sample * len(x))
+        return x + self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    """Three layers that sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sleeper() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum(), len(x)
+
+
+def setting_of(world_size: int, **changes: Any) -> Setting:
+    """Equal devices of ample memory; communication is not counted."""
+    Sleeper.seconds_per_sample = 0.0
+    workload = describe(Net().double(), ExampleBatch(args=(torch.ones(2, WIDTH).double(),)))
+    device = DeviceSpec(host="here", kind="cpu", memory_capacity_bytes=2**32)
+    profile = device_profile(
+        "cpu",
+        lambda m: (SAMPLE_S * m, SAMPLE_S * m / 1000),
+        sizes=range(1, BATCH + 1),
+        unit_kinds=[kind.name for kind in workload.kinds],
+    )
+    return Setting(
+        Cluster(nodes=(Node(host="here", devices=(device,) * world_size),)),
+        workload,
+        Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What a rank saw of a run."""
+
+    losses: list[float | None]
+    found: list[tuple[int, Imbalance]]
+    plan: Plan
+
+
+def train(rank: int, plan: Plan, *, slowness: float, replans: bool, num_steps: int) -> Course:
+    """Rank 1 becomes slower after some steps."""
+    setting = setting_of(plan.world_size)
+    torch.manual_seed(0)
+    model = HetFSDP(Net().double(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rebalancer = Rebalancer(model, optimizer, setting, replans=replans)
+    x = torch.randn(num_steps, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    losses, found = [], []
+    for step in range(1, num_steps + 1):
+        is_slow = rank == 1 and step > SLOWS_AFTER
+        Sleeper.seconds_per_sample = SAMPLE_S * (slowness if is_slow else 1.0)
+        first = model.plan.first_sample(model.position)
+        mine = x[step - 1, first : first + model.plan.ranks[model.position].rank_batch_size]
+        losses.append(model.backward(*model(mine.double())))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():  # does not count
+            model.eval()(mine.double())
+            model.train()
+        imbalance = rebalancer.after_step()
+        if imbalance is not None:
+            found.append((step, imbalance))
+    return Course(losses=losses, found=found, plan=model.plan)
+
+
+def slow_down(rank: int, plan: Plan, replans: bool) -> Course:
+    return train(rank, plan, slowness=2.5, replans=replans, num_steps=NUM_STEPS)
+
+
+def stay_as_fast(rank: int, plan: Plan) -> Course:
+    return train(rank, plan, slowness=1.0, replans=True, num_steps=NUM_STEPS)
+
+
+EVEN = Plan.even(2, microbatch_size=BATCH // 2)
+ONE_STORES = Plan.by_hand(
+    microbatch_sizes=[6, 6, 0], rank_batch_sizes=[6, 6, 0], state_shares=[0.3, 0.2, 0.5]
+)
+
+
+@pytest.mark.parametrize("plan", [EVEN, ONE_STORES], ids=["two", "one only stores"])
+def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Plan) -> None:
+    courses = run_ranks(slow_down, plan.world_size, plan, True)
+    undisturbed = run_ranks(stay_as_fast, plan.world_size, plan)
+    for course, reference in zip(courses, undisturbed, strict=True):
+        step, imbalance = course.found[0]
+        assert SLOWS_AFTER < step <= SLOWS_AFTER + 10
+        assert 1 in imbalance.slow
+        assert imbalance.new_plan is not None
+        assert imbalance.new_plan.predicted_s < imbalance.new_plan.predicted_before_s
+        batches = [rank.rank_batch_size for rank in imbalance.new_plan.plan.ranks]
+        assert sum(batches) == BATCH
+        assert batches[1] < 6
+        assert course.losses == pytest.approx(reference.losses, rel=SAME)
+        text = imbalance.text(["cpu"] * plan.world_size)
+        assert "device 1 (cpu) computes" in text
+        assert f"batches of {batches[0]}, {batches[1]}" in text
+    assert len({course.found[0][1].new_plan.plan.digest for course in courses}) == 1  # type: ignore[union-attr]
+
+
+def test_without_new_plans_a_slow_rank_is_named_once() -> None:
+    for course in run_ranks(slow_down, 2, EVEN, False):
+        [(_, imbalance)] = course.found
+        assert imbalance.slow == (1,)
+        assert imbalance.new_plan is None
+        assert imbalance.slowness[1] == pytest.approx(2.5, rel=0.2)
+        assert course.plan.ranks == EVEN.ranks
+
+
+def one_rank(rank: int) -> Course:
+    return train(
+        rank, Plan.even(1, microbatch_size=BATCH), slowness=1.0, replans=True, num_steps=9
+    )
+
+
+def test_a_rank_alone_is_never_slow() -> None:
+    assert run_ranks(one_rank, 1)[0].found == []
+
+
+def test_a_profile_that_is_off_for_all_alike_is_no_alarm() -> None:
+    assert slownesses([3.0, 6.0, 1.5], [1.0, 2.0, 0.5]) == (1.0, 1.0, 1.0)
+    assert slownesses([1.0, 4.0], [1.0, 2.0]) == (1.0, 2.0)
+    assert slownesses([1.0, 1.0, 0.0, 4.0], [1.0, 1.0, 0.0, 2.0]) == (1.0, 1.0, None, 2.0)
+    assert slownesses([0.0], [0.0]) == (None,)
+
+
+def test_noise_makes_no_kinds_of_devices() -> None:
+    assert rounded(1.02) == rounded(0.98) == 1.0
+    assert rounded(2.0) == pytest.approx(2.0, rel=0.025)
+
+
+def test_a_setting_at_other_speeds_predicts_by_them() -> None:
+    setting = setting_of(3)
+    plan = Plan.even(3, microbatch_size=4)
+    before = compute_seconds(plan, setting)
+    slower = at_speeds(setting, {1: 2.0, 2: 2.0})
+    assert compute_seconds(plan, slower) == pytest.approx(
+        (before[0], 2 * before[1], 2 * before[2])
+    )
+    assert step_seconds(plan, slower) == pytest.approx(2 * step_seconds(plan, setting))
+    assert len({device.kind for device in slower.cluster.devices}) == 2
+    assert slower.profile.device("cpu") == setting.profile.device("cpu")
+
+
+def test_a_slow_down_is_found_within_ten_steps_whenever_it_begins() -> None:
+    looks = [NUM_WARM_UP_STEPS + WINDOW * i for i in range(1, 20)]
+    for begins in range(1, 60):  # the first step that is slow
+        found = next(
+            look
+            for look in looks
+            if sum(step >= begins for step in range(look - 4, look + 1)) > 2
+        )
+        assert found - begins + 1 <= 10 or begins <= NUM_WARM_UP_STEPS
+    assert SLOW < 2
+
+
+def wrong_setting(rank: int) -> None:
+    model = HetFSDP(nn.Sequential(nn.Linear(2, 2)), Plan.even(1, microbatch_size=1))
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="Measure this model on this cluster"):
+        Rebalancer(model, optimizer, setting_of(1))
+
+
+def test_a_setting_of_another_model_is_refused() -> None:
+    run_ranks(wrong_setting, 1)
+
+
+def run_with_a_slow_rank(rank: int, path: str) -> list[int]:
+    """Rank 1 of a run of ``shardhet train``; returns the batches of the last plan."""
+    forward, runs = Block.forward, list[Run]()
+
+    def slow_forward(block: Block, *args: Any, **kwargs: Any) -> Any:
+        is_slow = rank == 1 and bool(runs) and runs[0].model.step >= SLOWS_AFTER
+        time.sleep(BLOCK_S * len(args[0]) * (2.5 if is_slow else 1.0))
+        return forward(block, *args, **kwargs)
+
+    folder = RunFolder(Path(path))
+    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
+    Block.forward = slow_forward  # type: ignore[method-assign]
+    try:
+        runs.append(Run(folder.load_config(), folder, env, torch.device("cpu")))
+        runs[0].train()
+    finally:
+        Block.forward = forward  # type: ignore[method-assign]
+    return [each.rank_batch_size for each in runs[0].model.plan.ranks]
+
+
+def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
+    """A setting of the run's model, in which only blocks take time."""
+    conf = RunFolder(Path(configure(folder / "described", *keys))).load_config()
+    module = make_module(conf.model, conf.data, conf.precision)
+    workload = describe(module, random_batch(module, conf.data, seed=0))
+    slow = max(
+        workload.kinds, key=lambda kind: kind.forward_flops * (len(kind.param_shapes) > 3)
+    )
+    device = DeviceSpec(memory_capacity_bytes=2**32)
+    [block], others = [
+        device_profile(
+            "any",
+            lambda m, each=each: (each * m, each * m / 1000),
+            sizes=range(1, 9),
+            unit_kinds=names,
+        ).units
+        for each, names in (
+            (BLOCK_S, [slow.name]),
+            (1e-6, [kind.name for kind in workload.kinds if kind is not slow]),
+        )
+    ]
+    profile = DeviceProfile(device_kind="any", source=Source.MEASURED, units=(block, *others))
+    named = replace(device, kind="any")
+    return Setting(
+        Cluster(nodes=(Node(host="here", devices=(named, named)),)),
+        workload,
+        Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),
+    )
+
+
+@pytest.mark.parametrize("rebalances", [True, False])
+def test_a_run_says_which_device_is_slow_and_follows_a_new_plan(
+    rebalances: bool, tmp_path: Path
+) -> None:
+    text = write_pages(tmp_path / "text")
+    keys = (*SHORT_TEXT, f"data.path={text}", "num_steps=20", "cluster.kinds=[any,any]")
+    setting = measured_decoder(tmp_path, keys)
+    setting.save(tmp_path / "measured")
+    find_plan(setting, global_batch_size=8).save(tmp_path / "plan.json")
+    keys += (
+        "plan=file",
+        f"plan.path={tmp_path}/plan.json",
+        f"plan.measured={tmp_path}/measured",
+    )
+    path = configure(tmp_path / "run", *keys, f"rebalance={rebalances}")
+    batches = run_ranks(run_with_a_slow_rank, 2, path)[0]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    said = [each for each in lines if "device1/slowness" in each]
+    assert said
+    assert SLOWS_AFTER < said[0]["step"] <= SLOWS_AFTER + 10
+    assert said[0]["device1/slowness"] > SLOW
+    assert ("planned_anew" in said[0]) == rebalances
+    new_plan = tmp_path / f"run/plan_after_step_{said[0]['step']}.json"
+    assert new_plan.is_file() == rebalances
+    assert (batches[1] < 4) == rebalances
+    assert [each["step"] for each in lines if "loss" in each] == list(range(1, 21))
+
+
+def test_rebalancing_requires_a_measured_profile() -> None:
+    from shardhet.config.train import TrainConf
+    from shardhet.config.training import EvenPlanConf
+
+    conf = TrainConf(rebalance=True, plan=EvenPlanConf())
+    with pytest.raises(ConfigError, match=r"plan\.measured"):
+        conf.check_rebalance()
