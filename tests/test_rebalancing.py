@@ -1,6 +1,7 @@
 """A device that slows down is noticed, named with figures, and given less to do."""
 
 import json
+import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -278,7 +279,7 @@ def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
     profile = DeviceProfile(device_kind="any", source=Source.MEASURED, units=(block, *others))
     named = replace(device, kind="any")
     return Setting(
-        Cluster(nodes=(Node(host="here", devices=(named, named)),)),
+        Cluster(nodes=(Node(host=socket.gethostname(), devices=(named, named)),)),
         workload,
         Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),
     )

@@ -52,9 +52,24 @@ class Course:
     loss_error: float  # relative to an undisturbed run, the most
 
 
-def run_case(rank: int, case: Case) -> Course:
-    """Measure, train undisturbed, then with a device that slows down, then compare plans."""
-    settings = [_measure(rank, case, is_slowed=is_slowed) for is_slowed in (False, True)]
+def measure_case(rank: int, case: Case, is_slowed: bool) -> Setting:
+    """The profile of the cluster, before or after."""
+    speed = case.speed(rank, is_slowed=is_slowed)
+    tokens, targets = random_batches(CONFIG, 2, seed=0)[0]
+    return measure(
+        TrainedModel(module=make_decoder(CONFIG), batch=ExampleBatch(args=(tokens, targets))),
+        device_spec=_spec(rank, speed),
+        emulated=EmulatedDevice(speed=speed),
+        optimizer=OPTIMIZER,
+        effort=EFFORT,
+    ).setting
+
+
+def run_case(rank: int, case: Case, settings: Sequence[Setting]) -> Course:
+    """Train undisturbed, then with a device that slows down, then compare plans.
+
+    ``settings`` were measured with the device fast and slow.
+    """
     planned, fresh = (find_plan(each, global_batch_size=BATCH) for each in settings)
     undisturbed = _Run(rank, case, planned)
     expected = [undisturbed.step()[0] for _ in range(case.after + NUM_STEPS)]
@@ -96,18 +111,6 @@ def _samples(plan: Plan) -> str:
 def _spec(rank: int, speed: float) -> DeviceSpec:
     kind = f"emulated {speed:g}x"
     return DeviceSpec(host="here", kind=kind, memory_capacity_bytes=2**32)
-
-
-def _measure(rank: int, case: Case, *, is_slowed: bool) -> Setting:
-    speed = case.speed(rank, is_slowed=is_slowed)
-    tokens, targets = random_batches(CONFIG, 2, seed=0)[0]
-    return measure(
-        TrainedModel(module=make_decoder(CONFIG), batch=ExampleBatch(args=(tokens, targets))),
-        device_spec=_spec(rank, speed),
-        emulated=EmulatedDevice(speed=speed),
-        optimizer=OPTIMIZER,
-        effort=EFFORT,
-    ).setting
 
 
 class _Run:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.common.launch import FORKED, run_ranks
 from experiments.common.results import Bar, Page, Spread, parser_of
-from experiments.recovery.slow_down.ranks import BATCH, Case, Course, run_case
+from experiments.recovery.slow_down.ranks import BATCH, Case, Course, measure_case, run_case
 
 HERE = Path(__file__).parent
 # Far below what the machine has, so that other programs on it change little.
@@ -112,7 +112,12 @@ def main() -> None:
     page = Page(HERE, is_kept=not options.quick)
     rows = []
     for case in CASES[:1] if options.quick else CASES:
-        courses = run_ranks(run_case, len(case.speeds), case, context=FORKED)
+        size = len(case.speeds)
+        settings = [
+            run_ranks(measure_case, size, case, is_slowed, context=FORKED)[0]
+            for is_slowed in (False, True)
+        ]
+        courses = run_ranks(run_case, size, case, settings, context=FORKED)
         rows.append(Row.of(case, courses[0]))
         print(rows[-1], flush=True)
     report(rows, page)
