@@ -18,10 +18,10 @@ from shardhet.training.optim import AdamW
 CONFIG = decoder_config(width=64, num_layers=4, seq_len=32)
 BATCH = 48
 OPTIMIZER = AdamW(learning_rate=1e-3)
-EFFORT = MeasuringEffort(max_microbatch_size=8, num_repeats=5, time_limit_s=20.0)
-NUM_STEPS = 30  # after the device has slowed down
+EFFORT = MeasuringEffort(max_microbatch_size=8, num_repeats=5, time_limit_s=12.0)
+NUM_STEPS = 22  # after the device has slowed down
 BLOCK = 6  # steps under one plan, of which the first does not count
-NUM_BLOCKS = 8  # by turns of the plan that was found and the fresh one
+NUM_BLOCKS = 6  # by turns of the plan that was found and the fresh one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from experiments.recovery.slow_down.ranks import BATCH, Case, Course, measure_ca
 HERE = Path(__file__).parent
 # Far below what the machine has, so that other programs on it change little.
 CASES = (
-    Case(name="two alike", speeds=(0.16, 0.16), slowed=1, after=11),
-    Case(name="three alike", speeds=(0.12, 0.12, 0.12), slowed=0, after=9),
-    Case(name="four unlike", speeds=(0.2, 0.1, 0.1, 0.05), slowed=1, after=13),
+    Case(name="two alike", speeds=(0.2, 0.2), slowed=1, after=11),
+    Case(name="three alike", speeds=(0.16, 0.16, 0.16), slowed=0, after=9),
+    Case(name="four unlike", speeds=(0.3, 0.15, 0.15, 0.08), slowed=1, after=13),
 )
 MOST_STEPS = 10
 LEAST_THROUGHPUT = 0.9  # of the fresh plan's

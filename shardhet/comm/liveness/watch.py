@@ -204,8 +204,10 @@ class Watch:
                 self._listen(passed_s)
                 self._decide(passed_s)
         except Exception:  # the watch must never be what ends a run
-            progress.is_watched = False
             logger.exception("the watch over ranks has failed; the run goes on without it")
+        finally:
+            if _running in ([], [self]):  # no later watch has begun
+                progress.is_watched = False  # calls keep their own limits again
 
     def _look(self, passed_s: float) -> None:
         """Look at this process, and post its sign."""
