@@ -108,8 +108,11 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
 
 
 def read_csv(path: Path, record: type[Record]) -> list[Record]:
-    """The inverse of ``write_csv``, for a dataclass whose fields are words and numbers."""
-    type_by_name: dict[str, Any] = {each.name: each.type for each in fields(record)}  # type: ignore[arg-type]
+    """The inverse of ``write_csv``, for a dataclass of words, numbers and booleans."""
+    type_by_name: dict[str, Any] = {
+        each.name: each.type if each.type is not bool else "True".__eq__
+        for each in fields(record)  # type: ignore[arg-type]
+    }
     with path.open(newline="") as file:
         return [
             record(**{name: type_by_name[name](text) for name, text in line.items()})

@@ -88,13 +88,16 @@ class Fault:
         next_plan = plan if seed // len(PLACES) % 2 else rng.choice(others)
         dying = PLANS[next_plan if place == "loading" else plan]
         step = rng.randint(3, NUM_STEPS - 2)
+        rank = rng.randrange(dying.world_size)
+        if place == "saving" and not dying.ranks[rank].state_share:
+            rank = 0  # which writes more than its rows
         return cls(
             seed=seed,
             deed=deed,
             place=place,
             plan=plan,
             next_plan=next_plan,
-            rank=rng.randrange(dying.world_size),
+            rank=rank,
             step=step + step % EVERY if place == "saving" else step,
             occasion=rng.randrange(2),
             in_background=rng.random() < 0.5,

@@ -2,6 +2,7 @@
 
 python -m experiments.recovery.interrupted.run                 64 kills, 16 notices
 python -m experiments.recovery.interrupted.run --seeds 0 3     some of the kills; keeps nothing
+python -m experiments.recovery.interrupted.run --again 0 3     in place of those in results.csv
 """
 
 import os
@@ -16,7 +17,7 @@ from tempfile import TemporaryDirectory
 from torch.distributed import TCPStore
 
 from experiments.common.launch import FORKED, HOST, answers, started
-from experiments.common.results import Bar, Page, Spread, parser_of
+from experiments.common.results import Bar, Page, Spread, parser_of, read_csv
 from experiments.recovery.interrupted.ranks import (
     ANYTIME,
     KILL,
@@ -237,13 +238,14 @@ def main() -> None:
     """Run what the command line says."""
     parser = parser_of(__doc__, "nine of them; keeps nothing")
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
+    parser.add_argument("--again", nargs=2, type=int, metavar=("FIRST", "STOP"))
     options = parser.parse_args()
     faults = [Fault.of(seed, KILL) for seed in range(NUM_KILLS)]
     faults += [Fault.of(seed, NOTICE) for seed in range(NUM_NOTICES)]
     if options.quick:
         faults = faults[:8] + faults[-1:]
-    if options.seeds:
-        faults = faults[slice(*options.seeds)]
+    if options.seeds or options.again:
+        faults = faults[slice(*(options.seeds or options.again))]
     page = Page(HERE, is_kept=not options.quick and options.seeds is None)
     expected: dict[int, Course] = {}
     outcomes = []
@@ -252,6 +254,10 @@ def main() -> None:
             expected[fault.next_plan] = undisturbed(fault.next_plan)
         outcomes.append(interrupt(fault, expected[fault.next_plan]))
         print(outcomes[-1], flush=True)
+    if options.again:
+        new = {(each.deed, each.seed): each for each in outcomes}
+        before = read_csv(HERE / "results.csv", Outcome)
+        outcomes = [new.get((each.deed, each.seed), each) for each in before]
     report(outcomes, page)
     page.keep({"results.csv": outcomes})
 
