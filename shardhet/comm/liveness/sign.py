@@ -39,6 +39,25 @@ class Sign:
         return cls(**json.loads(text))
 
 
+def no_sign(rank: int) -> Sign:
+    """In place of the sign of a rank that has not given any."""
+    return Sign(
+        rank=rank,
+        name=f"rank {rank}",
+        host="",
+        pid=0,
+        beat=0,
+        num_steps=0,
+        step=0,
+        doing="a place that it has not told",
+        is_waiting=False,
+        is_long=False,
+        still_s=0.0,
+        patience_s=0.0,
+        place="an unknown line",
+    )
+
+
 class ProcessState(Enum):
     """What the system says about the process of a rank."""
 

@@ -38,7 +38,7 @@ from shardhet.comm.liveness.judging import (
 from shardhet.comm.liveness.mailbox import Mailbox
 from shardhet.comm.liveness.pace import Pace
 from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_json
-from shardhet.comm.liveness.sign import ProcessState, Sign
+from shardhet.comm.liveness.sign import ProcessState, Sign, no_sign
 from shardhet.comm.liveness.stacks import posture, stack
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.peers import LostPeerError
@@ -145,11 +145,14 @@ class Watch:
         self._holder, self._holder_rank = _holder_of(store)
         self._mailbox = Mailbox(store, self._rank, self._world_size, interval_s=INTERVAL_S)
         self._standing = self._stand()
+        for rank in set(range(self._world_size)) - {self._rank}:
+            self._seen[rank] = SeenPeer(sign=no_sign(rank), silent_s=0.0)
         progress.verdict = progress.failure = None
         progress.on_failure = self._wakes.set
         _running.append(self)
         progress.is_watched = True
         self._mailbox.start()
+        self._wakes.set()  # the first sign is given at once
         self._thread = threading.Thread(target=self._run, name="shardhet watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -238,8 +241,8 @@ class Watch:
             failure=progress.failure,
         )
         self._mailbox.outgoing = self._own.to_json()
-        if progress.failure is not None:
-            self._mailbox.has_news = True
+        self._mailbox.has_news |= progress.failure is not None
+        if self._num_beats == 1 or self._mailbox.has_news:
             self._mailbox.wake()
 
     def _device_is_busy(self, patience_s: float) -> bool:
@@ -292,6 +295,10 @@ class Watch:
         mailbox.reads = self._since_read_s >= between_s - INTERVAL_S
 
     def _update_seen(self, incoming: dict[int, str]) -> None:
+        if self._num_reads:  # before the first one, nobody has listened
+            for rank in self._seen.keys() - incoming.keys():
+                peer = self._seen[rank]
+                self._seen[rank] = replace(peer, silent_s=peer.silent_s + self._since_read_s)
         for rank, text in incoming.items():
             if rank == self._rank:
                 continue
