@@ -124,7 +124,7 @@ def test_the_command_certifies_small_problems_and_says_what_is_too_large(
     main([*common, "cluster=rtx4090_2x3090", "global_batch_size=4", f"out={tmp_path / 'p'}"])
     assert "Certified: HiGHS alone finds" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "p").read_text())["ranks"]) == 3
-    main([*common, "cluster=l4_a6000_p40_p100", "global_batch_size=256"])
+    main([*common, "cluster=h100_a100_20", "global_batch_size=1024"])
     assert "Not certified: HiGHS alone is given up to" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*common, "objective=least_memory", "cluster=rtx4090_2x3090"])
