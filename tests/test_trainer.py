@@ -12,7 +12,8 @@ from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
 from shardhet.training.optim import AdamW, Cosine
-from shardhet.training.trainer import Evaluation, StepMetrics, Trainer, peak_memory_bytes
+from shardhet.training.peak_memory import PeakMemory
+from shardhet.training.trainer import Evaluation, StepMetrics, Trainer
 from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
@@ -191,6 +192,7 @@ def test_what_building_took_is_not_in_the_peak() -> None:
 def _peaks_around_a_reset(rank: int) -> list[int]:
     built = torch.ones(300 * 2**20, dtype=torch.uint8)
     del built
-    before_bytes = peak_memory_bytes(torch.device("cpu"))
+    peak = PeakMemory(torch.device("cpu"))
+    before_bytes = peak.read()
     make_trainer(PLANS["one rank"], torch.float32)
-    return [before_bytes, peak_memory_bytes(torch.device("cpu"))]
+    return [before_bytes, peak.read()]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from experiments.common.unlike import MIB, MixedCluster, slowness_of
-from shardhet.training.emulation import EmulatedDevice, memory_of_process
+from shardhet.training.emulation import EmulatedDevice
+from shardhet.training.peak_memory import memory_of_process
 from tests.worlds import run_ranks
 
 CLUSTER = MixedCluster(name="two", cores=(1.0, 0.5), memory_mib=(256, 128))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from experiments.common.control_groups import Group, NoControlGroupsError, quotas
 from shardhet import DeviceSpec
-from shardhet.training.emulation import EmulatedDevice, cores_for, memory_of_process, stay_on
+from shardhet.training.emulation import EmulatedDevice, cores_for, stay_on
+from shardhet.training.peak_memory import memory_of_process
 
 MIB = 2**20
 # What a plan may use of a process's memory: the C library's allocator leaves gaps.  A rank

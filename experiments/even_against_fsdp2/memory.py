@@ -17,7 +17,7 @@ from experiments.decoders import decoder_config
 from experiments.even_against_fsdp2.speed import fsdp2, het_fsdp
 from shardhet import Plan
 from shardhet.models.decoder import num_params
-from shardhet.training.emulation import memory_of_process
+from shardhet.training.peak_memory import memory_of_process
 
 CONFIG = decoder_config(width=512, num_layers=12, seq_len=128)
 RANK_BATCH_SIZE = 4

@@ -17,7 +17,8 @@ from experiments.mixed_cluster.clusters import Case
 from experiments.mixed_cluster.plans import MeasuringEffort, Planned, make_plans, measured
 from experiments.mixed_cluster.systems import Make, Work
 from shardhet.comm.groups import Communicators
-from shardhet.training.emulation import THREAD_STACK_BYTES, memory_of_process
+from shardhet.training.emulation import THREAD_STACK_BYTES
+from shardhet.training.peak_memory import memory_of_process
 
 NUM_BATCHES = 4
 NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these

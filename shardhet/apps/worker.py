@@ -38,7 +38,9 @@ from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import FilePlanConf
 from shardhet.training.compiling import compile_units
+from shardhet.training.emulation import HostMemory
 from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.sampling import sample_tokens
 from shardhet.training.slow_devices import of_any_device
 from shardhet.training.trainer import DeviceUse, StepMetrics, Trainer
@@ -101,10 +103,10 @@ class Run:
         )
         check_same_on_all_ranks(self._task.data_digest, what="data", channel=everyone)
         self._why_eager = compile_units(self._task.module, device) if conf.compile else None
-        level_bytes = 0
+        peak_memory = PeakMemory(device)
         if emulated is not None:
             Communicators.over(dist.group.WORLD, device)  # their threads are not capped
-            level_bytes = emulated.cap_memory()
+            peak_memory = emulated.cap_memory()
         self._model = HetFSDP(
             self._task.module,
             plan,
@@ -125,7 +127,7 @@ class Run:
             schedule=conf.lr_scheduler.to_record(conf.num_steps),
             max_grad_norm=conf.max_grad_norm,
             device=device,
-            memory_level_bytes=level_bytes,
+            peak_memory=peak_memory,
             run=self._task.run,
             guard=guard_of(conf),
         )
@@ -154,7 +156,7 @@ class Run:
         self._tracer: Tracer | None = None
         if conf.trace:
             path = folder.trace_dir / f"rank{env.rank}.json"
-            self._tracer = Tracer(conf.trace_steps, self._model, path)
+            self._tracer = Tracer(conf.trace_steps, self._model, path, HostMemory(peak_memory))
 
     @property
     def model(self) -> HetFSDP:

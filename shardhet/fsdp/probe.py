@@ -67,7 +67,8 @@ class Probe:
             module, self._watcher, device=anchor.device, has_gradients=has_gradients
         )
         self._examiner = Examiner(self._runner, self._watcher, splits=splits)
-        self._run: Callable[[CallKey, ProbedCall], Any] = self._run_small
+        # Not bound: a cycle would keep all that has been seen until cycles are collected.
+        self._run: Callable[[Probe, CallKey, ProbedCall], Any] = Probe._run_small
         self._num_calls: Counter[str] = Counter()  # by module, in the present run
 
     @property
@@ -78,7 +79,7 @@ class Probe:
     @contextmanager
     def running(self, name: str, inputs: Sequence[Tensor]) -> Iterator[None]:
         """A context for one forward on ``inputs``; ``name`` is "small", "large" or "rest"."""
-        self._run = getattr(self, f"_run_{name}")
+        self._run = getattr(Probe, f"_run_{name}")
         self._num_calls.clear()
         with self._isolated():
             writes, before = BufferWrites(self._module), numbers(self._module)
@@ -112,7 +113,9 @@ class Probe:
         key = CallKey(fqn, self._num_calls[fqn])
         self._num_calls[fqn] += 1
         with self._watcher.paused():
-            return self._run(key, ProbedCall(fqn, function, leaves, Layout.of(leaves, spec)))
+            return self._run(
+                self, key, ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
+            )
 
     def infer(
         self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]

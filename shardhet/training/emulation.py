@@ -16,6 +16,7 @@ that the system put on its core, because all devices begin a turn at the same mo
 """
 
 import ctypes
+import gc
 import os
 import resource
 import threading
@@ -23,22 +24,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.observer import Activity, Observed, Observer
+from shardhet.training.peak_memory import AllocatedMemory, PeakMemory, memory_of_process
 
 # What a process that trains needs beside its tensors, and a device would not hold: objects of
-# Python, graphs of autograd, stacks, gaps between these (17 MiB, measured), events of a trace.
-HOST_BYTES = 48 * 2**20
+# Python, graphs of autograd, stacks (17 MiB, measured), and gaps between tensors, which grow
+# for some thirty steps (35 to 60 MiB).
+HOST_BYTES = 96 * 2**20
 M_MMAP_THRESHOLD = -3  # malloc.h
 OWN_MAPPING_BYTES = 2**20  # smaller ones would cost more page faults than they save memory
 THREAD_STACK_BYTES = 2**20  # instead of the system's 8 MiB
+ATTRIBUTES_BYTES = 256  # more than pthread_attr_t has on any platform
+PRODUCT_SIZE = 1024  # of matrices large enough for all buffers of the libraries
 MAX_CREDIT_S = 0.02  # a few time slices of the system's scheduler
 ROUNDING = 1e-9  # on sums of parts of a core
+CPU = torch.device("cpu")
 STRETCHED = (Activity.FORWARD, Activity.BACKWARD)
 
 
@@ -95,23 +101,75 @@ class EmulatedDevice:
         optimizer.register_step_post_hook(stretch.end_optimizer_step)
         return stretch
 
-    def cap_memory(self) -> int:
+    def cap_memory(self) -> PeakMemory:
         """Let this process allocate ``memory_bytes`` and ``HOST_BYTES`` more than it has.
 
         All memory that the process requests counts, used or not, as in a device's allocator.
-        Stacks of new threads count too (those of Python's threads are made small), so process
-        groups should exist already.  Beyond the cap PyTorch raises its usual RuntimeError,
-        "can't allocate memory".  Returns the bytes that are resident now, which are not part
-        of the emulated device (0 if nothing is capped).
+        Stacks of new threads count too, and are made small, but process groups should exist
+        already.  Beyond the cap PyTorch raises its usual RuntimeError, "can't allocate memory".
+        Returns what counts the device's memory from now on.
         """
         if self.memory_bytes is None:
-            return 0
-        threading.stack_size(THREAD_STACK_BYTES)
+            return PeakMemory(CPU)
+        _make_stacks_small()
+        _have_buffers_made()
+        gc.collect()  # 70 MiB at times; they would be cap, and the device's to fill
         _give_back_what_is_freed()
         _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         cap_bytes = memory_of_process("VmData") + HOST_BYTES + self.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard_bytes))
-        return memory_of_process("VmRSS")
+        return AllocatedMemory() if AllocatedMemory.can_be_read() else PeakMemory(CPU)
+
+
+class HostMemory:
+    """What a process requests between ``begin`` and ``end`` is not the emulated device's.
+
+    A recorder of traces keeps its events in the memory of the host, whatever the device; 70 to
+    140 MiB for a step (measured).  Nothing is capped in between, so both are called between
+    steps, where the device's own memory is the same.
+    """
+
+    def __init__(self, peak_memory: PeakMemory) -> None:
+        self._peak_memory = peak_memory
+        self._began: tuple[int, int] | None = None  # the cap and the bytes requested by then
+
+    def begin(self) -> None:
+        """Lift the cap, if there is one."""
+        self._peak_memory.begin_host_work()
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if soft != resource.RLIM_INFINITY:
+            self._began = (soft, memory_of_process("VmData"))
+            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+    def end(self) -> None:
+        """Cap again, by as much more as was requested since and is still held."""
+        self._peak_memory.end_host_work()
+        if self._began is None:
+            return
+        soft, used_bytes = self._began
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        raised = soft + max(0, memory_of_process("VmData") - used_bytes)
+        limit = raised if hard == resource.RLIM_INFINITY else min(raised, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        self._began = None
+
+
+def _have_buffers_made() -> None:
+    """Let the libraries allocate what they keep: 20 MiB, for products of matrices, measured."""
+    square = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, requires_grad=True)
+    (square @ square).sum().backward()
+
+
+def _make_stacks_small() -> None:
+    """Of new threads: those of Python, and those that libraries start (a trace's recorder)."""
+    threading.stack_size(THREAD_STACK_BYTES)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "pthread_setattr_default_np"):  # of the GNU C library
+        attributes = ctypes.create_string_buffer(ATTRIBUTES_BYTES)
+        library.pthread_attr_init(attributes)
+        library.pthread_attr_setstacksize(attributes, ctypes.c_size_t(THREAD_STACK_BYTES))
+        library.pthread_setattr_default_np(attributes)
+        library.pthread_attr_destroy(attributes)
 
 
 def _give_back_what_is_freed() -> None:
@@ -122,20 +180,6 @@ def _give_back_what_is_freed() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # of the GNU C library
         library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
-
-
-def memory_of_process(key: str) -> int:
-    """Bytes of this process, as proc(5) names them.
-
-    VmData is the private writable memory requested, used or not; VmRSS is resident memory.
-    """
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise RuntimeError(
-        f"memory_bytes: /proc/self/status has no {key} here. Emulate memory on Linux."
-    )
 
 
 def packed(cores: Sequence[float]) -> list[int | None]:

@@ -1,20 +1,16 @@
 """Trainer: one optimizer step, an exact evaluation, and what each device did meanwhile."""
 
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.comm.progress import progress
 from shardhet.fsdp import HetFSDP
@@ -23,9 +19,9 @@ from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches, deal
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.optim import Schedule
+from shardhet.training.peak_memory import PeakMemory
 
 COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
-RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) on either
 
 
 # Calls the model with this rank's samples; returns (loss_sum, num_targets), and num_correct if
@@ -109,7 +105,7 @@ class Trainer:
         schedule: Schedule,
         max_grad_norm: float = 1.0,
         device: torch.device | None = None,
-        memory_level_bytes: int = 0,
+        peak_memory: PeakMemory | None = None,
         run: Run = run_plainly,
         guard: Guard | None = None,
     ) -> None:
@@ -120,7 +116,7 @@ class Trainer:
         ``guard`` says which steps are bad, and what becomes of them; None stops at what is not
         finite.
 
-        ``memory_level_bytes`` is the process's memory that is not counted as the device's.
+        ``peak_memory`` counts the device's memory; None asks the device, or the process.
         """
         if batches.global_batch_size != model.plan.global_batch_size:
             raise ValueError(
@@ -133,7 +129,7 @@ class Trainer:
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._device = device or torch.device("cpu")
-        self._memory_level_bytes = memory_level_bytes
+        self._peak_memory = peak_memory or PeakMemory(self._device)
         self._run = run
         self.guard = guard or Guard()
         # Batches that were left out: the batch of a step is that of ``model.step`` plus this.
@@ -244,7 +240,7 @@ class Trainer:
         busy_s = sum(self._seconds[activity] for activity in COMPUTE)
         waiting_s = sum(self._seconds.values()) - busy_s
         steps_s = max(self._steps_s, sys.float_info.min)
-        memory_bytes = peak_memory_bytes(self._device) - self._memory_level_bytes
+        memory_bytes = self._peak_memory.read()
         rows = self.model.exchange([busy_s / steps_s, waiting_s / steps_s, memory_bytes])
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0
@@ -258,11 +254,7 @@ class Trainer:
 
         The trainer does it once when it is created, to exclude the building of the model.
         """
-        if not devices.is_on_host(self._device):
-            devices.module_of(self._device).reset_peak_memory_stats(self._device)
-        else:
-            with suppress(OSError):  # works on Linux only; elsewhere the peak stays
-                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
+        self._peak_memory.forget()
 
     def _observe(self, event: Observed) -> None:
         if self._is_in_step:
@@ -280,10 +272,3 @@ class Trainer:
         # Contiguous, because embeddings and losses on strided indices cost 1 % of a step.
         arrays = map(np.ascontiguousarray, mine.arrays)
         return [to_device(torch.from_numpy(array), self._device) for array in arrays]
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most bytes allocated on ``device``, or resident on a CPU, since the last reset."""
-    if not devices.is_on_host(device):
-        return int(devices.module_of(device).max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT_BYTES

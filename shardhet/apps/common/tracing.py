@@ -12,17 +12,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardhet.config.train import TraceConf
 from shardhet.fsdp import HetFSDP
+from shardhet.training.emulation import HostMemory
 
 
 class Tracer:
     """Records the steps that ``conf`` names; call it before and after every step."""
 
-    def __init__(self, conf: TraceConf, model: HetFSDP, path: Path) -> None:
+    def __init__(
+        self, conf: TraceConf, model: HetFSDP, path: Path, host_memory: HostMemory
+    ) -> None:
         self._first_step = conf.first_step
         self._last_step = conf.first_step + conf.num_steps - 1
         self._model = model
         self._path = path
         self._profile: Any = None
+        self._memory = host_memory
 
     def before_step(self, step: int) -> None:
         """Start recording at the first of the steps."""
@@ -31,6 +35,7 @@ class Tracer:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        self._memory.begin()
         self._profile = profile(activities=activities)
         self._profile.start()
         self._model.name_in_trace(is_traced=True)
@@ -44,4 +49,5 @@ class Tracer:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._path))
         self._profile = None
+        self._memory.end()
         return True

@@ -48,8 +48,7 @@ NOWHERE = Posture(is_waiting=False, is_compiling=False, place="unknown")
 
 def posture(thread_ids: frozenset[int]) -> Posture:
     """The posture of the training thread, which is one of these, or hands over between them."""
-    frames = sys._current_frames()
-    found = [_posture(frames[each]) for each in thread_ids if each in frames]
+    found = [_posture(frame) for frame in _frames_of(thread_ids)]
     if not found:
         return NOWHERE
     # While autograd runs backward on another thread, the main one is inside of its call.
@@ -61,13 +60,20 @@ def posture(thread_ids: frozenset[int]) -> Posture:
 
 def stack(thread_ids: frozenset[int]) -> str:
     """The innermost frames of these threads, as a traceback shows them."""
-    frames = sys._current_frames()
     parts = []
-    for each in thread_ids:
-        if each in frames:
-            lines = traceback.format_list(traceback.extract_stack(frames[each])[-MAX_FRAMES:])
-            parts.append("".join(lines)[-MAX_STACK_CHARACTERS:])
+    for frame in _frames_of(thread_ids):
+        lines = traceback.format_list(traceback.extract_stack(frame)[-MAX_FRAMES:])
+        parts.append("".join(lines)[-MAX_STACK_CHARACTERS:])
     return "another thread:\n".join(parts)
+
+
+def _frames_of(thread_ids: frozenset[int]) -> list[FrameType]:
+    """The innermost frame of each of these threads, if it runs Python.
+
+    A frame keeps its local variables alive, tensors too.  This thread's own frame would be part
+    of a cycle with what is found here, and all frames would live until cycles are collected.
+    """
+    return [frame for key, frame in sys._current_frames().items() if key in thread_ids]
 
 
 def _is_library(filename: str) -> bool:

@@ -1,0 +1,84 @@
+"""No tensor outlives its step in a cycle of references, which only a collection would end.
+
+Between two collections such tensors take memory that no plan has priced.
+"""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet.comm.liveness.stacks import posture, stack
+from shardhet.fsdp import HetFSDP
+from tests.test_trainer import PLANS
+from tests.worlds import run_ranks
+
+WIDTH = 24
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.pow(2).sum(), len(x)
+
+
+@pytest.mark.parametrize("name", ["one rank", "four ranks, all unlike"])
+def test_steps_leave_no_tensor_in_a_cycle(name: str) -> None:
+    plan = PLANS[name]
+    assert run_ranks(_tensors_in_cycles, len(plan.ranks), name) == [[]] * len(plan.ranks)
+
+
+def _tensors_in_cycles(rank: int, name: str) -> list[str]:
+    plan = PLANS[name]
+    torch.manual_seed(0)
+    model = HetFSDP(Net(), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    my_batch_size = plan.ranks[model.position].rank_batch_size
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(2):
+            model.backward(*model(torch.ones(my_batch_size, WIDTH)))
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        return [str(each.shape) for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_looking_at_a_thread_keeps_nothing_of_it() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def train() -> None:
+        held = torch.ones(3)
+        kept.append(weakref.ref(held))
+        ready.set()
+        go_on.wait()
+
+    ready, go_on = threading.Event(), threading.Event()
+    gc.disable()
+    try:
+        thread = threading.Thread(target=train)
+        thread.start()
+        ready.wait()
+        ids = frozenset({thread.ident or 0})
+        assert posture(ids).place.startswith(__file__)
+        assert "go_on.wait()" in stack(ids)
+        go_on.set()
+        thread.join()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
