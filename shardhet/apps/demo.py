@@ -23,7 +23,7 @@ CLUSTER = "emulated_unlike"  # the fastest device has the least memory
 MODEL = "small"  # whose state does not fit there, cut evenly
 GLOBAL_BATCH_SIZE = 32
 MEASURED_SIZES = "max_microbatch_size=16"  # as large as plans for this cluster use
-NUM_STEPS = 100
+NUM_STEPS = 60
 QUICK_NUM_STEPS = 8
 TRACE_FROM = 20  # the first traced step; by then step times are steady
 
@@ -80,6 +80,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
                 "trace=true",
                 f"trace_steps.first_step={min(TRACE_FROM, num_steps)}",
                 "trace_steps.num_steps=1",
+                "data.num_judged_samples=400",
                 "save_model=true",
                 f"checkpoint.every={num_steps}",
                 f"hydra.run.dir={folder / 'run'}",
