@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from shardhet.apps.common.help import choices_by_group
-from shardhet.apps.train import checked_plan
+from shardhet.apps.train import checked_world_size
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,
@@ -30,6 +30,7 @@ from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.records.plan import Plan
 from shardhet.training.optim import AdamW, Sgd, WarmupStableDecay
+from tests.test_fewer import setting_of
 
 BY_HAND = "plan=by_hand plan.microbatch_sizes=[2,1] plan.num_microbatches=[1,2] "
 
@@ -137,7 +138,7 @@ def complaint(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     )  # as where it is not installed
     try:
         check_choices(overrides)
-        checked_plan(to_conf(compose_with(overrides)), num_launched=None)
+        checked_world_size(to_conf(compose_with(overrides)), num_launched=None)
     except ConfigError as error:
         return str(error)
     except HydraException as error:
@@ -195,6 +196,7 @@ NEEDED = {
     "plan=by_hand": [*BY_HAND.split()[1:], "plan.state_shares=[0.5,0.5]"],
     "plan=proportional": ["plan.speeds=[2,1]"],
     "plan=file": ["plan.path={tmp}/plan.json"],
+    "plan=measured": ["plan.measured={tmp}/measured"],
     "data=text_dir": ["data.path={tmp}", "data.pattern='*.json'"],
 }
 
@@ -205,10 +207,11 @@ def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path
         pytest.importorskip("transformers")
     Plan.even(2, microbatch_size=1).save(tmp_path / "plan.json")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    setting_of("fs", s_per_byte=1e-12).save(tmp_path / "measured")
     more = [each.format(tmp=tmp_path) for each in NEEDED.get(choice, [])]
     cfg = compose_with([choice, *more])
     conf = to_conf(cfg)
-    checked_plan(conf, num_launched=None) if choice != "logger=wandb" else None
+    checked_world_size(conf, num_launched=None) if choice != "logger=wandb" else None
     save_resolved(cfg, tmp_path / "config.yaml")
     assert load_resolved(tmp_path / "config.yaml") == conf
 
@@ -216,7 +219,7 @@ def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path
 @pytest.mark.parametrize("experiment", choices_by_group(conf_dir())["experiment"])
 def test_every_experiment_can_be_tried_quickly(experiment: str) -> None:
     conf = conf_with(f"experiment={experiment}", "debug=quick")
-    checked_plan(conf, num_launched=None)
+    checked_world_size(conf, num_launched=None)
     assert conf.num_steps == 5
 
 
@@ -266,7 +269,7 @@ def test_configurations_become_records() -> None:
 @pytest.mark.parametrize("world_size", range(1, 5))
 def test_an_even_plan_fits_any_number_of_ranks(world_size: int) -> None:
     conf = conf_with("plan.global_batch_size=10", "plan.microbatch_size=3")
-    plan = checked_plan(conf, num_launched=world_size)
+    plan = conf.to_plan(checked_world_size(conf, num_launched=world_size))
     batches = [rank.rank_batch_size for rank in plan.ranks]
     assert sum(batches) == 10
     assert max(batches) - min(batches) <= 1
@@ -282,7 +285,8 @@ def test_ranks_are_counted_from_whatever_is_stated() -> None:
 
 
 def test_devices_have_the_names_of_the_cluster() -> None:
-    plan = checked_plan(conf_with("experiment=demo"), num_launched=None)
+    conf = conf_with("experiment=demo")
+    plan = conf.to_plan(checked_world_size(conf, num_launched=None))
     kinds: list[Any] = [rank.device.kind for rank in plan.ranks]
     assert kinds == ["emulated big", "emulated cramped", "emulated slow", "emulated store"]
 

@@ -64,6 +64,7 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
         "config.yaml",
         "config_sources.json",
         "end.json",
+        "lock",
         "run.json",
         "plan.json",
         "devices.json",

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Self
 
@@ -11,14 +10,10 @@ from rich.table import Table
 
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
-from shardhet.records.profiles import Profile
-from shardhet.records.workload import Workload
 from shardhet.simulator.simulation import simulate
 from shardhet.training.trainer import DeviceUse
 
-MEASURED_FILES = ("cluster.json", "workload.json", "profile.json")  # of `shardhet measure`
 NUM_WARM_UP_STEPS = 3  # first steps, which predictions do not cover
 MIB = 2**20
 
@@ -32,28 +27,25 @@ class Prediction:
     memory_bytes: tuple[int, ...]  # by device
 
     @classmethod
-    def of(cls, plan: Plan, measured_dir: str | Path) -> Self:
-        """Simulate from the three files that ``shardhet measure`` writes.
+    def of(cls, plan: Plan, setting: Setting) -> Self:
+        """Simulate a plan that may be of another setting.
 
-        Raises ``ValueError`` if they belong to another model or to other devices.
+        Raises ``ValueError`` if the setting is of another model or of other devices.
         """
-        folder = Path(measured_dir)
-        cluster = Cluster.load(folder / MEASURED_FILES[0])
-        workload = Workload.load(folder / MEASURED_FILES[1])
-        profile = Profile.load(folder / MEASURED_FILES[2])
+        workload, world_size = setting.workload, setting.cluster.world_size
         planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
         measured = {
             unit.fqn: numel
             for unit in workload.units
             if (numel := workload.kind_of(unit).numel)
         }
-        if planned != measured or plan.world_size != cluster.world_size:
+        if planned != measured or plan.world_size != world_size:
             raise ValueError(
-                f"plan.measured: {folder} is of {cluster.world_size} devices and a model of "
+                f"plan.measured: it is of {world_size} devices and a model of "
                 f"{len(measured)} units, the plan of {plan.world_size} and {len(planned)}, or "
                 "their sizes differ. Measure this model on this cluster."
             )
-        return cls.in_setting(plan, Setting(cluster, workload, profile))
+        return cls.in_setting(plan, setting)
 
     @classmethod
     def in_setting(cls, plan: Plan, setting: Setting) -> Self:

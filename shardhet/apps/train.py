@@ -33,7 +33,7 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.train import AUTO, TrainConf
-from shardhet.records.plan import Plan
+from shardhet.config.training import MeasuredPlanConf
 
 
 @hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
@@ -47,16 +47,18 @@ def _train(cfg: DictConfig) -> None:
         is_restarted = env is not None and env.is_restarted
         folder.check_unused(is_restart=is_restarted or cfg.resume == AUTO)
         conf = to_conf(cfg)
-        plan = checked_plan(conf, num_launched=None if env is None else env.world_size)
+        world_size = checked_world_size(
+            conf, num_launched=None if env is None else env.world_size
+        )
     except ConfigError as error:
         folder.remove_if_empty()
         raise refuse(error, env) from None
     if env is None or env.rank == 0:
-        cfg.cluster.num_ranks = plan.world_size
+        cfg.cluster.num_ranks = world_size
         name = context.job.config_name or CONFIG_NAME
         folder.begin(cfg, non_default_sources(cfg, context.overrides.task, name))
     if env is None:
-        start_ranks(folder, plan.world_size, grace_s=conf.end_notice.grace_s)
+        start_ranks(folder, world_size, grace_s=conf.end_notice.grace_s)
     else:
         from shardhet.apps.worker import run_rank
 
@@ -64,8 +66,8 @@ def _train(cfg: DictConfig) -> None:
         run_rank(conf, folder, env)
 
 
-def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:
-    """The plan, after checking that the configuration can be run here.
+def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:
+    """The number of ranks, after checking that the configuration can be run here.
 
     ``num_launched`` is the number of running ranks; None if they have yet to be started.
     """
@@ -74,7 +76,11 @@ def checked_plan(conf: TrainConf, *, num_launched: int | None) -> Plan:
     conf.check_resume()
     conf.check_rebalance()
     conf.check_model_fits_data()
-    return conf.to_plan(conf.world_size(num_launched))
+    world_size = conf.world_size(num_launched)
+    if isinstance(conf.plan, MeasuredPlanConf):  # planned once it is known who is there
+        conf.plan.check_world_size(world_size)
+        return world_size
+    return conf.to_plan(world_size).world_size
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,44 +10,40 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
 
-from shardhet import DeviceSpec, HetFSDP, Rebalancer, Setting
-from shardhet.apps.common.checkpointing import RunCheckpoints
+from shardhet import HetFSDP, Rebalancer
+from shardhet.apps.building import build
 from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
 from shardhet.apps.common.end_notice import EndNotice
-from shardhet.apps.common.joining import announced_device, joined
+from shardhet.apps.common.joining import joined
 from shardhet.apps.common.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.common.task import Task, make_files, make_task
+from shardhet.apps.common.sole_writer import sole_writer
+from shardhet.apps.common.start_clock import StartClock
+from shardhet.apps.common.task import Task
 from shardhet.apps.common.tracing import Tracer
 from shardhet.apps.prediction import Outcome, Prediction
-from shardhet.comm.channel import Channel, check_same_on_all_ranks
-from shardhet.comm.groups import Communicators
 from shardhet.comm.progress import phase
-from shardhet.config.compose import portable_values
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
-from shardhet.config.training import FilePlanConf
-from shardhet.training.compiling import compile_units
 from shardhet.training.emulation import HostMemory
-from shardhet.training.guard import Guard, OnBadStep
-from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.sampling import sample_tokens
 from shardhet.training.slow_devices import of_any_device
-from shardhet.training.trainer import DeviceUse, StepMetrics, Trainer
+from shardhet.training.trainer import DeviceUse, StepMetrics
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_PROMPT = b"def "
+STARTS_AGAIN = (
+    75  # the status EX_TEMPFAIL of sysexits.h: the launcher is to start this rank again
+)
 
 
 def main() -> None:
@@ -66,97 +62,59 @@ def main() -> None:
 
 def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
     """Run this rank's part, from process group to last metric.  Collective."""
-    with joined(
+    clock = StartClock()
+    joins = joined(
         conf.cluster,
         folder,
         env,
         transport=conf.transport,
         hang_timeout_s=conf.hang_timeout_s,
         needs_bfloat16=conf.precision is Precision.BF16,
-    ) as device:
-        run = Run(conf, folder, env, device)
+    )
+    with joins as device, sole_writer(folder, env.rank):
+        clock.end("join the others")
+        run = Run(conf, folder, env, device, clock)
         run.train()
         logger.info("rank %d has finished %d steps", env.rank, run.model.step)
+    if run.goes_on_elsewhere:
+        raise SystemExit(STARTS_AGAIN)
 
 
 class Run:
     """The objects of one rank while it trains."""
 
     def __init__(
-        self, conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
+        self,
+        conf: TrainConf,
+        folder: RunFolder,
+        env: RankEnv,
+        device: torch.device,
+        clock: StartClock | None = None,
     ) -> None:
+        """Build everything.  Collective.  ``clock`` has timed the start so far."""
+        clock = clock or StartClock()
         self._conf = conf
         self._folder = folder
         self._env = env
-        self._device = device
-        everyone = Channel.of_world()
-        check_same_on_all_ranks(portable_values(conf), what="configuration", channel=everyone)
-        spec = announced_device(conf.cluster, env, device)
-        emulated = conf.cluster.emulated_device(env.rank)
-        plan = conf.to_plan(env.world_size)
-        token_dir = folder.path / "tokens"
-        if env.local_rank == 0:
-            make_files(conf, token_dir=token_dir)
-        everyone.exchange([env.local_rank])  # the others wait for the files
-        self._task: Task = make_task(
-            conf, global_batch_size=plan.global_batch_size, token_dir=token_dir
-        )
-        check_same_on_all_ranks(self._task.data_digest, what="data", channel=everyone)
-        self._why_eager = compile_units(self._task.module, device) if conf.compile else None
-        peak_memory = PeakMemory(device)
-        if emulated is not None:
-            Communicators.over(dist.group.WORLD, device)  # their threads are not capped
-            peak_memory = emulated.cap_memory()
-        self._model = HetFSDP(
-            self._task.module,
-            plan,
-            device=device,
-            param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
-            units=self._task.units,
-            loss_fn=self._task.loss_fn,
-            seed=conf.seed,
-            device_spec=spec,
-        )
-        optimizer = conf.optim.to_record().build(list(self._model.parameters()))
-        if emulated is not None:
-            emulated.slow_down(self._model, optimizer)
-        self.trainer = Trainer(
-            self._model,
-            optimizer,
-            self._task.batches,
-            schedule=conf.lr_scheduler.to_record(conf.num_steps),
-            max_grad_norm=conf.max_grad_norm,
-            device=device,
-            peak_memory=peak_memory,
-            run=self._task.run,
-            guard=guard_of(conf),
-        )
-        self._checkpoints = RunCheckpoints(
-            conf,
-            folder,
-            self.trainer,
-            data_digest=self._task.data_digest,
-            device=device,
-        )
-        self._resumed_from = self._checkpoints.resume()
-        self.trainer.forget_peak_memory()
-        self._devices = found_devices(self._model, spec)
-        self._prediction: Prediction | None = None
-        self._rebalancer: Rebalancer | None = None
-        if isinstance(conf.plan, FilePlanConf) and conf.plan.measured:
-            self._prediction = Prediction.of(plan, conf.plan.measured)
-            self._rebalancer = Rebalancer(
-                self._model,
-                optimizer,
-                Setting.load(conf.plan.measured),
-                replans=conf.rebalance,
-            )
+        built = build(conf, folder, env, device, clock)
+        self.trainer = built.trainer
+        self._model = built.trainer.model
+        self._task = built.task
+        self._checkpoints = built.checkpoints
+        self._resumed_from = built.resumed_from
+        self._clock = None if built.resumed_from is None else clock
+        self._devices = built.devices
+        self._prediction = built.prediction
+        self._rebalancer = built.rebalancer
+        self._why_eager = built.why_eager
         self._outcome = Outcome()
+        self._was_asked = False  # to end before the last step
         self._loggers: list[MetricsLogger] = []
         self._tracer: Tracer | None = None
         if conf.trace:
             path = folder.trace_dir / f"rank{env.rank}.json"
-            self._tracer = Tracer(conf.trace_steps, self._model, path, HostMemory(peak_memory))
+            host_memory = HostMemory(built.peak_memory)
+            self._tracer = Tracer(conf.trace_steps, self._model, path, host_memory)
 
     @property
     def model(self) -> HetFSDP:
@@ -167,6 +125,16 @@ class Run:
     def is_rank_zero(self) -> bool:
         """Whether this is the rank that prints and writes files."""
         return self._env.rank == 0
+
+    @property
+    def goes_on_elsewhere(self) -> bool:
+        """Whether other ranks alone were asked to end, and this one's launcher may go on.
+
+        It would take status 0 for the end of the run.
+        """
+        is_over = self._model.step == self._conf.num_steps
+        may_go_on = self._env.may_start_again and self._conf.resume is not None
+        return not is_over and may_go_on and not self._was_asked
 
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
@@ -184,6 +152,7 @@ class Run:
         for each in self._loggers:
             each.close()
         asked_by = who_asked(self._model, notice)
+        self._was_asked = notice.reason is not None
         if self.is_rank_zero:
             self._folder.save_end(
                 step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by
@@ -243,6 +212,8 @@ class Run:
         if self._tracer is not None:
             self._tracer.before_step(step)
         metrics = self.trainer.train_step()
+        if self._clock is not None:
+            self._went_on(step, self._clock, display)
         if self._tracer is not None and self._tracer.after_step(step):
             self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
         if self._rebalancer is not None:
@@ -274,6 +245,16 @@ class Run:
         log_all(self._loggers, metrics.step, values)
         if self.is_rank_zero:
             display.show_step(metrics)
+
+    def _went_on(self, step: int, clock: StartClock, display: Display) -> None:
+        """Say how long it took to go on, after the first step that did."""
+        self._clock = None
+        clock.end("take a step")
+        said = f"went on with step {step} on {_count(self._env.world_size, 'device')} after "
+        said += clock.text
+        logger.info("%s", said)
+        log_all(self._loggers, step, clock.values)
+        display.show_remark(said)
 
     def _skip(self, metrics: StepMetrics, display: Display) -> None:
         """Record a step that changed nothing, and roll back if the configuration says so."""
@@ -329,15 +310,6 @@ class Run:
             display.show_score(step, name, score, self._task.baselines)
 
 
-def guard_of(conf: TrainConf) -> Guard:
-    """What judges the steps of the run."""
-    return Guard(
-        OnBadStep(conf.guard.on_bad_step.value),
-        spike_factor=conf.guard.spike_factor,
-        max_in_a_row=conf.guard.max_in_a_row,
-    )
-
-
 def show_start(
     console: Console, conf: TrainConf, task: Task, model: HetFSDP, resumed_from: Path | None
 ) -> None:
@@ -364,20 +336,6 @@ def values_of(uses: Sequence[DeviceUse], prediction: Prediction | None) -> dict[
             values[f"device{i}/predicted_busy_share"] = prediction.busy_shares[i]
             values[f"device{i}/predicted_memory_bytes"] = prediction.memory_bytes[i]
     return values
-
-
-def found_devices(model: HetFSDP, spec: DeviceSpec) -> list[DeviceSpec]:
-    """What ranks announce, by position, with the memory that the plan allows.  Collective."""
-    return [
-        replace(
-            announced,
-            memory_capacity_bytes=planned.device.memory_capacity_bytes
-            or announced.memory_capacity_bytes,
-        )
-        for announced, planned in zip(
-            model.exchange_objects(spec), model.plan.ranks, strict=True
-        )
-    ]
 
 
 def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> str:

@@ -27,6 +27,7 @@ from shardhet.config.training import (
     FilePlanConf,
     LoggerConf,
     LrSchedulerConf,
+    MeasuredPlanConf,
     OptimConf,
     PlanConf,
 )
@@ -180,6 +181,8 @@ class TrainConf:
             **{f"cluster.{k}": len(v) or None for k, v in self.cluster.per_rank.items()},
             "the launcher": num_launched,
         }
+        if not any(stated.values()):
+            return self.plan.usual_world_size or agreed_world_size(stated, self.cluster)
         return agreed_world_size(stated, self.cluster)
 
     def to_plan(self, world_size: int) -> Plan:
@@ -196,10 +199,13 @@ class TrainConf:
 
     def check_rebalance(self) -> None:
         """Raise if there is nothing to plan from."""
-        if self.rebalance and not (isinstance(self.plan, FilePlanConf) and self.plan.measured):
+        is_measured = isinstance(self.plan, MeasuredPlanConf) or (
+            isinstance(self.plan, FilePlanConf) and bool(self.plan.measured)
+        )
+        if self.rebalance and not is_measured:
             raise ConfigError(
-                "rebalance: true but nothing says how fast the devices are. Set plan=file with "
-                "plan.path and plan.measured, the folder of `shardhet measure`."
+                "rebalance: true but nothing says how fast the devices are. Set plan=measured "
+                "or plan=file, with plan.measured, the folder of `shardhet measure`."
             )
 
     def check_model_fits_data(self) -> None:

@@ -19,6 +19,7 @@ from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 
 if TYPE_CHECKING:
+    from shardhet.pricing.setting import Setting
     from shardhet.training.emulation import EmulatedDevice
     from shardhet.training.optim import OptimizerSpec, Schedule
 
@@ -46,6 +47,7 @@ class PlanKind(Enum):
     PROPORTIONAL = "proportional"
     BY_HAND = "by_hand"
     FILE = "file"
+    MEASURED = "measured"
 
 
 class DeviceType(Enum):
@@ -258,6 +260,11 @@ class PlanConf:
         """The number of devices that it is for; None if it adapts to the cluster."""
         return None
 
+    @property
+    def usual_world_size(self) -> int | None:
+        """The number of devices to start if nothing says how many."""
+        return None
+
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan for these devices."""
         raise NotImplementedError
@@ -340,12 +347,8 @@ class FilePlanConf(PlanConf):
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
             raise ConfigError(f"plan.path: {self.path!r} is no file. Give a plan.json.")
-        for name in ("cluster.json", "workload.json", "profile.json") if self.measured else ():
-            if not (Path(self.measured) / name).is_file():
-                raise ConfigError(
-                    f"plan.measured: {self.measured!r} has no {name}. Give the folder that "
-                    "`shardhet measure out=...` has written."
-                )
+        if self.measured:
+            _check_measured(self.measured)
 
     @property
     def stated_world_size(self) -> int | None:
@@ -358,6 +361,42 @@ class FilePlanConf(PlanConf):
             return Plan.load(self.path)
         except ValueError as error:
             raise ConfigError(f"plan.path: {error}") from None
+
+
+@dataclass(kw_only=True)
+class MeasuredPlanConf(PlanConf):
+    """A plan that is made at every start, for those of the measured devices that are there."""
+
+    kind: PlanKind = PlanKind.MEASURED
+    measured: str = MISSING  # folder of `shardhet measure`
+    global_batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        check_at_least("plan.global_batch_size", self.global_batch_size, 1)
+        _check_measured(self.measured)
+
+    @property
+    def usual_world_size(self) -> int | None:
+        """As many devices as were measured."""
+        return self.setting().cluster.world_size
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise if there are more devices than were measured."""
+        num_measured = self.setting().cluster.world_size
+        if world_size > num_measured:
+            raise ConfigError(
+                f"plan.measured: {num_measured} devices were measured in {self.measured!r} but "
+                f"{world_size} take part. Measure all that may, or start fewer."
+            )
+
+    def setting(self) -> "Setting":
+        """What was measured."""
+        from shardhet.pricing.setting import Setting
+
+        try:
+            return Setting.load(self.measured)
+        except ValueError as error:
+            raise ConfigError(f"plan.measured: {error}") from None
 
 
 @dataclass(kw_only=True)
@@ -386,6 +425,15 @@ def _proportional(
     )
     ranks = zip(plan.ranks, devices, strict=True)
     return replace(plan, ranks=tuple(replace(rank, device=device) for rank, device in ranks))
+
+
+def _check_measured(folder: str) -> None:
+    for name in ("cluster.json", "workload.json", "profile.json"):
+        if not (Path(folder) / name).is_file():
+            raise ConfigError(
+                f"plan.measured: {folder!r} has no {name}. Give the folder that "
+                "`shardhet measure out=...` has written."
+            )
 
 
 def _named(make: Callable[[], Plan]) -> Plan:

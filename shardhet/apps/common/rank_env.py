@@ -31,11 +31,14 @@ class RankEnv:
     store_port: int
     is_store_hosted_by_agent: bool = False
     is_restarted: bool = False
+    may_start_again: bool = False  # the launcher starts ranks again if one fails
 
     @classmethod
     def from_environment(cls) -> Self | None:
         """Read the environment; None if this process was not launched as a rank."""
         environment = os.environ
+        num_restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        max_restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if "RANK" in environment and "WORLD_SIZE" in environment:
             return cls(
                 rank=int(environment["RANK"]),
@@ -45,7 +48,8 @@ class RankEnv:
                 store_port=int(environment.get("MASTER_PORT", "0")),
                 is_store_hosted_by_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE")
                 == "True",
-                is_restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+                is_restarted=num_restarts != 0,
+                may_start_again=num_restarts < max_restarts,
             )
         # A batch script also has the variables of a task, but only srun counts the tasks of
         # a step; a step of one task starts its own ranks.

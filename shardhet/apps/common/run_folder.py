@@ -48,10 +48,15 @@ class RunFolder:
     metrics.jsonl        one line per step, report of device use, and evaluation
     rolled_back.jsonl    such lines of steps that the run has rolled back, if it has
     logs/rank0.log ...   the log of each rank; with all output of ranks above zero
+    lock                 held by the run while it writes here
     checkpoints/         the whole state after some steps, if the configuration says so
     """
 
     path: Path
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / "lock"
 
     @property
     def config_path(self) -> Path:

@@ -118,15 +118,13 @@ class Watch:
         self._is_stopping = False
         # Of this rank
         self._standing = _Standing(0, 0, 0, ())
-        self._still_s = 0.0
-        self._pace = Pace()
+        self._pace, self._still_s = Pace(), 0.0
         self._own: Sign | None = None
         self._num_beats = 0
         # Of the others
         self._seen: dict[int, SeenPeer] = {}
-        self._since_read_s = SECONDS_BETWEEN_READS
         self._a_peer_has_ended = False
-        self._store_silent_s = 0.0
+        self._since_read_s, self._store_silent_s = SECONDS_BETWEEN_READS, 0.0
         self._num_rounds = self._num_reads = 0
         self._ending: Ending | None = None
         self._verdict: Verdict | None = None

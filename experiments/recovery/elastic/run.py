@@ -1,0 +1,342 @@
+"""Nodes that are lost, told to leave, and come back: does training go on, and how soon?
+
+python -m experiments.recovery.elastic.run            five runs of four nodes, three deeds each
+python -m experiments.recovery.elastic.run --quick    one run; keeps nothing
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from experiments.common.results import Bar, Page, Spread, parser_of
+from shardhet.records.plan import Plan
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SPEEDS = (0.6, 0.45, 0.3, 0.3)  # of the nodes, one device each; less than two cores together
+NUM_RUNS = 5
+GLOBAL_BATCH_SIZE = 16
+CHECKPOINT_EVERY = 10
+STEPS_BETWEEN = 12  # a node is disturbed once so many have been taken
+SECONDS_BETWEEN_LOOKS = 0.02
+LIMIT_S = 120.0
+RESTART_LIMIT_S = 15.0  # from the start of the processes to the end of the next step
+ROUNDING = 1e-9  # of losses in float64
+LOST, JOINS, NOTICE = "is lost (kill -9)", "joins", "is told to leave (SIGTERM)"
+MODEL = ("model=tiny", "cluster.device=CPU")
+HEADER = [
+    "a node",
+    "times",
+    "s from deed to step",
+    "of it from the start of the processes",
+    "to start and meet",
+    "to plan",
+    "to load",
+    "steps lost, most",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """How a run went on after a node was disturbed."""
+
+    run: int
+    deed: str
+    node: int
+    num_devices: int  # after it
+    last_step: int  # that was recorded before
+    went_on_with: int  # the first step after it
+    seconds: float  # from the deed to the end of that step
+    restart_s: float  # of it from the start of the first process, as it says itself
+    start_s: float  # interpreter, imports, configuration, joining the others
+    plan_s: float
+    load_s: float  # wrapping the model, and the checkpoint
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that were taken twice, of those that had been recorded."""
+        return max(0, self.last_step + 1 - self.went_on_with)
+
+
+class Nodes:
+    """The agents of a run, one for each node."""
+
+    def __init__(self, folder: Path, measured: Path) -> None:
+        self.folder = folder
+        self._measured = measured
+        self._port = free_port()
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        """The node comes, or comes back."""
+        # All are one host here; without ``is_host`` each would try to hold the rendezvous.
+        rendezvous = f"is_host={node == 0},last_call_timeout=2,join_timeout=60,".lower()
+        rendezvous += "keep_alive_interval=1,keep_alive_max_attempt=5"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
+            *(f"--nnodes=1:{len(SPEEDS)}", "--max-restarts=9", "--rdzv-backend=c10d"),
+            f"--rdzv-endpoint=localhost:{self._port}",
+            f"--rdzv-conf={rendezvous}",
+            *(
+                "--monitor-interval=0.1",
+                "--local-addr=localhost",
+                "-m",
+                "experiments.recovery.elastic.rank",
+            ),
+            *(*MODEL, "plan=measured", f"plan.measured={self._measured}"),
+            f"plan.global_batch_size={GLOBAL_BATCH_SIZE}",
+            *("num_steps=1000", "precision=FP64", f"checkpoint.every={CHECKPOINT_EVERY}"),
+            *("resume=auto", f"hydra.run.dir={self.folder}"),
+            *("lr_scheduler=constant", "lr_scheduler.warmup_fraction=0"),
+        ]
+        environment = {
+            **os.environ,
+            "NODE_SPEED": str(SPEEDS[node]),
+            "OMP_NUM_THREADS": "1",
+            # Without it torch (2.13) leaves a node that joins later waiting for the others.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        log = (self.folder.parent / f"node{node}.log").open("ab")
+        self._agents[node] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def lose(self, node: int) -> None:
+        """The node is gone, and all of its processes."""
+        os.killpg(self._agents[node].pid, signal.SIGSTOP)  # none may start others
+        for pid in [*_children(self._agents[node].pid), self._agents[node].pid]:
+            os.kill(pid, signal.SIGKILL)
+        self._agents.pop(node).wait()
+
+    def tell_to_leave(self, node: int) -> None:
+        """The agent is asked to end."""
+        self._agents[node].terminate()
+        self._agents.pop(node)
+
+    def end(self) -> None:
+        """End all that are left."""
+        for agent in self._agents.values():
+            for pid in [*_children(agent.pid), agent.pid]:
+                os.kill(pid, signal.SIGKILL)
+            agent.wait()
+
+
+def _children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [int(each) for each in listed.split()]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+class Metrics:
+    """What a run has recorded so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+
+    def entries(self) -> list[dict[str, Any]]:
+        """All complete lines."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def losses(self) -> dict[int, float]:
+        """By step; of a step that was taken twice, the last."""
+        return {each["step"]: each["loss"] for each in self.entries() if "loss" in each}
+
+    def wait_for_steps(self, number: int) -> int:
+        """Until so many steps are recorded after those of now; returns the last of them."""
+        last = max(self.losses(), default=0) + number
+        _until(lambda: max(self.losses(), default=0) >= last, f"step {last}")
+        return max(self.losses())
+
+    @property
+    def times_gone_on(self) -> int:
+        """How many times the run has gone on from a checkpoint."""
+        return sum("went_on/total_s" in each for each in self.entries())
+
+    def wait_until_it_goes_on(self, times: int) -> dict[str, Any]:
+        """What is recorded once the run has gone on so many times."""
+        _until(lambda: self.times_gone_on >= times, "going on")
+        return next(each for each in reversed(self.entries()) if "went_on/total_s" in each)
+
+    def wait_until_all_take_part(self, number: int) -> None:
+        """Until the plan in the run folder is for so many devices."""
+
+        def takes_part() -> bool:
+            path = self._path.with_name("plan.json")
+            return path.exists() and Plan.load(path).world_size == number
+
+        _until(takes_part, f"{number} devices")
+
+
+def _until(condition: Any, what: str) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{what}: not within {LIMIT_S:.0f} s")
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def measure(folder: Path, *, max_microbatch_size: int = 16, num_repeats: int = 3) -> Path:
+    """What the devices of all nodes do, as ``shardhet measure`` finds it."""
+    speeds = f"cluster.speeds=[{','.join(map(str, SPEEDS))}]"
+    command = [
+        *(sys.executable, "-m", "shardhet.apps.main", "measure", *MODEL),
+        *(f"cluster.num_ranks={len(SPEEDS)}", speeds, "precision=FP64"),
+        *(f"max_microbatch_size={max_microbatch_size}", f"num_repeats={num_repeats}"),
+        f"out={folder / 'measured'}",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return folder / "measured"
+
+
+def undisturbed(folder: Path, num_steps: int) -> dict[int, float]:
+    """The losses of a run on one device."""
+    command = [
+        *(sys.executable, "-m", "shardhet.apps.main", "train", *MODEL, "precision=FP64"),
+        *("plan=even", f"plan.global_batch_size={GLOBAL_BATCH_SIZE}"),
+        *("plan.microbatch_size=16", f"num_steps={num_steps}", f"hydra.run.dir={folder}"),
+        *("lr_scheduler=constant", "lr_scheduler.warmup_fraction=0"),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return Metrics(folder).losses()
+
+
+def disturb(run: int, measured: Path, folder: Path) -> list[Recovery]:
+    """One run: a node is lost, comes back, and another is told to leave."""
+    rng = random.Random(run)
+    nodes = Nodes(folder / "run", measured)
+    nodes.folder.mkdir(parents=True)
+    metrics = Metrics(nodes.folder)
+    # The first node holds torchrun's rendezvous, which cannot be lost.
+    lost, leaves = rng.randrange(1, len(SPEEDS)), rng.randrange(1, len(SPEEDS))
+    deeds = [(LOST, lost, nodes.lose), (JOINS, lost, nodes.start)]
+    deeds.append((NOTICE, leaves, nodes.tell_to_leave))
+    found: list[Recovery] = []
+    num_devices = len(SPEEDS)
+    try:
+        nodes.start(0)
+        for node in range(1, len(SPEEDS)):
+            nodes.start(node)
+        for deed, node, do in deeds:
+            metrics.wait_until_all_take_part(num_devices)
+            metrics.wait_for_steps(STEPS_BETWEEN + rng.randrange(CHECKPOINT_EVERY))
+            deed_s, times = time.monotonic(), metrics.times_gone_on
+            do(node)
+            last_step = max(metrics.losses())
+            went_on = metrics.wait_until_it_goes_on(times + 1)
+            seconds = time.monotonic() - deed_s
+            num_devices += 1 if deed == JOINS else -1
+            found.append(_recovery(run, deed, node, num_devices, last_step, went_on, seconds))
+            print(found[-1], flush=True)
+        metrics.wait_for_steps(STEPS_BETWEEN)
+    finally:
+        nodes.end()
+    return found
+
+
+def _recovery(
+    run: int,
+    deed: str,
+    node: int,
+    num_devices: int,
+    last_step: int,
+    went_on: dict[str, Any],
+    seconds: float,
+) -> Recovery:
+    def part(*names: str) -> float:
+        return round(sum(went_on[f"went_on/{name}_s"] for name in names), 2)
+
+    return Recovery(
+        run=run,
+        deed=deed,
+        node=node,
+        num_devices=num_devices,
+        last_step=last_step,
+        went_on_with=went_on["step"],
+        seconds=round(seconds, 2),
+        restart_s=part("total"),
+        start_s=part("start_the_process", "join_the_others"),
+        plan_s=part("plan"),
+        load_s=part("wrap_the_model", "load_the_checkpoint"),
+    )
+
+
+def report(found: Sequence[Recovery], errors: Sequence[float], page: Page) -> None:
+    """The table and the bars."""
+    rows = []
+    for deed in (LOST, JOINS, NOTICE):
+        of_deed = [each for each in found if each.deed == deed]
+        if not of_deed:
+            continue
+        columns = ("seconds", "restart_s", "start_s", "plan_s", "load_s")
+        cells = [Spread.of([getattr(e, name) for e in of_deed]).cell(1) for name in columns]
+        lost = max(each.steps_lost for each in of_deed)
+        rows.append([deed, str(len(of_deed)), *cells, str(lost)])
+    page.table(f"{len(SPEEDS)} nodes of one device each", HEADER, rows)
+    after_a_loss = [each.restart_s for each in found if each.deed == LOST]
+    page.bars(
+        [
+            Bar(
+                claim="s from torchrun's restart to the next step, a node lost, the most",
+                measured=max(after_a_loss),
+                at_most=RESTART_LIMIT_S,
+            ),
+            Bar(
+                claim="steps lost beyond the last checkpoint, a node lost, the most",
+                measured=max(each.steps_lost for each in found if each.deed == LOST),
+                at_most=CHECKPOINT_EVERY,
+            ),
+            Bar(
+                claim="steps lost when a node joins or is told to leave, the most",
+                measured=max(each.steps_lost for each in found if each.deed != LOST),
+                at_most=0,
+            ),
+            Bar(
+                claim="relative difference of losses from one undisturbed device, the most",
+                measured=max(errors),
+                at_most=ROUNDING,
+            ),
+        ]
+    )
+
+
+def main() -> None:
+    """Run what the command line says."""
+    options = parser_of(__doc__, "one run; keeps nothing").parse_args()
+    page = Page(HERE, is_kept=not options.quick)
+    found: list[Recovery] = []
+    errors: list[float] = []
+    with TemporaryDirectory() as name:
+        measured = measure(Path(name))
+        for run in range(1 if options.quick else NUM_RUNS):
+            folder = Path(name) / f"{run}"
+            found += disturb(run, measured, folder)
+            losses = Metrics(folder / "run").losses()
+            expected = undisturbed(folder / "alone", max(losses))
+            errors.append(max(abs(loss / expected[step] - 1) for step, loss in losses.items()))
+            missing = sorted(set(range(1, max(losses) + 1)) - losses.keys())
+            print(f"run {run}: {len(losses)} steps, error {errors[-1]:.1e}, missing {missing}")
+    report(found, errors, page)
+    page.keep({"results.csv": found})
+
+
+if __name__ == "__main__":
+    main()

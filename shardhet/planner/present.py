@@ -1,0 +1,96 @@
+"""A plan for those of the measured devices that are there when a job starts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardhet.planner.demands import Demands
+from shardhet.planner.find import solve
+from shardhet.pricing.part import part_of
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.plan import Plan
+
+
+def positions_of(present: Sequence[DeviceSpec], measured: Cluster) -> tuple[int, ...]:
+    """The position in ``measured`` of each device that is there; none is used twice.
+
+    A device of a measured host is one of the measured devices of that host, if any is of its
+    kind; otherwise any of its kind that is left.  Raises ``ValueError`` with what was measured
+    if one is of a kind that was not, or there are more of a kind than were measured.
+    """
+    free = dict(enumerate(measured.devices))
+    found: dict[int, int] = {}
+    for asks_for_host in (True, False):
+        for i, device in enumerate(present):
+            if i in found:
+                continue
+            position = _first(free, device, asks_for_host=asks_for_host)
+            if position is not None:
+                found[i] = position
+                del free[position]
+    missing = [device for i, device in enumerate(present) if i not in found]
+    if missing:
+        raise ValueError(_not_measured(missing[0], present, measured))
+    return tuple(found[i] for i in range(len(present)))
+
+
+def part_for(present: Sequence[DeviceSpec], measured: Setting) -> Setting:
+    """What was measured of the devices that are there, in the measured order.
+
+    Raises ``ValueError`` as ``positions_of`` does.
+    """
+    return part_of(measured, positions_of(present, measured.cluster))
+
+
+def plan_for(
+    present: Sequence[DeviceSpec],
+    measured: Setting,
+    *,
+    global_batch_size: int,
+    demands: Demands | None = None,
+) -> Plan:
+    """The best plan for the devices that are there, named as they announce themselves.
+
+    Raises ``ValueError`` as ``positions_of`` does, and ``PlanError`` if they cannot train the
+    model.
+    """
+    positions = positions_of(present, measured.cluster)
+    setting = part_of(measured, positions)
+    solution = solve(setting, global_batch_size=global_batch_size, demands=demands or Demands())
+    # The part has its devices in the order of the measured cluster.
+    order = sorted(range(len(present)), key=positions.__getitem__)
+    ranks = tuple(
+        replace(rank, device=_named(rank.device, present[i]))
+        for rank, i in zip(solution.plan.ranks, order, strict=True)
+    )
+    return replace(solution.plan, ranks=ranks)
+
+
+def _first(
+    free: dict[int, DeviceSpec], device: DeviceSpec, *, asks_for_host: bool
+) -> int | None:
+    for position, measured in free.items():
+        wanted = replace(measured, uuid=None)
+        if not asks_for_host:
+            wanted = replace(wanted, host=None)
+        if wanted.accepts(device):
+            return position
+    return None
+
+
+def _named(planned: DeviceSpec, present: DeviceSpec) -> DeviceSpec:
+    """What is planned for, on the host that it is on now."""
+    return replace(planned, host=present.host, uuid=present.uuid)
+
+
+def _not_measured(device: DeviceSpec, present: Sequence[DeviceSpec], measured: Cluster) -> str:
+    def listed(devices: Sequence[DeviceSpec]) -> str:
+        numbers = Counter(str(replace(each, host=None, uuid=None)) for each in devices)
+        return ", ".join(f"{number} x {kind}" for kind, number in numbers.items())
+
+    return (
+        f"plan.measured: {device} is not among the measured devices that are left for it. "
+        f"Measured: {listed(measured.devices)}; here: {listed(present)}. Run shardhet measure "
+        "on a cluster that has all that may take part."
+    )
