@@ -1,6 +1,9 @@
 """Whichever of the measured devices are there: a plan for them, and a run that goes on."""
 
+import errno
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments.recovery.elastic import run as elastic
+from shardhet.apps.common.leaving import STARTS_AGAIN, leave
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.apps.common.sole_writer import sole_writer
@@ -148,6 +152,31 @@ def test_a_launcher_that_may_restart_is_known(monkeypatch: pytest.MonkeyPatch) -
         env = RankEnv.from_environment()
         assert env is not None
         assert env.may_start_again == expected
+
+
+def test_who_leaves_tells_its_agent_and_the_others_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: told.append((pid, number)))
+    with pytest.raises(SystemExit) as ending:
+        leave(None)
+    assert ending.value.code == STARTS_AGAIN
+    leave("SIGTERM")  # which the agent has sent
+    assert told == []
+    leave("/run/notice exists")
+    assert told == [(os.getppid(), signal.SIGTERM)]
+
+
+def test_a_folder_that_cannot_be_locked_is_written_to_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with sole_writer(RunFolder(tmp_path), rank=0):
+        assert "cannot be locked" in caplog.text
 
 
 def test_parts_of_a_start_add_up() -> None:

@@ -22,6 +22,7 @@ from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
 from shardhet.apps.common.end_notice import EndNotice
 from shardhet.apps.common.joining import joined
+from shardhet.apps.common.leaving import leave
 from shardhet.apps.common.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
@@ -76,8 +77,8 @@ def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
         run = Run(conf, folder, env, device, clock)
         run.train()
         logger.info("rank %d has finished %d steps", env.rank, run.model.step)
-    if run.goes_on_elsewhere:
-        raise SystemExit(STARTS_AGAIN)
+    if run.goes_on_without_some:
+        leave(run.was_told)
 
 
 class Run:
@@ -108,7 +109,8 @@ class Run:
         self._rebalancer = built.rebalancer
         self._why_eager = built.why_eager
         self._outcome = Outcome()
-        self._was_asked = False  # to end before the last step
+        self.was_told: str | None = None  # to end before the last step, and how
+        self.goes_on_without_some = False  # without the ranks that were told to end
         self._loggers: list[MetricsLogger] = []
         self._tracer: Tracer | None = None
         if conf.trace:
@@ -126,16 +128,6 @@ class Run:
         """Whether this is the rank that prints and writes files."""
         return self._env.rank == 0
 
-    @property
-    def goes_on_elsewhere(self) -> bool:
-        """Whether other ranks alone were asked to end, and this one's launcher may go on.
-
-        It would take status 0 for the end of the run.
-        """
-        is_over = self._model.step == self._conf.num_steps
-        may_go_on = self._env.may_start_again and self._conf.resume is not None
-        return not is_over and may_go_on and not self._was_asked
-
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
@@ -152,7 +144,13 @@ class Run:
         for each in self._loggers:
             each.close()
         asked_by = who_asked(self._model, notice)
-        self._was_asked = notice.reason is not None
+        self.was_told = notice.reason
+        self.goes_on_without_some = (
+            self._model.step < self._conf.num_steps
+            and len(asked_by) < self._env.world_size
+            and self._env.may_start_again
+            and self._conf.resume is not None
+        )
         if self.is_rank_zero:
             self._folder.save_end(
                 step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by

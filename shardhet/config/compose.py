@@ -58,8 +58,9 @@ C = TypeVar("C")  # a schema
 
 CONFIG_NAME = "train"
 VERSION_BASE = "1.3"
-HOSTS_OWN_KEYS = (  # folders; their contents are compared instead
+HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
     "run_dir",
+    "end_notice.file",
     "model.path",
     "data.path",
     "data.cache_dir",

@@ -24,7 +24,7 @@ from shardhet.records.plan import Plan
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SPEEDS = (0.6, 0.45, 0.3, 0.3)  # of the nodes, one device each; less than two cores together
-NUM_RUNS = 5
+NUM_RUNS = 6
 GLOBAL_BATCH_SIZE = 16
 CHECKPOINT_EVERY = 10
 STEPS_BETWEEN = 12  # a node is disturbed once so many have been taken
@@ -32,7 +32,9 @@ SECONDS_BETWEEN_LOOKS = 0.02
 LIMIT_S = 120.0
 RESTART_LIMIT_S = 15.0  # from the start of the processes to the end of the next step
 ROUNDING = 1e-9  # of losses in float64
-LOST, JOINS, NOTICE = "is lost (kill -9)", "joins", "is told to leave (SIGTERM)"
+LOST, JOINS = "is lost (kill -9)", "joins"
+NOTICE, NOTICE_FILE = "is told to leave (SIGTERM)", "is told to leave (a file)"
+DEEDS = (LOST, JOINS, NOTICE, NOTICE_FILE)
 MODEL = ("model=tiny", "cluster.device=CPU")
 HEADER = [
     "a node",
@@ -97,11 +99,14 @@ class Nodes:
             f"plan.global_batch_size={GLOBAL_BATCH_SIZE}",
             *("num_steps=1000", "precision=FP64", f"checkpoint.every={CHECKPOINT_EVERY}"),
             *("resume=auto", f"hydra.run.dir={self.folder}"),
+            # Each node looks for its own, as a cloud's agent leaves it there.
+            "end_notice.file=${oc.env:NODE_NOTICE}",
             *("lr_scheduler=constant", "lr_scheduler.warmup_fraction=0"),
         ]
         environment = {
             **os.environ,
             "NODE_SPEED": str(SPEEDS[node]),
+            "NODE_NOTICE": str(self._notice(node)),
             "OMP_NUM_THREADS": "1",
             # Without it torch (2.13) leaves a node that joins later waiting for the others.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -122,6 +127,14 @@ class Nodes:
         """The agent is asked to end."""
         self._agents[node].terminate()
         self._agents.pop(node)
+
+    def leave_notice(self, node: int) -> None:
+        """The file appears that the node's ranks look for."""
+        self._notice(node).touch()
+        self._agents.pop(node)
+
+    def _notice(self, node: int) -> Path:
+        return self.folder.parent / f"notice{node}"
 
     def end(self) -> None:
         """End all that are left."""
@@ -228,7 +241,10 @@ def disturb(run: int, measured: Path, folder: Path) -> list[Recovery]:
     # The first node holds torchrun's rendezvous, which cannot be lost.
     lost, leaves = rng.randrange(1, len(SPEEDS)), rng.randrange(1, len(SPEEDS))
     deeds = [(LOST, lost, nodes.lose), (JOINS, lost, nodes.start)]
-    deeds.append((NOTICE, leaves, nodes.tell_to_leave))
+    if run % 2:
+        deeds.append((NOTICE, leaves, nodes.tell_to_leave))
+    else:
+        deeds.append((NOTICE_FILE, leaves, nodes.leave_notice))
     found: list[Recovery] = []
     num_devices = len(SPEEDS)
     try:
@@ -282,7 +298,7 @@ def _recovery(
 def report(found: Sequence[Recovery], errors: Sequence[float], page: Page) -> None:
     """The table and the bars."""
     rows = []
-    for deed in (LOST, JOINS, NOTICE):
+    for deed in DEEDS:
         of_deed = [each for each in found if each.deed == deed]
         if not of_deed:
             continue

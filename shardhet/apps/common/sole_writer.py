@@ -5,7 +5,9 @@ a node that was cut off, or one that came back and did not find the others.  Bot
 from the same checkpoint and write over each other's.
 """
 
+import errno
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -17,6 +19,9 @@ from shardhet.apps.common.run_folder import RunFolder
 # For ranks of the same run that are still saving, as torchrun lets them for 30 s.
 PATIENCE_S = 35.0
 SECONDS_BETWEEN_TRIES = 0.2
+HELD = (errno.EACCES, errno.EAGAIN)
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -26,7 +31,8 @@ def sole_writer(
     """Context in which rank zero holds the folder; other ranks do nothing.
 
     The system lets go of it when the process ends, however it does.  Raises ``RuntimeError``
-    on rank zero if another process has held it for ``patience_s``.
+    on rank zero if another process has held it for ``patience_s``.  Where files cannot be
+    locked, it warns and goes on.
     """
     if rank != 0:
         yield
@@ -38,7 +44,10 @@ def sole_writer(
                 # Of lockf, because children that are forked do not inherit it.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except OSError as error:
+                if error.errno not in HELD:
+                    logger.warning("%s cannot be locked: %s", folder.lock_path, error)
+                    break
                 if time.monotonic() > deadline_s:
                     file.seek(0)
                     holder = file.read().strip() or "another process"
