@@ -195,7 +195,7 @@ def test_a_run_goes_on_without_a_node_that_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elastic, "SPEEDS", (0.6, 0.45))
-    measured = elastic.measure(tmp_path, max_microbatch_size=2, num_repeats=1)
+    measured = elastic.measure(tmp_path, max_microbatch_size=2)
     nodes = elastic.Nodes(tmp_path / "a" / "run", measured)
     nodes.folder.mkdir(parents=True)
     metrics = elastic.Metrics(nodes.folder)

@@ -207,13 +207,13 @@ def _until(condition: Any, what: str) -> None:
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def measure(folder: Path, *, max_microbatch_size: int = 16, num_repeats: int = 3) -> Path:
+def measure(folder: Path, *, max_microbatch_size: int = 16) -> Path:
     """What the devices of all nodes do, as ``shardhet measure`` finds it."""
     speeds = f"cluster.speeds=[{','.join(map(str, SPEEDS))}]"
     command = [
         *(sys.executable, "-m", "shardhet.apps.main", "measure", *MODEL),
         *(f"cluster.num_ranks={len(SPEEDS)}", speeds, "precision=FP64"),
-        *(f"max_microbatch_size={max_microbatch_size}", f"num_repeats={num_repeats}"),
+        *(f"max_microbatch_size={max_microbatch_size}", "num_repeats=3"),
         f"out={folder / 'measured'}",
     ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
