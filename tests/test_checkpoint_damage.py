@@ -1,5 +1,7 @@
 """Checkpoints that were changed after they were written: all are refused, none is executed."""
 
+import hashlib
+import json
 import pickle
 import random
 import shutil
@@ -216,3 +218,25 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "manifest.json" in refused(tmp_path / "empty")
     (tmp_path / ".killed.unfinished").mkdir()
     assert "never completed" in refused(tmp_path / "killed")
+
+
+def test_digests_of_version_1_are_compared_too(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    save(Odd(), None, folder, extra=3)
+    document = json.loads((folder / "manifest.json").read_bytes())
+    del document["digest"]
+    document["version"] = 1
+    for name, facts in document["files"].items():
+        facts["digest"] = _old_digest((folder / name).read_bytes())
+    text = json.dumps(document, indent=1) + "\n"
+    signed = {**document, "digest": _old_digest(text.encode())}
+    (folder / "manifest.json").write_text(json.dumps(signed, indent=1) + "\n")
+    assert load(Odd(), None, folder) == 3
+    file = folder / "__0_0.distcp"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="does not fit its digest"):
+        load(Odd(), None, folder)
+
+
+def _old_digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

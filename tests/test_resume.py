@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,50 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(
     assert names == ["step_00000006", "step_00000007"]
 
 
+def metrics(folder: Path, name: str) -> list[int]:
+    """The steps with a value of this name."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return [entry["step"] for entry in entries if name in entry]
+
+
+def test_a_run_goes_on_from_replicas_where_there_is_no_checkpoint(
+    text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    nodes, folder = tmp_path / "nodes", tmp_path / "run"
+    more = (f"data.path={text}", "checkpoint.every=0", "resume=auto")
+    more += ("replicas.every=1", f"replicas.folder={nodes}")
+    path = configure(folder, *TEXT, *UNEVEN, *more)
+    run_ranks(train_until, 2, path, 2, 4)
+    [kept] = nodes.iterdir()
+    assert kept.name == RunFolder(folder).identity()
+    found = sorted(each.name for each in kept.iterdir() if each.name.startswith("step_"))
+    assert found[-1] in ("step_00000003", "step_00000004")  # the last one may be on its way
+    assert metrics(folder, "replica_s") == [1, 2, 3, 4]
+    run_ranks(train_rank, 2, [path] * 2)
+    assert losses(folder) == losses(undisturbed)
+    assert list(nodes.iterdir()) == []  # nothing stays in memory after the last step
+    assert metrics(folder, "went_on/total_s") in ([4], [5])
+
+
+def test_replicas_of_another_run_in_the_folder_are_not_taken(
+    text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Neither after the folder was removed, nor where the run is told to begin anew."""
+    nodes, folder = tmp_path / "nodes", tmp_path / "run"
+    more = (f"data.path={text}", "checkpoint.every=0", "replicas.every=1")
+    more += (f"replicas.folder={nodes}",)
+    path = configure(folder, *TEXT, *UNEVEN, *more, "resume=auto")
+    run_ranks(train_until, 2, path, 2, 3)
+    shutil.rmtree(folder)
+    configure(folder, *TEXT, *UNEVEN, *more, "resume=auto")
+    run_ranks(train_until, 2, path, 2, 2)
+    assert list(losses(folder)) == [1, 2]
+    (folder / "metrics.jsonl").unlink()
+    configure(folder, *TEXT, *UNEVEN, *more)
+    run_ranks(train_rank, 2, [path] * 2)
+    assert losses(folder) == losses(undisturbed)
+
+
 def test_a_run_without_a_checkpoint_begins_anew(
     text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -161,8 +206,9 @@ def test_a_path_must_exist(tmp_path: Path) -> None:
             cfg = compose(CONFIG_NAME, [f"run_dir={tmp_path}", f"resume={value}"])
             with pytest.raises(ConfigError, match=r"resume: .* is no folder"):
                 to_conf(cfg).check_resume()
-        with pytest.raises(ConfigError, match=r"checkpoint.every: -1"):
-            to_conf(compose(CONFIG_NAME, [f"run_dir={tmp_path}", "checkpoint.every=-1"]))
+        for name in ("checkpoint.every", "replicas.every"):
+            with pytest.raises(ConfigError, match=f"{name}: -1"):
+                to_conf(compose(CONFIG_NAME, [f"run_dir={tmp_path}", f"{name}=-1"]))
 
 
 def test_the_command_goes_on_in_its_own_folder(tmp_path: Path) -> None:

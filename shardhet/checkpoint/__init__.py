@@ -4,6 +4,7 @@ from shardhet.checkpoint.errors import CheckpointError
 from shardhet.checkpoint.folder import Checkpoints, Latest, Resumed
 from shardhet.checkpoint.loading import load
 from shardhet.checkpoint.redistribution import redistribute
+from shardhet.checkpoint.replicas import Replicas
 from shardhet.checkpoint.saving import PendingSave, save, save_async
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Checkpoints",
     "Latest",
     "PendingSave",
+    "Replicas",
     "Resumed",
     "load",
     "redistribute",

@@ -73,6 +73,19 @@ class Entry:
     aliases: tuple["Entry", ...] = ()  # the same bytes under other names
 
 
+def check_agree(holdings: Sequence[Holding]) -> None:
+    """Raise ``CheckpointError`` unless the ranks save the same thing."""
+    for holding in holdings:
+        for what in ("path", "step", "groups", "optimizer"):
+            mine, theirs = getattr(holdings[0], what), getattr(holding, what)
+            if repr(mine) != repr(theirs):
+                raise CheckpointError(
+                    f"{what}: positions 0 and {holding.position} of the plan have {mine!r} and "
+                    f"{theirs!r}. Give the same on every rank."
+                )
+    entries_of(holdings, 0)  # raises what every position would
+
+
 def entries_of(holdings: Sequence[Holding], writer: int) -> list[Entry]:
     """All entries of model and optimizer, given the holdings of all ranks, by position.
 

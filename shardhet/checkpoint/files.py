@@ -12,13 +12,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from shardhet.checkpoint.errors import CheckpointError, unwritable
 
 MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
 CHUNK_BYTES = 2**22
-DIGEST_BYTES = 16
+DIGEST_PREFIX = "sha256:"  # checkpoints of version 1 have 16 bytes of BLAKE2b, without a prefix
 
 
 class DigestingFile:
@@ -30,7 +30,7 @@ class DigestingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes = 0
-        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._hash = hashlib.sha256()
         self.failure: CheckpointError | None = None  # torch.save may raise another error
         with self._named():
             self._file: IO[bytes] = open_new(path)
@@ -69,8 +69,8 @@ class DigestingFile:
 
     @property
     def digest(self) -> str:
-        """Of all that was written, BLAKE2b in hexadecimal."""
-        return self._hash.hexdigest()
+        """Of all that was written: SHA-256, for which processors have instructions."""
+        return DIGEST_PREFIX + self._hash.hexdigest()
 
 
 def open_new(path: Path) -> IO[bytes]:
@@ -90,18 +90,32 @@ def write_file(path: Path, content: bytes) -> DigestingFile:
     return file
 
 
-def digest_of(path: Path) -> str:
-    """The digest of a file, as ``DigestingFile.digest``."""
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+def digest_of_bytes(content: bytes) -> str:
+    """The digest of ``content``, as ``DigestingFile.digest``."""
+    return DIGEST_PREFIX + hashlib.sha256(content).hexdigest()
+
+
+def fits(path: Path, digest: str) -> bool:
+    """Whether the content of a file is the one whose digest was written."""
+    found = _hash_of(digest)
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             found.update(chunk)
-    return found.hexdigest()
+    return found.hexdigest() == digest.removeprefix(DIGEST_PREFIX)
 
 
-def digest_of_bytes(content: bytes) -> str:
-    """The digest of ``content``, as ``DigestingFile.digest``."""
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+def bytes_fit(content: bytes, digest: str) -> bool:
+    """The same for content at hand."""
+    found = _hash_of(digest)
+    found.update(content)
+    return found.hexdigest() == digest.removeprefix(DIGEST_PREFIX)
+
+
+def _hash_of(digest: str) -> Any:
+    """A new hash of the kind that ``digest`` is of."""
+    if digest.startswith(DIGEST_PREFIX):
+        return hashlib.sha256()
+    return hashlib.blake2b(digest_size=16)
 
 
 def unfinished_path(path: Path) -> Path:

@@ -47,6 +47,7 @@ class Resumed:
     path: Path
     step: int
     extra: Any
+    came_from: str | None = None  # in words, if not from one folder
 
 
 class Checkpoints:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from shardhet.checkpoint.description import Description
 from shardhet.checkpoint.entries import (
     EXTRA,
     GROUPS,
@@ -78,8 +79,17 @@ class Held:
         self.content[name] = tensor
         return name
 
-    def add_whole(self, holdings: Sequence[Holding], writer: int) -> list[Entry]:
-        """All entries; what is whole everywhere is in the writer's content from now on."""
+    def described(self, holdings: Sequence[Holding], writer: int) -> Description:
+        """The checkpoint; what is whole everywhere is in the writer's content from now on."""
+        return Description(
+            holdings=holdings,
+            entries=self._add_whole(holdings, writer),
+            writer=writer,
+            extra=self.extra,
+            plan_json=self.plan_json,
+        )
+
+    def _add_whole(self, holdings: Sequence[Holding], writer: int) -> list[Entry]:
         entries = entries_of(holdings, writer)
         if self._ranks.position != writer:
             return entries
@@ -104,3 +114,8 @@ class Held:
             name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
             for name, value in self.content.items()
         }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(each.nbytes for each in self.content.values() if isinstance(each, Tensor))

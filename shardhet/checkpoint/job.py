@@ -1,22 +1,16 @@
 """The writing of one checkpoint on one rank: its file, and on rank zero the whole folder."""
 
-import pickle
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-
-import torch
 
 from shardhet.checkpoint import files
 from shardhet.checkpoint.entries import Holding
 from shardhet.checkpoint.errors import CheckpointError, in_words
 from shardhet.checkpoint.held import Held
-from shardhet.checkpoint.manifest import FileFacts, Manifest, model_digest
-from shardhet.checkpoint.metadata import BytesPlace, metadata_of
 from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.writing import Report, write_rank_file
 from shardhet.comm.noticeboard import Noticeboard
@@ -40,10 +34,7 @@ class Job:
         self._path = path
         self._ranks = ranks
         self._held: Held | None = held
-        self._holdings = holdings
-        self._entries = held.add_whole(holdings, writer)
-        self._extra, self._plan_json = held.extra, held.plan_json
-        self._writer = writer
+        self._description = held.described(holdings, writer)
         self._report: Report | None = None
         self._outcome: _Outcome | None = None
         self._has_written = threading.Event()
@@ -65,7 +56,7 @@ class Job:
         try:
             self._report = write_rank_file(
                 files.unfinished_path(self._path),
-                self._entries,
+                self._description.entries,
                 self._held.content,
                 rank=self._ranks.rank,
                 position=self._ranks.position,
@@ -124,42 +115,6 @@ class Job:
             files.give_up(self._path)
             return
         folder = files.unfinished_path(self._path)
-        places: dict[tuple[str, int], BytesPlace] = {}
-        facts: dict[str, FileFacts] = {}
-        for position, report in enumerate(reports):
-            places |= report.places(position)
-            if report.file is not None and report.facts is not None:
-                facts[report.file] = report.facts
-        content = pickle.dumps(metadata_of(self._entries, places))
-        texts = {files.METADATA: content}
-        if self._plan_json is not None:
-            texts[files.PLAN] = self._plan_json.encode("ascii")
-        for name, text in texts.items():
-            written = files.write_file(folder / name, text)
-            facts[name] = FileFacts(written.num_bytes, written.digest)
-        manifest = self._manifest(facts).to_json()
-        files.write_file(folder / files.MANIFEST, manifest.encode("ascii"))
+        for name, text in self._description.texts(reports).items():
+            files.write_file(folder / name, text)
         files.complete(self._path)
-
-    def _manifest(self, facts: Mapping[str, FileFacts]) -> Manifest:
-        mine = self._holdings[self._writer]
-        tensors = {
-            fqn: (part.global_shape, part.dtype) for part in mine.parts for fqn in part.fqns
-        }
-        return Manifest(
-            step=mine.step,
-            world_size=len(self._holdings),
-            model_digest=model_digest(tensors),
-            optimizer=mine.optimizer,
-            versions={name: _version(name) for name in ("shardhet", "torch")},
-            files=facts,
-            extra=self._extra,
-        )
-
-
-def _version(package: str) -> str | None:
-    if package == "torch":
-        return str(torch.__version__)
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None

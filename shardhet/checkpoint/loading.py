@@ -8,11 +8,12 @@ Order of collectives (all ranks, in this order; "checkpoint.load" is their name)
     2  every rank has compared names and shapes with its model and optimizer
     3  every rank has read its rows
 
+Before 2 and 3 a source that is not a folder all ranks see exchanges what they will read.
+
 Model and optimizer are untouched if 1 or 2 raises.  A failure in 3 (a disk that stops
 answering) leaves them half loaded.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn, optim
 from shardhet.checkpoint import files
 from shardhet.checkpoint.entries import GROUPS, MODEL, STATE
 from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.metadata import BytesPlace
 from shardhet.checkpoint.optimizer_state import (
     StoredState,
     options_for,
@@ -34,12 +36,14 @@ from shardhet.checkpoint.parts import ModelPart, parts_of
 from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.reading import Reader, SavedCheckpoint, param_groups, states_by_fqn
 from shardhet.checkpoint.saving import wait_for_pending
+from shardhet.checkpoint.sources import CheckpointSource, FolderSource
 from shardhet.checkpoint.values import decode, tensor_names
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
+from shardhet.records.layout import Span
 
 CALL = "checkpoint.load"
-logger = logging.getLogger(__name__)
+ONE_ROW = Span(0, 1)  # of a scalar
 
 
 @phase(CALL)
@@ -60,17 +64,27 @@ def load(model: nn.Module, optimizer: optim.Optimizer | None, path: str | Path) 
     Raises ``CheckpointError`` on every rank if a file is damaged or missing, or listing names
     and shapes that do not fit; model and optimizer are then untouched.
     """
+    return load_from(model, optimizer, FolderSource(Path(path).absolute()))
+
+
+@phase(CALL)
+def load_from(
+    model: nn.Module, optimizer: optim.Optimizer | None, source: CheckpointSource
+) -> Any:
+    """As ``load``, from any source.  Collective."""
     wait_for_pending(model)
     ranks = Ranks(model)
     ranks.meet(CALL)
-    loading = _Loading(model, optimizer, Path(path).absolute(), ranks)
+    loading = _Loading(model, optimizer, source, ranks)
     opened = ranks.agree(loading.open, call=CALL)
     if len(set(opened)) > 1:
         raise CheckpointError(
-            f"{path}: ranks have opened different checkpoints: {opened} in plan order. Name "
-            "one folder that all ranks share."
+            f"ranks have opened different checkpoints: {opened} in plan order. Name one folder "
+            "that all ranks share."
         )
+    source.fetch(loading.saved, loading.places_of_values(), ranks)
     ranks.agree(loading.compare, call=CALL)
+    source.fetch(loading.saved, loading.places_of_rows(), ranks)
     ranks.agree(loading.take, call=CALL)
     return loading.extra
 
@@ -79,13 +93,17 @@ class _Loading:
     """One rank's part."""
 
     def __init__(
-        self, model: nn.Module, optimizer: optim.Optimizer | None, path: Path, ranks: Ranks
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer | None,
+        source: CheckpointSource,
+        ranks: Ranks,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._path = path
+        self._source = source
         self._ranks = ranks
-        self._saved: SavedCheckpoint
+        self.saved: SavedCheckpoint
         self._parts: list[ModelPart] = []
         self._name_by_fqn: dict[str, str] = {}  # of the part, to the entry
         self._options: list[dict[str, Any]] = []
@@ -93,47 +111,67 @@ class _Loading:
 
     def open(self) -> str:
         """Open and verify; what identifies the checkpoint."""
-        if self._ranks.is_writer:
-            files.recover(self._path)
-        self._saved = saved = SavedCheckpoint.open(self._path)
-        saved.verify(self._ranks.position, self._ranks.world_size)
-        if saved.manifest is None and self._ranks.is_writer:
-            logger.warning("%s has no manifest: its files cannot be verified", self._path)
+        self.saved = saved = self._source.open(self._ranks)
         facts = "" if saved.manifest is None else saved.manifest.to_json()
-        return f"{self._path} ({files.digest_of_bytes(facts.encode())})"
+        where = f"{saved.folder} " if self._source.is_one_folder else ""
+        return f"{where}({files.digest_of_bytes(facts.encode())})"
+
+    def places_of_values(self) -> list[BytesPlace]:
+        """Where all plain values lie, and the tensors of ``extra``."""
+        stored, manifest = self.saved.stored, self.saved.manifest
+        extra = () if manifest is None else tensor_names(manifest.extra)
+        tensors = [stored.tensors[name] for name in extra if name in stored.tensors]
+        return [
+            *stored.values.values(),
+            *(chunk.place for tensor in tensors for chunk in tensor.chunks),
+        ]
+
+    def places_of_rows(self) -> list[BytesPlace]:
+        """Where this rank's rows lie, of the model and of the optimizer's states."""
+        tensors = self.saved.stored.tensors
+        wanted = [(self._name_by_fqn[part.fqn], part.rows) for part in self._parts]
+        if self._optimizer is not None:
+            parts = self._trained()
+            wanted += [
+                (name, parts[fqn].rows if tensors[name].shape else ONE_ROW)
+                for fqn, states in states_by_fqn(self.saved, STATE).items()
+                for name in states.values()
+                if name in tensors
+            ]
+        return [c.place for name, rows in wanted for c in tensors[name].chunks_with(rows)]
 
     def compare(self) -> None:
         """Raise unless everything that will be read is there and fits."""
         self._parts = parts_of(self._model)
-        self._name_by_fqn = _match(self._saved, self._parts)
-        manifest = self._saved.manifest
+        self._name_by_fqn = _match(self.saved, self._parts)
+        manifest = self.saved.manifest
         if manifest is not None:
-            missing = set(tensor_names(manifest.extra)) - self._saved.stored.tensors.keys()
+            missing = set(tensor_names(manifest.extra)) - self.saved.stored.tensors.keys()
             if missing:
-                raise CheckpointError(f"{self._path}: extra lacks {sorted(missing)}.")
+                raise CheckpointError(f"{self.saved.folder}: extra lacks {sorted(missing)}.")
         if self._optimizer is None:
             return
-        if not any(name.startswith(GROUPS) for name in self._saved.stored.values):
+        if not any(name.startswith(GROUPS) for name in self.saved.stored.values):
             raise CheckpointError(
-                f"{self._path}: it holds no optimizer. Load with optimizer=None."
+                f"{self.saved.folder}: it holds no optimizer. Load with optimizer=None."
             )
         kind = type(self._optimizer).__name__
         if manifest is not None and manifest.optimizer != kind:
             raise CheckpointError(
-                f"{self._path}: it holds the state of {manifest.optimizer}, not of {kind}. "
-                f"Make the optimizer {manifest.optimizer}, or load with optimizer=None."
+                f"{self.saved.folder}: it holds the state of {manifest.optimizer}, not of "
+                f"{kind}. Make the optimizer {manifest.optimizer}, or load with optimizer=None."
             )
-        with Reader.of(self._saved) as reader:
-            groups = param_groups(self._saved, reader, GROUPS)
+        with Reader.of(self.saved) as reader:
+            groups = param_groups(self.saved, reader, GROUPS)
         self._options = options_for(self._optimizer, self._parts, groups)
         self._check_states()
 
     def _check_states(self) -> None:
         """States of parameters that are trained, of their shape or scalars."""
-        tensors = self._saved.stored.tensors
+        tensors = self.saved.stored.tensors
         parts = self._trained()
         problems = []
-        for fqn, states in states_by_fqn(self._saved, STATE).items():
+        for fqn, states in states_by_fqn(self.saved, STATE).items():
             if fqn not in parts:
                 problems.append(f"state of {fqn}, which is not trained")
                 continue
@@ -143,7 +181,7 @@ class _Loading:
                     problems.append(f"{name} {shape} instead of {parts[fqn].global_shape}")
         if problems:
             raise CheckpointError(
-                f"{self._path}: its optimizer does not fit: {some(problems)}. Train the "
+                f"{self.saved.folder}: its optimizer does not fit: {some(problems)}. Train the "
                 "parameters that were trained."
             )
 
@@ -157,21 +195,21 @@ class _Loading:
     @torch.no_grad()
     def take(self) -> None:
         """Read this rank's rows, and everything that ranks have whole."""
-        with Reader.of(self._saved) as reader:
+        with Reader.of(self.saved) as reader:
             for part in self._parts:
                 reader.read_rows(self._name_by_fqn[part.fqn], part.rows, part.tensor)
             if self._optimizer is not None:
                 states = self._read_states(reader)
                 restore(self._optimizer, self._parts, states, self._options)
-            if self._saved.manifest is not None:
-                self.extra = decode(self._saved.manifest.extra, reader.tensor)
-        if isinstance(self._model, HetFSDP) and self._saved.manifest is not None:
-            self._model.step = self._saved.manifest.step or 0
+            if self.saved.manifest is not None:
+                self.extra = decode(self.saved.manifest.extra, reader.tensor)
+        if isinstance(self._model, HetFSDP) and self.saved.manifest is not None:
+            self._model.step = self.saved.manifest.step or 0
 
     def _read_states(self, reader: Reader) -> dict[str, dict[str, StoredState]]:
         parts = self._trained()
-        tensors = self._saved.stored.tensors
-        by_fqn = states_by_fqn(self._saved, STATE)
+        tensors = self.saved.stored.tensors
+        by_fqn = states_by_fqn(self.saved, STATE)
         scalars = self._scalar_names(by_fqn, parts)
         found: dict[str, dict[str, StoredState]] = {}
         for fqn, states in by_fqn.items():
@@ -191,7 +229,7 @@ class _Loading:
     def _read_like(self, part: ModelPart, name: str, reader: Reader) -> Tensor:
         """A state's rows in the shape of the local parameter."""
         assert part.param is not None
-        dtype = self._saved.stored.tensors[name].dtype
+        dtype = self.saved.stored.tensors[name].dtype
         rows = torch.empty(part.tensor.shape, dtype=dtype)
         reader.read_rows(name, part.rows, rows)
         return rows.view(part.param.shape)
@@ -203,7 +241,7 @@ class _Loading:
 
         Those of a 0-d parameter could be either; the other parameters say which.
         """
-        tensors = self._saved.stored.tensors
+        tensors = self.saved.stored.tensors
         return {"step"} | {
             state
             for fqn, states in by_fqn.items()

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardhet.checkpoint.errors import CheckpointError, damaged
-from shardhet.checkpoint.files import MANIFEST, digest_of_bytes
+from shardhet.checkpoint.files import MANIFEST, bytes_fit, digest_of_bytes
 
 FORMAT = "shardhet checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had other digests
 _TYPES = {"world_size": int, "model_digest": str, "versions": dict, "files": dict}
 
 
@@ -55,16 +55,23 @@ class Manifest:
             },
             "extra": self.extra,
         }
-        return _text({**document, "digest": _digest(document)})
+        return _text({**document, "digest": digest_of_bytes(_text(document).encode())})
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read manifest.json; raises ``CheckpointError`` if it is not what was written."""
         path = folder / MANIFEST
         try:
-            return cls.from_json(path.read_bytes(), path)
+            content = path.read_bytes()
         except FileNotFoundError:
             raise damaged(path, "it is missing") from None
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path) -> Self:
+        """As ``load``, of a file with this ``content``."""
+        try:
+            return cls.from_json(content, path)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise damaged(path, f"it is damaged ({error})") from None
 
@@ -74,13 +81,14 @@ class Manifest:
         document = json.loads(content)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise damaged(path, "it is no manifest of a checkpoint")
-        if document.get("version") != FORMAT_VERSION:
+        if document.get("version") not in (1, FORMAT_VERSION):
             raise CheckpointError(
-                f"{path}: version {document.get('version')!r} but this program reads version "
-                f"{FORMAT_VERSION}. Read it with the version of shardhet that wrote it."
+                f"{path}: version {document.get('version')!r} but this program reads versions "
+                f"up to {FORMAT_VERSION}. Read it with the version of shardhet that wrote it."
             )
         unsigned = {key: value for key, value in document.items() if key != "digest"}
-        if document.get("digest") != _digest(unsigned) or _text(document).encode() != content:
+        is_right = bytes_fit(_text(unsigned).encode(), str(document.get("digest")))
+        if not is_right or _text(document).encode() != content:
             raise damaged(path, "its content does not fit its digest")
         for key, kind in _TYPES.items():
             if type(document[key]) is not kind:
@@ -101,10 +109,6 @@ class Manifest:
 
 def _text(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=1) + "\n"
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    return digest_of_bytes(_text(document).encode())
 
 
 def model_digest(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> str:

@@ -7,7 +7,7 @@ code of torch or of anybody else runs, whatever the file holds.
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -53,6 +53,12 @@ class StoredChunk:
     shape: tuple[int, ...]
     place: BytesPlace
 
+    @property
+    def rows(self) -> Span:
+        """Its rows of the tensor; a scalar is one row."""
+        start, number = (self.offsets or (0,))[0], (self.shape or (1,))[0]
+        return Span(start, start + number)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -61,6 +67,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[StoredChunk, ...]
+
+    def chunks_with(self, rows: Span) -> Iterator[StoredChunk]:
+        """The boxes that have elements in ``rows``."""
+        for chunk in self.chunks:
+            if 0 not in chunk.shape and rows.intersect(chunk.rows).numel:
+                yield chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardhet.checkpoint.errors import CheckpointError, in_words
-from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.noticeboard import Noticeboard
 from shardhet.fsdp import HetFSDP
 
@@ -76,3 +76,7 @@ class Ranks:
         if self._model is None:
             return Noticeboard(None, topic, 1)
         return self._model.noticeboard(topic)
+
+    def side_channel(self) -> Channel | None:
+        """A new channel among these ranks; None for a plain module.  Collective."""
+        return None if self._model is None else self._model.side_channel()

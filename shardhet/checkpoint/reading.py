@@ -27,6 +27,23 @@ class SavedCheckpoint:
         self.folder = folder
         self.manifest = manifest  # None: written by torch.distributed.checkpoint itself
         self.stored = stored
+        # What lies elsewhere: a whole file, or the bytes of one place.
+        self.path_by_file: dict[str, Path] = {}
+        self.content_by_place: dict[BytesPlace, memoryview] = {}
+
+    @classmethod
+    def described(cls, folder: Path, manifest: bytes, metadata: bytes) -> Self:
+        """A checkpoint of which ``folder`` need not have the files; they are not looked at.
+
+        Raises ``CheckpointError`` if what describes it is damaged.
+        """
+        found = Manifest.parse(manifest, folder / files.MANIFEST)
+        facts = found.files.get(files.METADATA)
+        if facts is None or not files.bytes_fit(metadata, facts.digest):
+            raise damaged(folder / files.METADATA, "its content does not fit its digest")
+        saved = cls(folder, found, read_metadata(metadata, folder))
+        saved._check_places()
+        return saved
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -64,10 +81,10 @@ class SavedCheckpoint:
         for name in names[share::num_shares]:
             path = self.folder / name
             try:
-                digest = files.digest_of(path)
+                is_right = files.fits(path, self.manifest.files[name].digest)
             except OSError as error:
                 raise unreadable(path, error) from None
-            if digest != self.manifest.files[name].digest:
+            if not is_right:
                 raise damaged(path, f"its content does not fit its digest in {files.MANIFEST}")
 
     @property
@@ -90,15 +107,20 @@ class SavedCheckpoint:
         for place in self._places():
             path = self.folder / place.file
             if place.file not in lengths:
-                if self.manifest is not None and place.file not in self.manifest.files:
-                    raise damaged(path, "not in the manifest")
-                try:
-                    lengths[place.file] = path.stat().st_size
-                except OSError as error:
-                    raise unreadable(path, error) from None
+                lengths[place.file] = self._length_of(path)
             if place.bytes.stop > lengths[place.file]:
                 what = f"{lengths[place.file]} bytes but tensors up to {place.bytes.stop}"
                 raise damaged(path, what)
+
+    def _length_of(self, path: Path) -> int:
+        if self.manifest is not None:  # files that are here have been compared with it
+            if path.name not in self.manifest.files:
+                raise damaged(path, "not in the manifest")
+            return self.manifest.files[path.name].num_bytes
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise unreadable(path, error) from None
 
 
 class Reader:
@@ -138,12 +160,10 @@ class Reader:
         A scalar is one row.  Raises ``CheckpointError`` if what lies there is another tensor.
         """
         stored = self._saved.stored.tensors[name]
-        for chunk in stored.chunks:
+        for chunk in stored.chunks_with(rows):
             offsets, sizes = chunk.offsets or (0,), chunk.shape or (1,)
-            own = Span(offsets[0], offsets[0] + sizes[0])
+            own = chunk.rows
             part = rows.intersect(own)
-            if part.numel == 0 or 0 in sizes:
-                continue
             found = self._load(chunk.place, name)
             _check_tensor(
                 found, stored, chunk.shape, self._saved.folder / chunk.place.file, name
@@ -157,13 +177,15 @@ class Reader:
             output[box].copy_(found)
 
     def _load(self, place: BytesPlace, name: str) -> Any:
-        path = self._saved.folder / place.file
+        path = self._saved.path_by_file.get(place.file, self._saved.folder / place.file)
         try:
-            if place.file not in self._files:
-                self._files[place.file] = path.open("rb")
-            file = self._files[place.file]
-            file.seek(place.bytes.start)
-            content = file.read(place.bytes.numel)
+            content: bytes | memoryview | None = self._saved.content_by_place.get(place)
+            if content is None:
+                if place.file not in self._files:
+                    self._files[place.file] = path.open("rb")
+                file = self._files[place.file]
+                file.seek(place.bytes.start)
+                content = file.read(place.bytes.numel)
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load fails in many ways on other bytes
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -198,7 +220,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def _verified_bytes(path: Path, facts: FileFacts) -> bytes:
     content = _read_bytes(path)
-    if files.digest_of_bytes(content) != facts.digest:
+    if not files.bytes_fit(content, facts.digest):
         raise damaged(path, f"its content does not fit its digest in {files.MANIFEST}")
     return content
 

@@ -27,8 +27,7 @@ from weakref import WeakKeyDictionary
 from torch import nn, optim
 
 from shardhet.checkpoint import files
-from shardhet.checkpoint.entries import Holding, entries_of
-from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.entries import Holding, check_agree
 from shardhet.checkpoint.held import Held
 from shardhet.checkpoint.job import Job
 from shardhet.checkpoint.ranks import Ranks
@@ -159,15 +158,7 @@ def _start(
 
 def _begin(holdings: Sequence[Holding], path: Path, ranks: Ranks) -> str | None:
     """Check that ranks agree, and on rank zero make the folder; a name for this save."""
-    for holding in holdings:
-        for what in ("path", "step", "groups", "optimizer"):
-            mine, theirs = getattr(holdings[0], what), getattr(holding, what)
-            if repr(mine) != repr(theirs):
-                raise CheckpointError(
-                    f"{what}: positions 0 and {holding.position} of the plan have {mine!r} and "
-                    f"{theirs!r}. Give the same on every rank."
-                )
-    entries_of(holdings, ranks.position)  # raises what every rank would
+    check_agree(holdings)
     if not ranks.is_writer:
         return None
     files.begin(path)

@@ -123,6 +123,24 @@ def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
     return gather, reduce, new_group("gloo"), None
 
 
+def side_channel(channel: Channel) -> Channel:
+    """A new channel among the same processes, over gloo, for one thread besides the main one.
+
+    Collective.  A message on it never comes between those of another channel.
+    """
+    group = channel.group
+    if group is None:
+        return Channel(None, channel.rank_by_position, channel.position)
+    with _without_splitting(group):
+        new = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout_of(group, torch.device("cpu")),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return Channel(new, channel.rank_by_position, channel.position)
+
+
 @contextmanager
 def _without_splitting(group: dist.ProcessGroup) -> Iterator[None]:
     """Make ``dist.new_group`` over part of the world a matter of that part alone.

@@ -61,6 +61,7 @@ VERSION_BASE = "1.3"
 HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
     "run_dir",
     "end_notice.file",
+    "replicas.folder",
     "model.path",
     "data.path",
     "data.cache_dir",

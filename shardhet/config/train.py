@@ -71,6 +71,24 @@ class CheckpointConf:
             check_at_least(f"checkpoint.{name}", getattr(self, name), 0)
 
 
+@dataclass(kw_only=True)
+class ReplicasConf:
+    """When the whole state is kept on the nodes themselves, each rank's rows on two of them.
+
+    ``resume=auto`` then loses no step if a node is lost, and reads little from where the
+    checkpoints are.  Each node holds two versions of what its ranks store, and of what others
+    have it keep.
+    """
+
+    every: int = 0  # steps between two replicas; 0: none
+    # Of each node's own: in its memory or on its disk.  null: /dev/shm where there is one, and
+    # the folder for temporary files elsewhere.
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("replicas.every", self.every, 0)
+
+
 class OnBadStepConf(Enum):
     """What happens after a bad step."""
 
@@ -127,6 +145,7 @@ class TrainConf:
     num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    replicas: ReplicasConf = field(default_factory=ReplicasConf)
     guard: GuardConf = field(default_factory=GuardConf)
     end_notice: EndNoticeConf = field(default_factory=EndNoticeConf)
     # If a device stays slower than plan.measured says, which is always said: plan anew, and

@@ -368,31 +368,32 @@ class MeasuredPlanConf(PlanConf):
     """A plan that is made at every start, for those of the measured devices that are there."""
 
     kind: PlanKind = PlanKind.MEASURED
-    measured: str = MISSING  # folder of `shardhet measure`
+    # Folder of `shardhet measure`.  Devices that are not in it are measured when they are first
+    # there, with all others, into measured/ of the run folder; null: all are.
+    measured: str | None = None
     global_batch_size: int = 32
+    max_microbatch_size: int = 32  # that is measured then; larger ones are extrapolated
+    time_limit_s: float = 60.0  # of that, approximate, for compute; collectives come on top
 
     def __post_init__(self) -> None:
         check_at_least("plan.global_batch_size", self.global_batch_size, 1)
-        _check_measured(self.measured)
+        check_at_least("plan.max_microbatch_size", self.max_microbatch_size, 1)
+        check_above("plan.time_limit_s", self.time_limit_s, 0)
+        if self.measured is not None:
+            _check_measured(self.measured)
 
     @property
     def usual_world_size(self) -> int | None:
         """As many devices as were measured."""
-        return self.setting().cluster.world_size
+        setting = self.setting()
+        return None if setting is None else setting.cluster.world_size
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raise if there are more devices than were measured."""
-        num_measured = self.setting().cluster.world_size
-        if world_size > num_measured:
-            raise ConfigError(
-                f"plan.measured: {num_measured} devices were measured in {self.measured!r} but "
-                f"{world_size} take part. Measure all that may, or start fewer."
-            )
-
-    def setting(self) -> "Setting":
-        """What was measured."""
+    def setting(self) -> "Setting | None":
+        """What was measured before the run."""
         from shardhet.pricing.setting import Setting
 
+        if self.measured is None:
+            return None
         try:
             return Setting.load(self.measured)
         except ValueError as error:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
+from shardhet.comm.groups import side_channel
 from shardhet.comm.noticeboard import Noticeboard
 from shardhet.fsdp.comm import CommContext
 from shardhet.fsdp.runtime import Runtime
@@ -111,3 +112,8 @@ class ModuleWithState(ModuleOfRows):
     def noticeboard(self, topic: str) -> Noticeboard:
         """Where the ranks of this model leave texts for each other without a collective."""
         return Noticeboard.of(self._control, topic)
+
+    def side_channel(self) -> Channel:
+        """A channel over gloo among the ranks of this model, for a thread.  Collective."""
+        with self._lifeline.guard("side_channel"):
+            return side_channel(self._control)

@@ -1,12 +1,14 @@
-"""The checkpoints of a training run: when they are written, and which one it goes on from."""
+"""The state of a training run: when it is written, and which one the run goes on from."""
 
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardhet.apps.common.run_folder import RunFolder
-from shardhet.checkpoint import CheckpointError, Checkpoints, load
+from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas, Resumed, load
 from shardhet.config.train import AUTO, TrainConf
 from shardhet.training.resuming import (
     Course,
@@ -17,9 +19,11 @@ from shardhet.training.resuming import (
 )
 from shardhet.training.trainer import Trainer
 
+IN_MEMORY = Path("/dev/shm")  # a file system that Linux has
+
 
 class RunCheckpoints:
-    """Writes and reads the checkpoints of one run.  Every method is collective."""
+    """Writes and reads the checkpoints and replicas of one run.  Every method is collective."""
 
     def __init__(
         self,
@@ -43,58 +47,91 @@ class RunCheckpoints:
             schedule=repr(conf.lr_scheduler.to_record(conf.num_steps)),
         )
         self._last_saved: int | None = None
+        self._replicas = self._open_replicas() if conf.replicas.every else None
         self._checkpoints = Checkpoints(
             folder.checkpoints_dir,
             keep_last=conf.checkpoint.keep_last or None,
             keep_every=conf.checkpoint.keep_every or None,
         )
 
-    def resume(self) -> Path | None:
-        """Load what the configuration says; returns its path, None if the run begins anew.
+    def _open_replicas(self) -> Replicas:
+        """In a folder of this run's own on every node."""
+        names = self._model.exchange_objects(
+            self._folder.identity() if self._model.rank == 0 else None
+        )
+        [name] = [each for each in names if each is not None]
+        root = self._conf.replicas.folder
+        usual = IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        return Replicas((usual / "shardhet" if root is None else Path(root)) / name)
+
+    def resume(self) -> Resumed | None:
+        """Load what the configuration says; None if the run begins anew.
 
         Raises ``CheckpointError`` or ``ValueError`` on every rank for one that does not fit.
         """
         if self._conf.resume is None:
+            self._forget_replicas_after(-1)
             return None
-        path, extra = self._load(self._conf.resume)
-        if path is not None:
-            check_goes_on(extra, self._course, source=str(path))
-            states = extra["random_states"]
+        found = self._load(self._conf.resume)
+        if found is not None:
+            check_goes_on(found.extra, self._course, source=str(found.path))
+            states = found.extra["random_states"]
             if self._model.position < len(states):
                 restore_random_states(states[self._model.position], self._device)
-            self._trainer.num_batches_skipped = extra.get("num_batches_skipped", 0)
+            self._trainer.num_batches_skipped = found.extra.get("num_batches_skipped", 0)
+        self._forget_replicas_after(self._model.step)
         if self._model.rank == 0:
             self._folder.forget_metrics_after(self._model.step)
         self._model.exchange([])  # no rank goes on before that
-        return path
+        return found
 
-    def _load(self, resume: str) -> tuple[Path | None, Any]:
+    def _load(self, resume: str) -> Resumed | None:
+        model, optimizer = self._model, self._optimizer
+        if resume == AUTO and self._replicas is not None:
+            found = self._replicas.load_latest(model, optimizer, checkpoints=self._checkpoints)
+            if found is not None:
+                return found
         checkpoints = self._checkpoints if resume == AUTO else Checkpoints(resume)
-        has_steps = any(self._model.exchange_objects(bool(checkpoints.steps())))
+        has_steps = any(model.exchange_objects(bool(checkpoints.steps())))
         if resume == AUTO or has_steps:
-            found = checkpoints.load_latest(self._model, self._optimizer)
-            return (None, None) if found is None else (found.path, found.extra)
-        return Path(resume), load(self._model, self._optimizer, resume)
+            return checkpoints.load_latest(model, optimizer)
+        extra = load(model, optimizer, resume)
+        return Resumed(path=Path(resume), step=model.step, extra=extra)
 
-    def after_step(self, step: int) -> bool:
-        """Write a checkpoint if it is time, and say whether it was."""
-        every = self._conf.checkpoint.every
-        if not every or (step % every and step != self._conf.num_steps):
-            return False
-        self.save(step)
-        return True
+    def after_step(self, step: int) -> dict[str, float]:
+        """Write what it is time for; the seconds that the step waited for it, by name."""
+        seconds: dict[str, float] = {}
+        every, replicas = self._conf.checkpoint.every, self._replicas
+        if replicas is not None and step % self._conf.replicas.every == 0:
+            started_s = time.perf_counter()
+            replicas.save(self._model, self._optimizer, extra=self._extra(step))
+            seconds["replica_s"] = time.perf_counter() - started_s
+        if every and (step % every == 0 or step == self._conf.num_steps):
+            started_s = time.perf_counter()
+            self.save(step)
+            seconds["checkpoint_s"] = time.perf_counter() - started_s
+        return seconds
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless that of this step is there."""
         if step == self._last_saved:
             return
         self._last_saved = step
-        states = self._model.exchange_objects(random_states(self._device))
-        skipped = self._trainer.num_batches_skipped
-        extra = state_of(self._course, step, states, num_batches_skipped=skipped)
         in_background = self._conf.checkpoint.in_background
         save = self._checkpoints.save_async if in_background else self._checkpoints.save
-        save(self._model, self._optimizer, extra=extra)
+        save(self._model, self._optimizer, extra=self._extra(step))
+
+    def _extra(self, step: int) -> dict[str, Any]:
+        states = self._model.exchange_objects(random_states(self._device))
+        skipped = self._trainer.num_batches_skipped
+        return state_of(self._course, step, states, num_batches_skipped=skipped)
+
+    @property
+    def replicas_told(self) -> str | None:
+        """What replicas take, after the first one; None without."""
+        if self._replicas is None or not self._replicas.bytes_by_node:
+            return None
+        return f"replicas in {self._replicas.folder}: {self._replicas.told}"
 
     def roll_back(self) -> int:
         """Load the last checkpoint; the next batch stays the one that would have come next.
@@ -109,10 +146,29 @@ class RunCheckpoints:
                 f"{self._folder.checkpoints_dir}: no whole checkpoint to roll back to. Set "
                 "guard.on_bad_step=SKIP."
             )
+        self._forget_replicas_after(self._model.step)
         self._last_saved = self._model.step
         self._trainer.num_batches_skipped = next_batch - self._model.step
         return self._model.step
 
     def close(self) -> None:
-        """Until the last checkpoint is complete."""
+        """Until the last checkpoint and the last replica are complete."""
         self._checkpoints.wait(self._model)
+        if self._replicas is not None:
+            self._replicas.wait(self._model)
+
+    def free_nodes(self, *, is_leaving: bool, others_go_on: bool) -> None:
+        """Remove the replicas where they serve nobody any longer.
+
+        A node that leaves takes its own along: the others have copies, and a checkpoint.
+        """
+        if self._replicas is None:
+            return
+        if not others_go_on:
+            self._replicas.clear(self._model)
+        elif is_leaving:
+            self._replicas.leave()
+
+    def _forget_replicas_after(self, step: int) -> None:
+        if self._replicas is not None:
+            self._replicas.forget_after(self._model, step)

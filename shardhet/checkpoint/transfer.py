@@ -1,0 +1,71 @@
+"""Bytes from every rank to every other, unevenly, in pieces."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardhet.comm.channel import Channel
+from shardhet.comm.peers import LostPeerError
+
+PIECE_BYTES = 2**22  # to one peer at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Bytes on their way: ``move`` is given the memory of the next ones.
+
+    It fills the memory at the sender, and takes it at the receiver.
+    """
+
+    num_bytes: int
+    move: Callable[[memoryview], None]
+
+
+def all_to_all_bytes(
+    channel: Channel, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]
+) -> None:
+    """Send and receive streams, by position of the peer.  Collective.
+
+    Both ends of a stream know its length.  In every round each stream moves one piece, so a
+    rank needs memory for one piece per stream.  ``move`` must not raise: the peers count on
+    the other streams.  Raises ``LostPeerError`` if a peer ends.
+    """
+    if channel.group is None:
+        return
+    longest = max((stream.num_bytes for stream in outgoing.values()), default=0)
+    rounds = channel.exchange([-(-longest // PIECE_BYTES)])
+    for i in range(int(max(number for [number] in rounds))):
+        _move_pieces(channel, outgoing, incoming, i * PIECE_BYTES)
+
+
+def _move_pieces(
+    channel: Channel, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream], start: int
+) -> None:
+    """One round: the bytes of every stream from ``start`` on."""
+    order = sorted(range(channel.world_size), key=channel.rank_by_position.__getitem__)
+
+    def sizes_of(streams: Mapping[int, Stream]) -> list[int]:
+        lengths = (streams[i].num_bytes if i in streams else 0 for i in order)
+        return [max(0, min(PIECE_BYTES, length - start)) for length in lengths]
+
+    sent, received = sizes_of(outgoing), sizes_of(incoming)
+    source = torch.empty(sum(sent), dtype=torch.uint8)
+    output = torch.empty(sum(received), dtype=torch.uint8)
+    _visit(source, sent, outgoing, order)
+    try:
+        dist.all_to_all_single(output, source, received, sent, group=channel.group)
+    except RuntimeError as error:
+        raise LostPeerError(str(error)) from error
+    _visit(output, received, incoming, order)
+
+
+def _visit(
+    buffer: torch.Tensor, sizes: list[int], streams: Mapping[int, Stream], order: list[int]
+) -> None:
+    memory, start = buffer.numpy().data, 0
+    for position, size in zip(order, sizes, strict=True):
+        if size:
+            streams[position].move(memory[start : start + size])
+        start += size
