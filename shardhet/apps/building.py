@@ -1,7 +1,6 @@
 """What one rank of a training run needs before its first step."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from shardhet.apps.common.run_folder import RunFolder
 from shardhet.apps.common.start_clock import StartClock
 from shardhet.apps.common.task import Task, make_files, make_task
 from shardhet.apps.prediction import Prediction
+from shardhet.checkpoint import Resumed
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.groups import Communicators
 from shardhet.config.compose import portable_values
@@ -33,7 +33,7 @@ class Built:
     task: Task
     trainer: Trainer
     checkpoints: RunCheckpoints
-    resumed_from: Path | None  # the checkpoint that was loaded
+    resumed: Resumed | None  # what was loaded
     devices: list[DeviceSpec]  # by position of the plan
     prediction: Prediction | None
     rebalancer: Rebalancer | None
@@ -53,7 +53,7 @@ def build(
     everyone = Channel.of_world()
     check_same_on_all_ranks(portable_values(conf), what="configuration", channel=everyone)
     spec = announced_device(conf.cluster, env, device)
-    here = plan_here(conf, spec, everyone)
+    here = plan_here(conf, spec, everyone, folder=folder, env=env, device=device)
     clock.end("plan")
     task = _task(conf, here.plan, folder, env, everyone)
     why_eager = compile_units(task.module, device) if conf.compile else None
@@ -62,7 +62,7 @@ def build(
         conf, folder, trainer, data_digest=task.data_digest, device=device
     )
     clock.end("wrap the model")
-    resumed_from = checkpoints.resume()
+    resumed = checkpoints.resume()
     clock.end("load the checkpoint")
     trainer.forget_peak_memory()
     rebalancer = None
@@ -76,7 +76,7 @@ def build(
         task=task,
         trainer=trainer,
         checkpoints=checkpoints,
-        resumed_from=resumed_from,
+        resumed=resumed,
         devices=devices,
         prediction=prediction,
         rebalancer=rebalancer,

@@ -78,7 +78,6 @@ def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:
     conf.check_model_fits_data()
     world_size = conf.world_size(num_launched)
     if isinstance(conf.plan, MeasuredPlanConf):  # planned once it is known who is there
-        conf.plan.check_world_size(world_size)
         return world_size
     return conf.to_plan(world_size).world_size
 

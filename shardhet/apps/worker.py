@@ -31,6 +31,7 @@ from shardhet.apps.common.start_clock import StartClock
 from shardhet.apps.common.task import Task
 from shardhet.apps.common.tracing import Tracer
 from shardhet.apps.prediction import Outcome, Prediction
+from shardhet.checkpoint import Resumed
 from shardhet.comm.progress import phase
 from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
@@ -102,8 +103,8 @@ class Run:
         self._model = built.trainer.model
         self._task = built.task
         self._checkpoints = built.checkpoints
-        self._resumed_from = built.resumed_from
-        self._clock = None if built.resumed_from is None else clock
+        self._resumed = built.resumed
+        self._clock = None if built.resumed is None else clock
         self._devices = built.devices
         self._prediction = built.prediction
         self._rebalancer = built.rebalancer
@@ -151,6 +152,9 @@ class Run:
             and self._env.may_start_again
             and self._conf.resume is not None
         )
+        self._checkpoints.free_nodes(
+            is_leaving=self.was_told is not None, others_go_on=self.goes_on_without_some
+        )
         if self.is_rank_zero:
             self._folder.save_end(
                 step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by
@@ -189,7 +193,7 @@ class Run:
             self._model.plan.save(self._folder.plan_path)
             self._folder.save_devices(self._devices)
             self._loggers = open_loggers(self._conf.logger, self._folder)
-        show_start(console, self._conf, self._task, self._model, self._resumed_from)
+        show_start(console, self._conf, self._task, self._model, self._resumed)
         if self._conf.compile:
             said = say_who_compiles(self._model, self._why_eager, self._folder)
             console.print(said, markup=False, soft_wrap=True)
@@ -226,8 +230,20 @@ class Run:
             self._look(step, display)
         if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
             self._evaluate(step, display)
-        if self._checkpoints.after_step(step):
-            self.trainer.forget_peak_memory()  # exclude the memory that writing took
+        self._keep(step, display)
+
+    def _keep(self, step: int, display: Display) -> None:
+        """Write a replica or a checkpoint if it is time, and say what it takes."""
+        is_first = self._checkpoints.replicas_told is None
+        seconds = self._checkpoints.after_step(step)
+        if not seconds:
+            return
+        self.trainer.forget_peak_memory()  # exclude the memory that writing took
+        log_all(self._loggers, step, seconds)
+        told = self._checkpoints.replicas_told
+        if is_first and told is not None:
+            logger.info("%s", told)
+            display.show_remark(told)
 
     def _record(self, metrics: StepMetrics, display: Display) -> None:
         values = {
@@ -309,7 +325,7 @@ class Run:
 
 
 def show_start(
-    console: Console, conf: TrainConf, task: Task, model: HetFSDP, resumed_from: Path | None
+    console: Console, conf: TrainConf, task: Task, model: HetFSDP, resumed: Resumed | None
 ) -> None:
     """Print what is trained, on how many devices, and where it goes on."""
     num_params = sum(unit.numel for unit in model.plan.units)
@@ -318,8 +334,8 @@ def show_start(
         f"{_count(model.plan.world_size, 'device')}; a step is "
         f"{_count(model.plan.global_batch_size, 'sample')}"
     )
-    if resumed_from is not None:
-        said = f"goes on after step {model.step}, from {resumed_from}"
+    if resumed is not None:
+        said = f"goes on after step {model.step}, from {resumed.came_from or resumed.path}"
         console.print(said, markup=False, soft_wrap=True)
 
 

@@ -25,6 +25,8 @@ hang_timeout_s     a rank that stands still for as long while others wait for it
                    checkpoints are written ten times as long; 0 or null: never
 end_notice.file    if it appears, or any rank gets SIGTERM or SIGUSR1, the step is finished, a
                    checkpoint is written, and the run ends with status 0
+replicas.every     keep the state on the nodes themselves, each rank's rows on two of them:
+                   resume=auto then loses no step if one node is lost
 rebalance          a device that stays slower than plan.measured says is named; true: plan anew,
                    and move parameters and optimizer states without a restart
 guard.on_bad_step  STOP, SKIP or ROLL_BACK, if a loss or gradient norm is not finite, or a spike

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -50,6 +51,8 @@ class RunFolder:
     logs/rank0.log ...   the log of each rank; with all output of ranks above zero
     lock                 held by the run while it writes here
     checkpoints/         the whole state after some steps, if the configuration says so
+    measured/1 ...       what was measured at starts with devices that were new
+    id                   a name that no other run has, for what it keeps on the nodes
     """
 
     path: Path
@@ -91,6 +94,26 @@ class RunFolder:
     def checkpoints_dir(self) -> Path:
         """The folder of the checkpoints, one per step."""
         return self.path / "checkpoints"
+
+    def measured_dirs(self) -> list[Path]:
+        """The folders of what was measured at starts of this run, oldest first."""
+        folder = self.path / "measured"
+        complete = [each.parent for each in folder.glob("*/profile_alone.json")]
+        return sorted(complete, key=lambda each: int(each.name))
+
+    def new_measured_dir(self) -> Path:
+        """A new one."""
+        number = 1 + max((int(each.name) for each in self.measured_dirs()), default=0)
+        return self.path / "measured" / str(number)
+
+    def identity(self) -> str:
+        """A name that no other run has; made on first use.  Rank zero alone calls it."""
+        path = self.path / "id"
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(f"{self.path.name}_{uuid4().hex[:12]}\n", encoding="utf-8")
+            unfinished.replace(path)
+        return path.read_text(encoding="utf-8").strip()
 
     @property
     def end_notice_path(self) -> Path:
