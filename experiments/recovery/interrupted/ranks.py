@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from experiments.common.launch import HOST
 from experiments.recovery.ranks import WIDTH, Net
 from shardhet import HetFSDP, Plan, watch_ranks
-from shardhet.checkpoint import Checkpoints, files
+from shardhet.checkpoint import Checkpoints, Replicas, files
 from shardhet.checkpoint.reading import Reader
 from shardhet.fsdp.observer import Activity, Observed
 
@@ -62,6 +62,7 @@ PLACES = (
     ANYTIME,
 )
 KILL, NOTICE = "kill -9", "SIGTERM"
+LOST = "kill -9, its node lost"  # replicas after every step, and no checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,29 @@ class Fault:
     occasion: int  # how often the place is passed in that step before
     in_background: bool  # checkpoints are written by a thread
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Those of the ranks of the first run, one each; () if no node has replicas."""
+        return tuple(range(PLANS[self.plan].world_size)) if self.deed == LOST else ()
+
+    @property
+    def nodes_left(self) -> tuple[int, ...]:
+        """Those of the ranks of the run that goes on; the lost one has come back empty."""
+        if self.deed != LOST:
+            return ()
+        others = [i for i in range(PLANS[self.next_plan].world_size + 1) if i != self.rank]
+        return (*others, self.rank)[: PLANS[self.next_plan].world_size]
+
     @classmethod
     def of(cls, seed: int, deed: str) -> "Fault":
         """The fault of a seed; places are equally frequent, half the runs keep their plan."""
         rng = random.Random(f"interrupted {deed} {seed}")
         plan = rng.randrange(len(PLANS))
         others = [each for each in range(len(PLANS)) if each != plan]
-        place = PLACES[seed % len(PLACES)] if deed == KILL else ANYTIME
+        place = ANYTIME if deed == NOTICE else PLACES[seed % len(PLACES)]
+        if deed == LOST:  # no other node may be out of sight
+            least = PLANS[plan].world_size - (place != "loading")
+            others = [each for each in others if PLANS[each].world_size >= least] or [plan]
         next_plan = plan if seed // len(PLACES) % 2 else rng.choice(others)
         dying = PLANS[next_plan if place == "loading" else plan]
         step = rng.randint(3, NUM_STEPS - 2)
@@ -114,6 +131,7 @@ class Life:
     rank: int = 0
     step: int = 0
     occasion: int = 0
+    nodes: tuple[int, ...] = ()  # that keep replicas, by rank; (): there are checkpoints
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +178,11 @@ class _Run:
         self._model = HetFSDP(Net(self._pass).double(), PLANS[life.plan])
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.01)
         self._scheduler = LambdaLR(self._optimizer, lambda step: 1 / (1 + step))
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep_last=2)
+        self._checkpoints: Checkpoints | Replicas
+        if life.nodes:
+            self._checkpoints = Replicas(folder / f"node{life.nodes[rank]}")
+        else:
+            self._checkpoints = Checkpoints(folder / "checkpoints", keep_last=2)
         self._set_traps()
         signal.signal(signal.SIGTERM, lambda *_: self._model.ask_to_end())
 
@@ -189,7 +211,7 @@ class _Run:
             self._scheduler.step()
             self._pass("end of step")
             course.was_asked = model.is_asked_to_end
-            if step % EVERY == 0 or course.was_asked:
+            if step % EVERY == 0 or course.was_asked or self._life.nodes:
                 self._save()
             if course.was_asked:
                 break
@@ -200,7 +222,10 @@ class _Run:
 
     def _save(self) -> None:
         extra = {"scheduler": self._scheduler.state_dict()}
-        if self._life.in_background:
+        if isinstance(self._checkpoints, Replicas):
+            self._checkpoints.save(self._model, self._optimizer, extra=extra)
+            self._commit(self._last_saved)
+        elif self._life.in_background:
             self._checkpoints.save_async(self._model, self._optimizer, extra=extra)
             self._commit(self._last_saved)  # which was waited for
         else:

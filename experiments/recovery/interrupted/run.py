@@ -1,12 +1,15 @@
 """Runs that are killed or told to end: do they go on where they were?
 
-python -m experiments.recovery.interrupted.run                 64 kills, 16 notices
-python -m experiments.recovery.interrupted.run --seeds 0 3     some of the kills; keeps nothing
-python -m experiments.recovery.interrupted.run --again 0 3     in place of those in results.csv
+python -m experiments.recovery.interrupted.run          64 kills, 16 notices, 64 nodes lost
+python -m experiments.recovery.interrupted.run --seeds 0 3    some of the kills; keeps nothing
+python -m experiments.recovery.interrupted.run --again 0 3    in place of those in results.csv
+
+Faults are numbered in this order: the nodes that are lost are 80 to 143.
 """
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +24,7 @@ from experiments.common.results import Bar, Page, Spread, parser_of, read_csv
 from experiments.recovery.interrupted.ranks import (
     ANYTIME,
     KILL,
+    LOST,
     NOTICE,
     NUM_STEPS,
     PLACES,
@@ -32,7 +36,7 @@ from experiments.recovery.interrupted.ranks import (
 )
 
 HERE = Path(__file__).parent
-NUM_KILLS, NUM_NOTICES = 64, 16
+NUM_KILLS, NUM_NOTICES, NUM_LOSSES = 64, 16, 64
 LIMIT_S = 120.0  # a life that takes longer hangs
 GRACE_S = 45.0  # the same, for ranks after another has ended
 SECONDS_BETWEEN_LOOKS = 0.002
@@ -130,14 +134,19 @@ def interrupt(fault: Fault, expected: Course) -> Outcome:
         first = Life(
             plan=fault.plan,
             in_background=fault.in_background,
+            nodes=fault.nodes,
             place="end" if is_late else fault.place,
             **({**trap, "rank": 0} if is_late else trap),
         )
         end = run_life(first, folder, fault)
         committed = int((folder / "committed").read_text())
         if is_late:
-            end = run_life(Life(plan=fault.next_plan, place=fault.place, **trap), folder)
-        last = run_life(Life(plan=fault.next_plan), folder)
+            nodes = tuple(range(PLANS[fault.next_plan].world_size)) if fault.nodes else ()
+            late = Life(plan=fault.next_plan, place=fault.place, nodes=nodes, **trap)
+            end = run_life(late, folder)
+        if fault.deed == LOST:
+            shutil.rmtree(folder / f"node{fault.rank}", ignore_errors=True)
+        last = run_life(Life(plan=fault.next_plan, nodes=fault.nodes_left), folder)
     course = last.courses.get(0)
     went_on_after = course.first_step - 1 if isinstance(course, Course) else -1
     error, verdict = _compare(fault, end, last, committed, expected)
@@ -157,7 +166,7 @@ def _compare(
     if end.hung:
         return -1.0, f"ranks {end.hung} of the interrupted run hang"
     left = [rank for rank, course in end.courses.items() if isinstance(course, Course)]
-    if fault.deed == KILL and left and fault.place != ANYTIME:
+    if fault.deed != NOTICE and left and fault.place != ANYTIME:
         return -1.0, f"nobody was killed: ranks {left} ended well"
     if fault.deed == NOTICE and len(left) < len(end.courses):
         return -1.0, "not all ranks ended well"
@@ -189,7 +198,11 @@ def _error(course: Course, expected: Course, *, is_same_plan: bool) -> tuple[flo
 def report(outcomes: Sequence[Outcome], page: Page) -> None:
     """The tables of a campaign."""
     rows = []
-    for deed, place in [*((KILL, each) for each in PLACES), (NOTICE, ANYTIME)]:
+    for deed, place in [
+        *((KILL, each) for each in PLACES),
+        (NOTICE, ANYTIME),
+        *((LOST, each) for each in PLACES),
+    ]:
         of_place = [e for e in outcomes if (e.deed, e.place) == (deed, place)]
         if not of_place:
             continue
@@ -211,7 +224,8 @@ def report(outcomes: Sequence[Outcome], page: Page) -> None:
     same = [each for each in outcomes if each.plan == each.next_plan]
     page.tell(
         f"{len(same)} went on under the same plan, {len(outcomes) - len(same)} under another; "
-        f"{sum(each.in_background for each in outcomes)} wrote their checkpoints in a thread."
+        f"{sum(each.in_background and each.deed != LOST for each in outcomes)} wrote their "
+        "checkpoints in a thread."
     )
     page.bars(
         [
@@ -236,14 +250,15 @@ def report(outcomes: Sequence[Outcome], page: Page) -> None:
 
 def main() -> None:
     """Run what the command line says."""
-    parser = parser_of(__doc__, "nine of them; keeps nothing")
+    parser = parser_of(__doc__, "ten of them; keeps nothing")
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
     parser.add_argument("--again", nargs=2, type=int, metavar=("FIRST", "STOP"))
     options = parser.parse_args()
     faults = [Fault.of(seed, KILL) for seed in range(NUM_KILLS)]
     faults += [Fault.of(seed, NOTICE) for seed in range(NUM_NOTICES)]
+    faults += [Fault.of(seed, LOST) for seed in range(NUM_LOSSES)]
     if options.quick:
-        faults = faults[:8] + faults[-1:]
+        faults = faults[:8] + faults[NUM_KILLS : NUM_KILLS + 1] + faults[-1:]
     if options.seeds or options.again:
         faults = faults[slice(*(options.seeds or options.again))]
     page = Page(HERE, is_kept=not options.quick and options.seeds is None)
@@ -255,9 +270,8 @@ def main() -> None:
         outcomes.append(interrupt(fault, expected[fault.next_plan]))
         print(outcomes[-1], flush=True)
     if options.again:
-        new = {(each.deed, each.seed): each for each in outcomes}
         before = read_csv(HERE / "results.csv", Outcome)
-        outcomes = [new.get((each.deed, each.seed), each) for each in before]
+        outcomes = list({(e.deed, e.seed): e for e in (*before, *outcomes)}.values())
     report(outcomes, page)
     page.keep({"results.csv": outcomes})
 

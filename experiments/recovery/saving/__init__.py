@@ -1,0 +1,1 @@
+"""What checkpoints cost: throughput while they are written, and beside the disk's own speed."""
