@@ -1,12 +1,17 @@
 """Who is accused, and who is not, from the signs of all ranks alone."""
 
+import os
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import shardhet
 from shardhet.comm import devices
 from shardhet.comm.liveness.judging import (
     LONG_FACTOR,
@@ -19,6 +24,7 @@ from shardhet.comm.liveness.judging import (
 )
 from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_json
 from shardhet.comm.liveness.sign import ProcessState, Sign
+from shardhet.comm.liveness.stacks import posture, stack
 from shardhet.comm.liveness.watch import Watch
 
 PATIENCE_S = 30.0
@@ -181,3 +187,30 @@ def test_a_host_that_waits_for_its_accelerator_waits_for_others(
     on_host = Watch(300.0, torch.device("cpu"), lambda verdict: None)
     on_host._still_s = still_s
     assert not on_host._device_is_busy(patience_s=300.0)
+
+
+WAITS = "def wait(fifo):\n    return fifo.read_text()\n"
+
+
+@pytest.mark.parametrize(
+    ("owner", "is_waiting"),
+    [("comm/channel.py", True), ("fsdp/visits.py", False), (None, False)],
+)
+def test_a_rank_that_reads_a_file_while_it_waits_is_waiting(
+    owner: str | None, is_waiting: bool, tmp_path: Path
+) -> None:
+    # As the wait for a neighbour does, which looks into /proc whether its process is there.
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    file = __file__ if owner is None else str(Path(shardhet.__file__).parent / owner)
+    names: dict[str, Any] = {}
+    exec(compile(WAITS, file, "exec"), names)
+    thread = threading.Thread(target=names["wait"], args=(fifo,))
+    thread.start()
+    ids = frozenset({thread.ident or 0})
+    while "pathlib.py" not in stack(ids):
+        time.sleep(0.01)
+    found = posture(ids)
+    fifo.write_text("done")
+    thread.join()
+    assert found.is_waiting is is_waiting

@@ -6,7 +6,6 @@ itself as well as those of shardhet.
 
 import sys
 import sysconfig
-import threading
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -81,23 +80,27 @@ def _is_library(filename: str) -> bool:
 
 
 def _posture(frame: FrameType) -> Posture:
-    innermost: FrameType | None = frame
-    while innermost is not None and innermost.f_code.co_filename == threading.__file__:
-        innermost = innermost.f_back  # it waits for another thread, on behalf of its caller
-    place, is_compiling = None, False
-    walked: FrameType | None = innermost
+    """The posture of a thread whose innermost frame is ``frame``.
+
+    It waits if the innermost frame that is not of a library is one that waits: what waits also
+    reads files and looks at clocks, and a thread is likely to be seen in just such a call,
+    because it lets other threads run there.
+    """
+    place, is_waiting, is_compiling = None, None, False
+    walked: FrameType | None = frame
     while walked is not None:
         name = walked.f_code.co_filename
         is_compiling |= name.startswith(_COMPILING)
         is_compiling |= any(part in name for part in _TRITON_COMPILING)
+        if is_waiting is None and name.startswith(_WAITING):
+            is_waiting = True
+        if is_waiting is None and (name.startswith(_OWN) or not _is_library(name)):
+            is_waiting = False
         if place is None and not _is_library(name):
             place = f"{name}:{walked.f_lineno}"
         walked = walked.f_back
-    if innermost is None:
-        return NOWHERE
-    where = innermost.f_code.co_filename
     return Posture(
-        is_waiting=where.startswith(_WAITING),
+        is_waiting=bool(is_waiting),
         is_compiling=is_compiling,
-        place=place or f"{where}:{innermost.f_lineno}",
+        place=place or f"{frame.f_code.co_filename}:{frame.f_lineno}",
     )
