@@ -14,8 +14,8 @@ import torch
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas
 from shardhet.checkpoint import files as checkpoint_files
 from shardhet.checkpoint import replicas as replicas_module
-from shardhet.checkpoint.nodes import Nodes, keepers
 from shardhet.checkpoint.replica_source import Version, choose, versions_in
+from shardhet.records.nodes import Nodes, keepers
 from tests.checkpoint_cases import (
     OPTIMIZERS,
     State,

@@ -13,6 +13,7 @@ from shardhet.apps.common.planning_input import Door, load, read_request
 from shardhet.apps.common.quantities import of_budget
 from shardhet.apps.common.streamed import Waiting
 from shardhet.apps.fewer_devices import BetterWithout, better_without
+from shardhet.apps.plan_replicas import told_price
 from shardhet.apps.plan_report import (
     Alternative,
     PlanReport,
@@ -53,6 +54,7 @@ from shardhet.planner.steady import (
     steadiest_met,
 )
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.replicas import replica_price
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulated_times
@@ -70,6 +72,7 @@ shardhet plan key=value ...
   shardhet plan objective=largest_batch        or least_memory, or throughput
   shardhet plan objective=least_memory spared=[0]    on the device with the screen
   shardhet plan leave_out=auto         without the devices that only slow it down
+  shardhet plan replicas.every=10      and what it takes to lose no more steps than that
   shardhet plan certify=true           small problems a second time, by HiGHS alone""",
 )
 LEAST_LOSS = 5e-4  # that is stated
@@ -130,6 +133,8 @@ def show(
             without=without,
         )
     show_plan(report, console)
+    if conf.replicas.every:
+        console.print(_replicas(conf, report), markup=False, soft_wrap=True)
     _write(conf, report, console)
     batch = answer.solution.plan.global_batch_size
     if conf.certify:
@@ -154,6 +159,16 @@ def show(
             console.print(line, markup=False, soft_wrap=True)
     if conf.out is None:
         console.print("out=plan.json keeps the plan for shardhet train and simulate.")
+
+
+def _replicas(conf: PlannerConf, report: PlanReport) -> str:
+    price = replica_price(
+        report.solution.plan,
+        report.inputs.setting,
+        link_fraction=1.0 if conf.measured else conf.link_fraction,
+        write_bytes_per_s=conf.replicas.write_gb_per_s * 1e9,
+    )
+    return told_price(price, report.times.step_time_s, conf.replicas.every)
 
 
 def _compared(setting: Setting) -> Effort:

@@ -1,8 +1,6 @@
-"""Which ranks share a node, and where each rank's replica is kept."""
+"""How the nodes of a run tell themselves apart."""
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -12,62 +10,3 @@ def node_name(folder: Path) -> str:
     """What ranks with the same replicas have in common: the machine and the folder."""
     boot_id = _BOOT_ID.read_text("ascii").strip() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot_id} {folder}"
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """The positions of a plan, by node."""
-
-    node_by_position: tuple[int, ...]
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> "Nodes":
-        """Nodes in order of their first positions, given the name of each position's node."""
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        return cls(tuple(numbers[name] for name in names))
-
-    def __len__(self) -> int:
-        """The number of nodes."""
-        return len(set(self.node_by_position))
-
-    def positions(self, node: int) -> list[int]:
-        """The positions on ``node``, in ascending order."""
-        return [i for i, each in enumerate(self.node_by_position) if each == node]
-
-    def leads(self, position: int) -> bool:
-        """Whether ``position`` is the first of its node, which makes and removes folders."""
-        return position == self.node_by_position.index(self.node_by_position[position])
-
-
-def keepers(
-    nodes: Nodes, num_bytes: Sequence[int], free_bytes: Sequence[int]
-) -> list[int | None]:
-    """For every position the one, on another node, that keeps a copy of its rows.
-
-    Largest first, each to the node that is then least full relative to the space it has: the
-    shares of unlike devices differ, and so may their nodes.  None if there is one node only.
-
-    Args:
-        nodes: where the positions are.
-        num_bytes: of each position's rows.
-        free_bytes: of the folder of each position's node.
-    """
-    held = [0] * len(nodes)
-    for node, own in zip(nodes.node_by_position, num_bytes, strict=True):
-        held[node] += own
-    kept = [0] * len(num_bytes)  # of others, by position
-    found: list[int | None] = [None] * len(num_bytes)
-    if len(nodes) == 1:
-        return found
-    for i in sorted(range(len(num_bytes)), key=lambda i: (-num_bytes[i], i)):
-        others = [node for node in range(len(nodes)) if node != nodes.node_by_position[i]]
-
-        def fullness(node: int, added: int = num_bytes[i]) -> float:
-            return (held[node] + added) / max(1, free_bytes[nodes.positions(node)[0]])
-
-        node = min(others, key=lambda node: (fullness(node), node))
-        keeper = min(nodes.positions(node), key=lambda position: (kept[position], position))
-        held[node] += num_bytes[i]
-        kept[keeper] += num_bytes[i]
-        found[i] = keeper
-    return found

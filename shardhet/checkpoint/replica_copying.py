@@ -1,18 +1,21 @@
-"""The sending and writing of a replica's copies, in a thread of each rank.
+"""The writing and sending of a replica, in a thread of each rank.
 
-Nothing here may raise between two collectives: the peers wait for the other copies.  What
-fails is noted, and said when all are through.
+Nothing here may raise between two collectives: the peers wait for the next one.  What fails is
+noted, and said when all are through.
 """
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from shardhet.checkpoint import files
+from shardhet.checkpoint.description import Description
 from shardhet.checkpoint.errors import CheckpointError, damaged, in_words
+from shardhet.checkpoint.held import Held
+from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.transfer import Stream, all_to_all_bytes
-from shardhet.checkpoint.writing import Report
+from shardhet.checkpoint.writing import Report, write_rank_file
 from shardhet.comm.channel import Channel
 
 
@@ -23,25 +26,25 @@ class Copying:
         self,
         *,
         path: Path,
-        position: int,
+        ranks: Ranks,
+        held: Held,
+        description: Description,
         leads: bool,
         keeper_of: Sequence[int | None],
-        reports: Sequence[Report],
-        texts: Mapping[str, bytes],
         channel: Channel | None,
         remove_others: Callable[[], None],
     ) -> None:
         """Prepare one rank's part; ``leads`` if it completes the folder ``path`` of its node.
 
-        ``reports`` say what every position has written, and ``keeper_of`` which position
-        keeps the copy.  ``texts`` describe the replica.
+        ``held`` are copies of its rows, and ``keeper_of`` says which position keeps another
+        copy.  ``channel`` is None for one rank.
         """
         self._path = path
-        self._position = position
+        self._rank, self._position = ranks.rank, ranks.position
+        self._held: Held | None = held
+        self._description = description
         self._leads = leads
         self._keeper_of = keeper_of
-        self._reports = reports
-        self._texts = texts
         self._channel = channel
         self._remove_others = remove_others
         self.failure: str | None = None  # once the thread has ended
@@ -59,14 +62,42 @@ class Copying:
 
     def _run(self) -> None:
         try:
-            self._agree(self._copy())
-            self._agree(_failure_of(self._complete))
+            reports: list[Report] = self._exchange(self._write())
+            self._give_up_if([each.failure for each in reports])
+            texts = self._describe(reports)
+            self._agree(self._copy(reports))
+            self._agree(_failure_of(lambda: self._complete(texts)))
             if self._leads:
                 self._remove_others()
         except Exception as error:
             self.failure = in_words(error)
 
-    def _copy(self) -> str | None:
+    def _write(self) -> Report:
+        """Write this rank's own file; a failure is in the report."""
+        assert self._held is not None
+        content, self._held = self._held.content, None  # frees the copies at the end
+        return write_rank_file(
+            files.unfinished_path(self._path),
+            self._description.entries,
+            content,
+            rank=self._rank,
+            position=self._position,
+        )
+
+    def _describe(self, reports: Sequence[Report]) -> Mapping[str, bytes]:
+        """The files that say what is in the others, as the writer has made them."""
+        found: dict[str, bytes] = {}
+        failure = None
+        if self._position == self._description.writer:
+            try:
+                found = self._description.texts(reports)
+            except Exception as error:
+                failure = in_words(error)
+        said: list[tuple[dict[str, bytes], str | None]] = self._exchange((found, failure))
+        self._give_up_if([failure for _, failure in said])
+        return said[self._description.writer][0]
+
+    def _copy(self, reports: Sequence[Report]) -> str | None:
         """Send this rank's file, and write those that it keeps; what failed."""
         if self._channel is None:
             return None
@@ -74,7 +105,7 @@ class Copying:
         outgoing: dict[int, Stream] = {}
         incoming: dict[int, Stream] = {}
         ends: list[_Sent | _Copy] = []
-        for i, report in enumerate(self._reports):
+        for i, report in enumerate(reports):
             keeper = self._keeper_of[i]
             if report.file is None or report.facts is None or keeper is None:
                 continue
@@ -89,16 +120,21 @@ class Copying:
         failures = [_failure_of(each.close) for each in ends]
         return next((failure for failure in failures if failure is not None), None)
 
-    def _complete(self) -> None:
+    def _complete(self, texts: Mapping[str, bytes]) -> None:
         """Give this node's folder its name; all its files are there."""
         if self._leads:
-            for name, text in self._texts.items():
+            for name, text in texts.items():
                 files.write_file(files.unfinished_path(self._path) / name, text)
             files.complete(self._path)
 
     def _agree(self, failure: str | None) -> None:
+        self._give_up_if(self._exchange(failure))
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return [value] if self._channel is None else self._channel.exchange_objects(value)
+
+    def _give_up_if(self, said: Sequence[str | None]) -> None:
         """Raise what any rank says; those that lead then remove what is unfinished."""
-        said = [failure] if self._channel is None else self._channel.exchange_objects(failure)
         failed = [each for each in said if each is not None]
         if failed:
             if self._leads:

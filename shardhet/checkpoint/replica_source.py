@@ -15,11 +15,12 @@ from shardhet.checkpoint.folder import Checkpoints
 from shardhet.checkpoint.loading import CALL
 from shardhet.checkpoint.manifest import Manifest
 from shardhet.checkpoint.metadata import BytesPlace
-from shardhet.checkpoint.nodes import Nodes, node_name
+from shardhet.checkpoint.nodes import node_name
 from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.reading import SavedCheckpoint
 from shardhet.checkpoint.transfer import Stream, all_to_all_bytes
 from shardhet.comm.channel import Channel
+from shardhet.records.nodes import Nodes
 
 DamagedFile = tuple[int, str, str]  # position, digest of the manifest, name
 NAME = re.compile(r"step_(\d{8,})")

@@ -8,18 +8,20 @@ Order of collectives of a save (all ranks, in this order; "checkpoint.save" is t
 
     0  of the replica before: its copies are complete, everywhere
     1  every rank says what it holds, and then what room its node has
-    2  the first rank of every node has made the unfinished folder
-    3  every rank has written its own file; from here on training may go on
-    4  rank zero has described the replica to all nodes
+    2  the first rank of every node has made the unfinished folder, and every rank has copied
+       its rows to host memory; from here on training may go on
 
     in a thread, over a channel of its own:
+    3  every rank has written its own file
+    4  rank zero has described the replica to all nodes
     5  every rank sends its file to its keeper, in pieces, and writes those that it keeps
     6  every rank has all its files on disk
     7  every node has given its folder its name; the replica before is removed
 
 A replica counts once 7 has ended on all nodes; until then the one before is there.
 
-Memory: two versions of the files on every node, and one piece (4 MiB) per copy on its way.
+Memory: two versions of the files on every node, a copy of each rank's rows until its file is
+written, and one piece (4 MiB) per copy on its way.
 """
 
 import logging
@@ -41,16 +43,16 @@ from shardhet.checkpoint.folder import Checkpoints, Resumed
 from shardhet.checkpoint.held import Held
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load_from
-from shardhet.checkpoint.nodes import Nodes, keepers, node_name
+from shardhet.checkpoint.nodes import node_name
 from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.replica_copying import Copying
 from shardhet.checkpoint.replica_source import NAME, DamagedFile, DamagedReplicaError, find
 from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import wait_for_pending
-from shardhet.checkpoint.writing import Report, write_rank_file
 from shardhet.comm.channel import Channel
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
+from shardhet.records.nodes import Nodes, keepers
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
 _IN_MEMORY = Path("/dev/shm")  # a file system that systems of Linux have
@@ -114,12 +116,12 @@ class Replicas:
         extra: Any = None,
         step: int | None = None,
     ) -> None:
-        """Keep the state as it is now; returns once every rank has written its own file.
+        """Keep the state as it is now; returns once every rank has copied its own rows.
 
-        The copies to other nodes are sent in a thread.  The next call waits for them, and
-        ``wait`` does.  ``step`` is that of a HetFSDP itself if it is not given.  Raises
-        ``CheckpointError`` on every rank if a node has no room, or a file cannot be written;
-        the replica before is then still there.
+        They are written, and sent to other nodes, in a thread.  The next call waits for that,
+        and ``wait`` does.  ``step`` is that of a HetFSDP itself if it is not given.  Raises
+        ``CheckpointError`` on every rank if a node has no room, or if the last replica could
+        not be written; the one before it is then still there.
         """
         self.wait(model)
         wait_for_pending(model)
@@ -145,32 +147,17 @@ class Replicas:
             if nodes.leads(ranks.position):
                 self._clear_half_done()
                 files.begin(path)
+            held.copy()
 
         ranks.agree(begin, call=SAVES)
         [writer] = [i for i, offer in enumerate(offers) if offer.is_writer]
-        description = held.described(holdings, writer)
-        report = write_rank_file(
-            files.unfinished_path(path),
-            description.entries,
-            held.content,
-            rank=ranks.rank,
-            position=ranks.position,
-        )
-        reports: list[Report] = ranks.exchange(report, call=SAVES)
-        if any(each.failure is not None for each in reports) and nodes.leads(ranks.position):
-            files.give_up(path)
-        ranks.raise_if_any([(each.rank, each.failure) for each in reports])
-        texts = ranks.agree(
-            lambda: description.texts(reports) if ranks.is_writer else None, call=SAVES
-        )[writer]
-        assert texts is not None
         self._copying = Copying(
             path=path,
-            position=ranks.position,
+            ranks=ranks,
+            held=held,
+            description=held.described(holdings, writer),
             leads=nodes.leads(ranks.position),
             keeper_of=keeper_of,
-            reports=reports,
-            texts=texts,
             channel=self._channel(model, ranks),
             remove_others=lambda: self._remove(lambda each: each != step),
         )
@@ -180,7 +167,7 @@ class Replicas:
     def wait(self, model: nn.Module) -> None:
         """Until the last replica is complete on all nodes.
 
-        Raises ``CheckpointError`` on every rank if a copy could not be written.
+        Raises ``CheckpointError`` on every rank if a file could not be written.
         """
         copying, self._copying = self._copying, None
         if copying is None:

@@ -25,6 +25,7 @@ from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
 from shardhet.planner.demands import Demands, DeviceLimits
 from shardhet.pricing import derive
+from shardhet.pricing.replicas import WRITE_BYTES_PER_S
 from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
 
@@ -200,6 +201,18 @@ class LimitConf:
 
 
 @dataclass(kw_only=True)
+class PricedReplicasConf:
+    """Replicas of the state, whose price is shown; ``shardhet train`` keeps them."""
+
+    every: int = 0  # steps between two replicas; 0: none
+    write_gb_per_s: float = WRITE_BYTES_PER_S / 1e9  # of one rank, to its node's memory or disk
+
+    def __post_init__(self) -> None:
+        check_at_least("replicas.every", self.every, 0)
+        check_above("replicas.write_gb_per_s", self.write_gb_per_s, 0)
+
+
+@dataclass(kw_only=True)
 class PlannerConf(InputsConf):
     """The configuration of ``shardhet plan``."""
 
@@ -214,6 +227,7 @@ class PlannerConf(InputsConf):
     # A plan may be this part slower if it loses less at other speeds.  null: of a measured
     # profile, 0.01 among the plans that the search meets anyway.
     steady: float | None = None
+    replicas: PricedReplicasConf = field(default_factory=PricedReplicasConf)
     certify: bool = False  # solve it a second time with HiGHS alone
     explain: bool = True  # show what limits the plan, and what more of each resource would give
     baselines: bool = True

@@ -6,7 +6,7 @@ All quantities are seconds and bytes; ``work`` is in steps of the global batch.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardhet.checkpoint.nodes import Nodes, keepers
+from shardhet.records.nodes import Nodes, keepers
 
 
 @dataclass(frozen=True, slots=True)
