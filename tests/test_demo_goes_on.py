@@ -12,7 +12,7 @@ from tests.programs import SHARDHET, run
 from tests.test_rebalancing import measured_decoder
 from tests.test_worker import SHORT_TEXT, write_pages
 
-NUM_STEPS = 30
+NUM_STEPS = 150  # of 25 ms: it is told to end at half of them, and must hear it
 
 
 @pytest.mark.timeout(400)
@@ -46,3 +46,7 @@ def test_its_loss_continues_on_fewer_devices(tmp_path: Path) -> None:
     assert float(apart) < 1e-9
     again = run(["-m", "shardhet.apps.demo_goes_on", "demo"], tmp_path)
     assert "is there already. Remove it." in again.stderr
+    resume = (f"resume={demo}/goes_on/checkpoints", f"hydra.run.dir={demo}/finished")
+    finished = run([*SHARDHET, "train", *keys, *plan, *resume], tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert f"nothing was left to do: {NUM_STEPS} steps are taken" in finished.stdout

@@ -76,6 +76,11 @@ class Outcome:
         self._looks.append(uses)
 
     @property
+    def num_steps(self) -> int:
+        """The number of steps that were added."""
+        return len(self._step_times_s)
+
+    @property
     def median_step_time_s(self) -> float:
         """The median step time, without the first steps unless there are no others."""
         return median(self._step_times_s[NUM_WARM_UP_STEPS:] or self._step_times_s)
@@ -85,7 +90,7 @@ class Outcome:
         predicted_s, measured_s = prediction.step_time_s, self.median_step_time_s
         return (
             f"a step was predicted to take {1000 * predicted_s:.0f} ms and took "
-            f"{1000 * measured_s:.0f} ms (median of {len(self._step_times_s)}): "
+            f"{1000 * measured_s:.0f} ms (median of {self.num_steps}): "
             f"{measured_s / predicted_s - 1:+.1%}"
         )
 

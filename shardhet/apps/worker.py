@@ -159,7 +159,7 @@ class Run:
             self._folder.save_end(
                 step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by
             )
-        if self._model.step == self._conf.num_steps:
+        if self._model.step >= self._conf.num_steps:
             self._finish(console)
             return
         text = (
@@ -178,7 +178,13 @@ class Run:
         """What comes after the last step of a run."""
         if self._conf.save_model:
             save_whole(self._model, self._folder.model_path)
-        if self._prediction is not None:
+        if not self._outcome.num_steps:
+            text = (
+                f"nothing was left to do: {self._model.step} steps are taken, and num_steps is "
+                f"{self._conf.num_steps}. A larger num_steps goes on."
+            )
+            console.print(text, soft_wrap=True)
+        elif self._prediction is not None:
             console.print(self._outcome.beside(self._prediction), soft_wrap=True)
             console.print(self._outcome.table(self._model.plan, self._prediction))
         show_text(console, self._conf, self._task, self._model)

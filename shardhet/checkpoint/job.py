@@ -12,6 +12,7 @@ from shardhet.checkpoint.entries import Holding
 from shardhet.checkpoint.errors import CheckpointError, in_words
 from shardhet.checkpoint.held import Held
 from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.threads import Thread
 from shardhet.checkpoint.writing import Report, write_rank_file
 from shardhet.comm.noticeboard import Noticeboard
 
@@ -39,14 +40,14 @@ class Job:
         self._outcome: _Outcome | None = None
         self._has_written = threading.Event()
         self._stops = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._board: Noticeboard | None = None
 
     def start(self, topic: str) -> None:
         """Write in a thread, and on rank zero complete the folder there."""
-        self._board = self._ranks.noticeboard(topic)
-        self._thread = threading.Thread(
-            target=self._run, args=(self._board,), name=f"writes {self._path.name}", daemon=True
+        board = self._board = self._ranks.noticeboard(topic)
+        self._thread = Thread(
+            lambda: self._run(board), name=f"writes {self._path.name}", stop=self._stops.set
         )
         self._thread.start()
 

@@ -4,7 +4,6 @@ Nothing here may raise between two collectives: the peers wait for the next one.
 noted, and said when all are through.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -14,9 +13,11 @@ from shardhet.checkpoint.description import Description
 from shardhet.checkpoint.errors import CheckpointError, damaged, in_words
 from shardhet.checkpoint.held import Held
 from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.threads import Thread
 from shardhet.checkpoint.transfer import Stream, all_to_all_bytes
 from shardhet.checkpoint.writing import Report, write_rank_file
 from shardhet.comm.channel import Channel
+from shardhet.comm.groups import break_connections
 
 
 class Copying:
@@ -48,9 +49,7 @@ class Copying:
         self._channel = channel
         self._remove_others = remove_others
         self.failure: str | None = None  # once the thread has ended
-        self._thread = threading.Thread(
-            target=self._run, name=f"copies {path.name}", daemon=True
-        )
+        self._thread = Thread(self._run, name=f"copies {path.name}", stop=self._break)
 
     def start(self) -> None:
         """Begin, in the thread."""
@@ -71,6 +70,10 @@ class Copying:
                 self._remove_others()
         except Exception as error:
             self.failure = in_words(error)
+
+    def _break(self) -> None:
+        if self._channel is not None:
+            break_connections(self._channel)
 
     def _write(self) -> Report:
         """Write this rank's own file; a failure is in the report."""

@@ -192,6 +192,12 @@ def break_all_connections() -> None:
         _break(dist.group.WORLD)
 
 
+def break_connections(channel: Channel) -> None:
+    """Make every wait of ``channel`` end with an error, here and on its peers."""
+    if channel.group is not None:
+        _break(channel.group)
+
+
 def _break(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) != "gloo":
         with suppress(RuntimeError):
