@@ -1,5 +1,6 @@
 """Failures while a checkpoint is saved or loaded: one message, and the last one stays."""
 
+import errno
 import os
 import shutil
 import signal
@@ -340,3 +341,30 @@ def test_what_one_rank_finds_all_ranks_say(tmp_path: Path) -> None:
     assert "__2_0.distcp: its content does not fit its digest" in damaged
     assert "rank 1: " in elsewhere
     assert "nowhere: it does not exist" in elsewhere
+
+
+def test_the_disk_takes_a_file_while_it_is_written_and_its_errors_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BYTES_BEFORE_WRITEBACK", 10)
+    content = bytes(range(256)) * 100
+    file = files.DigestingFile(tmp_path / "good")
+    for start in range(0, len(content), 7):
+        file.write(content[start : start + 7])
+    file.finish()
+    assert (tmp_path / "good").read_bytes() == content
+    assert file.digest == files.digest_of_bytes(content)
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)  # the system says it once, to whoever asks first
+    for end in ("finish", "abandon"):
+        file = files.DigestingFile(tmp_path / end)
+        file.write(content)
+        if end == "abandon":
+            file.abandon()
+            continue
+        with pytest.raises(CheckpointError, match=r"finish: .*input/output error"):
+            file.finish()
+        assert file.failure is not None

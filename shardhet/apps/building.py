@@ -59,7 +59,12 @@ def build(
     why_eager = compile_units(task.module, device) if conf.compile else None
     trainer, peak_memory = _trainer(conf, here.plan, task, env, spec, device)
     checkpoints = RunCheckpoints(
-        conf, folder, trainer, data_digest=task.data_digest, device=device
+        conf,
+        folder,
+        trainer,
+        data_digest=task.data_digest,
+        device=device,
+        may_go_on=env.may_go_on,
     )
     clock.end("wrap the model")
     resumed = checkpoints.resume()

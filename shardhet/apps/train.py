@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet.apps.common.help import show_help
@@ -41,11 +42,18 @@ from shardhet.config.training import MeasuredPlanConf
 def _train(cfg: DictConfig) -> None:
     env = launched_environment("train")
     context = HydraConfig.get()
+    is_named = names_run_dir(cfg, context)
     cfg.run_dir = context.runtime.output_dir
     folder = RunFolder(Path(cfg.run_dir))
     try:
-        is_restarted = env is not None and env.is_restarted
-        folder.check_unused(is_restart=is_restarted or cfg.resume == AUTO)
+        if env is not None and env.is_elastic and not is_named:
+            raise ConfigError(
+                "hydra.run.dir: it is not given, but this torchrun starts ranks again, which "
+                "would begin anew in a folder of another name. Add hydra.run.dir=FOLDER, the "
+                "same on all nodes, or --max-restarts=0."
+            )
+        may_go_on = env is not None and env.may_go_on
+        folder.check_unused(is_restart=may_go_on or cfg.resume == AUTO)
         conf = to_conf(cfg)
         world_size = checked_world_size(
             conf, num_launched=None if env is None else env.world_size
@@ -53,17 +61,31 @@ def _train(cfg: DictConfig) -> None:
     except ConfigError as error:
         folder.remove_if_empty()
         raise refuse(error, env) from None
-    if env is None or env.rank == 0:
+
+    def begin() -> None:
         cfg.cluster.num_ranks = world_size
         name = context.job.config_name or CONFIG_NAME
         folder.begin(cfg, non_default_sources(cfg, context.overrides.task, name))
+
     if env is None:
+        begin()
         start_ranks(folder, world_size, grace_s=conf.end_notice.grace_s)
     else:
         from shardhet.apps.worker import run_rank
 
         env.publish()
-        run_rank(conf, folder, env)
+        run_rank(conf, folder, env, begin)
+
+
+def names_run_dir(cfg: DictConfig, context: HydraConf) -> bool:
+    """Whether the run folder has a name that does not depend on when the run began."""
+    raw_cfg, raw_context = (
+        OmegaConf.to_container(each, resolve=False) for each in (cfg, context)
+    )
+    assert isinstance(raw_cfg, dict)
+    assert isinstance(raw_context, dict)
+    path = str(raw_context["run"]["dir"]).replace("${run_dir}", str(raw_cfg["run_dir"]))
+    return "run_stamp" not in path
 
 
 def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:

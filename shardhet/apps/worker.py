@@ -8,7 +8,7 @@ written there.
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from shardhet.apps.common.crash import RankConsole
 from shardhet.apps.common.display import Display, device_table
 from shardhet.apps.common.end_notice import EndNotice
 from shardhet.apps.common.joining import joined
-from shardhet.apps.common.leaving import leave
+from shardhet.apps.common.leaving import agree_on_end, leave
 from shardhet.apps.common.loggers import MetricsLogger, log_all, open_loggers
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
@@ -43,9 +43,6 @@ from shardhet.training.trainer import DeviceUse, StepMetrics
 logger = logging.getLogger(__name__)
 
 SAMPLE_PROMPT = b"def "
-STARTS_AGAIN = (
-    75  # the status EX_TEMPFAIL of sysexits.h: the launcher is to start this rank again
-)
 
 
 def main() -> None:
@@ -62,8 +59,16 @@ def main() -> None:
             raise SystemExit(1) from None
 
 
-def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
-    """Run this rank's part, from process group to last metric.  Collective."""
+def run_rank(
+    conf: TrainConf,
+    folder: RunFolder,
+    env: RankEnv,
+    begin: Callable[[], None] = lambda: None,
+) -> None:
+    """Run this rank's part, from process group to last metric.  Collective.
+
+    ``begin`` is called on rank zero once the folder is this run's alone.
+    """
     clock = StartClock()
     joins = joined(
         conf.cluster,
@@ -74,6 +79,8 @@ def run_rank(conf: TrainConf, folder: RunFolder, env: RankEnv) -> None:
         needs_bfloat16=conf.precision is Precision.BF16,
     )
     with joins as device, sole_writer(folder, env.rank):
+        if env.rank == 0:
+            begin()
         clock.end("join the others")
         run = Run(conf, folder, env, device, clock)
         run.train()
@@ -144,35 +151,36 @@ class Run:
             self._checkpoints.close()
         for each in self._loggers:
             each.close()
-        asked_by = who_asked(self._model, notice)
+        is_complete = self._model.step >= self._conf.num_steps
+        end = agree_on_end(self._model, notice, self._env, is_complete=is_complete)
         self.was_told = notice.reason
-        self.goes_on_without_some = (
-            self._model.step < self._conf.num_steps
-            and len(asked_by) < self._env.world_size
-            and self._env.may_start_again
-            and self._conf.resume is not None
-        )
+        self.goes_on_without_some = end.goes_on
         self._checkpoints.free_nodes(
-            is_leaving=self.was_told is not None, others_go_on=self.goes_on_without_some
+            is_leaving=self.was_told is not None, others_go_on=end.goes_on
         )
         if self.is_rank_zero:
             self._folder.save_end(
-                step=self._model.step, num_steps=self._conf.num_steps, asked_by=asked_by
+                step=self._model.step, num_steps=self._conf.num_steps, asked_by=end.asked_by
             )
-        if self._model.step >= self._conf.num_steps:
+        if is_complete:
             self._finish(console)
             return
         text = (
             f"the run ends after step {self._model.step} of {self._conf.num_steps}, as it was "
-            f"asked to ({'; '.join(asked_by)}); resume=auto run_dir={self._folder.path} goes on"
+            f"asked to ({'; '.join(end.asked_by)}); resume=auto run_dir={self._folder.path} "
+            "goes on"
         )
         logger.info("%s", text)
         console.print(text, markup=False, soft_wrap=True)
 
     def _listen(self) -> EndNotice:
         """What tells all ranks if this one learns that the run has to end."""
-        files = (self._folder.end_notice_path, self._conf.end_notice.file)
-        return EndNotice(self._model.ask_to_end, [Path(each) for each in files if each])
+        of_node = self._conf.end_notice.file
+        return EndNotice(
+            self._model.ask_to_end,
+            of_run=self._folder.end_notice_path,
+            of_node=None if of_node is None else Path(of_node),
+        )
 
     def _finish(self, console: Console) -> None:
         """What comes after the last step of a run."""
@@ -368,12 +376,6 @@ def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> s
         return "every unit is compiled; the first steps and evaluation take longer"
     why = reason or f"see the logs in {folder.logs_dir}"
     return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
-
-
-def who_asked(model: HetFSDP, notice: EndNotice) -> list[str]:
-    """Which ranks were given notice of the end, and how.  Collective."""
-    reasons = model.exchange_objects((model.rank, notice.reason))
-    return [f"rank {rank}: {reason}" for rank, reason in sorted(reasons) if reason]
 
 
 def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> None:

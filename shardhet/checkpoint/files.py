@@ -9,6 +9,7 @@ in between, ``recover`` gives it its name back
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,12 +19,14 @@ from shardhet.checkpoint.errors import CheckpointError, unwritable
 
 MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
 CHUNK_BYTES = 2**22
+BYTES_BEFORE_WRITEBACK = 2**25
 DIGEST_PREFIX = "sha256:"  # checkpoints of version 1 have 16 bytes of BLAKE2b, without a prefix
 
 
 class DigestingFile:
     """A new file that knows its length and the digest of what was written to it.
 
+    The disk takes what is written while more of it is digested, which a thread waits for.
     Raises ``CheckpointError`` naming the file when the disk does not take it.
     """
 
@@ -32,6 +35,9 @@ class DigestingFile:
         self.num_bytes = 0
         self._hash = hashlib.sha256()
         self.failure: CheckpointError | None = None  # torch.save may raise another error
+        self._writeback: threading.Thread | None = None
+        self._writeback_error: OSError | None = None  # which the system says once
+        self._num_bytes_kept = 0  # by the system, of what was written
         with self._named():
             self._file: IO[bytes] = open_new(path)
 
@@ -42,7 +48,31 @@ class DigestingFile:
         self._hash.update(data)
         added = memoryview(data).nbytes
         self.num_bytes += added
+        self._num_bytes_kept += added
+        if self._num_bytes_kept >= BYTES_BEFORE_WRITEBACK:
+            self._begin_writeback()
         return added
+
+    def _begin_writeback(self) -> None:
+        if self._writeback is not None and self._writeback.is_alive():
+            return
+        self._num_bytes_kept = 0
+        with self._named():
+            self._file.flush()
+        self._writeback = threading.Thread(
+            target=self._write_back, name=f"syncs {self.path.name}", daemon=True
+        )
+        self._writeback.start()
+
+    def _write_back(self) -> None:
+        try:
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            self._writeback_error = error
+
+    def _end_writeback(self) -> None:
+        if self._writeback is not None:
+            self._writeback.join()
 
     def flush(self) -> None:
         """Writers of torch call it; what counts happens in ``finish``."""
@@ -51,11 +81,15 @@ class DigestingFile:
         """Close the file once the disk has it."""
         with self._named():
             self._file.flush()
+            self._end_writeback()
+            if self._writeback_error is not None:
+                raise self._writeback_error
             os.fsync(self._file.fileno())
             self._file.close()
 
     def abandon(self) -> None:
         """Close the file after a failure."""
+        self._end_writeback()
         with suppress(OSError):
             self._file.close()
 

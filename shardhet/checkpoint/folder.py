@@ -89,14 +89,17 @@ class Checkpoints:
         names = (each.name for each in self.folder.iterdir() if each.is_dir())
         return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
-    def latest(self) -> Latest | None:
+    def latest(self, *, not_after: int | None = None) -> Latest | None:
         """The newest checkpoint whose files are what was written; None if there is none.
 
+        Those of later steps than ``not_after`` do not count.
         Reads all files of the newest ones until one is whole.  Logs a warning for each that is
         not; raises ``CheckpointError`` listing them if none is.
         """
         skipped: list[str] = []
         for step in reversed(self.steps()):
+            if not_after is not None and step > not_after:
+                continue
             path = self.path_of(step)
             try:
                 SavedCheckpoint.open(path).verify()
@@ -113,16 +116,23 @@ class Checkpoints:
         return None
 
     def load_latest(
-        self, model: nn.Module, optimizer: optim.Optimizer | None
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer | None,
+        *,
+        not_after: int | None = None,
     ) -> Resumed | None:
         """Load the newest whole checkpoint; None if there is none at all.  Collective.
 
+        Those of later steps than ``not_after`` do not count.
         Raises ``CheckpointError`` on every rank if there are some but none is whole, or if it
         does not fit the model.
         """
         self.wait(model)
         ranks = Ranks(model)
-        found = ranks.agree(lambda: self._look() if ranks.is_writer else None, call=LOADS)
+        found = ranks.agree(
+            lambda: self._look(not_after) if ranks.is_writer else None, call=LOADS
+        )
         latest = next((each for each in found if each is not None), None)
         if latest is None:
             return None
@@ -197,10 +207,10 @@ class Checkpoints:
                 path.rename(removed)  # so that none is there in part
                 shutil.rmtree(removed)
 
-    def _look(self) -> Latest | None:
+    def _look(self, not_after: int | None) -> Latest | None:
         for path, _ in self._left_behind():
             files.recover(path)
-        return self.latest()
+        return self.latest(not_after=not_after)
 
     def _clean(self) -> None:
         """Remove what killed programs left behind."""

@@ -152,7 +152,8 @@ class TrainConf:
     # move parameters and optimizer states to the new plan without a restart.
     rebalance: bool = False
     # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
-    # checkpoint, or of a folder with several, which must exist; null: begin at step 0.
+    # checkpoint, or of a folder with several, which must exist; null: begin at step 0.  Where
+    # the launcher starts ranks again, they go on from what this run itself has kept, if any.
     resume: str | None = None
     # The run ends, naming the rank, if one stands still while others wait for it: for as long,
     # or for five times the slowest of the last steps if that is longer; before the first step

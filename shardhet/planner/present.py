@@ -16,13 +16,16 @@ def positions_of(present: Sequence[DeviceSpec], measured: Cluster) -> tuple[int,
     """The position in ``measured`` of each device that is there; none is used twice.
 
     A device of a measured host is one of the measured devices of that host, if any is of its
-    kind; otherwise any of its kind that is left.  Raises ``ValueError`` with what was measured
-    if one is of a kind that was not, or there are more of a kind than were measured.
+    kind; otherwise any of its kind that is left.  Those with most memory choose first, so that
+    all find one where that is possible.  Raises ``ValueError`` with what was measured if one is
+    of a kind that was not, or there are more of a kind than were measured.
     """
     free = dict(enumerate(measured.devices))
     found: dict[int, int] = {}
+    order = sorted(range(len(present)), key=lambda i: -_memory_of(present[i]))
     for asks_for_host in (True, False):
-        for i, device in enumerate(present):
+        for i in order:
+            device = present[i]
             if i in found:
                 continue
             position = _first(free, device, asks_for_host=asks_for_host)
@@ -70,13 +73,21 @@ def plan_for(
 def _first(
     free: dict[int, DeviceSpec], device: DeviceSpec, *, asks_for_host: bool
 ) -> int | None:
+    """The position of the one with most memory, of those that ``device`` may stand for."""
+    found: list[int] = []
     for position, measured in free.items():
         wanted = replace(measured, uuid=None)
         if not asks_for_host:
             wanted = replace(wanted, host=None)
         if wanted.accepts(device):
-            return position
-    return None
+            found.append(position)
+    return max(
+        found, key=lambda position: (_memory_of(free[position]), -position), default=None
+    )
+
+
+def _memory_of(device: DeviceSpec) -> int:
+    return device.memory_capacity_bytes or 0
 
 
 def _named(planned: DeviceSpec, present: DeviceSpec) -> DeviceSpec:

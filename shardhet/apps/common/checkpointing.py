@@ -33,8 +33,11 @@ class RunCheckpoints:
         *,
         data_digest: str,
         device: torch.device,
+        may_go_on: bool = False,
     ) -> None:
+        """``may_go_on``: the folder may have the state of an earlier start of this run."""
         self._conf = conf
+        self._goes_on = may_go_on or conf.resume == AUTO
         self._folder = folder
         self._trainer = trainer
         self._model = model = trainer.model
@@ -69,10 +72,9 @@ class RunCheckpoints:
 
         Raises ``CheckpointError`` or ``ValueError`` on every rank for one that does not fit.
         """
-        if self._conf.resume is None:
-            self._forget_replicas_after(-1)
-            return None
-        found = self._load(self._conf.resume)
+        found = self._load_own() if self._goes_on else None
+        if found is None and self._conf.resume not in (None, AUTO):
+            found = self._load_from(self._conf.resume)
         if found is not None:
             check_goes_on(found.extra, self._course, source=str(found.path))
             states = found.extra["random_states"]
@@ -85,18 +87,23 @@ class RunCheckpoints:
         self._model.exchange([])  # no rank goes on before that
         return found
 
-    def _load(self, resume: str) -> Resumed | None:
+    def _load_own(self) -> Resumed | None:
+        """What this run has kept itself, on its nodes or in its folder."""
         model, optimizer = self._model, self._optimizer
-        if resume == AUTO and self._replicas is not None:
+        if self._replicas is not None:
             found = self._replicas.load_latest(model, optimizer, checkpoints=self._checkpoints)
             if found is not None:
                 return found
-        checkpoints = self._checkpoints if resume == AUTO else Checkpoints(resume)
-        has_steps = any(model.exchange_objects(bool(checkpoints.steps())))
-        if resume == AUTO or has_steps:
+        return self._checkpoints.load_latest(model, optimizer)
+
+    def _load_from(self, path: str) -> Resumed | None:
+        """The state of another run to begin with: one checkpoint, or the latest of a folder."""
+        model, optimizer = self._model, self._optimizer
+        checkpoints = Checkpoints(path)
+        if any(model.exchange_objects(bool(checkpoints.steps()))):
             return checkpoints.load_latest(model, optimizer)
-        extra = load(model, optimizer, resume)
-        return Resumed(path=Path(resume), step=model.step, extra=extra)
+        extra = load(model, optimizer, path)
+        return Resumed(path=Path(path), step=model.step, extra=extra)
 
     def after_step(self, step: int) -> dict[str, float]:
         """Write what it is time for; the seconds that the step waited for it, by name."""
@@ -140,7 +147,9 @@ class RunCheckpoints:
         """
         next_batch = self._model.step + self._trainer.num_batches_skipped
         self._checkpoints.wait(self._model)
-        found = self._checkpoints.load_latest(self._model, self._optimizer)
+        found = self._checkpoints.load_latest(
+            self._model, self._optimizer, not_after=self._model.step
+        )
         if found is None:
             raise CheckpointError(
                 f"{self._folder.checkpoints_dir}: no whole checkpoint to roll back to. Set "

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.comm.peers import LostPeerError
+from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Failure:
     place: str  # file:line of the innermost frame outside of libraries
     at_s: float  # seconds since the epoch
     is_consequence: bool  # of a failure elsewhere
+    step: int = 0  # the last that was taken
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, device: str) -> "Failure":
@@ -60,6 +63,15 @@ class Failure:
             is_consequence=any(
                 isinstance(each, LostPeerError) for each in (error, error.__cause__)
             ),
+            step=progress.step,
+        )
+
+    def is_repeated(self, folder: RunFolder) -> bool:
+        """Whether this rank failed in the same way, at the same step, when it last started."""
+        paths = (folder.failure_path(self.rank), folder.failure_before_path(self.rank))
+        before = [_read(path) for path in paths if path.exists()]
+        return not self.is_consequence and any(
+            (each.exception, each.step) == (self.exception, self.step) for each in before
         )
 
     def save(self, folder: RunFolder) -> None:
@@ -82,7 +94,11 @@ def _place(error: BaseException) -> str:
 def read_failures(folder: RunFolder) -> list[Failure]:
     """The failures that the ranks have written."""
     paths = sorted(folder.logs_dir.glob("rank*.failure.json"))
-    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> Failure:
+    return Failure(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def root_cause(said: Sequence[Failure], silent: Iterable[Failure]) -> Failure | None:

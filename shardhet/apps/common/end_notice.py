@@ -11,7 +11,7 @@ if model.is_asked_to_end:
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -25,11 +25,18 @@ SECONDS_BETWEEN_LOOKS = 1.0
 class EndNotice:
     """Listens for the notice on this rank while it is entered; on the main thread."""
 
-    def __init__(self, tell: Callable[[], None], files: Sequence[Path]) -> None:
-        """``tell`` is called once, from a signal handler or ``look``."""
+    def __init__(
+        self, tell: Callable[[], None], *, of_run: Path, of_node: Path | None = None
+    ) -> None:
+        """``tell`` is called once, from a signal handler or ``look``.
+
+        The file ``of_run`` tells the whole run to end.  Signals and the file ``of_node`` tell
+        this node, without which others may go on.
+        """
         self.reason: str | None = None
         self._tell = tell
-        self._files = tuple(files)
+        self._of_run = of_run
+        self._files = [of_run] if of_node is None else [of_run, of_node]
         self._looked_at_s = 0.0
         self._handlers_before: dict[signal.Signals, Any] = {}
 
@@ -51,6 +58,10 @@ class EndNotice:
         for path in self._files:
             if path.exists():
                 self._receive(f"{path} exists")
+
+    def ends_run(self) -> bool:
+        """Whether the whole run is told to end, as this rank sees it now."""
+        return self._of_run.exists()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._receive(signal.Signals(number).name)

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from shardhet.apps.common.launch import RunFailedExit
+from shardhet.apps.common.leaving import end_agent
 from shardhet.apps.common.rank_env import RankEnv, agree_on_stamp
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import check_choices, hints, searching_first
@@ -95,6 +96,8 @@ def _tell_torchrun(error: ConfigError, env: RankEnv | None) -> None:
             raise error  # the report has a traceback, whose last line is the message
         except ConfigError:
             get_error_handler().record_exception(error)
+        if env.may_start_again and env.local_rank == 0:  # the next start would end as this one
+            end_agent()
 
 
 def own_config_dir(arguments: Sequence[str]) -> Path | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardhet import DeviceSpec
 from shardhet.apps.common.builds import check_alike, check_serves
 from shardhet.apps.common.crash import Failure
+from shardhet.apps.common.leaving import end_agent
 from shardhet.apps.common.rank_env import RankEnv, is_task_of_srun
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.comm import devices
@@ -149,5 +150,12 @@ def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[No
         yield
     except Exception as error:
         logger.exception("rank %d failed", env.rank)
-        Failure.of(error, rank=env.rank, device=device).save(folder)
+        failure = Failure.of(error, rank=env.rank, device=device)
+        is_repeated = env.may_start_again and failure.is_repeated(folder)
+        failure.save(folder)
+        if is_repeated:
+            text = "it failed in the same way when it last started: this node does not go on"
+            logger.error("%s", text)
+            sys.stderr.write(f"rank {env.rank}: {error}\n{text}\n")
+            end_agent()
         raise

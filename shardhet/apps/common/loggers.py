@@ -52,25 +52,31 @@ class JsonLinesLogger:
 class CsvLogger:
     """Writes one row per step with any value and one column per name, for a spreadsheet.
 
-    Later names add new columns, so the file is written at the end.
+    Later names add new columns, so the file is written at the end, from metrics.jsonl: that
+    has the steps of earlier starts, too.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows: dict[int, dict[str, Any]] = {}
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        self._rows.setdefault(step, {"step": step}).update(values)
+        """Do nothing yet."""
 
     def roll_back(self, step: int) -> None:
-        self._rows = {each: row for each, row in self._rows.items() if each <= step}
+        """Do nothing: metrics.jsonl has forgotten them."""
 
     def close(self) -> None:
-        names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
-        with self._path.open("w", newline="", encoding="utf-8") as file:
+        rows: dict[int, dict[str, Any]] = {}
+        with self._folder.metrics_path.open(encoding="utf-8") as lines:
+            for line in lines:
+                values = json.loads(line)
+                rows.setdefault(values["step"], {}).update(values)
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        path = self._folder.path / "metrics.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names or ["step"])
             writer.writeheader()
-            writer.writerows(self._rows.values())
+            writer.writerows(rows.values())
 
 
 class TensorBoardLogger:
@@ -145,7 +151,7 @@ def open_loggers(conf: LoggerConf, folder: RunFolder) -> list[MetricsLogger]:
     """The logger of metrics.jsonl, and the one that ``logger=`` selects."""
     loggers: list[MetricsLogger] = [JsonLinesLogger(folder)]
     if conf.kind is LoggerKind.CSV:
-        loggers.append(CsvLogger(folder.path / "metrics.csv"))
+        loggers.append(CsvLogger(folder))
     if conf.kind is LoggerKind.TENSORBOARD:
         loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
     if conf.kind is LoggerKind.WANDB:

@@ -61,7 +61,7 @@ def plan_here(
     """
     if isinstance(conf.plan, MeasuredPlanConf):
         present = everyone.exchange_objects(mine)
-        stored = _of_rank_zero(partial(_stored, conf.plan, folder, present), everyone)
+        stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
         if isinstance(stored, Setting):
             return _planned(present, stored, conf.plan, everyone)
         setting = _measure(conf, mine, stored, folder=folder, env=env, device=device)
@@ -74,12 +74,13 @@ def plan_here(
 
 
 def _stored(
-    conf: MeasuredPlanConf, folder: RunFolder, present: Sequence[DeviceSpec]
+    conf: TrainConf, plan: MeasuredPlanConf, folder: RunFolder, present: Sequence[DeviceSpec]
 ) -> Setting | str:
     """What was measured of these devices, before the run or at a start of it; or why none."""
-    given = conf.setting()
+    given = plan.setting()
     settings = [] if given is None else [given]
-    settings += [Setting.load(each) for each in folder.measured_dirs()]
+    mine = folder.measured_dirs(_what_is_measured(conf, plan))
+    settings += [Setting.load(each) for each in mine]
     why = "nothing was measured yet"
     for setting in settings:
         try:
@@ -118,8 +119,18 @@ def _measure(
             on_progress=progress.show,
         )
     if env.rank == 0:
-        measured.save(folder.new_measured_dir())
+        measured.save(folder.new_measured_dir(_what_is_measured(conf, conf.plan)))
     return measured.setting
+
+
+def _what_is_measured(conf: TrainConf, plan: MeasuredPlanConf) -> str:
+    """What a profile depends on, besides devices."""
+    has_momentum = bool(getattr(conf.optim, "momentum", 0.0))
+    return (
+        f"{conf.model} {conf.data} {conf.precision.name} {conf.optim.kind.name} "
+        f"momentum={has_momentum} max_microbatch_size={plan.max_microbatch_size} "
+        f"torch={torch.__version__}"
+    )
 
 
 def _planned(

@@ -30,8 +30,9 @@ class RankEnv:
     store_host: str
     store_port: int
     is_store_hosted_by_agent: bool = False
-    is_restarted: bool = False
-    may_start_again: bool = False  # the launcher starts ranks again if one fails
+    is_restarted: bool = False  # by srun, which says so on all ranks
+    is_elastic: bool = False  # the launcher starts ranks again if one fails, or nodes join
+    may_start_again: bool = False  # and has not done so too often on this node
 
     @classmethod
     def from_environment(cls) -> Self | None:
@@ -48,7 +49,7 @@ class RankEnv:
                 store_port=int(environment.get("MASTER_PORT", "0")),
                 is_store_hosted_by_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE")
                 == "True",
-                is_restarted=num_restarts != 0,
+                is_elastic=max_restarts > 0,
                 may_start_again=num_restarts < max_restarts,
             )
         # A batch script also has the variables of a task, but only srun counts the tasks of
@@ -71,6 +72,14 @@ class RankEnv:
             store_port=int(environment.get("MASTER_PORT") or port),
             is_restarted=environment.get("SLURM_RESTART_COUNT", "0") != "0",
         )
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether what a run folder has may be of an earlier start of this same run.
+
+        The same on all ranks.  torchrun counts restarts by node, and none if a node joins.
+        """
+        return self.is_elastic or self.is_restarted
 
     def publish(self) -> None:
         """Set the variables that torch's ``init_process_group`` reads, as torchrun does."""
@@ -101,7 +110,7 @@ def new_stamp() -> str:
 
 
 def agree_on_stamp(env: RankEnv | None) -> str:
-    """The stamp of the rank that asked first, for all ranks; unchanged after a restart.
+    """The stamp of the rank that asked first, for all ranks.
 
     It uses the launcher's store, because every rank needs the name of the run folder before
     there is a process group.
@@ -118,5 +127,4 @@ def agree_on_stamp(env: RankEnv | None) -> str:
         multi_tenant=True,
     )
     _stores.append(store)
-    # Restarted ranks find the same store and so the same folder.
     return str(store.compare_set(STAMP_KEY, "", new_stamp()).decode())

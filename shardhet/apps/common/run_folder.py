@@ -95,25 +95,41 @@ class RunFolder:
         """The folder of the checkpoints, one per step."""
         return self.path / "checkpoints"
 
-    def measured_dirs(self) -> list[Path]:
-        """The folders of what was measured at starts of this run, oldest first."""
-        folder = self.path / "measured"
-        complete = [each.parent for each in folder.glob("*/profile_alone.json")]
-        return sorted(complete, key=lambda each: int(each.name))
+    def measured_dirs(self, subject: str) -> list[Path]:
+        """The folders of what was measured of ``subject`` by this run, oldest first."""
+        return [
+            path
+            for path in self._numbered_measured_dirs()
+            if (path / "profile_alone.json").exists()  # the last file that is written
+            and _text_of(path / "subject.txt") == subject
+        ]
 
-    def new_measured_dir(self) -> Path:
-        """A new one."""
-        number = 1 + max((int(each.name) for each in self.measured_dirs()), default=0)
-        return self.path / "measured" / str(number)
+    def new_measured_dir(self, subject: str) -> Path:
+        """A new one; ``subject`` says what is measured there, on which devices apart."""
+        number = 1 + max((int(each.name) for each in self._numbered_measured_dirs()), default=0)
+        path = self.path / "measured" / str(number)
+        path.mkdir(parents=True)
+        _write(path / "subject.txt", subject)
+        return path
+
+    def _numbered_measured_dirs(self) -> list[Path]:
+        found = [each for each in (self.path / "measured").glob("*") if each.name.isdigit()]
+        return sorted(found, key=lambda each: int(each.name))
 
     def identity(self) -> str:
-        """A name that no other run has; made on first use.  Rank zero alone calls it."""
+        """A name that no other run has; made on first use.  Rank zero alone calls it.
+
+        A folder that was copied is another run.
+        """
         path = self.path / "id"
-        if not path.exists():
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(f"{self.path.name}_{uuid4().hex[:12]}\n", encoding="utf-8")
-            unfinished.replace(path)
-        return path.read_text(encoding="utf-8").strip()
+        mine = str(self.path.stat().st_ino)
+        if path.exists():
+            name, _, inode = path.read_text(encoding="utf-8").strip().partition(" ")
+            if inode in ("", mine):
+                return name
+        name = f"{self.path.name}_{uuid4().hex[:12]}"
+        _write(path, f"{name} {mine}\n")
+        return name
 
     @property
     def end_notice_path(self) -> Path:
@@ -141,6 +157,10 @@ class RunFolder:
         """The path where a failing rank writes its ``Failure``."""
         return self.logs_dir / f"rank{rank}.failure.json"
 
+    def failure_before_path(self, rank: int) -> Path:
+        """The same, of the start of this run before the present one."""
+        return self.logs_dir / f"rank{rank}.failure_before.json"
+
     def check_unused(self, *, is_restart: bool) -> None:
         """Raise if another run has already written here."""
         if self.metrics_path.exists() and not is_restart:
@@ -159,6 +179,10 @@ class RunFolder:
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         for path in (self.end_notice_path, self.end_path):  # of the run that goes on
             path.unlink(missing_ok=True)
+        for path in self.logs_dir.glob("rank*.failure_before.json"):
+            path.unlink()
+        for path in self.logs_dir.glob("rank*.failure.json"):  # no cause of what comes now
+            path.replace(path.with_name(path.name.replace(".failure.", ".failure_before.")))
         save_resolved(cfg, self.config_path)
         _write_json(self.path / "config_sources.json", sources)
         _write_json(self.path / "run.json", describe_process())
@@ -180,9 +204,7 @@ class RunFolder:
         if keeps_them:
             with self.rolled_back_path.open("a", encoding="utf-8") as file:
                 file.writelines(line for line in lines if _step_of(line) > step)
-        unfinished = self.metrics_path.with_suffix(".unfinished")
-        unfinished.write_text("".join(kept), encoding="utf-8")
-        unfinished.replace(self.metrics_path)
+        _write(self.metrics_path, "".join(kept))
 
     def save_devices(self, devices: Sequence[DeviceSpec]) -> None:
         """Write the device found for each position of the plan."""
@@ -258,5 +280,16 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
+def _text_of(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
 def _write_json(path: Path, document: Any) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    _write(path, json.dumps(document, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing, whenever this process is killed."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)

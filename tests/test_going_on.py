@@ -1,0 +1,209 @@
+"""What a run finds in its folder when it starts again, and what it makes of it."""
+
+import csv
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from shardhet.apps.common.crash import Failure, read_failures
+from shardhet.apps.common.end_notice import EndNotice
+from shardhet.apps.common.leaving import End, agree_on_end
+from shardhet.apps.common.loggers import CsvLogger, JsonLinesLogger
+from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.worker import Run
+from shardhet.planner.present import positions_of
+from tests.programs import TORCHRUN, run
+from tests.test_elastic import there
+from tests.test_resume import NUM_STEPS, TEXT, UNEVEN, losses
+from tests.test_train import SMALL
+from tests.test_worker import configure, write_pages
+from tests.worlds import run_ranks
+
+
+def elastic_env(rank: int, world_size: int = 2) -> RankEnv:
+    return RankEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        store_host="localhost",
+        store_port=0,
+        is_elastic=True,
+        may_start_again=True,
+    )
+
+
+def train_until(rank: int, path: str, stop: int) -> int:
+    """One start of a run whose launcher starts it again; all ranks are gone after ``stop``.
+
+    Returns the step after which it went on.
+    """
+    folder = RunFolder(Path(path))
+    run = Run(folder.load_config(), folder, elastic_env(rank), torch.device("cpu"))
+    began = run.model.step
+    with run.begin(Console(quiet=True)) as display:
+        for step in range(began + 1, stop + 1):
+            run.take_step(step, display)
+    return began
+
+
+@pytest.mark.parametrize("replicas", [(), ("replicas.every=1", "checkpoint.every=0")])
+def test_a_run_that_began_at_a_path_goes_on_from_what_it_has_itself(
+    replicas: tuple[str, ...], tmp_path: Path
+) -> None:
+    keys = (*TEXT, *UNEVEN, f"data.path={write_pages(tmp_path / 'text')}")
+    first = configure(tmp_path / "first", *keys)
+    assert run_ranks(train_until, 2, first, 2) == [0, 0]
+    resume = f"resume={first}/checkpoints"
+    replicas += (f"replicas.folder={tmp_path}/node",) if replicas else ()
+    path = configure(tmp_path / "second", *keys, *replicas, resume)
+    assert run_ranks(train_until, 2, path, 5) == [2, 2]
+    last = 5 if replicas else 4  # that was kept
+    assert run_ranks(train_until, 2, path, NUM_STEPS) == [last, last]
+    assert list(losses(tmp_path / "second")) == list(range(3, NUM_STEPS + 1))
+
+
+def test_without_resume_a_launcher_that_starts_again_goes_on(tmp_path: Path) -> None:
+    keys = (*TEXT, *UNEVEN, f"data.path={write_pages(tmp_path / 'text')}")
+    path = configure(tmp_path / "run", *keys)
+    assert run_ranks(train_until, 2, path, 3) == [0, 0]
+    assert run_ranks(train_until, 2, path, NUM_STEPS) == [2, 2]
+    assert list(losses(tmp_path / "run")) == list(range(1, NUM_STEPS + 1))
+
+
+class _Model:
+    """Exchanges with ranks that say what they are given."""
+
+    def __init__(self, *others: tuple[int, str | None, bool, bool]) -> None:
+        self._others = others
+
+    def exchange_objects(self, mine: Any) -> list[Any]:
+        return [mine, *self._others]
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "goes_on"),
+    [
+        (None, [(1, "SIGTERM", False, True)], True),
+        (None, [(1, "SIGTERM", False, False)], True),  # it need not be started again
+        ("SIGTERM", [(1, None, False, True)], True),
+        ("SIGTERM", [(1, None, False, False)], False),  # its agent has started it too often
+        ("SIGTERM", [(1, None, False, True), (2, None, False, False)], False),
+        (None, [(1, "end_notice exists", True, True)], False),  # for the whole run
+        ("SIGTERM", [(1, "SIGTERM", False, True)], False),  # nobody is left
+        (None, [(1, None, False, True)], False),
+    ],
+)
+def test_all_ranks_decide_alike_whether_the_run_goes_on(
+    mine: str | None, others: list[Any], goes_on: bool, tmp_path: Path
+) -> None:
+    rows = [(0, mine, False, True), *others]
+    found = set()
+    for i, (rank, reason, ends_run, may_start) in enumerate(rows):
+        file = tmp_path / f"end_notice_{i}"
+        if ends_run:
+            file.touch()
+        notice = EndNotice(lambda: None, of_run=file)
+        notice.reason = reason
+        model: Any = _Model(*rows[:i], *rows[i + 1 :])
+        env = replace(elastic_env(rank), may_start_again=may_start)
+        found.add(agree_on_end(model, notice, env, is_complete=False))
+        assert not agree_on_end(model, notice, env, is_complete=True).goes_on
+    told = tuple(f"rank {rank}: {reason}" for rank, reason, _, _ in rows if reason)
+    assert found == {End(asked_by=told, goes_on=goes_on)}
+
+
+def test_a_copied_folder_is_another_run(tmp_path: Path) -> None:
+    one, other = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "other")
+    one.path.mkdir()
+    name = one.identity()
+    assert one.identity() == name
+    shutil.copytree(one.path, other.path)
+    assert other.identity() not in (name, "")
+    assert one.identity() == name
+    moved = RunFolder(tmp_path / "moved")
+    one.path.rename(moved.path)
+    assert moved.identity() == name
+
+
+def test_what_was_measured_of_something_else_is_not_found(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "measured" / "old").mkdir(parents=True)
+    (tmp_path / "measured" / "old" / "profile_alone.json").touch()
+    assert folder.measured_dirs("a") == []
+    for subject in "aba":
+        path = folder.new_measured_dir(subject)
+        assert path not in folder.measured_dirs(subject)  # not yet whole
+        (path / "profile_alone.json").touch()
+    assert [each.name for each in folder.measured_dirs("a")] == ["1", "3"]
+    assert [each.name for each in folder.measured_dirs("b")] == ["2"]
+
+
+def test_a_failure_of_the_start_before_is_no_cause_but_tells_a_repetition(
+    tmp_path: Path,
+) -> None:
+    folder, cfg = RunFolder(tmp_path), OmegaConf.create({"seed": 1})
+    failure = Failure(
+        rank=1,
+        device="cpu",
+        exception="KeyError: 17",
+        place="a.py:1",
+        at_s=1.0,
+        is_consequence=False,
+        step=3,
+    )
+    assert not failure.is_repeated(folder)
+    failure.save(folder)
+    folder.begin(cfg, {})
+    assert read_failures(folder) == []
+    assert replace(failure, at_s=2.0).is_repeated(folder)
+    assert not replace(failure, step=4).is_repeated(folder)
+    assert not replace(failure, rank=0).is_repeated(folder)
+    assert not replace(failure, is_consequence=True).is_repeated(folder)
+    folder.begin(cfg, {})
+    assert not failure.is_repeated(folder)
+
+
+def test_the_spreadsheet_has_the_steps_of_earlier_starts(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        lines, table = JsonLinesLogger(folder), CsvLogger(folder)
+        for each in (lines, table):
+            each.log(step, {"loss": 1.0 / step})
+            each.log(step, {f"seconds_{step}": 1.0})
+        lines.close()
+        table.close()
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["loss"]) for row in rows] == [("1", "1.0"), ("2", "0.5")]
+    assert rows[0]["seconds_2"] == ""
+
+
+def test_a_folder_that_is_named_by_the_time_is_refused_once_if_ranks_start_again(
+    tmp_path: Path,
+) -> None:
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    # Cold, because the parent of a rank has to be torchrun's agent, which it ends.
+    done = run([*torchrun, "-m", "shardhet.apps.train", *SMALL], tmp_path, is_cold=True)
+    assert done.returncode != 0
+    said = done.stderr.count("\nhydra.run.dir: it is not given")
+    assert 1 <= said <= 2, done.stderr  # by each rank, and not again
+    assert not list(tmp_path.glob("outputs/**/metrics.jsonl"))
+
+
+def test_the_device_with_most_memory_chooses_first() -> None:
+    small, large = (
+        replace(each, memory_capacity_bytes=size)
+        for each, size in zip(there("s@a", "s@b"), (2**34, 2**36), strict=True)
+    )
+    measured: Any = SimpleNamespace(devices=(small, large))
+    elsewhere = [replace(large, host="x"), replace(small, host="y")]
+    assert positions_of(elsewhere, measured) == (1, 0)
+    assert positions_of(elsewhere[::-1], measured) == (0, 1)
