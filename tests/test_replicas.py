@@ -14,7 +14,10 @@ import torch
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas
 from shardhet.checkpoint import files as checkpoint_files
 from shardhet.checkpoint import replicas as replicas_module
+from shardhet.checkpoint.replica_copying import Copying
 from shardhet.checkpoint.replica_source import Version, choose, versions_in
+from shardhet.checkpoint.writing import Report
+from shardhet.comm.liveness import watch_ranks
 from shardhet.records.nodes import Nodes, keepers
 from tests.checkpoint_cases import (
     OPTIMIZERS,
@@ -28,6 +31,7 @@ from tests.checkpoint_cases import (
 )
 from tests.checkpoint_cases import Odd as Model
 from tests.programs import start
+from tests.test_stillness import stop_here
 from tests.test_train import free_port
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -359,3 +363,33 @@ def test_a_rank_that_raises_while_copies_are_sent_ends_with_its_own_status(
     assert [program.returncode for program in programs] == [1, 1], errors
     assert "KeyError: 'sample 17'" in errors[1]
     assert "terminate called" not in errors[1]
+
+
+def stop_while_copies_are_sent(rank: int, root: str) -> None:
+    watch_ranks(hang_timeout_s=2.0)
+    model = wrap(model_of(1), draw_plan(random.Random(0), 3))
+    optimizer = make_optimizer(model, "adamw")
+    train(model, optimizer, range(1))
+    replicas = Replicas(folder_of(root, rank))
+    if rank == 1:
+        write = Copying._write
+
+        def stop_and_write(copying: Copying) -> Report:
+            stop_here(for_s=25.0)
+            return write(copying)
+
+        Copying._write = stop_and_write  # type: ignore[method-assign]
+    replicas.save(model, optimizer)
+    replicas.wait(model)
+
+
+def test_a_rank_that_is_stopped_while_it_writes_is_named_by_those_that_wait(
+    tmp_path: Path,
+) -> None:
+    outcomes = run_ranks_expecting_failure(
+        stop_while_copies_are_sent, 3, str(tmp_path), within_s=40.0
+    )
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "rank 1 (cpu" in outcome.message, outcome
+        assert "has given no sign of life" in outcome.message
+        assert outcome.duration_s < 20.0  # before it is killed

@@ -59,9 +59,9 @@ class Case:
         time.sleep(0.7 * TIMEOUT_S)
 
 
-def stop_here() -> None:
+def stop_here(*, for_s: float = STOPPED_FOR_S) -> None:
     """SIGSTOP; another process ends this one, after its peers must have noticed."""
-    kill = f"sleep {STOPPED_FOR_S}; kill -9 {os.getpid()}"
+    kill = f"sleep {for_s}; kill -9 {os.getpid()}"
     subprocess.Popen(["sh", "-c", kill])
     os.kill(os.getpid(), signal.SIGSTOP)
 

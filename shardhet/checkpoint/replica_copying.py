@@ -16,7 +16,7 @@ from shardhet.checkpoint.ranks import Ranks
 from shardhet.checkpoint.threads import Thread
 from shardhet.checkpoint.transfer import Stream, all_to_all_bytes
 from shardhet.checkpoint.writing import Report, write_rank_file
-from shardhet.comm.channel import Channel
+from shardhet.comm.channel import Channel, join
 from shardhet.comm.groups import break_connections
 
 
@@ -57,7 +57,7 @@ class Copying:
 
     def join(self) -> None:
         """Wait until the thread has ended."""
-        self._thread.join()
+        join(self._thread)
 
     def _run(self) -> None:
         try:

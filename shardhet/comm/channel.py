@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Self
 from weakref import ref
 
@@ -40,6 +41,15 @@ COLLECTIVE_CALLS = (
     "checkpoint.load",
     "redistribute",
 )
+
+
+def join(thread: Thread) -> None:
+    """Wait for a thread of this process that exchanges with other ranks.
+
+    The watch over ranks sees by this function that the caller waits for others.
+    """
+    thread.join()
+
 
 # All records that keep process groups alive (see groups.py).
 holders: list["ref[Any]"] = []

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -138,7 +138,12 @@ def side_channel(channel: Channel) -> Channel:
             backend="gloo",
             use_local_synchronization=True,
         )
-    return Channel(new, channel.rank_by_position, channel.position)
+    made = Channel(new, channel.rank_by_position, channel.position)
+    _side_channels.add(made)
+    return made
+
+
+_side_channels: WeakSet[Channel] = WeakSet()
 
 
 @contextmanager
@@ -188,6 +193,8 @@ def break_all_connections() -> None:
     for made in list(_made_by_group.values()):
         for gather, reduce, control, transports in list(made.values()):
             Communicators(gather, reduce, control, transports).break_connections()
+    for channel in list(_side_channels):
+        break_connections(channel)
     if dist.group.WORLD is not None:
         _break(dist.group.WORLD)
 
