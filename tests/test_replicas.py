@@ -393,3 +393,36 @@ def test_a_rank_that_is_stopped_while_it_writes_is_named_by_those_that_wait(
         assert "rank 1 (cpu" in outcome.message, outcome
         assert "has given no sign of life" in outcome.message
         assert outcome.duration_s < 20.0  # before it is killed
+
+
+@pytest.mark.parametrize(
+    ("is_in_memory", "has_version", "room", "fits"),
+    [
+        (False, True, 30, True),
+        (False, True, 29, False),
+        (False, False, 60, True),
+        (False, False, 59, False),
+        (True, True, 50, True),  # the copies of 20 are in memory, too, until they are written
+        (True, True, 49, False),
+    ],
+)
+def test_room_for_all_versions_and_copies(
+    is_in_memory: bool, has_version: bool, room: int, fits: bool
+) -> None:
+    offers = [
+        replicas_module.Offer(
+            node=f"host boot {node}",
+            num_bytes=num_bytes,
+            free_bytes=room,
+            is_in_memory=is_in_memory,
+            has_version=has_version,
+            is_writer=node == 0,
+        )
+        for node, num_bytes in enumerate((20, 10))
+    ]
+    nodes = Nodes.of([offer.node for offer in offers])
+    if fits:
+        assert replicas_module._check_room(offers, nodes, [1, 0]) == (30, 30)
+        return
+    with pytest.raises(CheckpointError, match=r"has room for"):
+        replicas_module._check_room(offers, nodes, [1, 0])

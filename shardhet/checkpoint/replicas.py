@@ -66,6 +66,7 @@ class Offer:
     node: str
     num_bytes: int  # of its rows
     free_bytes: int
+    is_in_memory: bool  # as the copies are from which the files are written
     has_version: bool  # a complete one, which stays until the new one is complete
     is_writer: bool
 
@@ -243,6 +244,7 @@ class Replicas:
             node=node_name(self.folder),
             num_bytes=held.num_bytes,
             free_bytes=_free_bytes(self.folder),
+            is_in_memory=self.folder.is_relative_to(_IN_MEMORY),
             has_version=bool(self._steps()),
             is_writer=ranks.is_writer,
         )
@@ -279,14 +281,17 @@ def _check_room(
         for position in {i} if keeper is None else {i, keeper}:
             needed[nodes.node_by_position[position]] += offer.num_bytes
     for node, num_bytes in enumerate(needed):
-        offer = offers[nodes.positions(node)[0]]
+        members = [offers[position] for position in nodes.positions(node)]
+        offer = members[0]
         versions = 1 if offer.has_version else 2
-        if num_bytes * versions > offer.free_bytes:
+        copied = sum(each.num_bytes for each in members if each.is_in_memory)
+        if num_bytes * versions + copied > offer.free_bytes:
             host, _, folder = offer.node.split(" ", 2)
+            while_written = f", and {_mib(copied)} while they are written" if copied else ""
             raise CheckpointError(
                 f"replicas: {folder} on {host} has room for {_mib(offer.free_bytes)} but "
-                f"{versions} of {_mib(num_bytes)} would be there. Name a folder on a local "
-                "disk (replicas.folder), or keep none (replicas.every=0)."
+                f"{versions} of {_mib(num_bytes)} would be there{while_written}. Name a folder "
+                "on a local disk (replicas.folder), or keep none (replicas.every=0)."
             )
     return tuple(needed)
 
