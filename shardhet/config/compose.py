@@ -21,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardhet.config.checks import ConfigError
@@ -36,7 +36,7 @@ from shardhet.config.models import (
     VitConf,
 )
 from shardhet.config.pretrained import HfConf
-from shardhet.config.train import TrainConf
+from shardhet.config.train import Precision, TrainConf
 from shardhet.config.training import (
     AdamWConf,
     ByHandPlanConf,
@@ -310,7 +310,7 @@ def _check_can_be_folder(key: str, name: str) -> None:
 
 
 def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:
-    """For each override whose key does not exist, the keys that exist in its place.
+    """For each override whose key or value does not exist, those that exist in its place.
 
     Composes again with the choices of groups alone, so call it only after a failure.
     """
@@ -329,9 +329,31 @@ def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]
             cfg = compose(config_name, choices)
         except (HydraException, OmegaConfBaseException):
             return []
-    keys = [each.key_or_group for each in parsed if each.input_line not in choices]
-    unknown = [_unknown_part(cfg, key) for key in keys if not key.startswith("hydra")]
-    return [hint for hint in unknown if hint]
+    others = [each for each in parsed if each.input_line not in choices]
+    own = [each for each in others if not each.key_or_group.startswith("hydra")]
+    found = [_unknown_part(cfg, each.key_or_group) for each in own]
+    found += [_unknown_name(cfg, each.key_or_group, each.value()) for each in own]
+    return [hint for hint in found if hint]
+
+
+def _unknown_name(cfg: DictConfig, dotted: str, value: Any) -> str:
+    """What a key takes that takes one of some names, if ``value`` is none of them."""
+    where, _, key = dotted.rpartition(".")
+    parent = OmegaConf.select(cfg, where) if where else cfg
+    node = parent._get_node(key) if isinstance(parent, DictConfig) else None
+    if not isinstance(node, EnumNode) or not isinstance(value, str):
+        return ""
+    names = list(node.enum_type.__members__)
+    if value in names:
+        return ""
+    near = f" (did you mean {value.upper()!r}?)" if value.upper() in names else ""
+    said = f"{dotted}: {value!r} is none of {', '.join(names)}{near}."
+    if node.enum_type is Precision and value.upper() == "FP16":
+        said += (
+            " In float16 the loss must be scaled, which shardhet train does not do. Take BF16, "
+            "or FP32 on cards without it, as V100 and T4."
+        )
+    return said
 
 
 def _unknown_part(cfg: DictConfig, dotted: str) -> str:
