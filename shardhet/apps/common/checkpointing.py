@@ -50,6 +50,7 @@ class RunCheckpoints:
             schedule=repr(conf.lr_scheduler.to_record(conf.num_steps)),
         )
         self._last_saved: int | None = None
+        self._waited_s = 0.0  # for the last replica, in this step
         self._replicas = self._open_replicas() if conf.replicas.every else None
         self._checkpoints = Checkpoints(
             folder.checkpoints_dir,
@@ -105,6 +106,16 @@ class RunCheckpoints:
         extra = load(model, optimizer, path)
         return Resumed(path=Path(path), step=model.step, extra=extra)
 
+    def before_record(self, step: int) -> None:
+        """Wait for the last replica if it is time for the next one.
+
+        So a step that was recorded is on two nodes, unless it is the last one.
+        """
+        if self._replicas is not None and step % self._conf.replicas.every == 0:
+            started_s = time.perf_counter()
+            self._replicas.wait(self._model)
+            self._waited_s = time.perf_counter() - started_s
+
     def after_step(self, step: int) -> dict[str, float]:
         """Write what it is time for; the seconds that the step waited for it, by name."""
         seconds: dict[str, float] = {}
@@ -112,7 +123,7 @@ class RunCheckpoints:
         if replicas is not None and step % self._conf.replicas.every == 0:
             started_s = time.perf_counter()
             replicas.save(self._model, self._optimizer, extra=self._extra(step))
-            seconds["replica_s"] = time.perf_counter() - started_s
+            seconds["replica_s"] = self._waited_s + time.perf_counter() - started_s
         if every and (step % every == 0 or step == self._conf.num_steps):
             started_s = time.perf_counter()
             self.save(step)

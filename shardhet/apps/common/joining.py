@@ -29,6 +29,7 @@ from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.training.emulation import cores_for, stay_on
 
 logger = logging.getLogger(__name__)
+MAY_HEAL = (OSError, dist.DistError)  # a network or a disk may be back at the next start
 
 
 @contextmanager
@@ -151,7 +152,8 @@ def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[No
     except Exception as error:
         logger.exception("rank %d failed", env.rank)
         failure = Failure.of(error, rank=env.rank, device=device)
-        is_repeated = env.may_start_again and failure.is_repeated(folder)
+        may_heal = isinstance(error, MAY_HEAL)
+        is_repeated = env.may_start_again and not may_heal and failure.is_repeated(folder)
         failure.save(folder)
         if is_repeated:
             text = "it failed in the same way when it last started: this node does not go on"

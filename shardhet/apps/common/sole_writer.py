@@ -16,8 +16,9 @@ from contextlib import contextmanager
 
 from shardhet.apps.common.run_folder import RunFolder
 
-# For ranks of the same run that are still saving, as torchrun lets them for 30 s.
-PATIENCE_S = 35.0
+# For ranks of the same run that are still saving, as torchrun lets them for 30 s, and for a
+# server of files to let go of a node that is lost (NFSv4: 90 s).
+PATIENCE_S = 120.0
 SECONDS_BETWEEN_TRIES = 0.2
 HELD = (errno.EACCES, errno.EAGAIN)
 
