@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from shardhet.apps.common import joining
 from shardhet.apps.common.crash import Failure, read_failures
 from shardhet.apps.common.end_notice import EndNotice
 from shardhet.apps.common.leaving import End, agree_on_end
@@ -207,3 +208,18 @@ def test_the_device_with_most_memory_chooses_first() -> None:
     elsewhere = [replace(large, host="x"), replace(small, host="y")]
     assert positions_of(elsewhere, measured) == (1, 0)
     assert positions_of(elsewhere[::-1], measured) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(KeyError("17"), True), (OSError("no net"), False)]
+)
+def test_what_fails_twice_in_the_same_way_ends_its_node_unless_it_may_heal(
+    error: Exception, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(joining, "end_agent", lambda: ended.append(True))
+    folder = RunFolder(tmp_path)
+    for num_failures in (1, 2):
+        with pytest.raises(type(error)), joining._report_failure(folder, elastic_env(0), "cpu"):
+            raise error
+        assert ended == ([True] if ends and num_failures == 2 else [])
