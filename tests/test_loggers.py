@@ -17,7 +17,7 @@ from shardhet.config.training import LoggerConf, LoggerKind
 
 
 def log_two_steps(kind: LoggerKind, folder: RunFolder) -> None:
-    loggers = open_loggers(LoggerConf(kind=kind), folder)
+    loggers = open_loggers(LoggerConf(kind=kind), folder, first_step=1)
     log_all(loggers, 1, {"loss": 2.5, "lr": 0.1})
     log_all(loggers, 1, {"held_out_loss": 3.0})
     log_all(loggers, 2, {"loss": None, "lr": 0.2})
@@ -74,6 +74,8 @@ def test_wandb_is_told_every_number_and_stays_offline(
     assert calls[0] == {
         "project": "shardhet",
         "name": tmp_path.name,
+        "id": RunFolder(tmp_path).identity().rpartition("_")[2],
+        "resume": "allow",
         "dir": str(tmp_path),
         "config": {"num_steps": 2},
         "mode": "offline",
@@ -85,7 +87,7 @@ def test_wandb_is_told_every_number_and_stays_offline(
 
 def log_and_roll_back(kind: LoggerKind, folder: RunFolder) -> None:
     """Steps 1 to 4, of which 3 and 4 are taken again."""
-    loggers = open_loggers(LoggerConf(kind=kind), folder)
+    loggers = open_loggers(LoggerConf(kind=kind), folder, first_step=1)
     for step in range(1, 5):
         log_all(loggers, step, {"loss": float(step)})
     for each in loggers:
@@ -116,6 +118,24 @@ def test_tensorboard_hides_steps_that_were_rolled_back(tmp_path: Path) -> None:
     events.Reload()
     found = [(e.step, e.value) for e in events.Scalars("loss")]
     assert found == [(1, 1.0), (2, 2.0), (3, -3.0), (4, -4.0), (5, -5.0)]
+
+
+def test_tensorboard_hides_steps_that_a_later_start_takes_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, sign in ((1, 1.0), (3, -1.0)):
+        conf = LoggerConf(kind=LoggerKind.TENSORBOARD)
+        loggers = open_loggers(conf, RunFolder(tmp_path), first_step=first)
+        for step in range(first, 5):
+            log_all(loggers, step, {"loss": sign * step})
+        for each in loggers:
+            each.close()
+        time.sleep(1.1)  # the names of its files have seconds
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert found == [(1, 1.0), (2, 2.0), (3, -3.0), (4, -4.0)]
 
 
 def test_a_real_wandb_run_lies_in_the_run_folder(tmp_path: Path) -> None:

@@ -206,7 +206,9 @@ class Run:
         if self.is_rank_zero:
             self._model.plan.save(self._folder.plan_path)
             self._folder.save_devices(self._devices)
-            self._loggers = open_loggers(self._conf.logger, self._folder)
+            self._loggers = open_loggers(
+                self._conf.logger, self._folder, first_step=self._model.step + 1
+            )
         show_start(console, self._conf, self._task, self._model, self._resumed)
         if self._conf.compile:
             said = say_who_compiles(self._model, self._why_eager, self._folder)

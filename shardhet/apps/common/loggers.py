@@ -82,9 +82,9 @@ class CsvLogger:
 class TensorBoardLogger:
     """Writes event files for ``tensorboard --logdir``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, first_step: int) -> None:
         self._folder = folder
-        self._writer = self._open(None)
+        self._writer = self._open(None if first_step == 1 else first_step)
 
     def _open(self, purge_step: int | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
@@ -117,6 +117,8 @@ class WandbLogger:
         self._run = wandb.init(
             project=conf.project,
             name=folder.path.name,
+            id=folder.identity().rpartition("_")[2],  # a run that goes on is one run there, too
+            resume="allow",
             dir=str(folder.path),
             config=folder.config_values(),
             mode="offline" if conf.is_offline else "online",
@@ -147,13 +149,18 @@ def check_logger(conf: LoggerConf) -> None:
         ) from None
 
 
-def open_loggers(conf: LoggerConf, folder: RunFolder) -> list[MetricsLogger]:
-    """The logger of metrics.jsonl, and the one that ``logger=`` selects."""
+def open_loggers(
+    conf: LoggerConf, folder: RunFolder, *, first_step: int
+) -> list[MetricsLogger]:
+    """The logger of metrics.jsonl, and the one that ``logger=`` selects.
+
+    ``first_step`` is the first that this start takes; later ones of earlier starts are void.
+    """
     loggers: list[MetricsLogger] = [JsonLinesLogger(folder)]
     if conf.kind is LoggerKind.CSV:
         loggers.append(CsvLogger(folder))
     if conf.kind is LoggerKind.TENSORBOARD:
-        loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
+        loggers.append(TensorBoardLogger(folder.path / "tensorboard", first_step=first_step))
     if conf.kind is LoggerKind.WANDB:
         loggers.append(WandbLogger(folder, conf))
     return loggers
