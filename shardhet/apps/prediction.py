@@ -32,19 +32,7 @@ class Prediction:
 
         Raises ``ValueError`` if the setting is of another model or of other devices.
         """
-        workload, world_size = setting.workload, setting.cluster.world_size
-        planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
-        measured = {
-            unit.fqn: numel
-            for unit in workload.units
-            if (numel := workload.kind_of(unit).numel)
-        }
-        if planned != measured or plan.world_size != world_size:
-            raise ValueError(
-                f"plan.measured: it is of {world_size} devices and a model of "
-                f"{len(measured)} units, the plan of {plan.world_size} and {len(planned)}, or "
-                "their sizes differ. Measure this model on this cluster."
-            )
+        setting.check_plan(plan, name="plan.measured")
         return cls.in_setting(plan, setting)
 
     @classmethod

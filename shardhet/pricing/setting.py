@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
 
@@ -31,6 +32,23 @@ class Setting:
             Workload.load(path / WORKLOAD_FILE),
             Profile.load(path / PROFILE_FILE),
         )
+
+    def check_plan(self, plan: Plan, *, name: str) -> None:
+        """Raise ``ValueError`` unless ``plan`` is for this model on as many devices.
+
+        ``name`` is what the reader calls the setting.  A plan that was written by hand does not
+        say which model it is for, and is refused.
+        """
+        planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
+        numels = {unit.fqn: self.workload.kind_of(unit).numel for unit in self.workload.units}
+        measured = {fqn: numel for fqn, numel in numels.items() if numel}
+        world_size = self.cluster.world_size
+        if planned != measured or plan.world_size != world_size:
+            raise ValueError(
+                f"{name}: it is of {world_size} devices and a model of {len(measured)} units, "
+                f"the plan of {plan.world_size} and {len(planned)}, or their sizes differ. "
+                "Measure this model on this cluster, and plan with that."
+            )
 
     def save(self, folder: str | Path) -> None:
         """Write the three files; the folder is created if it does not exist."""

@@ -129,7 +129,7 @@ class Rebalancer:
         self._replans = replans
         self._demands = demands or Demands()
         self._slowness: dict[int, float] = {}  # by position, found so far
-        _check(model.plan, setting)
+        setting.check_plan(model.plan, name="setting")
         self._expected_s = self._of_rank_zero(compute_seconds(model.plan, setting))
         self._num_steps = -NUM_WARM_UP_STEPS
         self._events: list[Observed] = []  # of the step in progress
@@ -276,14 +276,3 @@ def _beyond(slowness: Sequence[float | None]) -> tuple[tuple[int, ...], tuple[in
     known = [(i, each) for i, each in enumerate(slowness) if each is not None]
     slow = tuple(i for i, each in known if each >= SLOW)
     return slow, tuple(i for i, each in known if each <= 1 / SLOW)
-
-
-def _check(plan: Plan, setting: Setting) -> None:
-    planned = sum(unit.numel for unit in plan.units)
-    measured = setting.workload.numel
-    if plan.world_size != setting.cluster.world_size or planned != measured:
-        raise ValueError(
-            f"setting: it is of {setting.cluster.world_size} devices and a model of "
-            f"{measured} parameters, but the plan is of {plan.world_size} and {planned}. "
-            "Measure this model on this cluster."
-        )
