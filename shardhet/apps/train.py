@@ -46,13 +46,14 @@ def _train(cfg: DictConfig) -> None:
     cfg.run_dir = context.runtime.output_dir
     folder = RunFolder(Path(cfg.run_dir))
     try:
-        if env is not None and env.is_elastic and not is_named:
-            raise ConfigError(
-                "hydra.run.dir: it is not given, but this torchrun starts ranks again, which "
-                "would begin anew in a folder of another name. Add hydra.run.dir=FOLDER, the "
-                "same on all nodes, or --max-restarts=0."
-            )
         may_go_on = env is not None and env.may_go_on
+        if may_go_on and not is_named:
+            raise ConfigError(
+                "hydra.run.dir: it is not given, but this run is started again where it fails "
+                "(torchrun --max-restarts, or a job that Slurm has requeued), and would begin "
+                "anew in a folder of another name. Add hydra.run.dir=FOLDER, the same on all "
+                "nodes."
+            )
         folder.check_unused(is_restart=may_go_on or cfg.resume == AUTO)
         conf = to_conf(cfg)
         world_size = checked_world_size(
