@@ -167,3 +167,15 @@ def test_devices_that_can_do_nothing_else_are_left_out() -> None:
     found = search(problem)
     assert found.value.objective_s == 4.0
     assert [(each.group, each.count) for each in found.choices] == [(0, 2), (1, 1)]
+
+
+def test_a_limit_of_no_time_for_the_optimizer_leaves_room_where_it_takes_none() -> None:
+    room = np.array([3.0, 3.0])
+    free, paid = (
+        Group(1, np.array([0, 1]), np.array([[0.0, 9.0]]), room, seconds)
+        for seconds in (0.0, 2.0)
+    )
+    problem = Problem((free.sorted()[0], paid.sorted()[0]), 2, 1.0)
+    for optimizer_s, expected in ((0.0, [3.0, 0.0]), (2.0, [3.0, 1.0]), (np.inf, [3.0, 3.0])):
+        found = problem.room_within(Limits(phases_s=(9.0,), optimizer_s=optimizer_s))
+        assert found[:, 0].tolist() == expected

@@ -191,7 +191,9 @@ class Problem:
         """[G, C] room that the optimizer can update within its limit."""
         if limits.optimizer_s == inf or not self.counts_optimizer:
             return self.room
-        caps = self.numel_per_optimizer_s * limits.optimizer_s
+        rates = self.numel_per_optimizer_s
+        caps = np.full(len(rates), inf)  # of groups whose optimizer takes no time
+        np.multiply(rates, limits.optimizer_s, out=caps, where=np.isfinite(rates))
         return np.minimum(self.room, caps[:, None])
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
