@@ -35,11 +35,12 @@ def test_the_users_own_folder_is_found(flag: str, tmp_path: Path) -> None:
 
 
 def test_torchrun_is_told_what_is_wrong_with_a_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     error = ConfigError("seed: -1 but it must be at least 0.")
-    assert "Nothing was started" in str(refuse(error, None))
+    assert refuse(error, None).code == 1
+    assert capsys.readouterr().err == f"{error}\nNothing was started.\n"
     assert not list(tmp_path.iterdir())
     refuse(error, ENV)
     told = json.loads((tmp_path / "error.json").read_text())["message"]

@@ -340,7 +340,9 @@ def _unknown_name(cfg: DictConfig, dotted: str, value: Any) -> str:
     """What a key takes that takes one of some names, if ``value`` is none of them."""
     where, _, key = dotted.rpartition(".")
     parent = OmegaConf.select(cfg, where) if where else cfg
-    node = parent._get_node(key) if isinstance(parent, DictConfig) else None
+    if not isinstance(parent, DictConfig) or key not in list(parent):
+        return ""
+    node = parent._get_node(key)
     if not isinstance(node, EnumNode) or not isinstance(value, str):
         return ""
     names = list(node.enum_type.__members__)

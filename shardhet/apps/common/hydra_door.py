@@ -24,6 +24,10 @@ from shardhet.config.checks import ConfigError
 from shardhet.config.compose import check_choices, hints, searching_first
 
 
+class _Refused(SystemExit):
+    """The end of a command that has said why."""
+
+
 def enter(
     application: Callable[[], None],
     *,
@@ -48,7 +52,7 @@ def enter(
                 show_help(overrides, own_dir)
             else:
                 application()
-        except RunFailedExit:
+        except (RunFailedExit, _Refused):
             raise
         except ConfigError as error:
             raise _refusal([str(error)], env) from None
@@ -63,9 +67,7 @@ def enter(
 
 def _refusal(lines: Sequence[str], env: RankEnv | None) -> SystemExit:
     if lines:
-        text = "\n".join(lines)
-        _tell_torchrun(ConfigError(text), env)
-        Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+        _say(ConfigError("\n".join(lines)), "", env)
     return SystemExit(1)
 
 
@@ -84,20 +86,27 @@ def launched_environment(command: str) -> RankEnv | None:
 
 
 def refuse(error: ConfigError, env: RankEnv | None) -> SystemExit:
-    """The SystemExit for a configuration that cannot be run."""
-    _tell_torchrun(error, env)
-    return SystemExit(f"{error}\nNothing was started.")
+    """The SystemExit for a configuration that cannot be run, which it says."""
+    _say(error, "\nNothing was started.", env)
+    return _Refused(1)
 
 
-def _tell_torchrun(error: ConfigError, env: RankEnv | None) -> None:
-    """Record the error for torchrun's own report, which is the last thing shown."""
-    if env is not None:
-        try:
-            raise error  # the report has a traceback, whose last line is the message
-        except ConfigError:
-            get_error_handler().record_exception(error)
-        if env.may_start_again and env.local_rank == 0:  # the next start would end as this one
-            end_agent()
+def _say(error: ConfigError, what_follows: str, env: RankEnv | None) -> None:
+    """Print the error; under torchrun it is recorded for its report, too.
+
+    An agent that would start this rank again is ended: the next start would end as this one.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"{error}{what_follows}", markup=False)
+    if env is None:
+        return
+    try:
+        raise error  # the report has a traceback, whose last line is the message
+    except ConfigError:
+        get_error_handler().record_exception(error)
+    if env.may_start_again and env.local_rank == 0:
+        sys.stderr.flush()
+        end_agent()
 
 
 def own_config_dir(arguments: Sequence[str]) -> Path | None:
