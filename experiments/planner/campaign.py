@@ -1,6 +1,8 @@
 """Whole plans against exhaustive search, on random and on adversarial small clusters.
 
-    python -m experiments.planner.campaign --first 3000
+    python -m experiments.planner.campaign --first 3000 --processes 2
+
+What is in campaign.csv already is not run again; remove the file to begin anew.
 
 Two or three devices, a model of three units, batches of up to six.  Every instance draws from:
 curves that are noisy, have plateaus or fall; collectives that are slower with uneven shares;
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.common.results import write_csv
+from experiments.common.results import read_csv, write_csv
 from shardhet.planner import Demands, DeviceLimits, PlanError, solve
 from shardhet.planner.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
@@ -274,15 +276,20 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=np.inf, help="stop after this time")
     conf = parser.parse_args()
-    started_s, rows = time.monotonic(), []
+    started_s, path = time.monotonic(), HERE / "campaign.csv"
+    rows = read_csv(path, Row) if path.exists() else []
+    todo = sorted(set(range(conf.first)) - {row.seed for row in rows})
     with Pool(conf.processes) as pool:
-        for row in pool.imap(row_of, range(conf.first), chunksize=10):
+        for row in pool.imap(row_of, todo, chunksize=10):
             rows.append(row)
             if row.is_wrong:
                 print(f"bound above a plan: {row}", flush=True)
+            if len(rows) % 100 == 0:
+                print(f"{len(rows)} of {conf.first}", flush=True)
+                write_csv(path, rows)
             if time.monotonic() - started_s > conf.seconds:
                 break
-    write_csv(HERE / "campaign.csv", rows)
+    write_csv(path, rows)
     both = [row for row in rows if row.planned_s and row.best_s]
     ratios = np.array([row.planned_s / row.best_s - 1 for row in both])
     print(

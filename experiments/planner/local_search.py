@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python -m experiments.planner.local_search           60 cases
     OMP_NUM_THREADS=1 python -m experiments.planner.local_search --first 6
 
+What is in local_search.csv already is not run again; remove the file to begin anew.
+
 Each case is a described cluster, a model and a batch; in every second one the curves of all
 devices are made uneven, so that some microbatches are slower than larger ones.  The local
 search starts at the planner's plan and shares no code with the planner's search: it moves
@@ -21,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.common.machine import Environment
-from experiments.common.results import console, write_csv
+from experiments.common.results import console, read_csv, write_csv
 from shardhet.apps.common.planning_input import load, read_request
 from shardhet.apps.plan import DOOR
 from shardhet.config.planning import PlannerConf
@@ -251,21 +253,25 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="cases that are tried at a time")
     options = parser.parse_args()
     console.print(Environment.here().as_markdown())
-    results: list[Result] = []
+    path = HERE / "local_search.csv"
+    results = read_csv(path, Result) if path.exists() else []
+    known = {each.case for each in results}
+    is_done = len(results) >= options.first
+    todo = [i for i in range(2 * options.first) if i not in known and not is_done]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(judge, range(2 * options.first)):
-            if found is None or len(results) == options.first:
+        for found in pool.map(judge, todo):
+            if found is None or len(results) >= options.first:
                 continue
             results.append(found)
+            write_csv(path, results)
             console.print(
                 f"{found.case} {found.cluster} {found.model} {found.batch}: "
                 f"inside {found.gain_inside:.3%}, outside {found.gain_outside:.3%}, "
                 f"needless {found.num_needless} of {found.num_recomputing}"
             )
-            if len(results) == options.first:
+            if len(results) >= options.first:
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
-    write_csv(HERE / "local_search.csv", results)
     console.print(
         f"{len(results)} cases; at most {max(each.gain_inside for each in results):.3%} faster "
         f"inside the class, {max(each.gain_outside for each in results):.3%} outside; "
