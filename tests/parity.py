@@ -78,10 +78,7 @@ def check_parity(rank: int, problem: Problem, plan: Plan, course: Course) -> Res
             for optimizer in optimizers:
                 optimizer.zero_grad()
         mean = train_step(model, problem, part_of(batch, sizes, model.position), course)
-        if course.has_dropout:
-            expected = microbatched_step(reference, problem, plan, batch, sizes, step=step)
-        else:
-            expected = whole_step(reference, problem, batch)
+        expected = expected_mean(reference, problem, plan, course, batch, step)
         assert mean is not None
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
         compare_grads(model, reference, unit_by_fqn, where=f"step {step}")
@@ -123,6 +120,19 @@ def train_step(model: HetFSDP, problem: Problem, batch: Batch, course: Course) -
         model()
         return model.backward(torch.zeros(()), 0)
     return model.backward(*problem.loss(model, batch))
+
+
+def expected_mean(
+    reference: nn.Module, problem: Problem, plan: Plan, course: Course, batch: Batch, step: int
+) -> float:
+    """The mean loss of one process; gradients are added.
+
+    Dropout draws for each microbatch, so the reference then goes through them one by one.
+    """
+    if not course.has_dropout:
+        return whole_step(reference, problem, batch)
+    sizes = course.rank_batch_sizes[step]
+    return microbatched_step(reference, problem, plan, batch, sizes, step=step)
 
 
 def whole_step(reference: nn.Module, problem: Problem, batch: Batch) -> float:

@@ -13,6 +13,7 @@ import pytest
 from shardhet import Plan
 from shardhet.comm.failure import SECONDS_TO_HEAR_THE_CAUSE
 from tests.hosts import on_different_hosts
+from tests.misdeeds import commit
 from tests.test_bad_input import HOSTS, PLAN, TURNED, WITHIN_S, others_hear, wrap
 from tests.worlds import Outcome, run_ranks_expecting_failure
 
@@ -27,20 +28,13 @@ class Misdeed:
     step: int = 2
     layer: int = 1
 
-    def do(self) -> None:
-        if self.deed == "raise":
-            raise KeyError("sample 17 is missing")
-        if self.deed == "exit":
-            os._exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
 
 def train_until(rank: int, misdeed: Misdeed, plan: Plan) -> None:
     model, net, x = wrap(rank, plan)
 
     def spring(*_: Any) -> None:
         if rank == misdeed.rank and model.step == misdeed.step:
-            misdeed.do()
+            commit(misdeed.deed)
 
     if misdeed.place == "forward":
         net.layer(misdeed.layer).in_forward = spring

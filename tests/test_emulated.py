@@ -27,11 +27,10 @@ from tests.parity import (
     Course,
     Problem,
     compare_params,
+    expected_mean,
     make_optimizer,
-    microbatched_step,
     part_of,
     train_step,
-    whole_step,
     wrap,
 )
 from tests.patchwork import Case, draw_case
@@ -138,10 +137,7 @@ def check_beside_one_process(rank: int, case: Case) -> Launches:
             there.optimizer.zero_grad()
             optimizer.zero_grad()
         mean = there.train_step(part_of(batch, sizes, there.model.position))
-        if course.has_dropout:
-            expected = microbatched_step(reference, problem, plan, batch, sizes, step=step)
-        else:
-            expected = whole_step(reference, problem, batch)
+        expected = expected_mean(reference, problem, plan, course, batch, step)
         assert mean is not None
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
         if (step + 1) % course.steps_between_zero_grad == 0:

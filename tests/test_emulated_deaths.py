@@ -6,7 +6,6 @@ for ever.  The watch over ranks ends them, within seconds and by the name of the
 
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from shardhet import HetFSDP, Plan
 from shardhet.comm.liveness import EXIT_STATUS, watch_ranks
 from tests.emulated.accelerator import Accelerator
+from tests.misdeeds import commit
 from tests.test_bad_input import Net
 from tests.worlds import run_ranks_expecting_failure
 
@@ -38,13 +38,6 @@ class Case:
     rank: int
     plan: Plan
     aborts: bool  # whether devices go on, with garbage, once communicators are aborted
-
-    def do(self) -> None:
-        if self.deed == "raise":
-            raise KeyError("sample 17 is missing")
-        if self.deed == "exit":
-            os._exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def draw(seed: int) -> Case:
@@ -85,7 +78,7 @@ def take_steps(rank: int, case: Case, device: torch.device) -> None:
 
     def spring(*_: Any) -> None:
         if rank == case.rank and model.step == STEP and doing == case.place:
-            case.do()
+            commit(case.deed)
 
     net.layer(1).in_forward = net.layer(1).in_backward = spring
     x = torch.ones(case.plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(device)

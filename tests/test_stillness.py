@@ -23,6 +23,7 @@ from shardhet.checkpoint import ranks, save
 from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch_ranks
 from shardhet.comm.liveness.panel import panel
 from tests.hosts import on_different_hosts
+from tests.misdeeds import commit
 from tests.programs import start
 from tests.test_bad_input import Net
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
@@ -47,16 +48,8 @@ class Case:
     def do(self) -> None:
         if self.deed == "stop":
             stop_here()
-        if self.deed == "loop":
-            while True:
-                pass
-        if self.deed == "sleep":
-            time.sleep(1000)
-        if self.deed == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.deed == "raise":
-            raise KeyError("sample 17 is missing")
-        time.sleep(0.7 * TIMEOUT_S)
+        else:
+            commit(self.deed, slow_s=0.7 * TIMEOUT_S)
 
 
 def stop_here(*, for_s: float = STOPPED_FOR_S) -> None:

@@ -46,11 +46,12 @@ def run_ranks(
     Raises ``RuntimeError`` with the traceback of the first rank to fail.
     """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    join = partial(_join, store.port, world_size)
-    return start_ranks(context, join, fn, world_size, *args)
+    join_world = partial(join, store.port, world_size)
+    return start_ranks(context, join_world, fn, world_size, *args)
 
 
-def _join(port: int, world_size: int, rank: int) -> None:
+def join(port: int, world_size: int, rank: int) -> None:
+    """Open the gloo group of a world whose store listens at ``port`` of this machine."""
     store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT

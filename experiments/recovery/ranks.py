@@ -2,24 +2,21 @@
 
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 
-from experiments.common.launch import HOST
+from experiments.common.launch import join
 from shardhet import HetFSDP, Plan, phase, watch_ranks
 from shardhet.checkpoint import save
 from shardhet.comm.liveness.judging import LONG_FACTOR
+from tests.misdeeds import commit
 
 WIDTH, NUM_LAYERS = 64, 3
 DEEDS = ("stop", "loop", "sleep", "kill", "raise", "slow")
@@ -63,21 +60,6 @@ class Fault:
         is_declared = self.place == "saving" and self.deed in ("loop", "sleep")
         return TIMEOUT_S * (LONG_FACTOR if is_declared else 1.0)
 
-    def do(self) -> None:
-        """Do it."""
-        if self.deed == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if self.deed == "loop":
-            while True:
-                pass
-        if self.deed == "sleep":
-            time.sleep(1000)
-        if self.deed == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.deed == "raise":
-            raise KeyError("a sample is missing")
-        time.sleep((SLOW_FACTOR - 1) * STEP_S)
-
 
 class _Trap(torch.autograd.Function):
     @staticmethod
@@ -120,14 +102,7 @@ def train(sender: Connection, rank: int, port: int, fault: Fault, folder: str) -
     """Train as one of the ranks; sends how it ended and when."""
     os.environ["SHARDHET_TRANSPORT"] = fault.transport
     torch.set_num_threads(1)
-    store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=fault.world_size,
-        timeout=timedelta(minutes=5),
-    )
+    join(port, fault.world_size, rank)
     watch_ranks(hang_timeout_s=TIMEOUT_S, on_verdict=lambda verdict: None)
     outcome = "returned"
     try:
@@ -146,7 +121,7 @@ def take_steps(rank: int, fault: Fault, folder: Path) -> None:
             return
         if place == fault.place or (is_evaluating and fault.place == "evaluation"):
             (folder / "deed").write_text(str(time.monotonic()))
-            fault.do()
+            commit(fault.deed, slow_s=(SLOW_FACTOR - 1) * STEP_S)
 
     torch.manual_seed(0)
     model = HetFSDP(Net(spring), Plan.even(fault.world_size, microbatch_size=2))

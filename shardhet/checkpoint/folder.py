@@ -20,11 +20,10 @@ from shardhet.checkpoint import files
 from shardhet.checkpoint.errors import CheckpointError
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load
-from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.ranks import Ranks, step_of
 from shardhet.checkpoint.reading import SavedCheckpoint
 from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import PendingSave, save, save_async, wait_for_pending
-from shardhet.fsdp import HetFSDP
 
 _NAME = re.compile(r"step_(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step_(\d{8,})\.(unfinished|replaced|removed)")
@@ -181,12 +180,11 @@ class Checkpoints:
             self._settle(Ranks(model), step)
 
     def _begin(self, model: nn.Module, step: int | None) -> int:
-        if step is None and not isinstance(model, HetFSDP):
-            raise ValueError("step: a plain module does not count steps. Pass step.")
+        step = step_of(model, step)
         self.wait(model)
         ranks = Ranks(model)
         ranks.agree(lambda: self._clean() if ranks.is_writer else None, call=SAVES)
-        return model.step if step is None and isinstance(model, HetFSDP) else int(step or 0)
+        return step
 
     def _settle(self, ranks: Ranks, step: int) -> None:
         if ranks.is_writer:

@@ -13,6 +13,15 @@ from shardhet.fsdp import HetFSDP
 T = TypeVar("T")
 
 
+def step_of(model: nn.Module, step: int | None) -> int:
+    """``step``, or the steps that a HetFSDP has taken if it is not given."""
+    if step is not None:
+        return step
+    if not isinstance(model, HetFSDP):
+        raise ValueError("step: a plain module does not count steps. Pass step.")
+    return model.step
+
+
 class Ranks:
     """The ranks of a HetFSDP in plan order; a plain module is one process by itself."""
 

@@ -44,14 +44,13 @@ from shardhet.checkpoint.held import Held
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load_from
 from shardhet.checkpoint.nodes import node_name
-from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.ranks import Ranks, step_of
 from shardhet.checkpoint.replica_copying import Copying
 from shardhet.checkpoint.replica_source import NAME, DamagedFile, DamagedReplicaError, find
 from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.comm.channel import Channel
 from shardhet.comm.progress import phase
-from shardhet.fsdp import HetFSDP
 from shardhet.records.nodes import Nodes, keepers
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
@@ -128,10 +127,7 @@ class Replicas:
         wait_for_pending(model)
         ranks = Ranks(model)
         ranks.meet(SAVES)
-        if step is None:
-            if not isinstance(model, HetFSDP):
-                raise ValueError("step: a plain module does not count steps. Pass step.")
-            step = model.step
+        step = step_of(model, step)
         path, held = self.path_of(step), Held(ranks)
         holdings = ranks.agree(
             lambda: held.collect(model, optimizer, Path(path.name), extra), call=SAVES

@@ -105,8 +105,8 @@ class _Task:
     global_batch_size: int
     demands: Demands
     effort: Effort
-    num_rescored: int
-    is_bounded: bool
+    num_rescored: int = NUM_RESCORED
+    is_bounded: bool = True
 
     def builder(
         self,
@@ -313,14 +313,9 @@ def certify_search(
     answers: list[tuple[Certificate, Found]] = []
     missed: PlanError | None = None
     for reshards in (True, False):
-        builder = TableBuilder(
-            CostModel(setting, reshards),
-            global_batch_size=global_batch_size,
-            demands=demands,
-            effort=effort,
-        )
+        task = _Task(CostModel(setting, reshards), global_batch_size, demands, effort)
         try:
-            table, _, _ = _search(builder, effort)
+            table, _, _ = _search(task.builder(), effort)
         except PlanError as error:
             missed = missed or error
         else:
@@ -346,14 +341,9 @@ def least_step_s(
     """
     demands.check(setting.cluster.world_size)
     for reshards in (True, False):
-        builder = TableBuilder(
-            CostModel(setting, reshards),
-            global_batch_size=global_batch_size,
-            demands=demands,
-            effort=effort,
-        )
+        task = _Task(CostModel(setting, reshards), global_batch_size, demands, effort)
         try:
-            _, found, _ = _search(builder, effort, at_most_s)
+            _, found, _ = _search(task.builder(), effort, at_most_s)
         except PlanError:
             continue
         at_most_s = min(at_most_s, found.value.objective_s)

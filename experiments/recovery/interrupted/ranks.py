@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 from torch.optim.lr_scheduler import LambdaLR
 
-from experiments.common.launch import HOST
+from experiments.common.launch import join
 from experiments.recovery.ranks import WIDTH, Net
 from shardhet import HetFSDP, Plan, watch_ranks
 from shardhet.checkpoint import Checkpoints, Replicas, files
@@ -150,14 +148,7 @@ def live(sender: Connection, rank: int, port: int, life: Life, folder: str) -> N
     plan = PLANS[life.plan]
     os.environ["SHARDHET_TRANSPORT"] = ("auto", "gloo")[life.plan % 2]
     torch.set_num_threads(1)
-    store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=plan.world_size,
-        timeout=timedelta(minutes=2),
-    )
+    join(port, plan.world_size, rank)
     course: Course | str
     with watch_ranks(hang_timeout_s=HANG_TIMEOUT_S, on_verdict=lambda verdict: None):
         try:
