@@ -176,7 +176,7 @@ def test_a_rank_that_stands_still_is_named_with_its_unit_and_ended(
 ) -> None:
     case = Case(deed=deed, place=place, rank=1, folder=str(tmp_path / "saved"))
     outcomes = run_ranks_expecting_failure(train, 3, 3, case, within_s=WITHIN_S)
-    check(outcomes, case, "stands still: alive", line, "test_stillness.py:", "of step 4")
+    check(outcomes, case, "stands still: alive", line, "misdeeds.py:", "of step 4")
     assert outcomes[1].exit_code == EXIT_STATUS
     shown = (tmp_path / "saved.panel").read_text()
     assert "a rank stands still" in shown.splitlines()[0]

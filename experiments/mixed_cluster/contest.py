@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -55,9 +55,10 @@ def take_turns(
     names: Sequence[str],
     num_rounds: int,
     turn_s: float,
+    beside_plain: bool = True,
 ) -> list[Turn]:
-    """Steps of every system of ``names`` and of plain PyTorch in the same processes; the same
-    list on every rank.
+    """Steps of every system of ``names``, and of plain PyTorch unless it is not wanted, in the
+    same processes; the same list on every rank.
 
     A slow second of the machine meets all of them, and who goes first in one round goes last
     in the next.
@@ -67,6 +68,12 @@ def take_turns(
     plain = systems.plain_pytorch(case.work, case.plain_batch_size, case.microbatch_size)
     make_by_name = makers(rank, case, slowness, plans)
     contestants = [make_by_name[name]() for name in names]
+
+    def plain_turns(number: int) -> Iterator[Turn]:
+        for slow_rank in range(dist.get_world_size()):
+            yield _plain_turn(plain, slowness, batches, case, number, slow_rank)
+        yield _plain_together(plain, slowness, batches, case, number)
+
     with slowness.applied():
         plain.step(*batches[0])  # warms up
         seconds = first_steps(contestants, batches)
@@ -78,11 +85,7 @@ def take_turns(
             turn
             for number in range(num_rounds)
             for turn in (
-                *(
-                    _plain_turn(plain, slowness, batches, case, number, slow_rank)
-                    for slow_rank in range(dist.get_world_size())
-                ),
-                _plain_together(plain, slowness, batches, case, number),
+                *(plain_turns(number) if beside_plain else ()),
                 *(
                     _turn(system, batches, case.work, number, num_steps[system.name])
                     for system in contestants[:: 1 if number % 2 else -1]

@@ -55,7 +55,7 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
     """
     cluster = replace(measurement.setting.cluster, usable_memory_fraction=USABLE_FRACTION)
     setting = replace(measurement.setting, cluster=cluster)
-    demands = _demands(case, recomputes=None if case.cluster.is_capped else False)
+    demands = demands_of(case, recomputes=None if case.cluster.is_capped else False)
     makers: dict[str, Callable[..., PlanSolution]] = {
         PLANNED: solve,
         EVEN: baselines.even,
@@ -75,13 +75,14 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
             global_batch_size=batch,
             min_samples_per_s=SPARED_THROUGHPUT * batch / planned_s,
             devices=case.cluster.slowest_ranks,
-            demands=_demands(case, recomputes=None),
+            demands=demands_of(case, recomputes=None),
         )
         plans.append(_attempt(SPARED, lambda: spare().solution))
     return plans
 
 
-def _demands(case: Case, recomputes: bool | None) -> Demands:
+def demands_of(case: Case, recomputes: bool | None) -> Demands:
+    """Which ranks compute, how much at a time, and whether units may be recomputed."""
     return Demands(
         limits={
             position: DeviceLimits(
