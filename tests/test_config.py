@@ -59,7 +59,6 @@ BAD = {
     "logger=mlflow": ("logger/mlflow", "csv", "tensorboard"),
     "data=imagenet": ("data/imagenet", "pysource"),
     "precision=FP8": ("precision", "FP64", "FP32", "BF16"),
-    "precision=FP16": ("none of FP64, FP32, BF16", "loss must be scaled", "V100"),
     "precision=fp32": ("precision: 'fp32'", "did you mean 'FP32'?"),
     "guard.on_bad_step=skip": ("guard.on_bad_step", "did you mean 'SKIP'?"),
     "cluster.device=TPU": ("cluster.device", "AUTO", "CPU", "CUDA"),

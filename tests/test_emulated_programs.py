@@ -31,8 +31,10 @@ def losses_of(folder: Path) -> list[float]:
     return [entry["loss"] for entry in entries if "loss" in entry]
 
 
-@every_size
-@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"),
+    [(1, "FP32"), (2, "FP32"), (4, "FP32"), (1, "BF16"), (2, "FP16"), (4, "BF16")],
+)
 def test_training_runs_from_start_to_end(
     tmp_path: Path, num_ranks: int, precision: str
 ) -> None:

@@ -19,6 +19,11 @@ from shardhet import HetFSDP, Plan
 from tests.parity import Batch, part_of, rows_of
 from tests.worlds import run_ranks
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "fp16": {"param_dtype": torch.float16},
+}
+LOSS_SCALE = {"fp16": 2.0**12}
 WIDTH = 16
 SEQ_LEN = 9
 NUM_WORDS = 31
@@ -105,7 +110,11 @@ def _whole_grads(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _split_grads(
-    model: nn.Module, batch: Batch, plan: Plan, context: AbstractContextManager[Any]
+    model: nn.Module,
+    batch: Batch,
+    plan: Plan,
+    context: AbstractContextManager[Any],
+    scale: float,
 ) -> dict[str, Tensor]:
     """Plain PyTorch, the plan's microbatches one after the other."""
     num_tokens = batch["targets"].numel()
@@ -113,9 +122,9 @@ def _split_grads(
     for size in (size for rank in plan.ranks for size in rank.microbatch_sizes):
         with context:
             loss_sum, _ = model(*(t[first : first + size] for t in batch.values()))
-        (loss_sum / num_tokens).backward()
+        (scale * loss_sum / num_tokens).backward()
         first += size
-    return _grads(model)
+    return {fqn: grad.float() / scale for fqn, grad in _grads(model).items()}
 
 
 def _grads(model: nn.Module) -> dict[str, Tensor]:
@@ -123,13 +132,17 @@ def _grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _het_grads(
-    model: HetFSDP, batch: Batch, plan: Plan, context: AbstractContextManager[Any]
+    model: HetFSDP,
+    batch: Batch,
+    plan: Plan,
+    context: AbstractContextManager[Any],
+    scale: float,
 ) -> dict[str, Tensor]:
     sizes = [rank.rank_batch_size for rank in plan.ranks]
     with context:
-        output = model(*part_of(batch, sizes, model.position).values())
-    model.backward(*output)
-    return _grads(model)
+        loss_sum, num_tokens = model(*part_of(batch, sizes, model.position).values())
+    model.backward(loss_sum if scale == 1 else scale * loss_sum, num_tokens)
+    return {fqn: grad / scale for fqn, grad in _grads(model).items()}
 
 
 def _squared_errors(
@@ -158,16 +171,14 @@ def _errors(
     batch = _batch(plan.global_batch_size)
     truth = _whole_grads(truth_model, batch)
     plain_model = copy.deepcopy(master)
-    if precision == "bf16":
-        plain_model = plain_model.bfloat16()
+    if precision in OPTIONS:
+        plain_model = plain_model.to(OPTIONS[precision]["param_dtype"])
+    scale = LOSS_SCALE.get(precision, 1.0)
     context: Any = _autocast() if precision == "autocast" else nullcontext()
-    plain = _split_grads(plain_model, batch, plan, context)
-    options: dict[str, Any] = {}
-    if precision == "bf16":
-        options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    model = HetFSDP(master, plan, **options)
+    plain = _split_grads(plain_model, batch, plan, context, scale)
+    model = HetFSDP(master, plan, **OPTIONS.get(precision, {}))
     context = _autocast() if precision == "autocast" else nullcontext()
-    grads = _het_grads(model, batch, plan, context)
+    grads = _het_grads(model, batch, plan, context, scale)
     assert all(grad.dtype == torch.float32 for grad in grads.values())
     assert grads.keys() == truth.keys()
     measure = partial(_squared_errors, model, truth=truth)
@@ -178,7 +189,7 @@ def _autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "autocast"])
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16", "autocast"])
 @pytest.mark.parametrize("plan_name", PLANS)
 def test_errs_no_more_than_plain_pytorch(plan_name: str, precision: str) -> None:
     by_rank = run_ranks(_errors, PLANS[plan_name].world_size, plan_name, precision)
@@ -198,9 +209,7 @@ def _recomputed_or_not(rank: int, plan_name: str, precision: str) -> None:
     torch.manual_seed(5)
     master = LanguageModel()
     batch = _batch(plan.global_batch_size)
-    options: dict[str, Any] = {}
-    if precision == "bf16":
-        options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options, scale = OPTIONS.get(precision, {}), LOSS_SCALE.get(precision, 1.0)
     both = []
     for recompute in (False, True):
         as_claimed = Plan.by_hand(
@@ -211,14 +220,14 @@ def _recomputed_or_not(rank: int, plan_name: str, precision: str) -> None:
         )
         model = HetFSDP(copy.deepcopy(master), as_claimed, **options)
         context: Any = _autocast() if precision == "autocast" else nullcontext()
-        both.append(_het_grads(model, batch, as_claimed, context))
+        both.append(_het_grads(model, batch, as_claimed, context, scale))
     kept, recomputed = both
     assert kept.keys() == recomputed.keys()
     for fqn in kept:
         assert torch.equal(kept[fqn], recomputed[fqn]), fqn
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "autocast"])
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16", "autocast"])
 @pytest.mark.parametrize("plan_name", PLANS)
 def test_recomputation_gives_the_same_bits(plan_name: str, precision: str) -> None:
     run_ranks(_recomputed_or_not, PLANS[plan_name].world_size, plan_name, precision)
@@ -244,10 +253,3 @@ def _loss_inputs_seen(rank: int) -> None:
 
 def test_what_the_loss_is_compared_with_keeps_its_precision() -> None:
     run_ranks(_loss_inputs_seen, 1)
-
-
-@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype"])
-def test_float16_is_refused_because_no_loss_is_scaled(key: str) -> None:
-    plan = Plan.by_hand(microbatch_sizes=[1], state_shares=[1.0])
-    with pytest.raises(ValueError, match=f"{key}: torch.float16 but .* Use torch.bfloat16"):
-        HetFSDP(nn.Sequential(nn.Linear(2, 2)), plan, **{key: torch.float16})

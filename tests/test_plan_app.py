@@ -143,7 +143,10 @@ def test_float16_is_planned_for_where_every_device_has_it(
     quick = ("explain=false", "baselines=false", "leave_out=never", "model=bert_large")
     text = said(capsys, "cluster=l4_a6000_p40_p100", "precision=FP16", *quick)
     assert "in 26 units, float16; 8 devices" in text
-    assert "the loss must be scaled, which shardhet train does not do" in text
+    assert "precision=FP16 plans for that" not in text
+    text = said(capsys, "cluster=a10g_v100_t4_64", *quick)
+    assert "but all in float16: precision=FP16 plans for that" in text
+    assert "FP16" not in said(capsys, "cluster=rtx4090_2x3090", *quick)
     own = tmp_path / "old.yaml"
     own.write_text(
         "version: 1\n"
@@ -174,7 +177,7 @@ REFUSALS = {
     "model=vit_g model.patch_side=15": "patch_side 15 but it must divide",
     "seq_len=0": "seq_len: 0 but it must be at least 1",
     "cluster=a10g_v100_t4_64 precision=BF16": "not described of Tesla V100-SXM2-16GB, Tesla T4."
-    " Set precision=FP16 (float16, for plans alone) or FP32, or leave",
+    " Set precision=FP16 or FP32, or leave",
     "limits.9.batch=0": "limits.9: no such device. Give a position from 0 to 2",
     "limits.0.bath=0": "a limit has memory_gib, batch, microbatch, share, exact_share",
     "limits.0.batch=-1": "limits.0.batch: -1 but it must be at least 0",

@@ -82,14 +82,15 @@ def train(folder: Path, *overrides: str) -> tuple[np.ndarray, float]:
     return losses, entries[-1]["held_out_bits_per_byte"]
 
 
-def test_bfloat16_learns_as_float32_does(tmp_path: Path) -> None:
+def test_two_bytes_learn_as_four_do(tmp_path: Path) -> None:
     in_float32, score_in_float32 = train(tmp_path / "fp32", *SHORT_DEMO)
-    in_bfloat16, score = train(tmp_path / "bf16", *SHORT_DEMO, "precision=BF16")
-    assert np.isfinite(in_bfloat16).all()
-    assert in_bfloat16[-5:].mean() < 0.8 * in_bfloat16[0]
-    assert (in_bfloat16 != in_float32).any()
-    np.testing.assert_allclose(in_bfloat16, in_float32, rtol=0.02)
-    assert abs(score - score_in_float32) < 0.02
+    for precision in ("BF16", "FP16"):
+        losses, score = train(tmp_path / precision, *SHORT_DEMO, f"precision={precision}")
+        assert np.isfinite(losses).all()
+        assert losses[-5:].mean() < 0.8 * losses[0]
+        assert (losses != in_float32).any()
+        np.testing.assert_allclose(losses, in_float32, rtol=0.02)
+        assert abs(score - score_in_float32) < 0.02
 
 
 def complaints(paths: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from shardhet.apps.common.plan_here import plan_here
 from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.common.run_folder import RunFolder
 from shardhet.apps.common.start_clock import StartClock
-from shardhet.apps.common.task import Task, make_files, make_task
+from shardhet.apps.common.task import PARAM_DTYPE_BY_PRECISION, Task, make_files, make_task
 from shardhet.apps.prediction import Prediction
 from shardhet.checkpoint import Resumed
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
@@ -22,6 +22,7 @@ from shardhet.config.train import Precision, TrainConf
 from shardhet.records.plan import Plan
 from shardhet.training.compiling import compile_units
 from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.trainer import Trainer
 
@@ -119,7 +120,7 @@ def _trainer(
         task.module,
         plan,
         device=device,
-        param_dtype=torch.bfloat16 if conf.precision is Precision.BF16 else None,
+        param_dtype=PARAM_DTYPE_BY_PRECISION.get(conf.precision),
         units=task.units,
         loss_fn=task.loss_fn,
         seed=conf.seed,
@@ -138,6 +139,7 @@ def _trainer(
         peak_memory=peak_memory,
         run=task.run,
         guard=guard_of(conf),
+        loss_scaler=LossScaler(device) if conf.precision is Precision.FP16 else None,
     )
     return trainer, peak_memory
 

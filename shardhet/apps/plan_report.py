@@ -19,6 +19,7 @@ from shardhet.config.planning import Inputs
 from shardhet.planner import PlanSolution
 from shardhet.planner.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
 from shardhet.pricing.step_cost import RankCost, StepCost
+from shardhet.records.cluster import Cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Source
 from shardhet.simulator.together import StepTimes
@@ -146,10 +147,23 @@ def _heading(report: PlanReport) -> Iterator[str]:
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
     )
     yield source_line(inputs)
-    if workload.param_dtype == "float16":
-        yield "In float16 the loss must be scaled, which shardhet train does not do."
+    if workload.param_dtype == "float32" and could_be_float16(cluster):
+        yield (
+            "Not every device is described to compute in bfloat16, but all in float16: "
+            "precision=FP16 plans for that, and trains with a scaled loss."
+        )
     if report.note:
         yield report.note
+
+
+def could_be_float16(cluster: Cluster) -> bool:
+    """Whether all devices are described to be faster in float16, and not all have bfloat16."""
+    rates = [dict(kind.peak_flops_per_s) for kind in cluster.kinds]
+    return (
+        bool(rates)
+        and all(each.get("float16", 0) > each.get("float32", 0) for each in rates)
+        and not all("bfloat16" in each for each in rates)
+    )
 
 
 def source_line(inputs: Inputs) -> str:

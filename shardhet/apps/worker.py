@@ -241,7 +241,7 @@ class Run:
             self._record(metrics, display)
         else:
             self._skip(metrics, display)
-            if self.trainer.guard.rolls_back:
+            if self._rolls_back(metrics):
                 return
         if step % conf.log_every == 0 or step == conf.num_steps:
             self._look(step, display)
@@ -271,6 +271,8 @@ class Run:
             "step_time_s": metrics.step_time_s,
         }
         self._outcome.add_step(metrics.step_time_s)
+        if metrics.loss_scale is not None:
+            values["loss_scale"] = metrics.loss_scale
         if self._prediction is not None:
             values["predicted_step_time_s"] = self._prediction.step_time_s
         log_all(self._loggers, metrics.step, values)
@@ -287,13 +289,17 @@ class Run:
         log_all(self._loggers, step, clock.values)
         display.show_remark(said)
 
+    def _rolls_back(self, metrics: StepMetrics) -> bool:
+        """Whether a step that changed nothing takes the run back."""
+        return self.trainer.guard.rolls_back and not metrics.has_overflowed
+
     def _skip(self, metrics: StepMetrics, display: Display) -> None:
         """Record a step that changed nothing, and roll back if the configuration says so."""
         step = metrics.step
         values = {"loss": metrics.mean_loss, "is_skipped": 1.0}
         said = f"step {step} was skipped: {metrics.why_skipped}"
         log_all(self._loggers, step, values)
-        if self.trainer.guard.rolls_back:
+        if self._rolls_back(metrics):
             to_step = self._checkpoints.roll_back()
             said += f"; rolled back to step {to_step}, on with the batch after it"
             self.trainer.forget_peak_memory()

@@ -36,7 +36,7 @@ from shardhet.config.models import (
     VitConf,
 )
 from shardhet.config.pretrained import HfConf
-from shardhet.config.train import Precision, TrainConf
+from shardhet.config.train import TrainConf
 from shardhet.config.training import (
     AdamWConf,
     ByHandPlanConf,
@@ -349,13 +349,7 @@ def _unknown_name(cfg: DictConfig, dotted: str, value: Any) -> str:
     if value in names:
         return ""
     near = f" (did you mean {value.upper()!r}?)" if value.upper() in names else ""
-    said = f"{dotted}: {value!r} is none of {', '.join(names)}{near}."
-    if node.enum_type is Precision and value.upper() == "FP16":
-        said += (
-            " In float16 the loss must be scaled, which shardhet train does not do. Take BF16, "
-            "or FP32 on cards without it, as V100 and T4."
-        )
-    return said
+    return f"{dotted}: {value!r} is none of {', '.join(names)}{near}."
 
 
 def _unknown_part(cfg: DictConfig, dotted: str) -> str:

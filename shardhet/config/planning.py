@@ -43,7 +43,7 @@ class PlannedPrecision(Enum):
     AUTO = ""  # BF16 if every kind of device has it, else FP32
     FP32 = "float32"
     BF16 = "bfloat16"
-    FP16 = "float16"  # for plans alone: HetFSDP does not scale the loss
+    FP16 = "float16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class InputsConf:
         if names := lacking(self.precision):
             others = ["FP32"]
             if not lacking(fp16):
-                others.insert(0, "FP16 (float16, for plans alone)")
+                others.insert(0, "FP16")
             raise ConfigError(
                 f"precision: {self.precision.name} but it is not described of "
                 f"{', '.join(names)}. Set precision={' or '.join(others)}, or leave these "

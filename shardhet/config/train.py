@@ -40,6 +40,7 @@ class Precision(Enum):
     FP64 = "float64"
     FP32 = "float32"
     BF16 = "bfloat16"  # of gathered parameters and activations; stored in float32
+    FP16 = "float16"  # the same, and the loss is scaled; for cards without bfloat16
 
 
 TRANSPORTS = ("auto", "gloo")  # of shardhet.comm.transport, which imports torch

@@ -34,13 +34,11 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None  # None: as stored
 
     def __post_init__(self) -> None:
-        for key in ("param_dtype", "reduce_dtype"):
-            if getattr(self, key) is torch.float16:
-                raise ValueError(
-                    f"{key}: torch.float16 but small gradients would become 0 in it, because "
-                    "no loss is scaled here. Use torch.bfloat16, or float32 on devices "
-                    "without it."
-                )
+        if self.reduce_dtype is torch.float16:
+            raise ValueError(
+                "reduce_dtype: torch.float16 but sums of gradients would overflow in it. Use "
+                "torch.float32."
+            )
 
 
 @dataclass(frozen=True, slots=True)

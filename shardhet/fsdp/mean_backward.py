@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,12 @@ class MeanBackward:
         param_by_fqn: Mapping[str, nn.Parameter],
         hooks: ParamHooks,
         rows: RowGroup,
+        *,
+        is_float16: bool,
     ) -> None:
         self.num_forwards = 0
+        self._is_float16 = is_float16
+        self._outputs: list[ref[Tensor]] = []  # of the last model(...), in float16
         self._runtime = runtime
         self._flats = flats
         self._param_by_fqn = param_by_fqn
@@ -53,6 +58,8 @@ class MeanBackward:
                     "model.backward: there was no model(...) with gradients enabled since the "
                     "last one. Call the model first."
                 )
+            if self._is_float16:
+                self._check_scaled(loss_sum)
             with self._runtime.observers.watch("", Activity.AGREE):
                 fingerprint = self._hooks.fingerprint(self._param_by_fqn)
                 check_hooks_agree(self._control.enter("model.backward", [fingerprint]))
@@ -118,9 +125,26 @@ class MeanBackward:
                     "give each model.backward this rank's number of tokens in all of them."
                 )
 
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        for leaf in leaves:
+            if leaf.requires_grad:
                 leaf.register_hook(check)
+        self._outputs = [ref(leaf) for leaf in leaves if self._is_float16]
+
+    def _check_scaled(self, loss_sum: Tensor) -> None:
+        """Raise ``ValueError`` if the loss is that of the model itself, or in float16, too."""
+        if loss_sum.requires_grad and any(output() is loss_sum for output in self._outputs):
+            raise ValueError(
+                "model.backward: param_dtype is float16, but the loss is not scaled, so small "
+                "gradients would become 0. Call "
+                "model.backward(scaler.scale(loss_sum), num_tokens) with a "
+                "torch.amp.GradScaler, and scaler.step(optimizer) and scaler.update() after it."
+            )
+        if loss_sum.dtype is torch.float16:
+            raise ValueError(
+                "model.backward: the loss is a sum in float16, where more than 65,504 is "
+                "infinite. Compute it from output.float()."
+            )
 
     def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
         """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""

@@ -56,7 +56,8 @@ class HetFSDP(ModuleWithState):
             the meta device).
         units: module classes or fqns; None finds blocks, embeddings and head.
         param_dtype: dtype of gathered parameters and of activations; None keeps the stored one.
-            float16 is refused, because no loss is scaled.
+            In float16 the loss must be scaled: ``torch.amp.GradScaler`` works as on one
+            process, ``model.backward(scaler.scale(loss_sum), num_tokens)``.
         reduce_dtype: dtype in which gradients are accumulated and summed over ranks; None
             is that of the stored parameters (float32, usually, whatever ``param_dtype`` is).
         loss_fn: for models that return logits.  It is applied to the output of the last
@@ -142,7 +143,12 @@ class HetFSDP(ModuleWithState):
             norms=norms,
         )
         self._backward = MeanBackward(
-            self._runtime, self._flats, self._param_by_fqn, hooks, self._rows
+            self._runtime,
+            self._flats,
+            self._param_by_fqn,
+            hooks,
+            self._rows,
+            is_float16=param_dtype is torch.float16,
         )
         pieces = find_pieces(module, modules_of_units, param_dtype)
         intercept(module, self._runtime, self._loss, pieces)

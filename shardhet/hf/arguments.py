@@ -28,7 +28,7 @@ OPTIMIZER_CLASSES = (
 
 # Arguments that are refused if set: the reason, and what to do instead.
 REFUSED = {
-    "fp16": "there is no loss scaler. Write bf16=True, or train in float32",
+    "fp16": "HetTrainer does not scale the loss. Write bf16=True, or train in float32",
     "fp16_full_eval": "evaluation runs in the dtype of training. Leave it out",
     "bf16_full_eval": "evaluation runs in the dtype of training. Leave it out",
     "deepspeed": "the plan shards the model. Leave it out",

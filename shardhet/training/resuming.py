@@ -29,9 +29,17 @@ class Course:
 
 
 def state_of(
-    course: Course, step: int, random_states: Sequence[Any], *, num_batches_skipped: int = 0
+    course: Course,
+    step: int,
+    random_states: Sequence[Any],
+    *,
+    num_batches_skipped: int = 0,
+    loss_scaler: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """As plain values and tensors; ``random_states`` are those of all ranks, by position."""
+    """As plain values and tensors; ``random_states`` are those of all ranks, by position.
+
+    ``loss_scaler`` is the state of the scale of the loss, in float16.
+    """
     return {
         "step": step,
         "num_samples": (step + num_batches_skipped) * course.global_batch_size,
@@ -41,6 +49,7 @@ def state_of(
         "seed": course.seed,
         "schedule": course.schedule,
         "random_states": list(random_states),
+        "loss_scaler": None if loss_scaler is None else dict(loss_scaler),
     }
 
 

@@ -18,6 +18,7 @@ from shardhet.fsdp.observer import Activity, Observed
 from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches, deal
 from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
 from shardhet.training.peak_memory import PeakMemory
 
@@ -46,6 +47,9 @@ class StepMetrics:
     step_time_s: float  # on the host; an accelerator may still run while the next step begins
     # Why the step changed nothing: its loss or gradients are not finite, or a spike.
     why_skipped: str | None = None
+    loss_scale: float | None = None  # of the step, in float16
+    # In float16: the scale was too large, which says nothing against the batch.
+    has_overflowed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,7 @@ class Trainer:
         peak_memory: PeakMemory | None = None,
         run: Run = run_plainly,
         guard: Guard | None = None,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         """Create a trainer; the optimizer's current learning rates are the peaks.
 
@@ -115,6 +120,8 @@ class Trainer:
 
         ``guard`` says which steps are bad, and what becomes of them; None stops at what is not
         finite.
+
+        ``loss_scaler`` is for a model that computes in float16.
 
         ``peak_memory`` counts the device's memory; None asks the device, or the process.
         """
@@ -132,6 +139,7 @@ class Trainer:
         self._peak_memory = peak_memory or PeakMemory(self._device)
         self._run = run
         self.guard = guard or Guard()
+        self.loss_scaler = loss_scaler
         # Batches that were left out: the batch of a step is that of ``model.step`` plus this.
         self.num_batches_skipped = 0
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -153,8 +161,11 @@ class Trainer:
         learning_rate = self._set_learning_rates()
         loss_sum, num_targets, *_ = self._run(model, self._my_part(batch))
         mean_loss, why_skipped = self._backward(loss_sum, num_targets)
-        grad_norm = math.nan
-        if why_skipped is None:
+        grad_norm, overflow = math.nan, None
+        scaler = self.loss_scaler if mean_loss is not None else None
+        if why_skipped is None and scaler is not None:
+            grad_norm, why_skipped, overflow = self._update_scaled(mean_loss, scaler)
+        elif why_skipped is None:
             grad_norm, why_skipped = self._update(mean_loss)
         self.optimizer.zero_grad()
         self._is_in_step = False
@@ -170,15 +181,21 @@ class Trainer:
             learning_rate=learning_rate,
             num_targets=batch.num_targets,
             step_time_s=step_time_s,
-            why_skipped=why_skipped,
+            why_skipped=overflow or why_skipped,
+            loss_scale=None if self.loss_scaler is None else self.loss_scaler.scale,
+            has_overflowed=overflow is not None,
         )
 
     def _backward(
         self, loss_sum: Tensor, num_targets: Tensor | int
     ) -> tuple[float | None, str | None]:
         """The mean loss, and why the step has no gradients, if it has none."""
+        scaler = self.loss_scaler
         try:
-            return self.model.backward(loss_sum, num_targets), None
+            if scaler is None:
+                return self.model.backward(loss_sum, num_targets), None
+            mean = self.model.backward(scaler.scaled(loss_sum), num_targets)
+            return None if mean is None else mean / scaler.scale, None
         except FloatingPointError as error:  # raised on every rank
             if self.guard.on_bad_step is OnBadStep.STOP:
                 raise
@@ -200,6 +217,26 @@ class Trainer:
         # The host waits here, while the device still has the optimizer step to run.
         grad_norm = float(norm.read())
         return grad_norm, self.guard.judge(mean_loss, grad_norm)
+
+    def _update_scaled(
+        self, mean_loss: float | None, scaler: LossScaler
+    ) -> tuple[float, str | None, str | None]:
+        """``_update`` in float16: the norm, why the step is bad, and how it has overflowed.
+
+        GradScaler reads what has overflowed before the optimizer steps, so the host waits here.
+        """
+        scaler.unscale(self.optimizer)
+        norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
+        grad_norm = float(norm.read())
+        is_finite = math.isfinite(grad_norm)
+        why_skipped = self.guard.judge(mean_loss, grad_norm) if is_finite else None
+        if why_skipped is None:
+            progress.mark("the optimizer's step")
+            scaler.step(self.optimizer)
+        overflow = scaler.end_step(self.model.step)
+        if not is_finite and overflow is None:
+            why_skipped = self.guard.judge(mean_loss, grad_norm)
+        return grad_norm, why_skipped, overflow
 
     def _set_learning_rates(self) -> float:
         fraction = self._schedule(self.model.step)

@@ -25,8 +25,8 @@ def check_serves(device: torch.device, *, needs_bfloat16: bool) -> None:
         )
     if needs_bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
-            f"precision: BF16 but {name} does not compute in bfloat16. Set precision=FP32, or "
-            "leave this device out."
+            f"precision: BF16 but {name} does not compute in bfloat16. Set precision=FP16 "
+            "or FP32, or leave this device out."
         )
 
 

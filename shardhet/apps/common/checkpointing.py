@@ -82,6 +82,9 @@ class RunCheckpoints:
             if self._model.position < len(states):
                 restore_random_states(states[self._model.position], self._device)
             self._trainer.num_batches_skipped = found.extra.get("num_batches_skipped", 0)
+            scaler, its_state = self._trainer.loss_scaler, found.extra.get("loss_scaler")
+            if scaler is not None and its_state is not None:
+                scaler.load_state_dict(its_state)
         self._forget_replicas_after(self._model.step)
         if self._model.rank == 0:
             self._folder.forget_metrics_after(self._model.step)
@@ -141,8 +144,16 @@ class RunCheckpoints:
 
     def _extra(self, step: int) -> dict[str, Any]:
         states = self._model.exchange_objects(random_states(self._device))
-        skipped = self._trainer.num_batches_skipped
-        return state_of(self._course, step, states, num_batches_skipped=skipped)
+        trainer = self._trainer
+        return state_of(
+            self._course,
+            step,
+            states,
+            num_batches_skipped=trainer.num_batches_skipped,
+            loss_scaler=None
+            if trainer.loss_scaler is None
+            else trainer.loss_scaler.state_dict(),
+        )
 
     @property
     def replicas_told(self) -> str | None:

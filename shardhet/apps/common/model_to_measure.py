@@ -3,11 +3,15 @@
 import torch
 from torch import nn
 
-from shardhet.apps.common.task import DTYPE_BY_PRECISION, make_module
+from shardhet.apps.common.task import (
+    DTYPE_BY_PRECISION,
+    PARAM_DTYPE_BY_PRECISION,
+    make_module,
+)
 from shardhet.config.measure import MeasureConf
 from shardhet.config.models import DataConf, TextConf
 from shardhet.config.pretrained import HfConf
-from shardhet.config.train import Precision, TrainConf
+from shardhet.config.train import TrainConf
 from shardhet.models.decoder import Decoder
 from shardhet.models.encoder import MaskedLm
 from shardhet.models.pretrained import LanguageModel
@@ -20,7 +24,7 @@ NUM_EXAMPLES = 32
 
 def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
     """The model that would be trained, without values, and a batch of random samples."""
-    param_dtype = torch.bfloat16 if conf.precision is Precision.BF16 else None
+    param_dtype = PARAM_DTYPE_BY_PRECISION.get(conf.precision)
     if isinstance(conf.model, HfConf):
         assert isinstance(conf.data, TextConf)
         folder = conf.model.folder()

@@ -63,6 +63,11 @@ DTYPE_BY_PRECISION = {
     Precision.FP64: torch.float64,
     Precision.FP32: torch.float32,
     Precision.BF16: torch.float32,  # as stored; gathered as bfloat16
+    Precision.FP16: torch.float32,
+}
+PARAM_DTYPE_BY_PRECISION = {  # where parameters are gathered in another format than stored
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
 }
 
 

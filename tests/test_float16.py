@@ -1,0 +1,186 @@
+"""Training in float16: the loss is scaled, and what overflows changes nothing on any rank."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardhet import HetFSDP, Plan
+from shardhet.models.decoder import Decoder
+from shardhet.training.data import GlobalBatches
+from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
+from shardhet.training.optim import AdamW, Cosine
+from shardhet.training.trainer import Run as RunModel
+from shardhet.training.trainer import StepMetrics, Trainer, run_plainly
+from tests.test_guard import Scaled
+from tests.test_resume import losses, metrics, train_until
+from tests.test_trainer import MODEL, PLANS, SEQ_LEN, toy_corpus
+from tests.test_worker import configure, train_rank, write_pages
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+CPU = torch.device("cpu")
+NUM_STEPS = 30
+BAD_STEP = 4
+FIRST_SCALE = 2.0**10  # nothing overflows at it
+SMALL = ("data=text_dir", "debug=quick", "num_steps=7", "model.width=16", "model.num_layers=1")
+SMALL += ("data.seq_len=8", "checkpoint.every=2", "precision=FP16", "resume=auto")
+UNEVEN = (
+    "plan=by_hand",
+    "cluster.num_ranks=3",
+    "plan.microbatch_sizes=[4,0,2]",
+    "plan.num_microbatches=[1,0,2]",
+    "plan.state_shares=[0.4,0.6,0.0]",
+)
+
+
+def make_trainer(plan: Plan, *, is_float16: bool, first_scale: float = FIRST_SCALE) -> Trainer:
+    torch.manual_seed(0)
+    model = HetFSDP(Decoder(MODEL), plan, param_dtype=torch.float16 if is_float16 else None)
+    return Trainer(
+        model,
+        AdamW(learning_rate=1e-2).build(list(model.parameters())),
+        GlobalBatches(corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=6),
+        schedule=Cosine(num_steps=NUM_STEPS, num_warmup_steps=5),
+        loss_scaler=LossScaler(CPU, first_scale=first_scale) if is_float16 else None,
+    )
+
+
+def take_steps(rank: int, plan: Plan, is_float16: bool) -> list[StepMetrics]:
+    trainer = make_trainer(plan, is_float16=is_float16)
+    return [trainer.train_step() for _ in range(NUM_STEPS)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_learns_as_float32_does_under_every_plan(name: str) -> None:
+    plan = PLANS[name]
+    expected = run_ranks(take_steps, 1, PLANS["one rank"], False)[0]
+    for steps in run_ranks(take_steps, plan.world_size, plan, True):
+        assert [each.why_skipped for each in steps] == [None] * NUM_STEPS
+        assert {each.loss_scale for each in steps} == {FIRST_SCALE}
+        for each, plain in zip(steps, expected, strict=True):
+            assert each.mean_loss == pytest.approx(plain.mean_loss, rel=0.02)
+            assert each.grad_norm == pytest.approx(plain.grad_norm, rel=0.1)
+
+
+def overflowing(rank: int, steps: list[int]) -> RunModel:
+    """As ``run_plainly``, but some of one rank's gradients overflow in these steps."""
+
+    def run(model: HetFSDP, tensors: Any) -> Any:
+        loss_sum, *rest = run_plainly(model, tensors)
+        if rank == 0 and model.step in steps:
+            loss_sum = Scaled.apply(loss_sum, 1e5)
+        return (loss_sum, *rest)
+
+    return run
+
+
+def overflow(rank: int, plan: Plan, on_bad_step: OnBadStep) -> Any:
+    trainer = make_trainer(plan, is_float16=True)
+    trainer.guard = Guard(on_bad_step)
+    trainer._run = overflowing(rank, [BAD_STEP])
+    steps = [trainer.train_step() for _ in range(BAD_STEP)]
+    rows = [p.detach().clone() for p in trainer.model.parameters()]
+    skipped = trainer.train_step()
+    for row, param in zip(rows, trainer.model.parameters(), strict=True):
+        assert torch.equal(row, param)
+    steps += [skipped, trainer.train_step()]
+    said = [(each.why_skipped, each.has_overflowed, each.loss_scale) for each in steps]
+    assert trainer.loss_scaler is not None
+    return said, trainer.loss_scaler.state_dict()
+
+
+@pytest.mark.parametrize("on_bad_step", [OnBadStep.STOP, OnBadStep.SKIP])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(
+    name: str, on_bad_step: OnBadStep
+) -> None:
+    plan = PLANS[name]
+    said, *others = run_ranks(overflow, plan.world_size, plan, on_bad_step)
+    assert all(other == said for other in others)
+    *before, (why, has_overflowed, scale), after = said[0]
+    assert before == [(None, False, FIRST_SCALE)] * BAD_STEP
+    assert why == "a gradient overflows in float16 at a loss scale of 1024; now it is 512"
+    assert (has_overflowed, scale) == (True, FIRST_SCALE)
+    assert after == (None, False, FIRST_SCALE / 2)
+    assert said[1]["scale"] == FIRST_SCALE / 2
+
+
+def overflow_always(rank: int, plan: Plan) -> None:
+    trainer = make_trainer(plan, is_float16=True, first_scale=2 * LEAST_SCALE)
+    trainer._run = overflowing(rank, [])
+
+    def run(model: HetFSDP, tensors: Any) -> Any:
+        loss_sum, *rest = run_plainly(model, tensors)
+        return (Scaled.apply(loss_sum, math.nan), *rest)
+
+    trainer._run = run
+    for _ in range(3):
+        trainer.train_step()
+
+
+def test_gradients_that_are_finite_at_no_scale_stop_all_ranks() -> None:
+    plan = PLANS["three ranks, one only stores"]
+    for outcome in run_ranks_expecting_failure(overflow_always, plan.world_size, plan):
+        assert outcome.exception_name == "FloatingPointError", outcome
+        assert "step 2: gradients are not finite in float16" in outcome.message
+        assert "Set precision=BF16 or FP32" in outcome.message
+
+
+def test_a_run_that_was_cut_off_goes_on_bit_by_bit_with_its_scale(tmp_path: Path) -> None:
+    text = write_pages(tmp_path / "text")
+    keys = (*SMALL, *UNEVEN, f"data.path={text}")
+    whole, cut = (configure(tmp_path / name, *keys) for name in ("whole", "cut"))
+    run_ranks(train_rank, 3, [whole] * 3)
+    run_ranks(train_until, 3, cut, 3, 5)
+    run_ranks(train_rank, 3, [cut] * 3)
+    assert losses(Path(cut)) == losses(Path(whole))
+    assert metrics(Path(cut), "loss_scale") == metrics(Path(whole), "loss_scale") != []
+
+
+def test_what_a_checkpoint_holds_is_the_scale_and_when_it_grows() -> None:
+    scaler, other = LossScaler(CPU, first_scale=8.0), LossScaler(CPU)
+    other.load_state_dict(scaler.state_dict())
+    assert float(other.scaled(torch.ones(()))) == 8.0
+    assert other.scale == 8.0
+
+
+# What HetFSDP refuses by itself
+
+
+def train_unscaled(rank: int, how: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.5, 0.5])
+
+    def loss_fn(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return F.mse_loss(output.float(), targets, reduction="sum"), torch.tensor(1)
+
+    is_loss = how == "unscaled"
+    model = HetFSDP(
+        module, plan, param_dtype=torch.float16, loss_fn=loss_fn if is_loss else None
+    )
+    x = torch.ones(1, 4)
+    if is_loss:
+        model.backward(*model(x, loss_inputs=torch.zeros(1, 4)))
+    else:
+        model.backward(1024 * model(x).square().sum(), 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("unscaled", "the loss is not scaled"), ("in float16", "Compute it from output.float()")],
+)
+def test_a_loss_that_would_vanish_or_overflow_is_refused(how: str, said: str) -> None:
+    for outcome in run_ranks_expecting_failure(train_unscaled, 2, how):
+        assert outcome.exception_name in ("ValueError", "RuntimeError")
+        assert said in outcome.message
+
+
+def test_sums_in_float16_are_refused() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[1], state_shares=[1.0])
+    with pytest.raises(ValueError, match=r"reduce_dtype: torch.float16 but .* torch.float32"):
+        HetFSDP(nn.Sequential(nn.Linear(2, 2)), plan, reduce_dtype=torch.float16)
