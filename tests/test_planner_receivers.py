@@ -48,3 +48,9 @@ def test_demanded_shares_are_kept() -> None:
     assert shares is not None
     assert shares[0] == pytest.approx(0.25)
     assert shares[1] > shares[2]
+
+
+def test_where_memory_ends_within_a_row_rows_are_moved_until_all_fit() -> None:
+    row = row_of(2723)  # 0.3 % of the state is all the room that is left
+    assert row.planned_s <= row.best_s * (1 + 1e-9)
+    assert row.bound_s >= 0.99 * row.planned_s

@@ -166,7 +166,12 @@ def find_facts() -> Facts:
     gpus, gpu_errors = _find_gpus(torch.cuda.device_count())
     memory_bytes, free_bytes = _memory()
     return Facts(
-        versions={"Python": platform.python_version(), **versions()},
+        # Metadata of the wheel may lack the build, as in 2.15.0+cu132.
+        versions={
+            "Python": platform.python_version(),
+            **versions(),
+            "torch": torch.__version__,
+        },
         torch_for=_torch_for(torch.version.cuda, torch.version.hip),
         built_for=tuple(torch.cuda.get_arch_list()),
         has_nccl=dist.is_nccl_available(),

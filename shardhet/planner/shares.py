@@ -1,6 +1,8 @@
 """From choices of candidates to plans that fit: who stores how much of the state."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from math import inf
 
 import numpy as np
@@ -17,6 +19,7 @@ from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 
 RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction count as equal
 NEAR_MARGIN = 1e-2  # plans within this margin are kept
+MAX_MOVES = 8  # of rows from devices that are too full
 
 
 def fitting_plans(
@@ -62,10 +65,47 @@ def fitting_plans(
                     )
                 )
             ]
+            if not any(each.fits for each in spread):
+                spread += [
+                    moved for each in spread if (moved := _rows_moved(each, model, demands))
+                ]
             solutions |= {each.plan: each for each in spread if each.plan not in solutions}
             if any(each.fits for each in spread):
                 break
     return as_fast([each for each in solutions.values() if each.fits], margin=NEAR_MARGIN)
+
+
+def _rows_moved(
+    solution: PlanSolution, model: CostModel, demands: Demands
+) -> PlanSolution | None:
+    """The plan with less on devices that are too full by a few rows; None if none fits.
+
+    What they may not store goes to the others, in proportion to their room.
+    """
+    held = {*demands.state_shares(model.cluster.world_size), *chain(*demands.equal)}
+    if demands.has_even_state or held:
+        return None
+    bytes_per_share = model.bytes_per_stored_numel * model.workload.numel
+    for _ in range(MAX_MOVES):
+        ranks = solution.predicted.ranks
+        room = np.array([each.memory_budget_bytes - each.memory.total_bytes for each in ranks])
+        over, free = np.minimum(room, 0.0), np.maximum(room, 0.0)
+        if not over.any():
+            return solution
+        if -over.sum() >= free.sum():
+            return None
+        shares = np.array([each.state_share for each in solution.plan.ranks])
+        shares = np.maximum(
+            0.0, shares + (over - over.sum() * free / free.sum()) / bytes_per_share
+        )
+        planned = zip(solution.plan.ranks, shares / shares.sum(), strict=True)
+        plan = replace(
+            solution.plan,
+            ranks=tuple(replace(rank, state_share=float(share)) for rank, share in planned),
+        )
+        budgets = [each.memory_budget_bytes for each in ranks]
+        solution = replace(solution, plan=plan, predicted=model.predict(plan).within(budgets))
+    return solution if solution.fits else None
 
 
 def as_fast(solutions: Sequence[PlanSolution], *, margin: float) -> list[PlanSolution]:

@@ -20,6 +20,8 @@ USAGE = """\
                                    ... or by Slurm
 """
 REMARKS = """\
+precision          BF16 or FP16 (for cards without bfloat16; the loss is scaled): gathered
+                   parameters and activations take two bytes; what is stored stays in float32
 hang_timeout_s     a rank that stands still for as long while others wait for it ends the run,
                    and is named; before the first step, while torch compiles and while
                    checkpoints are written ten times as long; 0 or null: never
