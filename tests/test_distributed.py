@@ -4,7 +4,10 @@ import itertools
 import os
 import random
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from shardhet.comm import failure
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
-from shardhet.comm.groups import Communicators
+from shardhet.comm.groups import Communicators, count_alike, side_channel
 from shardhet.comm.members import local_device_spec, match_devices
 from shardhet.comm.peers import LostPeerError
 from shardhet.records.cluster import DeviceSpec
@@ -184,6 +187,40 @@ def make_communicators_twice(rank: int) -> tuple[bool, int]:
 
 def test_models_over_one_group_share_its_communicators() -> None:
     assert run_ranks(make_communicators_twice, 2) == [(True, 3)] * 2
+
+
+def named_as_by_torch_2_15(ranks: Sequence[int], use_hashed_name: bool) -> str:
+    """A name with the number of groups that this process has made, over parts too."""
+    world = dist.distributed_c10d._world
+    world.group_count += 1
+    return f"{'_'.join(map(str, ranks))} number {world.group_count}"
+
+
+def meet_in_parts(rank: int) -> list[list[list[float]]]:
+    """Groups over some of the ranks, one after the other; not all are in each."""
+    heard = []
+    with mock.patch.object(
+        dist.distributed_c10d, "_process_group_name", named_as_by_torch_2_15
+    ):
+        for part in ((1, 2, 3), (0, 2, 3), (0, 1), (0, 1, 2, 3)):
+            count_alike(dist.group.WORLD, CPU)
+            if rank not in part:
+                continue
+            group = dist.new_group(
+                list(part), timeout=timedelta(seconds=20), use_local_synchronization=True
+            )
+            seats = tuple(range(len(part)))
+            *_, control = Communicators.over(group, CPU).channels(seats, group.rank())
+            side = side_channel(control)
+            heard.append(control.exchange([rank]))
+            assert side.exchange([rank]) == heard[-1]
+    return heard
+
+
+def test_groups_over_parts_find_each_other_though_some_ranks_have_made_more() -> None:
+    heard = run_ranks(meet_in_parts, 4, fresh_world=True)
+    assert heard[3] == [[[1], [2], [3]], [[0], [2], [3]], [[0], [1], [2], [3]]]
+    assert heard[1] == [[[1], [2], [3]], [[0], [1]], [[0], [1], [2], [3]]]
 
 
 # Lifeline

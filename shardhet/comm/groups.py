@@ -105,6 +105,7 @@ _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakK
 
 def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
     backend = devices.backend_of(group, device)
+    count_alike(group, device)
     ranks = dist.get_process_group_ranks(group)
     timeout = timeout_of(group, device)
 
@@ -131,6 +132,7 @@ def side_channel(channel: Channel) -> Channel:
     group = channel.group
     if group is None:
         return Channel(None, channel.rank_by_position, channel.position)
+    count_alike(group, torch.device("cpu"))
     with _without_splitting(group):
         new = dist.new_group(
             dist.get_process_group_ranks(group),
@@ -144,6 +146,22 @@ def side_channel(channel: Channel) -> Channel:
 
 
 _side_channels: WeakSet[Channel] = WeakSet()
+
+
+def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Have the ranks of ``group`` name the groups that they make next alike.  Collective.
+
+    A group over part of the world, which only its ranks make, is named by its ranks and, from
+    torch 2.15 on, by how many groups a process has made.  Ranks that were not in an earlier one
+    have made fewer: they would wait in the next one under another name, for ever.
+    """
+    world = dist.distributed_c10d._world
+    with suppress(RuntimeError):  # no gloo in this group
+        group._get_backend(torch.device("cpu"))
+        device = torch.device("cpu")
+    number = torch.tensor([world.group_count], device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    world.group_count = int(number)
 
 
 @contextmanager

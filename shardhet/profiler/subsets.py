@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shardhet.comm.groups import count_alike
 from shardhet.comm.members import Members
 from shardhet.comm.transport import timeout_of
 from shardhet.profiler.traffic import Channels, CollectiveSamples, GroupSamples, Traffic
@@ -64,6 +65,8 @@ class SubsetTraffic:
         A failure of one rank raises on all.
         """
         samples: list[CollectiveSamples] = []
+        if self._channels.group is not None:
+            count_alike(self._channels.group, self._device)
         if self._channels.control.position in ranks:
             samples = self._among(ranks, some_of(sizes), num_repeats)
         rows = self._channels.control.exchange_objects(samples)
