@@ -11,7 +11,14 @@ from statistics import median
 from typing import Any
 
 from experiments.common.launch import run_ranks
-from experiments.common.results import Bar, Page, console, parser_of
+from experiments.common.results import (
+    Bar,
+    Page,
+    console,
+    parse_cases,
+    parser_of,
+    read_csv,
+)
 from experiments.common.unlike import USABLE_FRACTION, Slowness, slowness_of, why_no_groups
 from experiments.mixed_cluster import contest
 from experiments.mixed_cluster.clusters import CASES, MILD, STRONG, Case
@@ -165,18 +172,22 @@ def report(rows: Sequence[Row], page: Page) -> None:
 
 def main() -> None:
     """Every cluster, one launch after the other."""
-    options = parser_of(__doc__, "one cluster; keeps nothing").parse_args()
+    all_cases = [case for case in CASES if case.cluster in (STRONG, MILD)]
+    options = parse_cases(parser_of(__doc__, "one cluster; keeps nothing"), all_cases)
     page = Page(HERE, is_kept=not options.quick)
     reason = why_no_groups()
     if reason is not None:
         page.tell(f"Emulated in the processes of HetFSDP: {reason}")
-    cases = [case for case in CASES if case.cluster in (STRONG, MILD)]
     rows: list[Row] = []
-    for case in cases[:1] if options.quick else cases:
+    for case in options.cases[:1] if options.quick else options.cases:
         size = (1, 2) if options.quick else (NUM_LAUNCHES, NUM_ROUNDS)
         rows += rows_of(case, *size, has_groups=reason is None)
+    path = HERE / "results.csv"
+    if path.exists() and not options.quick:
+        names = [case.name for case in options.cases]
+        rows = [row for row in read_csv(path, Row) if row.case not in names] + rows
     report(rows, page)
-    page.keep({"results.csv": rows})
+    page.keep({path.name: rows})
 
 
 if __name__ == "__main__":
