@@ -194,7 +194,7 @@ def test_a_folder_that_is_named_by_the_time_is_refused_once_if_ranks_start_again
     # Cold, because the parent of a rank has to be torchrun's agent, which it ends.
     done = run([*torchrun, "-m", "shardhet.apps.train", *SMALL], tmp_path, is_cold=True)
     assert done.returncode != 0
-    said = done.stderr.count("\nhydra.run.dir: it is not given")
+    said = f"\n{done.stderr}".count("\nhydra.run.dir: it is not given")
     assert 1 <= said <= 2, done.stderr  # by each rank, and not again
     assert not list(tmp_path.glob("outputs/**/metrics.jsonl"))
 

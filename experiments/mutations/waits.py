@@ -2,18 +2,22 @@
 
 python -m experiments.mutations.waits           a quarter of an hour on two cores
 python -m experiments.mutations.waits --list    the places
+python -m experiments.mutations.waits --on-hosts --only wait_sent
+
+With --on-hosts the detector is not asked again, and only tests over transports of the host run.
 """
 
 import argparse
 import ast
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from experiments.common.machine import REPOSITORY, Environment
-from experiments.common.results import console, write_csv
+from experiments.common.results import console, read_csv, write_csv
 from experiments.mutations.copies import changed, has_passed, run_tests
 
 HERE = Path(__file__).parent
@@ -33,7 +37,18 @@ WAITS = {
 # The detector, and then the tests of transports of the host, of which it knows nothing.
 TESTS = {
     "detector": ["emulated"],
-    "parity": ["comm", "shared_host", "streamed", "distributed", "parity", "redistribution"],
+    "parity": [
+        "comm",
+        "shared_host",
+        "streamed",
+        "distributed",
+        "redistribution",
+        "module_surface",
+        "ordinary_calls",
+        "checkpoint",
+        "hf_generate",
+        "parity",
+    ],
 }
 # Where the same call orders work of the host, and the device has nothing to do with it.
 ON_THE_HOST = ("shardhet/comm/channel.py", "shardhet/comm/transport.py")
@@ -98,11 +113,11 @@ def _at(node: ast.AST) -> tuple[int, str] | None:
     return None
 
 
-def judge(place: Place) -> Verdict:
-    """Run the tests on a copy of the tree without it."""
+def judge(place: Place, tests: Mapping[str, Sequence[str]]) -> Verdict:
+    """Run ``tests`` on a copy of the tree without it."""
     started_at_s = time.monotonic()
     with changed(place.path, place.line, place.before, place.after) as tree:
-        for who, names in TESTS.items():
+        for who, names in tests.items():
             files = [f"tests/test_{name}.py" for name in names]
             done = run_tests(tree, files, limit_s=SECONDS)
             if done is None:
@@ -124,29 +139,40 @@ def judge(place: Place) -> Verdict:
     )
 
 
+def merged(before: Sequence[Verdict], found: Sequence[Verdict]) -> list[Verdict]:
+    """All verdicts, the newest of each place, in the order of the sources."""
+    by_place = {(each.path, each.line): each for each in (*before, *found)}
+    return [by_place[place] for place in sorted(by_place)]
+
+
 def main() -> None:
     """Leave them out one by one, and write what the detector says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=2, help="how many are tried at a time")
     parser.add_argument("--list", action="store_true", help="show the places and stop")
+    parser.add_argument("--only", default="", help="places with these words: path:line code")
+    parser.add_argument("--on-hosts", action="store_true", help="do not ask the detector")
     options = parser.parse_args()
-    todo = list(places())
+    todo = [p for p in places() if options.only in f"{p.path}:{p.line} {p.before.strip()}"]
+    tests = {"parity": TESTS["parity"]} if options.on_hosts else TESTS
     if options.list:
         for each in todo:
             console.print(f"{each.path}:{each.line} {each.before.strip()}", markup=False)
         console.print(f"{len(todo)} places")
         return
     console.print(Environment.here().as_markdown())
-    verdicts = []
+    verdicts: list[Verdict] = []
+    path = HERE / ("waits_on_hosts.csv" if options.on_hosts else "waits.csv")
+    before = read_csv(path, Verdict) if path.exists() else []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for verdict in pool.map(judge, todo):
+        for verdict in pool.map(partial(judge, tests=tests), todo):
             verdicts.append(verdict)
-            write_csv(HERE / "waits.csv", verdicts)
+            write_csv(path, merged(before, verdicts))
             said = verdict.objection or "NO OBJECTION"
             console.print(
                 f"{verdict.path}:{verdict.line} {verdict.before}: {said}", markup=False
             )
-    for who in TESTS:
+    for who in tests:
         number = sum(1 for each in verdicts if each.objected == who)
         console.print(f"{number} of {len(verdicts)} are missed by the {who}")
 

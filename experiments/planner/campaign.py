@@ -2,7 +2,8 @@
 
     python -m experiments.planner.campaign --first 3000 --processes 2
 
-What is in campaign.csv already is not run again; remove the file to begin anew.
+What is in campaign.csv already is not run again; remove the file to begin anew.  With --replan
+the planner is asked again for all of it; what the exhaustive search has found stays.
 
 Two or three devices, a model of three units, batches of up to six.  Every instance draws from:
 curves that are noisy, have plateaus or fall; collectives that are slower with uneven shares;
@@ -18,7 +19,7 @@ the planner but the prices.  A bound above its best plan is a fault.
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import Pool
 from pathlib import Path
@@ -243,9 +244,8 @@ class Exhaustive:
             yield [fixed.get(i, float(share)) for i, share in enumerate(shares)]
 
 
-def row_of(seed: int) -> Row:
-    """What planner and exhaustive search say of one instance."""
-    setting, batch, demands, curve, demand = instance(seed)
+def planned(setting: Setting, batch: int, demands: Demands) -> tuple[float, float, float]:
+    """The planner's step and bound, and the seconds of its processor."""
     started_s = time.process_time()
     try:
         solution = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
@@ -253,7 +253,20 @@ def row_of(seed: int) -> Row:
         planned_s, bound_s = 0.0, error.lower_bound_s
     else:
         planned_s, bound_s = solution.predicted.step_time_s, solution.lower_bound_s
-    spent_s = time.process_time() - started_s
+    return planned_s, bound_s, time.process_time() - started_s
+
+
+def replanned(row: Row) -> Row:
+    """The same instance with what the planner says now."""
+    setting, batch, demands, *_ = instance(row.seed)
+    planned_s, bound_s, spent_s = planned(setting, batch, demands)
+    return replace(row, planned_s=planned_s, bound_s=bound_s, cpu_s=spent_s)
+
+
+def row_of(seed: int) -> Row:
+    """What planner and exhaustive search say of one instance."""
+    setting, batch, demands, curve, demand = instance(seed)
+    planned_s, bound_s, spent_s = planned(setting, batch, demands)
     tried = Exhaustive(setting, batch, demands)
     return Row(
         seed=seed,
@@ -274,12 +287,15 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=3000)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--replan", action="store_true", help="ask the planner again")
     parser.add_argument("--seconds", type=float, default=np.inf, help="stop after this time")
     conf = parser.parse_args()
     started_s, path = time.monotonic(), HERE / "campaign.csv"
     rows = read_csv(path, Row) if path.exists() else []
     todo = sorted(set(range(conf.first)) - {row.seed for row in rows})
     with Pool(conf.processes) as pool:
+        if conf.replan:
+            rows = list(pool.imap(replanned, rows, chunksize=10))
         for row in pool.imap(row_of, todo, chunksize=10):
             rows.append(row)
             if row.is_wrong:
