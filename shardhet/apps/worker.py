@@ -239,10 +239,8 @@ class Run:
             self._look_at_speeds(step, self._rebalancer, display)
         if metrics.why_skipped is None:
             self._record(metrics, display)
-        else:
-            self._skip(metrics, display)
-            if self._rolls_back(metrics):
-                return
+        elif self._skip(metrics, display):
+            return
         if step % conf.log_every == 0 or step == conf.num_steps:
             self._look(step, display)
         if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
@@ -271,8 +269,7 @@ class Run:
             "step_time_s": metrics.step_time_s,
         }
         self._outcome.add_step(metrics.step_time_s)
-        if metrics.loss_scale is not None:
-            values["loss_scale"] = metrics.loss_scale
+        values |= {} if metrics.loss_scale is None else {"loss_scale": metrics.loss_scale}
         if self._prediction is not None:
             values["predicted_step_time_s"] = self._prediction.step_time_s
         log_all(self._loggers, metrics.step, values)
@@ -289,17 +286,13 @@ class Run:
         log_all(self._loggers, step, clock.values)
         display.show_remark(said)
 
-    def _rolls_back(self, metrics: StepMetrics) -> bool:
-        """Whether a step that changed nothing takes the run back."""
-        return self.trainer.guard.rolls_back and not metrics.has_overflowed
-
-    def _skip(self, metrics: StepMetrics, display: Display) -> None:
-        """Record a step that changed nothing, and roll back if the configuration says so."""
+    def _skip(self, metrics: StepMetrics, display: Display) -> bool:
+        """Record a step that changed nothing; whether it has taken the run back."""
         step = metrics.step
-        values = {"loss": metrics.mean_loss, "is_skipped": 1.0}
+        rolls_back = self.trainer.guard.rolls_back and not metrics.has_overflowed
         said = f"step {step} was skipped: {metrics.why_skipped}"
-        log_all(self._loggers, step, values)
-        if self._rolls_back(metrics):
+        log_all(self._loggers, step, {"loss": metrics.mean_loss, "is_skipped": 1.0})
+        if rolls_back:
             to_step = self._checkpoints.roll_back()
             said += f"; rolled back to step {to_step}, on with the batch after it"
             self.trainer.forget_peak_memory()
@@ -308,6 +301,7 @@ class Run:
             log_all(self._loggers, to_step, {"rolled_back_from": step})
         logger.warning("%s", said)
         display.show_remark(said)
+        return rolls_back
 
     def _look_at_speeds(self, step: int, rebalancer: Rebalancer, display: Display) -> None:
         """Say which devices are slow, and whether the run follows another plan."""

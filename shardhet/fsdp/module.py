@@ -56,8 +56,7 @@ class HetFSDP(ModuleWithState):
             the meta device).
         units: module classes or fqns; None finds blocks, embeddings and head.
         param_dtype: dtype of gathered parameters and of activations; None keeps the stored one.
-            In float16 the loss must be scaled: ``torch.amp.GradScaler`` works as on one
-            process, ``model.backward(scaler.scale(loss_sum), num_tokens)``.
+            In float16 scale the loss: ``model.backward(scaler.scale(loss_sum), num_tokens)``.
         reduce_dtype: dtype in which gradients are accumulated and summed over ranks; None
             is that of the stored parameters (float32, usually, whatever ``param_dtype`` is).
         loss_fn: for models that return logits.  It is applied to the output of the last
