@@ -1,6 +1,6 @@
 """Is any wait, event or change of stream of the runtime removed without the detector objecting?
 
-python -m experiments.mutations.waits           a quarter of an hour on two cores
+python -m experiments.mutations.waits           an hour or more on two cores
 python -m experiments.mutations.waits --list    the places
 python -m experiments.mutations.waits --on-hosts --only wait_sent
 

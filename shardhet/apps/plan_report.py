@@ -147,7 +147,7 @@ def _heading(report: PlanReport) -> Iterator[str]:
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
     )
     yield source_line(inputs)
-    if workload.param_dtype == "float32" and could_be_float16(cluster):
+    if workload.param_dtype == "float32" and _could_be_float16(cluster):
         yield (
             "Not every device is described to compute in bfloat16, but all in float16: "
             "precision=FP16 plans for that, and trains with a scaled loss."
@@ -156,7 +156,7 @@ def _heading(report: PlanReport) -> Iterator[str]:
         yield report.note
 
 
-def could_be_float16(cluster: Cluster) -> bool:
+def _could_be_float16(cluster: Cluster) -> bool:
     """Whether all devices are described to be faster in float16, and not all have bfloat16."""
     rates = [dict(kind.peak_flops_per_s) for kind in cluster.kinds]
     return (

@@ -31,7 +31,7 @@ class LossScaler:
 
     def scaled(self, loss_sum: Tensor) -> Tensor:
         """The loss, multiplied by the scale of the step that it begins."""
-        # Copied before forward is launched, so that reading it waits for nothing.
+        # Copied before backward is launched, so that reading it waits for forward at most.
         self._scale = HostCopy(self._scaler.scale(self._one))
         return self._scaler.scale(loss_sum)
 
