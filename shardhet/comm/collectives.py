@@ -30,7 +30,8 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Messages, Pending, pieces_of
+from shardhet.comm.messages import Messages, Pending
+from shardhet.comm.uneven import Gathering, Reduction, has_even_layout, pieces_of
 
 T = TypeVar("T")
 
@@ -47,11 +48,10 @@ def all_gather_uneven(
 
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
-    _check_splits(shard, output, split_numels, channel)
+    call = Gathering(output, shard, split_numels, channel, receivers)
     if channel.transport is not None and devices.is_on_host(shard):
-        return channel.transport.gather(output, shard, split_numels, channel, receivers)
-    algorithm = _algorithms(channel, shard.device).gather
-    return algorithm(output, shard, split_numels, channel, receivers)
+        return channel.transport.gather(call)
+    return _algorithms(channel, shard.device).gather(call)
 
 
 def reduce_scatter_uneven(
@@ -68,59 +68,43 @@ def reduce_scatter_uneven(
     Parts are added in plan order, so a repeated call gives the same bits; backends that do
     the summation themselves may promise less.  ``full`` is read until ``wait_sent`` returns.
     """
-    _check_splits(output, full, split_numels, channel)
+    call = Reduction(output, full, split_numels, channel, contributors, scratch)
     if channel.transport is not None and devices.is_on_host(output):
-        return channel.transport.reduce(output, full, split_numels, channel, contributors)
-    algorithm = _algorithms(channel, output.device).reduce
-    return algorithm(output, full, split_numels, channel, contributors, scratch)
+        return channel.transport.reduce(call)
+    return _algorithms(channel, output.device).reduce(call)
 
 
-def _gather_by_send_recv(
-    output: Tensor | None,
-    shard: Tensor,
-    split_numels: Sequence[int],
-    channel: Channel,
-    receivers: Sequence[int],
-) -> Pending:
-    messages = Messages(channel)
-    if output is not None:
-        for position, piece in enumerate(pieces_of(output, split_numels)):
+def _gather_by_send_recv(call: Gathering) -> Pending:
+    messages = Messages(call.channel)
+    if call.output is not None:
+        for position, piece in enumerate(pieces_of(call.output, call.split_numels)):
             messages.receive(piece, position)
-    for position in receivers:
-        messages.send(shard, position)
+    for position in call.receivers:
+        messages.send(call.shard, position)
     pending = messages.post()
-    if output is not None:
-        # Copy after posting, so that the peers' shards arrive in the meantime.
-        own = pieces_of(output, split_numels)[channel.position]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+    if call.output is not None:
+        call.copy_own_shard()  # after posting: the peers' shards arrive in the meantime
     return pending
 
 
-def _reduce_by_send_recv(
-    output: Tensor,
-    full: Tensor | None,
-    split_numels: Sequence[int],
-    channel: Channel,
-    contributors: Sequence[int],
-    scratch: BufferPool,
-) -> Pending:
+def _reduce_by_send_recv(call: Reduction) -> Pending:
     # The first part from another rank is received into the output, the others into scratch
     # buffers; this rank's own part is read in place.
-    messages = Messages(channel)
-    others = [i for i in contributors if i != channel.position] if output.numel() else []
+    output, scratch, position = call.output, call.scratch, call.channel.position
+    messages = Messages(call.channel)
+    others = [i for i in call.contributors if i != position] if output.numel() else []
     buffers = [
         scratch.lend(output.numel(), dtype=output.dtype, device=output.device)
         for _ in others[1:]
     ]
     part_by_position = dict(zip(others, [output, *buffers], strict=False))
-    for position, part in part_by_position.items():
-        messages.receive(part, position)
-    if full is not None:
-        pieces = pieces_of(full, split_numels)
-        part_by_position[channel.position] = pieces[channel.position]
-        for position, piece in enumerate(pieces):
-            messages.send(piece, position)
+    for other, part in part_by_position.items():
+        messages.receive(part, other)
+    if call.full is not None:
+        pieces = pieces_of(call.full, call.split_numels)
+        part_by_position[position] = pieces[position]
+        for other, piece in enumerate(pieces):
+            messages.send(piece, other)
 
     def add_in_plan_order() -> None:
         _sum_into(output, [part_by_position[i] for i in sorted(part_by_position)])
@@ -146,42 +130,29 @@ def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
             output.add_(part)
 
 
-def _gather_by_list(
-    output: Tensor | None,
-    shard: Tensor,
-    split_numels: Sequence[int],
-    channel: Channel,
-    receivers: Sequence[int],
-) -> Pending:
+def _gather_by_list(call: Gathering) -> Pending:
     """Gather with NCCL, which turns a list of unequal tensors into one group of broadcasts."""
-    if output is None or len(receivers) < channel.world_size or 0 in split_numels:
-        return _gather_by_send_recv(output, shard, split_numels, channel, receivers)
-    if _is_even(split_numels, channel):
+    if call.output is None or not call.is_whole:
+        return _gather_by_send_recv(call)
+    if has_even_layout(call):
         gather = _named("all_gather_single", "all_gather_into_tensor")
-        gather(output, shard, group=channel.group)
+        gather(call.output, call.shard, group=call.channel.group)
     else:
-        pieces = _in_rank_order(pieces_of(output, split_numels), channel)
-        dist.all_gather(pieces, shard, group=channel.group)
+        pieces = _in_rank_order(pieces_of(call.output, call.split_numels), call.channel)
+        dist.all_gather(pieces, call.shard, group=call.channel.group)
     return Pending()  # see [Note: Streams of NCCL]
 
 
-def _reduce_by_list(
-    output: Tensor,
-    full: Tensor | None,
-    split_numels: Sequence[int],
-    channel: Channel,
-    contributors: Sequence[int],
-    scratch: BufferPool,
-) -> Pending:
+def _reduce_by_list(call: Reduction) -> Pending:
     """Reduce with NCCL, which turns a list of unequal tensors into a group of reductions."""
-    if full is None or len(contributors) < channel.world_size or 0 in split_numels:
-        return _reduce_by_send_recv(output, full, split_numels, channel, contributors, scratch)
-    if _is_even(split_numels, channel):
+    if call.full is None or not call.is_whole:
+        return _reduce_by_send_recv(call)
+    if has_even_layout(call):
         reduce = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        reduce(output, full, group=channel.group)
+        reduce(call.output, call.full, group=call.channel.group)
     else:
-        pieces = _in_rank_order(pieces_of(full, split_numels), channel)
-        dist.reduce_scatter(output, pieces, group=channel.group)
+        pieces = _in_rank_order(pieces_of(call.full, call.split_numels), call.channel)
+        dist.reduce_scatter(call.output, pieces, group=call.channel.group)
     return Pending()  # see [Note: Streams of NCCL]
 
 
@@ -193,28 +164,12 @@ def _named(name: str, name_before: str) -> Callable[..., dist.Work]:
     return collective
 
 
-def _is_even(split_numels: Sequence[int], channel: Channel) -> bool:
-    """Whether the pieces have the layout of NCCL's own even collectives.
-
-    With equal pieces, NCCL's list collectives go through a buffer as large as the whole tensor.
-    """
-    in_order = tuple(channel.rank_by_position) == tuple(range(channel.world_size))
-    return in_order and len(set(split_numels)) == 1
-
-
-def _gather_by_all_to_all(
-    output: Tensor | None,
-    shard: Tensor,
-    split_numels: Sequence[int],
-    channel: Channel,
-    receivers: Sequence[int],
-) -> Pending:
+def _gather_by_all_to_all(call: Gathering) -> Pending:
     """Gather with gloo and CUDA tensors, which gloo cannot send point to point."""
-    counts_in = [shard.numel() * (i in receivers) for i in range(channel.world_size)]
-    counts_out = list(split_numels) if output is not None else [0] * channel.world_size
-    received, work = _exchange_pieces(
-        [shard] * channel.world_size, counts_in, counts_out, channel
-    )
+    output, shard, world_size = call.output, call.shard, call.channel.world_size
+    counts_in = [shard.numel() * (i in call.receivers) for i in range(world_size)]
+    counts_out = list(call.split_numels) if output is not None else [0] * world_size
+    received, work = _exchange_pieces([shard] * world_size, counts_in, counts_out, call.channel)
 
     def copy_out() -> None:
         if output is not None:
@@ -223,22 +178,16 @@ def _gather_by_all_to_all(
     return Pending(receiving=[work], sending=[work], finish=copy_out, tensors=[shard])
 
 
-def _reduce_by_all_to_all(
-    output: Tensor,
-    full: Tensor | None,
-    split_numels: Sequence[int],
-    channel: Channel,
-    contributors: Sequence[int],
-    scratch: BufferPool,
-) -> Pending:
+def _reduce_by_all_to_all(call: Reduction) -> Pending:
     """Reduce with gloo and CUDA tensors, which gloo cannot send point to point."""
-    pieces = [output] * channel.world_size if full is None else pieces_of(full, split_numels)
-    counts_in = [0] * channel.world_size if full is None else list(split_numels)
-    counts_out = [output.numel() * (i in contributors) for i in range(channel.world_size)]
-    received, work = _exchange_pieces(pieces, counts_in, counts_out, channel)
+    output, full, world_size = call.output, call.full, call.channel.world_size
+    pieces = [output] * world_size if full is None else pieces_of(full, call.split_numels)
+    counts_in = [0] * world_size if full is None else list(call.split_numels)
+    counts_out = [output.numel() * (i in call.contributors) for i in range(world_size)]
+    received, work = _exchange_pieces(pieces, counts_in, counts_out, call.channel)
 
     def add_in_plan_order() -> None:
-        _sum_into(output, [received[i] for i in sorted(contributors)])
+        _sum_into(output, [received[i] for i in sorted(call.contributors)])
 
     return Pending(receiving=[work], sending=[work], finish=add_in_plan_order)
 
@@ -272,10 +221,8 @@ def _in_rank_order(by_position: Sequence[T], channel: Channel) -> list[T]:
 
 
 class _Algorithms(NamedTuple):
-    gather: Callable[[Tensor | None, Tensor, Sequence[int], Channel, Sequence[int]], Pending]
-    reduce: Callable[
-        [Tensor, Tensor | None, Sequence[int], Channel, Sequence[int], BufferPool], Pending
-    ]
+    gather: Callable[[Gathering], Pending]
+    reduce: Callable[[Reduction], Pending]
 
 
 _SEND_RECV = _Algorithms(_gather_by_send_recv, _reduce_by_send_recv)
@@ -296,22 +243,3 @@ def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
             "Initialise the process group with gloo, or on GPUs with cpu:gloo,cuda:nccl."
         )
     return _ALGORITHMS[key]
-
-
-def _check_splits(
-    shard: Tensor, full: Tensor | None, split_numels: Sequence[int], channel: Channel
-) -> None:
-    if len(split_numels) != channel.world_size:
-        raise ValueError(
-            f"{len(split_numels)} split sizes for {channel.world_size} ranks. Give one a rank."
-        )
-    if shard.numel() != split_numels[channel.position]:
-        raise ValueError(
-            f"position {channel.position}: the shard has {shard.numel()} elements but its "
-            f"split is {split_numels[channel.position]}."
-        )
-    if full is not None and full.numel() != sum(split_numels):
-        raise ValueError(
-            f"position {channel.position}: the whole tensor has {full.numel()} elements but "
-            f"the splits sum to {sum(split_numels)}."
-        )

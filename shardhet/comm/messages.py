@@ -1,7 +1,6 @@
 """Point-to-point messages between positions of a channel, and operations in flight."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -119,12 +118,6 @@ class Messages:
             finish=finish,
             tensors=[op.tensor for op in ops],
         )
-
-
-def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
-    """Return the consecutive parts of ``flat``, one per split, as views."""
-    stops = accumulate(split_numels)
-    return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
 
 
 def wait_all(works: list[InFlight]) -> None:

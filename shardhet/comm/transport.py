@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shardhet.comm.channel import Channel
     from shardhet.comm.messages import Pending
+    from shardhet.comm.uneven import Gathering, Reduction
 
 SWITCH = "SHARDHET_TRANSPORT"
 CHOICES = ("auto", "gloo")
@@ -39,24 +39,10 @@ class Transport(Protocol):
         ``within_s``, and ``LostPeerError`` if a process is gone.
         """
 
-    def gather(
-        self,
-        output: Tensor | None,
-        shard: Tensor,
-        split_numels: Sequence[int],
-        channel: "Channel",
-        receivers: Sequence[int],
-    ) -> "Pending":
+    def gather(self, call: "Gathering") -> "Pending":
         """Perform ``collectives.all_gather_uneven``.  Collective."""
 
-    def reduce(
-        self,
-        output: Tensor,
-        full: Tensor | None,
-        split_numels: Sequence[int],
-        channel: "Channel",
-        contributors: Sequence[int],
-    ) -> "Pending":
+    def reduce(self, call: "Reduction") -> "Pending":
         """Perform ``collectives.reduce_scatter_uneven``.  Collective."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Pending, pieces_of
+from shardhet.comm.messages import Pending
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.shared_host.arena import PeerArena, own_arena
 from shardhet.comm.shared_host.neighbours import Neighbours
+from shardhet.comm.uneven import Gathering, Reduction, pieces_of
 
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 
@@ -52,63 +53,48 @@ class SharedHost:
         """See ``Transport``."""
         self.neighbours.give_up()
 
-    def gather(
-        self,
-        output: Tensor | None,
-        shard: Tensor,
-        split_numels: Sequence[int],
-        channel: Channel,
-        receivers: Sequence[int],
-    ) -> Pending:
+    def gather(self, call: Gathering) -> Pending:
         """See ``Transport``: every receiver reads every owner's shard."""
-        call = _Call(channel, self.neighbours)
-        if shard.numel():
-            call.offer(shard, receivers)
-        if output is None:
-            return call.pending(None, shard)
-        pieces = pieces_of(output, split_numels)
-        owners = call.owners([i for i, piece in enumerate(pieces) if piece.numel()])
+        traffic = _Traffic(call.channel, self.neighbours)
+        if call.shard.numel():
+            traffic.offer(call.shard, call.receivers)
+        if call.output is None:
+            return traffic.pending(None, call.shard)
+        pieces = pieces_of(call.output, call.split_numels)
+        owners = traffic.owners([i for i, piece in enumerate(pieces) if piece.numel()])
 
         def read_all() -> None:
-            own = pieces[channel.position]
-            if own.data_ptr() != shard.data_ptr():
-                own.copy_(shard)
+            call.copy_own_shard()
             for position in owners:
-                call.copy_from(position, pieces[position])
+                traffic.copy_from(position, pieces[position])
 
-        return call.pending(read_all, shard)
+        return traffic.pending(read_all, call.shard)
 
-    def reduce(
-        self,
-        output: Tensor,
-        full: Tensor | None,
-        split_numels: Sequence[int],
-        channel: Channel,
-        contributors: Sequence[int],
-    ) -> Pending:
+    def reduce(self, call: Reduction) -> Pending:
         """See ``Transport``: every owner adds up its part of every contribution."""
-        call = _Call(channel, self.neighbours)
+        output, full, position = call.output, call.full, call.channel.position
+        traffic = _Traffic(call.channel, self.neighbours)
         if full is not None:
-            call.offer(full, [i for i, numel in enumerate(split_numels) if numel])
-        if not contributors:
+            traffic.offer(full, [i for i, numel in enumerate(call.split_numels) if numel])
+        if not call.contributors:
             output.zero_()
-        if not contributors or not output.numel():
-            return call.pending(None, full)
-        owners = call.owners(contributors)
-        own = None if full is None else pieces_of(full, split_numels)[channel.position]
-        first = sum(split_numels[: channel.position]) * output.element_size()
+        if not call.contributors or not output.numel():
+            return traffic.pending(None, full)
+        owners = traffic.owners(call.contributors)
+        own = None if full is None else pieces_of(full, call.split_numels)[position]
+        first = sum(call.split_numels[:position]) * output.element_size()
 
         def add_all() -> None:
             with ExitStack() as stack:
                 parts = {
-                    position: stack.enter_context(call.part(position, output, first))
-                    for position in owners
+                    owner: stack.enter_context(traffic.part(owner, output, first))
+                    for owner in owners
                 }
                 if own is not None:
-                    parts[channel.position] = own
-                _sum_into(output, [parts[position] for position in contributors])
+                    parts[position] = own
+                _sum_into(output, [parts[i] for i in call.contributors])
 
-        return call.pending(add_all, full)
+        return traffic.pending(add_all, full)
 
 
 def meet(
@@ -134,8 +120,8 @@ def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
                 chunk.add_(part)
 
 
-class _Call:
-    """One collective on one rank."""
+class _Traffic:
+    """What one collective moves to and from one rank."""
 
     def __init__(self, channel: Channel, neighbours: Neighbours) -> None:
         assert channel.group is not None
