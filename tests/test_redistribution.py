@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardhet import DeviceSpec, HetFSDP, Plan, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.fsdp.modes import OperationMode
 from shardhet.records.plan import PlannedUnit
 from tests.checkpoint_cases import (
     OPTIMIZERS,
@@ -170,17 +170,15 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-class Peak(TorchDispatchMode):
+class Peak(OperationMode):
     """The most bytes held at the end of any operation, where much is allocated."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.nbytes > 2**20:
             self.nbytes = max(self.nbytes, held_bytes())
         return result

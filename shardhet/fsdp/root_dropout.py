@@ -5,7 +5,7 @@ code outside of units runs, such calls are intercepted and run microbatch by mic
 per microbatch, like calls of ``nn.Dropout``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import (
-    TorchFunctionMode,
     _get_current_function_mode,
     _pop_mode_temporarily,
 )
 
+from shardhet.fsdp.modes import FunctionMode
 from shardhet.fsdp.unit import UnitModule
 
 DROPOUT_CALLS = "torch.nn.functional.dropout"  # the fqn of all such calls; no module has it
@@ -71,21 +71,16 @@ def is_checkpointed(*, grad_enabled: bool) -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-class _Taking(TorchFunctionMode):
+class _Taking(FunctionMode):
     def __init__(self, root: nn.Module, visit: Visit) -> None:
         super().__init__()
         self.num_left_alone = 0
         self._root = root
         self._visit = visit
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
         # For all values of p and training, since they may differ at the next step.
         if func in _FUNCTIONS and not self.num_left_alone:
             return self._visit(UnitModule(DROPOUT_CALLS, self._root, func, False), args, kwargs)

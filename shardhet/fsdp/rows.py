@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.comm import CommContext
+from shardhet.fsdp.modes import FunctionTensor
 
 Kwargs = dict[str, Any]
 _plainly = torch._C.DisableTorchFunctionSubclass
@@ -127,23 +128,17 @@ class RowGroup:
             )
 
 
-class RowGradient(Tensor):
+class RowGradient(FunctionTensor):
     """This rank's rows of a gradient.  The docstring of the file says how it behaves."""
 
     _rows: RowGroup
     _fqn: str  # of the parameter
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Kwargs | None = None,
-    ) -> Any:
+    def _call(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run ``func`` as on a plain tensor, unless it reduces or is refused."""
         handle = _HANDLERS.get(func, _keep_rows)
-        return handle(func, args, kwargs or {})
+        return handle(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -153,7 +148,7 @@ class RowGradient(Tensor):
             return self.as_subclass(Tensor).clone()
 
 
-class RowNorm(Tensor):
+class RowNorm(FunctionTensor):
     """A norm, or a vector of norms, of which this rank has computed only its part.
 
     Its data are NaN; any use of it in Python gets the norms over all ranks.
@@ -174,15 +169,8 @@ class RowNorm(Tensor):
         return norm
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Kwargs | None = None,
-    ) -> Any:
+    def _call(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Stack without communication; compute all else, such as norms, over all ranks."""
-        kwargs = kwargs or {}
         if func is torch.stack and not kwargs and len(args) == 1:
             return _stacked(args[0])
         if func is Tensor.to and not kwargs and isinstance(args[1], torch.device):

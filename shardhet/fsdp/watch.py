@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from shardhet.fsdp.modes import OperationMode, tensors_among
 
 OUTSIDE = 0
 
@@ -42,11 +42,11 @@ class Refusal(BaseException):
         self.error = error
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(OperationMode):
     """Tracks where tensors are made while it is active; replaces random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
         self.rows: Mapping[int, str] = {}  # fqns of the sharded parameters of units, by id
@@ -98,31 +98,24 @@ class Watcher(TorchDispatchMode):
         for tensor in tensors:
             self._check(tensor, "the model's output")
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the operation; check the places of its inputs and note that of its result."""
-        kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
         name = func.__name__.split(".")[0]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         depends = False
         if name not in _FACTORIES:
-            for leaf in inputs:
-                self._check(leaf, name)
-                depends |= leaf in self._made_at or isinstance(leaf, nn.Parameter)
-                if leaf in self._dice:
+            for each in tensors_among((args, kwargs)):
+                self._check(each, name)
+                depends |= each in self._made_at or isinstance(each, nn.Parameter)
+                if self._dice and each in self._dice:
                     self._check_die(name, args)
-        result = self._run(func, name, args, kwargs)
+        result = self._predictably(func, name, args, kwargs)
         if depends:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._note(leaf)
+            for each in tensors_among(result):
+                self._note(each)
         return result
 
     def _note(self, tensor: Tensor) -> None:
@@ -177,7 +170,7 @@ class Watcher(TorchDispatchMode):
             )
         )
 
-    def _run(
+    def _predictably(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):

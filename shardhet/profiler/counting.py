@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardhet.fsdp.build import casting
 from shardhet.fsdp.caches import CacheSwitch
+from shardhet.fsdp.modes import OperationMode, tensors_among
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.sketch import LossFn, ModelSketch, TensorInput, UnitCall, UnitSketch
 
@@ -212,26 +212,22 @@ def _drop_grad(param: Tensor) -> None:
     param.grad = None  # the runtime adds it to the unit's gradients and drops it too
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(OperationMode):
     """A mode that tracks the memory of everything that operations return, until it is freed."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the operation and count new storages."""
-        before = {id(_storage(each)) for each in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        before = {id(_storage(each)) for each in tensors_among((args, kwargs))}
+        result = func(*args, **kwargs)
+        for tensor in tensors_among(result):
             storage = _storage(tensor)
             if id(storage) not in before and id(storage) not in self._known:
                 self._follow(storage)
@@ -251,7 +247,3 @@ class LiveBytes(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> Any:
     return tensor.untyped_storage()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

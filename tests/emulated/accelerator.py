@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardhet.comm import devices
+from shardhet.fsdp.modes import tensors_among
 from tests.emulated.clocks import Clock, Event, Host, Stream
 from tests.emulated.memory import Access, Held, Memory, RaceError
 from tests.emulated.nccl import Nccl
@@ -99,7 +99,7 @@ class Accelerator:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation of torch, on the current stream if it concerns the device."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = list(tensors_among((args, kwargs)))
         target = kwargs.get("device")
         makes = target is not None and target.type == "cpu" and target.index is not None
         listed = [tensor for tensor in given if self.held(tensor) is not None]
@@ -114,7 +114,7 @@ class Accelerator:
         if _is_view(func) and not written:
             return result
         goes_to_host = func is aten._to_copy.default and self._copies_to_host
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = list(tensors_among(result))
         if not goes_to_host:
             for tensor in made:
                 if tensor.device.type == "cpu":
@@ -323,7 +323,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[i] if i < len(args) else None)
-            given += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            given += tensors_among(value)
     return given
 
 

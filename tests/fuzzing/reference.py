@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from shardhet.fsdp.modes import FunctionMode
 from shardhet.fsdp.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.seeds import microbatch_seed
 from shardhet.fsdp.wrapping import find_units
@@ -61,21 +61,16 @@ class SeededCalls:
         torch.default_generator.manual_seed(seed)
 
 
-class SeededFunctions(TorchFunctionMode):
+class SeededFunctions(FunctionMode):
     """Dropout that root code calls as a function draws as a call of its own."""
 
     def __init__(self, seeds: SeededCalls) -> None:
         super().__init__()
         self._seeds = seeds
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
         if func is not dropout or not self._seeds.is_outside:
             return func(*args, **kwargs)
         self._seeds.enter(DROPOUT_CALLS)

@@ -1,0 +1,77 @@
+"""Bases of classes that stand between a program and torch: they receive every call.
+
+Each passes what torch calls to a method of one signature, ``run(func, args, kwargs)``.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def tensors_among(values: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors that an operation takes or returns.
+
+    An operation knows tensors, lists of them and values; to walk these as a pytree takes longer
+    than most operations do on small tensors.
+    """
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from tensors_among(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_among(value)
+
+
+class OperationMode(TorchDispatchMode):
+    """Receives every operation, below autograd, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the operation ``func`` returns to its caller."""
+        raise NotImplementedError
+
+
+class FunctionMode(TorchFunctionMode):
+    """Receives every call of a function of torch, above autograd, while it is entered."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the function ``func`` returns to its caller."""
+        raise NotImplementedError
+
+
+class FunctionTensor(Tensor):
+    """A tensor whose class receives every call of a function of torch on it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls._call(func, args, kwargs or {})
+
+    @classmethod
+    def _call(
+        cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the function ``func`` returns to its caller."""
+        raise NotImplementedError
