@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,14 @@ class Odd(nn.Module):
         return loss, targets.numel()
 
 
+def with_gradients(optimizer: optim.Optimizer) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Each parameter that has a gradient, with its group."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                yield group, param
+
+
 class Lion(optim.Optimizer):
     """Element by element, with a number of Python's among its states."""
 
@@ -65,15 +73,12 @@ class Lion(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                mean = state.setdefault("mean", torch.zeros_like(param))
-                state["count"] = state.get("count", 0) + 1
-                mean.lerp_(param.grad, 0.1 / state["count"])
-                param -= group["lr"] * mean.sign()
+        for group, param in with_gradients(self):
+            state = self.state[param]
+            mean = state.setdefault("mean", torch.zeros_like(param))
+            state["count"] = state.get("count", 0) + 1
+            mean.lerp_(param.grad, 0.1 / state["count"])
+            param -= group["lr"] * mean.sign()
 
 
 OPTIMIZERS: dict[str, Any] = {

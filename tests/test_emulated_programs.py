@@ -19,7 +19,7 @@ def run_on_accelerators(folder: Path, *arguments: str) -> str:
     """What the program prints."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.emulated.everywhere\n"
     (folder / "sitecustomize.py").write_text(code)
-    done = run([*SHARDHET, *arguments], folder, is_cold=True, within_s=200.0)
+    done = run([*SHARDHET, *arguments], folder, within_s=200.0)
     logs = "".join(path.read_text() for path in folder.rglob("rank*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     return done.stdout

@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 
 from shardhet import Plan
 from shardhet.fsdp.optimizer_gate import ELEMENT_WISE
+from tests.checkpoint_cases import with_gradients
 from tests.edge_plans import ALONE, UNEVEN, every_plan
 from tests.ordinary import Pair
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -26,13 +27,10 @@ class Lion(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
-                mean.lerp_(param.grad, 1 - self.beta)
-                param -= group["lr"] * mean.sign()
+        for group, param in with_gradients(self):
+            mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+            mean.lerp_(param.grad, 1 - self.beta)
+            param -= group["lr"] * mean.sign()
 
 
 class Lamb(Lion):
@@ -40,11 +38,9 @@ class Lamb(Lion):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    length = param.norm() / (param.grad.norm() + 1e-9)
-                    param -= group["lr"] * length * param.grad
+        for group, param in with_gradients(self):
+            length = param.norm() / (param.grad.norm() + 1e-9)
+            param -= group["lr"] * length * param.grad
 
 
 class RowWise(Lion):
@@ -52,11 +48,10 @@ class RowWise(Lion):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.dim() > 1:
-                    length = param.grad.square().sum(dim=-1, keepdim=True).sqrt() + 1e-3
-                    param -= group["lr"] * param.grad / length
+        for group, param in with_gradients(self):
+            if param.dim() > 1:
+                length = param.grad.square().sum(dim=-1, keepdim=True).sqrt() + 1e-3
+                param -= group["lr"] * param.grad / length
 
 
 class Lookahead(optim.Optimizer):

@@ -1,8 +1,6 @@
 """What the first rank shows about a measurement: its progress and its results."""
 
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich import box
 from rich.console import Console
@@ -10,17 +8,17 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from shardhet.apps.common.on_terminal import OnTerminal
 from shardhet.profiler.measure import Measurement
 from shardhet.records.profiles import Collectives, DeviceProfile, UnitProfile
 
 MAX_ROWS = 8  # sizes in a table; the file has all of them
 
 
-class Progress:
+class Progress(OnTerminal):
     """A progress bar on a terminal, or one line per activity anywhere else."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -29,26 +27,13 @@ class Progress:
             transient=True,
         )
         self._task = self._bar.add_task("starting", total=1.0)
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
+        super().__init__(console, self._bar)
 
     def show(self, text: str, fraction: float) -> None:
         """Show the next activity and the fraction done so far."""
         self._bar.update(self._task, description=text, completed=fraction)
-        if not self._console.is_terminal:
-            self._console.print(f"{fraction:4.0%}  {text}", soft_wrap=True)
+        if not self.console.is_terminal:
+            self.console.print(f"{fraction:4.0%}  {text}", soft_wrap=True)
 
 
 def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:

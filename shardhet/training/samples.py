@@ -33,13 +33,10 @@ def masked(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedBatches:
-    """The batches of ``text``, each with its own random mask."""
+class ChangedBatches:
+    """The batches of ``text``, each changed in a way of its own."""
 
     text: Batches
-    fraction: float
-    seed: int = 0
-    mask_token: int = MASK_TOKEN
 
     @property
     def global_batch_size(self) -> int:
@@ -48,6 +45,21 @@ class MaskedBatches:
     def __getitem__(self, step: int) -> TokenBatch:
         batch = self.text[step]
         assert isinstance(batch, TokenBatch)
+        return self._changed(batch, step)
+
+    def _changed(self, batch: TokenBatch, step: int) -> TokenBatch:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedBatches(ChangedBatches):
+    """The batches of ``text``, each with its own random mask."""
+
+    fraction: float
+    seed: int = 0
+    mask_token: int = MASK_TOKEN
+
+    def _changed(self, batch: TokenBatch, step: int) -> TokenBatch:
         return masked(
             batch,
             fraction=self.fraction,
@@ -65,18 +77,10 @@ def second_half(batch: TokenBatch) -> TokenBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecondHalfBatches:
+class SecondHalfBatches(ChangedBatches):
     """The batches of ``text``, with targets only in the second half of each sample."""
 
-    text: Batches
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.text.global_batch_size
-
-    def __getitem__(self, step: int) -> TokenBatch:
-        batch = self.text[step]
-        assert isinstance(batch, TokenBatch)
+    def _changed(self, batch: TokenBatch, step: int) -> TokenBatch:
         return second_half(batch)
 
 

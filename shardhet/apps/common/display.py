@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich import box
@@ -12,6 +11,7 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
+from shardhet.apps.common.on_terminal import OnTerminal
 from shardhet.apps.common.quantities import of_budget
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan, RankPlan
@@ -21,7 +21,7 @@ REFRESHES_PER_S = 2
 NUM_STEPS_IN_MEAN = 20  # for the mean step time, which gives throughput and remaining time
 
 
-class Display:
+class Display(OnTerminal):
     """Shows a run in progress.  On a terminal, the table is drawn below the lines."""
 
     def __init__(
@@ -34,7 +34,6 @@ class Display:
         target_name: str,  # what throughput counts
         console: Console,
     ) -> None:
-        self.console = console
         self._plan = plan
         self._devices = devices
         self._num_steps = num_steps
@@ -43,27 +42,18 @@ class Display:
         self._latest: StepMetrics | None = None
         self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_IN_MEAN)
         self._drawn_devices: RenderableType = ""
-        self._live = Live(
+        live = Live(
             console=console,
             refresh_per_second=REFRESHES_PER_S,
             get_renderable=self._draw,
             transient=True,
         )
+        super().__init__(console, live)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._draw_devices(())
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.console.is_terminal:
-            self._live.stop()
+        return super().__enter__()
 
     def show_step(self, metrics: StepMetrics) -> None:
         """Print a line every ``log_every`` steps; the live table shows every step."""
