@@ -79,6 +79,7 @@ def test_where_links_are_slow_links_limit() -> None:
     explanation = explained(situation(bytes_per_s=1e5))
     assert explanation.limit is not None
     assert explanation.limit.resource is Resource.LINKS
+    assert explanation.limit.relative == pytest.approx(0.1, rel=0.1)
     assert explanation.links_s > 10 * explanation.compute_s
 
 

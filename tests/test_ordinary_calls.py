@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from shardhet import Plan
+from shardhet.comm.shared_host import transport
 from tests.edge_plans import PLANS, UNEVEN, every_plan
 from tests.ordinary import WIDTH, Net, Pair, says
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -309,6 +310,7 @@ def train_with_hooks(rank: int, plan: Plan, when: str) -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-10)
     assert seen.count("done") == expected.count("done") == 2
     assert seen.count(()) == expected.count(()) == 2
+    assert not transport._staging._lent  # what peers have read is given back
 
 
 @every_plan
