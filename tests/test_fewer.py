@@ -8,7 +8,7 @@ import pytest
 from shardhet.apps.fewer_devices import estimated, named, ranges, whole_hosts
 from shardhet.apps.plan import main as plan_main
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
-from shardhet.planner.fewer import Fewer, Positions, faster_on_fewer
+from shardhet.planner.fewer import MAX_KINDS, Fewer, Positions, _Trials, faster_on_fewer
 from shardhet.planner.search import Effort
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import MeasuredGroups, part_of
@@ -270,3 +270,14 @@ def test_derived_profiles_of_a_part_are_those_of_its_links() -> None:
     alone = described.only((0,))
     assert derive_profile(alone, WORKLOAD).collectives.points == ()
     assert len(derive_profile(described.only((0, 2)), WORKLOAD).devices) == 2
+
+
+@pytest.mark.parametrize("num_kinds", [MAX_KINDS, MAX_KINDS + 1])
+def test_single_devices_are_left_out_where_kinds_are_few(num_kinds: int) -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"[:num_kinds]
+    setting = setting_of(letters * 2, s_per_byte=FAST_LINKS)
+    kept = tuple(range(setting.cluster.world_size))
+    whole = solve(setting, global_batch_size=64, num_rescored=1, is_bounded=False)
+    trials = _Trials(setting, whole, Demands(), lambda _: setting, Effort())
+    alone = {members for members in trials._sets(kept) if len(members) == 1}
+    assert len(alone) == (num_kinds if num_kinds <= MAX_KINDS else 0)

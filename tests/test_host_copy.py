@@ -1,5 +1,8 @@
 """Copies between host and device; where they are one, nothing is copied."""
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,3 +50,12 @@ def test_losses_set_out_before_backward_and_are_read_after_it(
     output = model(x)
     assert model.backward(output.sum(), 3) == pytest.approx(float(output.detach().mean()))
     assert happened == ["copied", "backward", "backward", "read"]
+
+
+@pytest.mark.parametrize("mib", [200, 300])
+def test_logits_of_a_whole_batch_are_warned_of(mib: int) -> None:
+    logits = torch.empty(mib * 2**20, dtype=torch.uint8, device="meta")
+    expected = pytest.warns(UserWarning, match="300 MiB") if mib > 256 else nullcontext()
+    with warnings.catch_warnings(), expected:
+        warnings.simplefilter("error" if mib < 256 else "always")
+        mean_backward.warn_of_large_output({"logits": logits})

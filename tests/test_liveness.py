@@ -1,6 +1,7 @@
 """Who is accused, and who is not, from the signs of all ranks alone."""
 
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
+from shardhet.comm.liveness.ending import EXIT_STATUS, Ending
 from shardhet.comm.liveness.judging import (
     LONG_FACTOR,
     MUTUAL_FACTOR,
@@ -26,6 +28,7 @@ from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_js
 from shardhet.comm.liveness.sign import ProcessState, Sign
 from shardhet.comm.liveness.stacks import posture, stack
 from shardhet.comm.liveness.watch import Watch
+from tests.worlds import run_ranks_expecting_failure
 
 PATIENCE_S = 30.0
 LONGER_S = 31.0
@@ -214,3 +217,16 @@ def test_a_rank_that_reads_a_file_while_it_waits_is_waiting(
     fifo.write_text("done")
     thread.join()
     assert found.is_waiting is is_waiting
+
+
+def end_with_a_word_unwritten(rank: int, path: str) -> None:
+    sys.stdout = Path(path).open("w")  # noqa: SIM115 -- the end of the process closes it
+    sys.stdout.write("the last word\n")
+    Ending("rank 0 stands still", is_culprit=True)._exit("nowhere")
+
+
+def test_what_a_program_has_printed_is_written_before_it_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "output"
+    [outcome] = run_ranks_expecting_failure(end_with_a_word_unwritten, 1, str(path))
+    assert outcome.exit_code == EXIT_STATUS
+    assert path.read_text() == "the last word\n"

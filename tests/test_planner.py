@@ -294,3 +294,14 @@ def test_cephalos_programme_finds_the_best_of_whole_microbatches() -> None:
             if m * n + p * q == batch
         )
         assert found == pytest.approx(best)
+
+
+def test_cephalos_programme_takes_memory_to_the_last_byte() -> None:
+    seconds = [np.outer(np.arange(3.0), np.ones(4))] * 2
+    bytes_by_size = [np.array([0.0, 3.0, 6.0]), np.array([0.0, 2.0, 4.0])]
+    # One microbatch of one sample each: no choice takes less.
+    problem = {"global_batch_size": 2}
+    choice = cephalo_choice(seconds, bytes_by_size, total_bytes=5.0, **problem)
+    assert choice is not None
+    assert [(each.size, each.number) for each in choice] == [(1, 1), (1, 1)]
+    assert cephalo_choice(seconds, bytes_by_size, total_bytes=4.9, **problem) is None
