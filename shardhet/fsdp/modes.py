@@ -27,7 +27,15 @@ def tensors_among(values: Any) -> Iterator[Tensor]:
             yield from tensors_among(value)
 
 
-class OperationMode(TorchDispatchMode):
+class _Receiver:
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what ``func``, an operation or a function, returns to its caller."""
+        raise NotImplementedError
+
+
+class OperationMode(_Receiver, TorchDispatchMode):
     """Receives every operation, below autograd, while it is entered."""
 
     def __init__(self) -> None:
@@ -38,26 +46,14 @@ class OperationMode(TorchDispatchMode):
     ) -> Any:
         return self.run(func, args, kwargs or {})
 
-    def run(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what the operation ``func`` returns to its caller."""
-        raise NotImplementedError
 
-
-class FunctionMode(TorchFunctionMode):
+class FunctionMode(_Receiver, TorchFunctionMode):
     """Receives every call of a function of torch, above autograd, while it is entered."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return self.run(func, args, kwargs or {})
-
-    def run(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what the function ``func`` returns to its caller."""
-        raise NotImplementedError
 
 
 class FunctionTensor(Tensor):
