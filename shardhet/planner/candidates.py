@@ -19,9 +19,9 @@ from shardhet.planner.role_times import PortShares, RoleTimes, Worth
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import PlanError
 from shardhet.planner.splits import splits_of
+from shardhet.planner.state_numels import StateNumels
 from shardhet.planner.table import CandidateTable
 from shardhet.pricing.cost import CostModel
-from shardhet.records.workload import Workload
 
 MICROBATCHES_BEYOND_MEASURED = 2  # sizes up to this multiple of the largest measured one
 LEAST_MAX_MICROBATCH_SIZE = 16
@@ -29,16 +29,10 @@ BATCHES_AT_ONCE = 2048
 MOST_SAMPLES_LISTED = 2**17  # on one device
 MOST_LISTED_AT_ONCE = 2**14  # on devices of different groups together
 MANY_BATCHES, FEW_BATCHES = 1024, 256  # of one device: then first with a stride, to so many
-ROUNDING = 1e-12  # of sums of shares
 FIRST_CUT_FACTOR = 4  # the first cut allows this many times the compute of the whole batch
 CLOSE_CUT_FACTOR = 1.5  # likewise, where many groups make each candidate count
 MANY_GROUPS = 32
 GIB = 2**30
-
-
-def row_numel(workload: Workload) -> float:
-    """Elements that a device may get beyond its share when shares are rounded to rows."""
-    return 2.0 * max(kind.max_row_numel for kind in workload.kinds)
 
 
 class TableBuilder:
@@ -58,41 +52,25 @@ class TableBuilder:
     ) -> None:
         """Collectives take as long as with this ``unevenness``, if devices store so much.
 
-        ``row_part`` is the part that is left of the room that rounding to rows may take.
-
-        With ``is_lenient``, demanded shares may be met to within rows, as plans meet them.
-        The problem then admits every plan, also those that do not fit for sure; its solution
-        is a bound.
+        ``row_part`` and ``is_lenient``: see ``StateNumels.of``.  A lenient problem admits every
+        plan, also those that do not fit for sure; its solution is a bound.
         """
         self.model = model
         self.global_batch_size = global_batch_size
         self._demands = demands
         self.recompute_choices = recompute_choices(model, effort.recompute_steps)
         self.turns = model.turns(unevenness=unevenness, recomputed=self.recompute_choices)
-        self.state_numel = float(sum(layout.numel for layout in model.workload.layouts()))
-        self.row_numel = row_part * row_numel(model.workload)
-        shares = demands.state_shares(model.cluster.world_size)
-        self.fixed_numel = self.state_numel * sum(shares.values())  # by demand
-        self.slack_numel = self.row_numel if is_lenient else 0.0  # of demanded shares
+        self.state = StateNumels.of(model, demands, row_part=row_part, is_lenient=is_lenient)
         self._fixed_optimizer_s = max(
             (
                 model.profile.device(
                     model.cluster.devices[i].kind
                 ).optimizer_seconds_per_element
-                * max(0.0, share * self.state_numel - self.slack_numel)
-                for i, share in shares.items()
+                * max(0.0, numel - self.state.slack)
+                for i, numel in self.state.by_demand.items()
             ),
             default=0.0,
         )
-        # The most that a device stores if all store the same up to rows.
-        world_size = model.cluster.world_size
-        even = model.stored_numels([1 / world_size] * world_size)
-        self.even_numel = float(max(even)) if demands.has_even_state else None
-        self._rest_numel = self.state_numel - self.fixed_numel
-        if demands.has_even_state or self.fixed_numel:
-            # These shares sum to the state only up to rounding.
-            spared = ROUNDING * self.state_numel + self.slack_numel * len(shares)
-            self._rest_numel = max(0.0, self._rest_numel - spared)
         self.stored = stored
         self.max_microbatch_size = demands.max_microbatch_size
         all_roles = demands.roles(model.cluster)
@@ -132,7 +110,7 @@ class TableBuilder:
         """
         return max(
             (
-                times.slowest_optimizer_s * self.row_numel
+                times.slowest_optimizer_s * self.state.row
                 for times in self._groups
                 if times.num_members > 1
             ),
@@ -232,9 +210,9 @@ class TableBuilder:
         problem = Problem(
             groups=tuple(group for group, _, _ in built),
             global_batch_size=self.global_batch_size,
-            state_numel=self._rest_numel,
+            state_numel=self.state.rest,
             fixed_s=self.turns.exposed_comm_s + model.overhead_s,
-            row_numel=self.row_numel,
+            row_numel=self.state.row,
             fixed_optimizer_s=self._fixed_optimizer_s,
         )
         return CandidateTable(

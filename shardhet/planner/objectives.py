@@ -23,12 +23,13 @@ from math import inf
 
 import numpy as np
 
-from shardhet.planner.candidates import TableBuilder
 from shardhet.planner.demands import Demands, Role, check_position
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem import Floats
+from shardhet.planner.recompute import recompute_choices
 from shardhet.planner.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
+from shardhet.planner.state_numels import StateNumels
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan
@@ -151,12 +152,10 @@ class _OptionList:
 
     def __init__(self, model: CostModel, demands: Demands) -> None:
         self._model = model
-        builder = TableBuilder(model, global_batch_size=1, demands=demands)
-        self._state_numel = builder.state_numel
-        self._choices = builder.recompute_choices
-        self._even_numel = builder.even_numel
+        self._choices = recompute_choices(model, DEFAULT_EFFORT.recompute_steps)
+        self._state = StateNumels.of(model, demands)
         # An even share is known to the row.
-        self._row_numel = builder.row_numel if self._even_numel is None else 0.0
+        self._row_numel = self._state.row if self._state.even is None else 0.0
 
     def of_group(self, group: int, size: int, roles: Sequence[Role]) -> Iterator[_Option]:
         """Idle, then every recompute choice that all roles allow and that fits."""
@@ -173,16 +172,16 @@ class _OptionList:
             if fixed:
                 most = min(most, *fixed)
                 least = max(least, *fixed)
-            if least <= most and start >= (self._even_numel or 0.0):
+            if least <= most and start >= (self._state.even or 0.0):
                 yield _Option(
                     group,
                     size,
                     least,
                     most,
-                    max(0.0, start - self._row_numel) / self._state_numel,
-                    slope / self._state_numel,
+                    max(0.0, start - self._row_numel) / self._state.whole,
+                    slope / self._state.whole,
                     max(role.limits.state_share or 0.0 for role in roles),
-                    min(self._cap_numel(role) for role in roles) / self._state_numel,
+                    min(self._cap_numel(role) for role in roles) / self._state.whole,
                 )
 
     def _start_numel(self, role: Role, patterns: tuple[str, ...] | None) -> float:
@@ -201,7 +200,7 @@ class _OptionList:
 
     def _most(self, start: float, slope: float) -> int:
         """The most samples that leave room, for the even share if that is demanded."""
-        room = start - (self._even_numel or 0.0)
+        room = start - (self._state.even or 0.0)
         if room < 0:
             return 0
         limit = 2 * LARGEST_SEARCHED_BATCH
@@ -209,13 +208,13 @@ class _OptionList:
 
     def _cap_numel(self, role: Role) -> float:
         """The most elements that a device may store: all of the state, or a demanded share."""
-        if self._even_numel is not None:
-            return self._even_numel
+        if self._state.even is not None:
+            return self._state.even
         limits = role.limits
         shares = [
             each for each in (limits.max_state_share, limits.state_share) if each is not None
         ]
-        return self._state_numel * min(shares, default=1.0)
+        return self._state.whole * min(shares, default=1.0)
 
 
 def _recomputing(patterns: tuple[str, ...]) -> RankPlan:

@@ -126,8 +126,8 @@ class _PossibleShares:
 
     def __init__(self, builder: TableBuilder, demands: Demands) -> None:
         model, world_size = builder.model, builder.model.cluster.world_size
-        self._total = builder.state_numel / model.workload.numel
-        row = builder.row_numel / model.workload.numel
+        self._total = builder.state.whole / model.workload.numel
+        row = builder.state.row / model.workload.numel
         exact = demands.state_shares(world_size)
         if demands.has_even_state:
             exact = dict.fromkeys(range(world_size), 1 / world_size)

@@ -128,31 +128,30 @@ class RoleTimes:
 
     def _room(self, rank: RankPlan, batches: Ints, sizes: Ints) -> Floats:
         """Elements of state that fit besides each batch and microbatch size."""
-        model, role = self._builder.model, self._role
+        model, role, state = self._builder.model, self._role, self._builder.state
         used = model.working_bytes(role.device_kind, rank, batches[:, None], sizes)
         left = model.room_numel(role.budget_bytes, used)
         if role.limits.max_state_share is not None:
             # ``Problem.rounded`` takes row_numel off all room, so it is added here.
-            cap = role.limits.max_state_share * self._builder.state_numel
-            left = np.minimum(left, cap + self._builder.row_numel)
+            cap = role.limits.max_state_share * state.whole
+            left = np.minimum(left, cap + state.row)
         if role.limits.state_share is not None:
             # An exact share is not part of the state that the search distributes.
-            left = left - role.limits.state_share * self._builder.state_numel
-            left = np.minimum(left + self._builder.slack_numel, self._builder.row_numel)
+            left = left - role.limits.state_share * state.whole
+            left = np.minimum(left + state.slack, state.row)
         else:
             left = self._within_ports(left, batches)
-        even_numel, row_numel = self._builder.even_numel, self._builder.row_numel
-        if even_numel is not None:
+        if state.even is not None:
             # ``Problem.rounded`` need not take off what rounding has added already.
-            is_enough = left + 2 * self._builder.slack_numel >= even_numel
-            return np.where(is_enough, even_numel + row_numel, -1.0)
+            is_enough = left + 2 * state.slack >= state.even
+            return np.where(is_enough, state.even + state.row, -1.0)
         if self._is_together:
-            left = left + self._builder.slack_numel
+            left = left + state.slack
         return np.where(left >= 0, left, -1.0)
 
     def _within_ports(self, left: Floats, batches: Ints) -> Floats:
         """The room of which collectives can make use; -1 where it is less than they need."""
-        stored, row_numel = self._builder.stored, self._builder.row_numel
+        stored, row_numel = self._builder.stored, self._builder.state.row
         if stored == PortShares():
             return left
         least, most, most_idle = (each * self._builder.model.workload.numel for each in stored)
