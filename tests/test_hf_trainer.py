@@ -297,7 +297,7 @@ def test_a_saved_run_opens_with_from_pretrained(tmp_path: Path) -> None:
 ONE = Plan.even(1, microbatch_size=4)
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "fp16": ({"fp16": True}, "fp16"),
+    "evaluation in float16": ({"fp16_full_eval": True}, "fp16_full_eval"),
     "adafactor": ({"optim": "adafactor"}, "optim='adafactor'"),
     "recompute": ({"activation_checkpointing": True}, "recompute=True"),
     "at SIGTERM": ({"enable_jit_checkpoint": True}, "ask_to_end"),
@@ -314,11 +314,7 @@ def test_what_a_plan_cannot_honour_is_refused_by_name(case: str, tmp_path: Path)
     from shardhet.hf import HetTrainer
 
     changes, message = REFUSED[case]
-    if case == "fp16":
-        args = arguments(tmp_path)
-        args.fp16 = True  # transformers itself refuses it on a CPU
-    else:
-        args = arguments(tmp_path, **changes)
+    args = arguments(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         HetTrainer(llama(), args, plan=ONE, train_dataset=texts(8, seed=1))
 

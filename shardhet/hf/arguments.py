@@ -28,7 +28,6 @@ OPTIMIZER_CLASSES = (
 
 # Arguments that are refused if set: the reason, and what to do instead.
 REFUSED = {
-    "fp16": "HetTrainer does not scale the loss. Write bf16=True, or train in float32",
     "fp16_full_eval": "evaluation runs in the dtype of training. Leave it out",
     "bf16_full_eval": "evaluation runs in the dtype of training. Leave it out",
     "deepspeed": "the plan shards the model. Leave it out",
@@ -83,6 +82,8 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     args = copy.copy(args)
     args.per_device_train_batch_size = plan.global_batch_size
     args.per_device_eval_batch_size = plan.global_batch_size
+    # HetTrainer scales the loss itself; accelerate, told of float16, accepts GPUs only.
+    args.mixed_precision = "no" if args.fp16 else args.mixed_precision
     # The runtime divides by the tokens of all ranks; transformers must count only this rank's.
     args.average_tokens_across_devices = False
     return args

@@ -9,6 +9,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from shardhet.hf.dealing import num_rows
 from shardhet.hf.losses import LossKind, find_kind, num_labels
+from shardhet.training.loss_scaling import check_scale
 
 if TYPE_CHECKING:
     from shardhet.hf.trainer import HetTrainer
@@ -66,6 +67,16 @@ class RankLoss:
                 "give the plan more microbatches."
             )
         return num_items
+
+    def backward(self, loss_sum: Tensor, divisor: Tensor | int) -> float:
+        """The mean loss over all ranks; gradients are added, scaled with ``fp16=True``."""
+        trainer = self._trainer
+        het, scaler = trainer.het, trainer.loss_scaler
+        if scaler is None:
+            return het.backward(loss_sum, divisor) or 0.0
+        mean = het.backward(scaler.scaled(loss_sum), divisor) or 0.0
+        check_scale(scaler.scale, het.step, instead="bf16=True, or leave fp16 out")
+        return mean / scaler.scale
 
     def smoothed(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Any

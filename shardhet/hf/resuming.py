@@ -67,12 +67,14 @@ class WholeState:
             "random_states": [each for each, _ in by_position],
             "epochs_began_with": [each for _, each in by_position],
         }
-        save(het, _inner(trainer.optimizer), folder / STATE_DIR, extra=extra)
+        if trainer.loss_scaler is not None:
+            extra["loss_scaler"] = trainer.loss_scaler.state_dict()
+        save(het, inner(trainer.optimizer), folder / STATE_DIR, extra=extra)
 
     def load(self, folder: Path) -> None:
         """Put parameters, optimizer and scheduler back.  Collective."""
         trainer = self._trainer
-        extra = load(trainer.het, _inner(trainer.optimizer), folder / STATE_DIR)
+        extra = load(trainer.het, inner(trainer.optimizer), folder / STATE_DIR)
         if not isinstance(extra, dict) or "facts" not in extra:
             raise ValueError(
                 f"HetTrainer.train: {folder / STATE_DIR} was not written by HetTrainer, so it "
@@ -80,6 +82,8 @@ class WholeState:
             )
         self._check(extra["facts"], folder)
         self._scheduler.load_state_dict(extra["scheduler"])
+        if trainer.loss_scaler is not None and "loss_scaler" in extra:
+            trainer.loss_scaler.load_state_dict(extra["loss_scaler"])
         self._loaded = extra
 
     def begin_epoch(self, num_batches: int) -> None:
@@ -237,7 +241,7 @@ def _of_position(by_position: list[Any], position: int) -> Any:
     return by_position[position if position < len(by_position) else 0]
 
 
-def _inner(optimizer: Any) -> Any:
+def inner(optimizer: Any) -> Any:
     """The optimizer of torch, which accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
 

@@ -32,9 +32,10 @@ from shardhet.hf.dealing import PlanLoader
 from shardhet.hf.evaluation import EvaluationPass
 from shardhet.hf.loaders import evaluation_loader, plan_loader, training_loader
 from shardhet.hf.rank_loss import RankLoss
-from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen
+from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen, inner
 from shardhet.hf.saving import save_pretrained
 from shardhet.records.plan import Plan
+from shardhet.training.loss_scaling import LossScaler
 
 
 class HetTrainer(Trainer):
@@ -87,6 +88,8 @@ class HetTrainer(Trainer):
         self.collates_whole = collates_whole_batch
         self._args_as_given = given
         self.rank_loss = RankLoss(self)
+        self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
+        self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
         self.train_loader: PlanLoader | None = None  # of the last or present training
         self._whole_state = WholeState(self)
         self.add_callback(EndWhenAsked(wrapped))
@@ -137,6 +140,12 @@ class HetTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._whole_state.save(Path(output_dir))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: the scale is part of the whole state."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Do nothing: it is loaded with the optimizer's state."""
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: random states are part of the whole state."""
@@ -206,10 +215,9 @@ class HetTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss_sum, num_items, _ = self.rank_loss.sums(inputs)
-        mean = self.het.backward(
-            loss_sum, self.rank_loss.divisor(num_items, num_items_in_batch)
-        )
-        return torch.tensor(mean or 0.0, dtype=torch.float64, device=self.args.device)
+        divisor = self.rank_loss.divisor(num_items, num_items_in_batch)
+        mean = self.rank_loss.backward(loss_sum, divisor)
+        return torch.tensor(mean, dtype=torch.float64, device=self.args.device)
 
     def compute_loss(
         self,
@@ -228,16 +236,23 @@ class HetTrainer(Trainer):
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to bfloat16 if ``bf16=True``, as accelerate does around a model."""
-        if not self.args.bf16:
+        """Autocast to bfloat16 if ``bf16=True``, and to float16 if ``fp16=True``."""
+        if not self.args.bf16 and not self.args.fp16:
             return contextlib.nullcontext()
-        return torch.autocast(self.args.device.type, torch.bfloat16)
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16
+        return torch.autocast(self.args.device.type, dtype)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self.het.clip_grad_norm_(self.args.max_grad_norm)
+        return self._clipped_norm(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.het.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        return self._clipped_norm(float("inf")) if grad_norm is None else grad_norm
+
+    def _clipped_norm(self, max_norm: float) -> Tensor:
+        """The norm before clipping, once in each step, of gradients without a scale."""
+        if self.loss_scaler is not None:
+            self.loss_scaler.unscale(inner(self.optimizer))
+        return self.het.clip_grad_norm_(max_norm)
 
     # Evaluation #
 

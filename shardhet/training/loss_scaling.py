@@ -57,15 +57,15 @@ class LossScaler:
         now, before = self._scaler.get_scale(), self.scale
         if now >= before:
             return None
-        if now < LEAST_SCALE:
-            raise FloatingPointError(
-                f"step {step}: gradients are not finite in float16, although the loss is "
-                f"multiplied by no more than {before:g}. Set precision=BF16 or FP32, lower the "
-                "learning rate, or look for bad samples."
-            )
+        check_scale(now, step, instead="precision=BF16 or FP32")
         return (
             f"a gradient overflows in float16 at a loss scale of {before:g}; now it is {now:g}"
         )
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Torch's own, for programs that call it themselves."""
+        return self._scaler
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and what it depends on, as plain numbers."""
@@ -74,3 +74,16 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state_dict``."""
         self._scaler.load_state_dict(dict(state))
+
+
+def check_scale(scale: float, step: int, *, instead: str) -> None:
+    """Raise ``FloatingPointError`` if gradients overflow however small the scale is.
+
+    ``instead`` is what to set for another precision.
+    """
+    if scale < LEAST_SCALE:
+        raise FloatingPointError(
+            f"step {step}: gradients are not finite in float16, although the loss is "
+            f"multiplied by no more than {2 * scale:g}. Set {instead}, lower the learning "
+            "rate, or look for bad samples."
+        )

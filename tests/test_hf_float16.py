@@ -1,0 +1,211 @@
+"""HetTrainer in 16 bits: bf16=True and fp16=True train as a plain Trainer does."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardhet import Plan
+from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
+from tests.test_guard import Scaled
+from tests.test_hf_trainer import (
+    FIRST_CASE_S,
+    PLAN,
+    VOCAB_SIZE,
+    arguments,
+    as_torchrun_starts,
+    llama,
+    texts,
+)
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+
+NUM_STEPS = 6
+OVERFLOWS_AT = 2
+FIRST_SCALE = 2.0**16
+OTHER = Plan.by_hand(
+    microbatch_sizes=[1, 3], rank_batch_sizes=[1, 6], state_shares=[0.8, 0.2], recompute=True
+)
+BASE = {
+    "max_steps": NUM_STEPS,
+    "learning_rate": 3e-3,
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 0.5,
+    "logging_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
+
+
+def loss_in_float32(
+    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None
+) -> Tensor:
+    logits = outputs.logits[:, :-1].reshape(-1, VOCAB_SIZE).float()
+    targets = labels[:, 1:].reshape(-1)
+    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+class PlainFloat16(transformers.Trainer):
+    """What transformers and accelerate do with fp16=True on a GPU; they refuse it on a CPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        return torch.autocast("cpu", torch.float16)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        self.accelerator.scaler.unscale_(self.optimizer.optimizer)
+        return super()._clip_grad_norm(model)
+
+
+def made(trainer_class: Any, folder: str, loss: Any = loss_in_float32, **changes: Any) -> Any:
+    options = {"plan": PLAN} if trainer_class.__name__ == "HetTrainer" else {}
+    options["plan"] = changes.pop("plan", options.get("plan"))
+    trainer = trainer_class(
+        llama().float(),
+        arguments(folder, **{**BASE, **changes}),
+        train_dataset=texts(31, seed=1),
+        eval_dataset=texts(7, seed=2),
+        compute_loss_func=loss,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    names = ("loss", "grad_norm", "learning_rate")
+    return [{n: each[n] for n in names} for each in trainer.state.log_history if "loss" in each]
+
+
+def train(rank: int, folder: str, precision: str) -> Any:
+    from shardhet.hf import HetTrainer
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        trainer = made(HetTrainer, folder, **{precision: True})
+        trainer.train()
+        return logged(trainer), trainer.evaluate()["eval_loss"], trainer.het.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_it_trains_as_a_plain_trainer(precision: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    found, evaluated, params = run_ranks(train, 3, folder, precision, timeout_s=FIRST_CASE_S)[0]
+    sizes = dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size"), PLAN.global_batch_size
+    )
+    plain: Any = PlainFloat16
+    if precision == "bf16":
+        plain, sizes = transformers.Trainer, {**sizes, "bf16": True}
+    trainer = made(plain, folder, **sizes)
+    trainer.train()
+    rounding = 2e-2 if precision == "bf16" else 3e-3
+    for entry, expected in zip(found, logged(trainer), strict=True):
+        assert entry["loss"] == pytest.approx(expected["loss"], rel=rounding)
+        assert entry["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5 * rounding)
+        assert entry["learning_rate"] == expected["learning_rate"]
+    assert evaluated == pytest.approx(trainer.evaluate()["eval_loss"], rel=rounding)
+    assert params["lm_head.weight"].dtype == torch.float32  # the optimizer's, as with autocast
+
+
+def overflowing(rank: int, steps: Any) -> Any:
+    """A loss of which one rank's gradients overflow in some steps."""
+    calls = iter(range(10**6))
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+        found = loss_in_float32(outputs, labels, num_items_in_batch)
+        is_training = torch.is_grad_enabled() and found.requires_grad
+        if rank == 0 and is_training and next(calls) in steps:
+            return Scaled.apply(found, float("inf"))
+        return found
+
+    return loss
+
+
+class Watching(transformers.TrainerCallback):
+    """Notes the scale, and this rank's rows, after every step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.scales: list[float] = []
+        self.rows: list[Tensor] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.scales.append(self.trainer.loss_scaler.grad_scaler.get_scale())
+        self.rows.append(next(self.trainer.het.parameters()).detach().clone())
+
+
+def overflow(rank: int, folder: str, steps: Any) -> Any:
+    from shardhet.hf import HetTrainer
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        # accelerate takes a fused optimizer that changes nothing for one that has stepped.
+        trainer = made(
+            HetTrainer, folder, overflowing(rank, steps), fp16=True, optim="adamw_torch"
+        )
+        watching = Watching(trainer)
+        trainer.add_callback(watching)
+        trainer.train()
+        rows = watching.rows
+        changed = [not torch.equal(*pair) for pair in pairwise(rows)]
+        rates = [each["learning_rate"] for each in logged(trainer)]
+        return watching.scales, changed if rows[0].numel() else None, rates
+
+
+def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(tmp_path: Path) -> None:
+    found = run_ranks(overflow, 3, str(tmp_path), [OVERFLOWS_AT], timeout_s=FIRST_CASE_S)
+    scales, changed, rates = found[0]
+    num_after = NUM_STEPS - OVERFLOWS_AT
+    assert scales == [FIRST_SCALE] * OVERFLOWS_AT + [FIRST_SCALE / 2] * num_after
+    assert changed == [i + 1 != OVERFLOWS_AT for i in range(NUM_STEPS - 1)]
+    assert rates[OVERFLOWS_AT + 1] == rates[OVERFLOWS_AT]  # the schedule has not gone on
+    for other in found[1:]:
+        assert other[0] == scales
+        assert other[1] in (None, changed)
+
+
+def go_on(rank: int, folder: str) -> Any:
+    """The steps after the checkpoint, of a whole run and of one that was resumed there."""
+    from shardhet.hf import HetTrainer
+
+    results = []
+    for checkpoint in (None, f"{folder}/checkpoint-3"):
+        with as_torchrun_starts(rank, PLAN.world_size):
+            loss = overflowing(rank, [OVERFLOWS_AT] if checkpoint is None else [])
+            trainer = made(HetTrainer, folder, loss, fp16=True)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            scale = trainer.loss_scaler.grad_scaler.get_scale()
+            results.append((logged(trainer)[3:], scale, trainer.het.state_dict()))
+    return results
+
+
+def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
+    whole, resumed = run_ranks(go_on, 3, str(tmp_path), timeout_s=FIRST_CASE_S)[0]
+    assert whole[:2] == resumed[:2]
+    assert whole[1] == FIRST_SCALE / 2
+    assert all(torch.equal(whole[2][fqn], resumed[2][fqn]) for fqn in whole[2])
+
+
+def overflow_always(rank: int, folder: str) -> None:
+    from shardhet.hf import HetTrainer
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        trainer = made(HetTrainer, folder, overflowing(rank, range(100)), fp16=True)
+        trainer.loss_scaler = LossScaler(trainer.het.device, first_scale=2 * LEAST_SCALE)
+        trainer.accelerator.scaler = trainer.loss_scaler.grad_scaler
+        trainer.train()
+
+
+def test_gradients_that_are_finite_at_no_scale_stop_all_ranks(tmp_path: Path) -> None:
+    for outcome in run_ranks_expecting_failure(
+        overflow_always, 3, str(tmp_path), within_s=FIRST_CASE_S
+    ):
+        assert outcome.exception_name == "FloatingPointError", outcome
+        assert "Set bf16=True, or leave fp16 out" in outcome.message
