@@ -466,6 +466,14 @@ def backward_by_torch_on_one_rank(rank: int) -> None:
         pair.model.backward(loss_sum, num)
 
 
+def backward_from_inside(rank: int) -> None:
+    """Of a tensor on the way to the model's output."""
+    pair, seen = Pair(UNEVEN), []
+    pair.model.module.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    pair.model(**pair.mine(pair.batch()))
+    seen[-1].sum().backward()
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -473,6 +481,7 @@ def backward_by_torch_on_one_rank(rank: int) -> None:
         (backward_of_the_first, "for the output of an earlier model(...)"),
         (backward_by_torch, "Call model.backward(loss_sum, num_tokens)"),
         (backward_by_torch_on_one_rank, "Call model.backward(loss_sum, num_tokens)"),
+        (backward_from_inside, "backward of an earlier forward, or not through HetFSDP"),
         (second_backward, "Call the model first"),
     ],
 )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
+from shardhet.fsdp.attempt import Attempt
 from tests.worlds import run_ranks
 
 WIDTH = 6
@@ -439,6 +440,27 @@ def test_a_mean_over_valid_tokens_is_no_mixture() -> None:
     grads = {f"net.{fqn}": param.grad for fqn, param in reference.named_parameters()}
     for fqn, param in model.named_parameters():
         torch.testing.assert_close(param.grad, grads[fqn], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_sums_and_means_over_samples_take_three_runs(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, forward = [], Attempt._forward
+
+    def noted(attempt: Attempt, name: str, *args: Any) -> Any:
+        runs.append(name)
+        return forward(attempt, name, *args)
+
+    class WithLoss(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            logits = super().forward(x).flatten(0, 1)
+            return F.cross_entropy(logits, labels.flatten(), reduction=reduction)
+
+    monkeypatch.setattr(Attempt, "_forward", noted)
+    model = HetFSDP(WithLoss(Mixer), plan_for(recomputes=False))
+    model(draw(NUM_SAMPLES, 3, WIDTH), labels=torch.ones(NUM_SAMPLES, 3, dtype=torch.long))
+    assert runs == ["small", "large", "rest"]
 
 
 # What leaves or enters a unit on other ways
