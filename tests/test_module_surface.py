@@ -14,6 +14,7 @@ import shardhet.fsdp.state
 import shardhet.fsdp.state_door
 from shardhet import HetFSDP, Plan
 from shardhet.comm.channel import Channel
+from tests.checkpoint_cases import Odd
 from tests.edge_plans import UNEVEN, every_plan
 from tests.ordinary import WIDTH, WITHIN_S, Net, Pair, says
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -69,6 +70,27 @@ def load_not_strictly(rank: int, everywhere: bool) -> None:
     assert result.unexpected_keys == ["extra"]
     pair.plain.load_state_dict(state, strict=False)
     pair.same_params(0.0)
+
+
+def load_without_a_name(rank: int, dropped: int, everywhere: bool) -> None:
+    """Of a tied parameter, as files of transformers leave one out."""
+    torch.manual_seed(8)
+    model, other = HetFSDP(Odd(), UNEVEN), Odd()
+    state = dict(other.state_dict())
+    names = [fqn for fqn in state if state[fqn].data_ptr() == other.head.weight.data_ptr()]
+    assert len(names) == 2
+    del state[names[dropped]]
+    given = state if everywhere or rank == 0 else None
+    assert str(model.load_state_dict(given)) == "<All keys matched successfully>"
+    found = model.state_dict()
+    if rank == 0:
+        assert all(torch.equal(found[fqn], each) for fqn, each in other.state_dict().items())
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_one_name_of_a_tied_parameter_is_enough(dropped: int, everywhere: bool) -> None:
+    run_ranks(load_without_a_name, 2, dropped, everywhere)
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

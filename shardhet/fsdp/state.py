@@ -103,8 +103,14 @@ def load_state_dict(
         )
     names, missing, unexpected = [], list[str](), list[str]()
     if givers == list(range(len(given))) or control.position == giver:
-        tied = {fqn for flat in flats for slot in flat.slots for fqn in slot.fqns[1:]}
-        missing, unexpected = _check_keys(shapes, mine, optional=tied, strict=strict)
+        # One name of a tied parameter is enough; files hold whichever their writer met first.
+        slots = [slot for flat in flats for slot in flat.slots]
+        spare = {
+            fqn
+            for slot in slots
+            for fqn in slot.fqns[0 if mine.keys() & set(slot.fqns) else 1 :]
+        }
+        missing, unexpected = _check_keys(shapes, mine, optional=spare, strict=strict)
         names = [fqn for fqn in shapes if fqn in mine]
     if len(givers) == len(given):
         control.exchange([0.0])  # no rank writes unless all can
