@@ -37,6 +37,7 @@ class Verdict:
     tests: int  # that reach it; 0: all, because importing does
     found_by: str  # the first test that failed, twice; "" if none has noticed
     seconds: float
+    is_by_new_test: bool = False  # one that was written because of this fault
 
 
 def main() -> None:

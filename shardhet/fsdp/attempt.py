@@ -11,6 +11,8 @@ from torch import Tensor
 
 from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.batching import BatchAxis, find_axis, flatten, unflatten
+from shardhet.fsdp.comparing import are_close
+from shardhet.fsdp.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.layered import tensors_in
 from shardhet.fsdp.loss import LossUsedError
 from shardhet.fsdp.order import PeerFailed
@@ -67,6 +69,7 @@ class Attempt:
         self._run_module = run_module
         self.splits = splits
         self._outputs: dict[str, Any] = {}
+        self._generators = HostGenerators()
         if call is not None:
             self.probe = Probe(
                 prober.module,
@@ -80,8 +83,10 @@ class Attempt:
     def run(self) -> Exception | None:
         """The error found on this rank; None if there is none here.  Collective."""
         try:
-            with restored_random_state(self._prober.device):
+            device = self._prober.device
+            with restored_random_state(device), self._generators.restored():
                 _, self.segments = self._forward("small", range(SMALL))
+                self._check_draws()
                 self._forward("large", range(LARGE))
                 if self._any_rank(self.splits and bool(self._losses("large"))):
                     self._check_losses()
@@ -98,9 +103,17 @@ class Attempt:
         return None
 
     def _forward(
-        self, name: str, samples: Sequence[int], main: Sequence[int] | None = None
+        self,
+        name: str,
+        samples: Sequence[int],
+        main: Sequence[int] | None = None,
+        *,
+        word: int = LOW,
     ) -> tuple[Any, Any]:
-        """One forward on ``samples``; the first batched argument takes ``main`` if given."""
+        """One forward on ``samples``; the first batched argument takes ``main`` if given.
+
+        Generators of the host draw numbers near that of ``word``.
+        """
         kind = name if name in ("small", "large") else "rest"
 
         def run() -> Any:
@@ -112,6 +125,7 @@ class Attempt:
                 for i in range(len(self._axes))
             ]
             args, kwargs, loss_inputs = self._call.with_samples(self._axes, chosen)
+            self._generators.begin(word)
             with self.probe.running(kind, tensors_in((args, kwargs, loss_inputs))):
                 output = self._run_module(args, kwargs, loss_inputs)
                 self.probe.check_output(output)
@@ -119,6 +133,21 @@ class Attempt:
 
         self._outputs[name], segments = self._prober.run_once(self.probe, run)
         return self._outputs[name], segments
+
+    def _check_draws(self) -> None:
+        """Raise if the small forward depends on numbers that the host's generators draw."""
+        drawn = self._generators.drawn()
+        if not self._any_rank(bool(drawn)):
+            return
+        expected, segments = tensors_in(self._outputs["small"]), self.segments
+        for word in (MIDDLE, HIGH):
+            output, found = self._forward("small", range(SMALL), word=word)
+            tensors = tensors_in(output)
+            is_same = found == segments and len(tensors) == len(expected)
+            if self._call is not None and not (
+                is_same and all(map(are_close, tensors, expected))
+            ):
+                raise Refusal(ValueError(_draws(drawn)))
 
     def _any_rank(self, flag: bool) -> bool:
         return any(row[0] for row in self._prober.control.exchange([float(flag)]))
@@ -201,3 +230,11 @@ class Attempt:
             return pickle.dumps(unflatten(leaves, spec))
         except (pickle.PicklingError, AttributeError, TypeError):
             return None
+
+
+def _draws(names: Sequence[str]) -> str:
+    return (
+        f"model(...): it draws from {' and '.join(names) or 'a generator'}, and what it "
+        "computes depends on that. Each rank would draw for itself, and recomputation anew. "
+        "Draw with torch inside a unit, or leave that out (layerdrop=0.0)."
+    )

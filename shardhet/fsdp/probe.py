@@ -2,6 +2,7 @@
 
 At the first call of every kind all ranks run the model on a few of its real samples, without
 a backward.  Attributes, buffers and random states are restored afterwards.
+Generators of the host draw what ``host_draws`` says.
 
     run    samples    what is found
     small  a b        how units are called, what needs gradients, what leaks out of units

@@ -126,7 +126,7 @@ class Watcher(OperationMode):
     def _check_die(self, name: str, args: tuple[Any, ...]) -> None:
         """Refuse decisions by a random number, but not those of probability 0."""
         is_never = name == "lt" and not isinstance(args[1], Tensor) and args[1] <= 0
-        if not is_never and name not in ("_local_scalar_dense", "is_nonzero"):
+        if not is_never:
             self.on_random_outside("perhaps layers skipped at random")
 
     def _check_rows(self, tensor: Tensor, used_by: str) -> None:
