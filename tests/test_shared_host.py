@@ -33,6 +33,7 @@ from shardhet.comm.shared_host.neighbours import (
 )
 from shardhet.comm.shared_host.transport import CHUNK_BYTES, SharedHost, meet
 from shardhet.comm.transport import SWITCH
+from shardhet.comm.uneven import Gathering, Reduction
 from tests import test_collectives, test_deaths, test_parity
 from tests.hosts import on_different_hosts
 from tests.test_bad_input import PLAN
@@ -98,7 +99,8 @@ def sum_many_chunks(rank: int) -> None:
     channel = Channel(dist.group.WORLD, seats, seats.index(rank), shared_host())
     full = torch.arange(3 * numel, dtype=torch.float64) * (rank + 1)
     output = torch.empty(numel, dtype=torch.float64)
-    pending = shared_host().reduce(output, full, [numel] * 3, channel, (0, 1, 2))
+    summed = Reduction(output, full, [numel] * 3, channel, (0, 1, 2), BufferPool())
+    pending = shared_host().reduce(summed)
     test_collectives.finish(pending)
     expected = torch.arange(3 * numel, dtype=torch.float64).split(numel)[channel.position] * 6
     assert torch.equal(output, expected)
@@ -128,7 +130,7 @@ def overtake(rank: int) -> None:
     for shard in shards:
         output = torch.empty(8) if rank == 1 else None
         own = shard if rank == 0 else torch.empty(0)
-        pending = shared_host().gather(output, own, (8, 0), channel, (1,))
+        pending = shared_host().gather(Gathering(output, own, (8, 0), channel, (1,)))
         started.append((pending, output, shard))
     for pending, output, shard in started:
         test_collectives.finish(pending)
@@ -305,10 +307,9 @@ def drop_the_model_while_it_is_read(rank: int) -> None:
     output = torch.empty(1000) if rank == 1 else None
     if rank == 1:
         time.sleep(0.3)
-    pending = shared_host().gather(
-        output, torch.empty(0) if shard is None else shard, (1000, 0), channel, (1,)
-    )
-    del shard
+    own = torch.empty(0) if shard is None else shard
+    pending = shared_host().gather(Gathering(output, own, (1000, 0), channel, (1,)))
+    del shard, own
     if rank == 0:
         del pending
         shared_host().empty(1000, torch.float32).fill_(9)
