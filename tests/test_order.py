@@ -140,7 +140,7 @@ class Order:
             trainable_units=frozenset(self.visits) - frozenset(self.frozen),
             reshard_after_forward=self.reshard_after_forward or not with_grad,
         )
-        launches = [(launch.kind, str(launch.unit)) for launch in schedule.launches()]
+        launches = [(launch.kind.value, str(launch.unit)) for launch in schedule.launches()]
         return [("gather", ROOT), *launches, *([("reduce", ROOT)] if with_grad else [])]
 
 

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.records.schedule import Phase, Schedule, Segment, make_schedule
+from shardhet.records.schedule import (
+    GATHER,
+    REDUCE,
+    Phase,
+    Schedule,
+    Segment,
+    make_schedule,
+)
 
 
 def schedule(
@@ -25,7 +32,9 @@ def schedule(
 
 
 def launches(order: Schedule) -> list[str]:
-    return [f"{kind[0].upper()}({chr(ord('a') + unit)})" for kind, unit, _ in order.launches()]
+    return [
+        f"{kind.value[0].upper()}({chr(ord('a') + unit)})" for kind, unit, _ in order.launches()
+    ]
 
 
 # The launches as they follow each other; a line break parts forward from backward.
@@ -77,7 +86,8 @@ def test_collectives_are_launched_in_this_very_order(order: Schedule, expected: 
 def test_a_step_visits_its_units_and_returns_in_reverse() -> None:
     order = schedule("aba")
     turns = [
-        (t.segment, t.unit, t.phase, t.gathers, t.reshards, t.reduces) for t in order.turns
+        (t.segment, t.unit, t.phase, GATHER in t.ahead, t.reshards, REDUCE in t.after)
+        for t in order.turns
     ]
     forward, backward = Phase.FORWARD, Phase.BACKWARD
     assert turns == [
@@ -119,7 +129,7 @@ def test_every_turn_finds_its_unit_unsharded_and_nothing_is_gathered_twice(
     order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
     unsharded: set[int] = set()
     for turn in order.turns:
-        assert turn.gathers == (turn.unit not in unsharded)
+        assert (GATHER in turn.ahead) == (turn.unit not in unsharded)
         unsharded.add(turn.unit)
         if turn.reshards:
             unsharded.remove(turn.unit)
@@ -146,7 +156,7 @@ def test_a_trainable_unit_is_reduced_once_after_its_last_backward_turn(
     segments: list[Segment], trainable: frozenset[int], reshards: bool
 ) -> None:
     order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
-    reduced = [i for i, turn in enumerate(order.turns) if turn.reduces]
+    reduced = [i for i, turn in enumerate(order.turns) if REDUCE in turn.after]
     units = [order.turns[i].unit for i in reduced]
     assert sorted(units) == sorted(trainable & set(backward_units(segments)))
     for i, unit in zip(reduced, units, strict=True):
@@ -160,10 +170,10 @@ def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
 ) -> None:
     order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
     launched = order.launches()
-    gathers = [unit for kind, unit, _ in launched if kind == "gather"]
-    reductions = [unit for kind, unit, _ in launched if kind == "reduce"]
-    assert gathers == [turn.unit for turn in order.turns if turn.gathers]
-    assert reductions == [turn.unit for turn in order.turns if turn.reduces]
+    gathers = [unit for kind, unit, _ in launched if kind is GATHER]
+    reductions = [unit for kind, unit, _ in launched if kind is REDUCE]
+    assert gathers == [turn.unit for turn in order.turns if GATHER in turn.ahead]
+    assert reductions == [turn.unit for turn in order.turns if REDUCE in turn.after]
     assert len(launched) == len(gathers) + len(reductions)
 
 
@@ -172,7 +182,7 @@ def test_units_kept_after_forward_are_gathered_once(
     segments: list[Segment], trainable: frozenset[int]
 ) -> None:
     order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=False)
-    gathers = [unit for kind, unit, _ in order.launches() if kind == "gather"]
+    gathers = [unit for kind, unit, _ in order.launches() if kind is GATHER]
     assert sorted(gathers) == sorted({segment.unit for segment in segments})
 
 
@@ -185,5 +195,5 @@ def test_a_plain_stack_costs_two_gathers_and_one_reduction_a_unit_and_one_gather
         segments, trainable_units=frozenset(range(num_units)), reshard_after_forward=True
     )
     kinds = [kind for kind, *_ in order.launches()]
-    assert kinds.count("gather") == 2 * num_units - 1
-    assert kinds.count("reduce") == num_units
+    assert kinds.count(GATHER) == 2 * num_units - 1
+    assert kinds.count(REDUCE) == num_units

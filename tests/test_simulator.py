@@ -9,6 +9,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
+from shardhet.records.schedule import GATHER
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline, Work
 from tests.test_cost import CLUSTER, WORKLOAD, plan, profile
@@ -47,7 +48,7 @@ def test_alone_a_rank_computes_without_waiting() -> None:
 
 def test_gathers_hide_behind_compute_and_the_fast_rank_waits_for_the_slow_one() -> None:
     timeline = timeline_of(plan(), gather_s=1.0)
-    gathers = [e for e in timeline.collectives if e.work is Work.GATHER]
+    gathers = [e for e in timeline.collectives if e.work is GATHER]
     assert [e.unit for e in gathers] == [f"blocks.{i}" for i in (0, 1, 2, 3, 2, 1, 0)]
     # The first gather is exposed. The second, launched beside it, follows at once; the third
     # is launched when the slow rank begins its second turn.
@@ -117,7 +118,7 @@ def test_units_that_stay_unsharded_are_gathered_once() -> None:
     kept = Plan.by_hand(
         microbatch_sizes=[3, 1], state_shares=[0.25, 0.75], reshard_after_forward=False
     )
-    gathers = [e for e in timeline_of(kept, gather_s=1.0).collectives if e.work is Work.GATHER]
+    gathers = [e for e in timeline_of(kept, gather_s=1.0).collectives if e.work is GATHER]
     assert len(gathers) == 4
 
 

@@ -57,7 +57,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.replicas import replica_price
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
-from shardhet.simulator.simulation import simulated_times
+from shardhet.simulator.simulation import simulate
 
 DOOR = Door(
     command="shardhet plan",
@@ -127,7 +127,7 @@ def show(
         report = PlanReport(
             inputs=inputs,
             solution=answer.solution,
-            times=simulated_times(answer.solution.plan, inputs.setting),
+            times=simulate(answer.solution.plan, inputs.setting),
             note=answer.note,
             steadiness=answer.steadiness,
             without=without,

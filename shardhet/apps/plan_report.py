@@ -22,7 +22,7 @@ from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Source
-from shardhet.simulator.together import StepTimes
+from shardhet.simulator.timeline import Timeline
 
 FILE_COLUMNS = 110
 MANY_ROWS = 32
@@ -48,7 +48,7 @@ class PlanReport:
 
     inputs: Inputs
     solution: PlanSolution
-    times: StepTimes  # simulated
+    times: Timeline  # simulated
     note: str  # on the objective
     without: BetterWithout | None = None  # devices that the plan leaves out
     steadiness: str = ""  # how the plan was chosen among those that are nearly as fast
@@ -77,7 +77,7 @@ def rows(report: PlanReport) -> list[Row]:
     solution = report.solution
     times = report.times
     return rows_of(
-        solution.plan, solution.predicted, lambda i: times.busy_s[i] / times.step_time_s
+        solution.plan, solution.predicted, lambda i: times.ranks[i].busy_s / times.step_time_s
     )
 
 

@@ -6,15 +6,16 @@ samples does nothing else in a turn.  A computing rank does nothing else in the 
 of a unit that autograd skipped because none of the unit's outputs were used.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.comm import CommContext
-from shardhet.fsdp.observer import Activity, Observers
+from shardhet.fsdp.launches import RUNS
+from shardhet.fsdp.observer import Observers
 from shardhet.fsdp.order import VisitOrder
 from shardhet.fsdp.unit import FSDPUnit, UnitState
-from shardhet.records.schedule import MAX_REDUCTIONS_IN_FLIGHT, Phase, Schedule, Turn
+from shardhet.records.schedule import GATHER, REDUCE, LaunchKind, Phase, Schedule, Turn
 
 
 class TurnWalk:
@@ -36,14 +37,16 @@ class TurnWalk:
         self._observers = observers
         self._order = VisitOrder([unit.fqn for unit in units])
         self._cursor = 0  # the turn in progress, or the next one
-        self._reductions: deque[FSDPUnit] = deque()
+        self._last_launched = -1  # the latest turn for which it has launched
+        # Launched after turns and not finished, in order.
+        self._in_flight: defaultdict[LaunchKind, deque[FSDPUnit]] = defaultdict(deque)
 
     # Forward #
 
     def begin(self, schedule: Schedule) -> None:
         """Begin a forward with this schedule and launch its first gathers."""
         self._order.begin(schedule)
-        self._cursor = 0
+        self._cursor, self._last_launched = 0, -1
         self.launch_ahead()
 
     def expect(self, unit_index: int, needs_backward: bool) -> tuple[int, bool]:
@@ -68,34 +71,37 @@ class TurnWalk:
         return self._order.schedule.turns[self._cursor]
 
     def begin_turn(self) -> None:
-        """Launch the next unit's gather and unshard the unit of this turn."""
+        """Launch what this turn and the next need, and wait for what this one needs."""
         turn = self._turn
         unit = self._units[turn.unit]
         self._lifeline.doing = f"{turn.phase.value} of unit {unit.fqn!r}"
         self.launch_ahead()
-        self.take_in(unit)
+        for kind in turn.ahead:
+            self._wait(kind, unit)
         if turn.phase is Phase.BACKWARD:
             unit.begin_backward()
 
     def launch_ahead(self) -> None:
-        """Launch the gathers of this turn and the next, if they are not launched yet."""
-        for launch in self._order.schedule.gathers_by(self._cursor):
-            self._units[launch.unit].unshard()
+        """Launch what this turn and the next need, unless it is launched already."""
+        before = self._last_launched
+        for launch in self._order.schedule.launched_by(self._cursor):
+            if launch.turn > before:
+                RUNS[launch.kind].launch(self._units[launch.unit])
+                self._last_launched = launch.turn
 
-    def take_in(self, unit: FSDPUnit) -> None:
-        """Unshard ``unit``, which may be the root, and wait for its parameters."""
-        unit.unshard()  # does nothing if the gather was launched ahead
-        with self._observers.watch(unit.fqn, Activity.WAIT_GATHER):
-            unit.wait_for_unshard()
+    def take_in(self, root: FSDPUnit) -> None:
+        """Unshard the root, which is in no turn, and wait for its parameters."""
+        RUNS[GATHER].launch(root)
+        self._wait(GATHER, root)
 
     def end_turn(self) -> None:
-        """Reshard and reduce if the turn says so, and advance to the next one."""
+        """Reshard and launch what the turn says, and advance to the next one."""
         turn = self._turn
         unit = self._units[turn.unit]
         if turn.reshards:
             unit.reshard()
-        if turn.reduces:
-            self._reduce(unit)
+        for kind in turn.after:
+            self._launch_after(kind, unit)
         self._lifeline.doing = f"{turn.phase.value} outside of units"
         self._cursor += 1
 
@@ -114,24 +120,25 @@ class TurnWalk:
         self.begin_turn()
 
     def end_backward(self) -> None:
-        """Take the remaining turns and finish all reductions, the root's last."""
+        """Take the remaining turns and finish what is in flight, the root's reduction last."""
         self._pass_until(len(self._order.schedule.turns))
         if self._root.is_trainable:
-            self._reduce(self._root)
-        while self._reductions:
-            self._finish_oldest_reduction()
+            self._launch_after(REDUCE, self._root)
+        for kind, units in self._in_flight.items():
+            while units:
+                self._wait(kind, units.popleft())
 
-    def _reduce(self, unit: FSDPUnit) -> None:
-        # Finishing the oldest one first limits the live gradient buffers to those of two units.
-        while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._finish_oldest_reduction()
-        unit.reduce()
-        self._reductions.append(unit)
+    def _launch_after(self, kind: LaunchKind, unit: FSDPUnit) -> None:
+        units = self._in_flight[kind]
+        while kind.max_in_flight is not None and len(units) >= kind.max_in_flight:
+            self._wait(kind, units.popleft())
+        RUNS[kind].launch(unit)
+        units.append(unit)
 
-    def _finish_oldest_reduction(self) -> None:
-        unit = self._reductions.popleft()
-        with self._observers.watch(unit.fqn, Activity.WAIT_REDUCE):
-            unit.finish_reduce()
+    def _wait(self, kind: LaunchKind, unit: FSDPUnit) -> None:
+        run = RUNS[kind]
+        with self._observers.watch(unit.fqn, run.waiting):
+            run.wait(unit)
 
     # Between steps #
 
@@ -146,4 +153,5 @@ class TurnWalk:
             if unit.state is not UnitState.SHARDED:
                 unit.reshard()
             unit.drop_grads()
+        self._in_flight.clear()
         self._comm.wait_all_sent()

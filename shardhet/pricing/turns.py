@@ -1,18 +1,19 @@
-"""Seconds of a turn: the compute of its ranks and the collectives that overlap it.
+"""Seconds of a turn: the compute of its ranks and the transfers that overlap it.
 
 A turn is one visit of a unit in one phase.  Ranks meet at every turn, because all of them take
-part in each gather.  The collectives that ``Schedule.beside`` lists overlap a turn's compute.
+part in each gather.  The transfers that ``Schedule.beside`` lists overlap a turn's compute.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
+from shardhet.pricing.launches import PRICES
 from shardhet.pricing.priced import Priced
 from shardhet.records.layout import stored_numels
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import Phase, straight_schedule
+from shardhet.records.schedule import LaunchKind, Phase, straight_schedule
 from shardhet.records.workload import UnitKind
 
 
@@ -108,13 +109,11 @@ class TurnPrices(Priced):
         ``recomputed`` holds the distinct lists of patterns that ranks recompute by.  Units of
         one kind form a class if every list treats them alike.
         """
-        gather_s, reduce_s = self._collective_seconds(unevenness)
-        forward_s, backward_s = (
-            self._mean_by_kind(seconds) for seconds in self._beside(gather_s, reduce_s)
-        )
+        beside_s, exposed_s = self._beside(self._launch_seconds(unevenness))
+        forward_s, backward_s = (self._mean_by_kind(beside_s[phase]) for phase in Phase)
         root_s = sum(
-            self._collective_s(self.root_numel, is_gather, unevenness)
-            for is_gather in (True, False)
+            price(self, self.root_numel, unevenness)
+            for price in PRICES.values()
             if self.root_numel
         )
         return Turns(
@@ -128,16 +127,16 @@ class TurnPrices(Priced):
                 )
                 for members in self._alike(recomputed)
             ),
-            exposed_comm_s=gather_s[0] + reduce_s[0] + root_s,
+            exposed_comm_s=exposed_s + root_s,
         )
 
-    def unit_collectives(self, plan: Plan) -> tuple[list[float], list[float]]:
-        """Seconds of the gather and the reduction of every visited unit under a plan."""
+    def launch_seconds(self, plan: Plan) -> dict[LaunchKind, list[float]]:
+        """Seconds of every kind of launch for each visited unit under a plan."""
         shares = [
             numel / self.workload.numel for numel in self.stored_numels(plan.state_shares)
         ]
         computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
-        return self._collective_seconds(self.unevenness(shares, computes))
+        return self._launch_seconds(self.unevenness(shares, computes))
 
     def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
         """Indices of units of one kind that the same ranks recompute, class by class."""
@@ -161,38 +160,28 @@ class TurnPrices(Priced):
             by_kind.setdefault(unit.kind, []).append(each)
         return [fmean(by_kind[unit.kind]) for unit in self.visited_units]
 
-    def _collective_seconds(self, unevenness: float) -> tuple[list[float], list[float]]:
-        """Seconds of the gather and of the reduction of every visited unit."""
-        kinds = [self.workload.kind_of(unit) for unit in self.visited_units]
-        gather_s = [self._collective_s(kind.numel, True, unevenness) for kind in kinds]
-        reduce_s = [self._collective_s(kind.numel, False, unevenness) for kind in kinds]
-        return gather_s, reduce_s
-
-    def _collective_s(self, numel: int, is_gather: bool, unevenness: float) -> float:
-        collectives, workload = self.profile.collectives, self.workload
-        if is_gather:
-            curve, weight = collectives.gather_s, collectives.gather_unevenness_weight
-        else:
-            curve, weight = collectives.reduce_s, collectives.reduce_unevenness_weight
-        if curve is None or self.cluster.world_size == 1:
-            return 0.0
-        itemsize = workload.param_itemsize if is_gather else workload.reduce_itemsize
-        return curve.at(numel * itemsize * (1 - weight + weight * unevenness))
+    def _launch_seconds(self, unevenness: float) -> dict[LaunchKind, list[float]]:
+        numels = [self.workload.kind_of(unit).numel for unit in self.visited_units]
+        return {
+            kind: [price(self, numel, unevenness) for numel in numels]
+            for kind, price in PRICES.items()
+        }
 
     def _beside(
-        self, gather_s: Sequence[float], reduce_s: Sequence[float]
-    ) -> tuple[list[float], list[float]]:
-        """Seconds of the collectives that overlap each unit's forward and backward turn."""
-        num_units = len(gather_s)
+        self, seconds_of: Mapping[LaunchKind, Sequence[float]]
+    ) -> tuple[dict[Phase, list[float]], float]:
+        """Seconds of the launches that overlap each unit's turn in a phase, and of the rest."""
+        num_units = len(self.visited_units)
         schedule = straight_schedule(
             num_units, reshard_after_forward=self.reshard_after_forward
         )
-        seconds_of = {"gather": gather_s, "reduce": reduce_s}
-        forward_s, backward_s = [0.0] * num_units, [0.0] * num_units
+        beside_s = {phase: [0.0] * num_units for phase in Phase}
+        exposed = dict.fromkeys(schedule.launches())
         for i, turn in enumerate(schedule.turns):
-            side = forward_s if turn.phase is Phase.FORWARD else backward_s
-            side[turn.unit] += sum(seconds_of[k][unit] for k, unit, _ in schedule.beside(i))
-        return forward_s, backward_s
+            for each in schedule.beside(i):
+                beside_s[turn.phase][turn.unit] += seconds_of[each.kind][each.unit]
+                exposed.pop(each, None)
+        return beside_s, sum(seconds_of[each.kind][each.unit] for each in exposed)
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores, with every border between rows."""

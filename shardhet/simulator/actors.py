@@ -12,12 +12,12 @@ from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Work, 
 class State(Enum):
     """What a rank is doing."""
 
-    BEGIN = auto()  # of a turn: launch gathers
+    BEGIN = auto()  # of a turn: launch what it and the next turn need
     PREPARE = auto()  # until the runtime has done its own work for the turn
-    WAIT_GATHER = auto()  # until the turn's gather is done
+    WAIT_GATHER = auto()  # until what was launched for the turn is done
     COMPUTE = auto()  # until nothing remains
-    WAIT_REDUCE = auto()  # until the previous reduction is done; launch the turn's
-    FLUSH = auto()  # until the last reduction is done
+    WAIT_REDUCE = auto()  # until there is room for what is launched after the turn
+    FLUSH = auto()  # until all transfers are done
     AGREE = auto()  # until all ranks have arrived
     OPTIMIZE = auto()  # the turns are over
 
@@ -43,7 +43,7 @@ class Actor:
     state: State = State.BEGIN
     is_computing: bool = False
     turn: int = 0
-    last_launched: int = -1  # the latest turn whose gather it has launched
+    last_launched: int = -1  # the latest turn for which it has launched
     since_s: float = 0.0  # when the state began
     held_bytes: int = 0  # besides what it holds throughout
     events: list[Event] = field(default_factory=list)

@@ -2,14 +2,14 @@
 
 Ranks go through the turns of ``shardhet.records.schedule``, as in the runtime:
 
-    begin turn   launch its gather and the next turn's; wait for its own
-    compute      all microbatches; slowed by ``overlap_excess`` during a collective
-    end turn     if the gradients are complete: wait until the earlier reductions leave room
-                 for one more in flight, then launch this one
-    between      all ranks agree between forward and backward, and after the last reduction
+    begin turn   launch what it and the next turn need; wait for its own
+    compute      all microbatches; slowed by ``overlap_excess`` during a transfer
+    end turn     if something is launched after it, such as the reduction of complete
+                 gradients: wait until the earlier ones leave room for one more in flight
+    between      all ranks agree between forward and backward, and after the last transfer
 
-A collective starts when all ranks have launched it, the links are free, and the collectives
-launched before it on its stream are done.  Gathers and reductions share the links in turn.
+A transfer starts when all ranks have launched it, its resource is free, and the transfers of
+its kind that were launched before it are done.  Gathers and reductions share the links.
 
 Ranks that compute the same are simulated once (``simulator.actors``).  The loop finds the next
 thing to end and moves the clock there.  Only ranks whose computation has ended, or who wait for
@@ -25,9 +25,7 @@ from shardhet.records.schedule import straight_schedule
 from shardhet.simulator.actors import WAITING_STATES, Actor, State, make_actors
 from shardhet.simulator.links import Links
 from shardhet.simulator.timeline import RankTimeline, Timeline, Work, merged
-from shardhet.simulator.together import StepTimes, step_times
 
-FEW_UNLIKE = 32  # ranks, below which going on one by one is faster
 NEGLIGIBLE = 1e-12  # of the clock: what remains of a computation is then rounding
 
 
@@ -37,30 +35,10 @@ def simulate(plan: Plan, setting: Setting) -> Timeline:
     return _Simulation(model, plan, keeps_records=True).run()
 
 
-def simulated_times(plan: Plan, setting: Setting) -> StepTimes:
-    """The times of ``simulate``, without the record of what each rank does if they are many."""
-    if _num_unlike(plan) > FEW_UNLIKE:
-        return step_times(plan, setting)
-    timeline = simulate(plan, setting)
-    return StepTimes(timeline.step_time_s, tuple(each.busy_s for each in timeline.ranks))
-
-
 def simulated_step_s(plan: Plan, setting: Setting) -> float:
     """The step time of ``simulate`` alone."""
-    if _num_unlike(plan) > FEW_UNLIKE:
-        return step_times(plan, setting).step_time_s
     model = CostModel(setting, plan.reshard_after_forward)
     return _Simulation(model, plan, keeps_records=False).run_to_end()
-
-
-def _num_unlike(plan: Plan) -> int:
-    """How many ranks there are of which no two do the same."""
-    return len(
-        {
-            (each.device.kind, each.microbatch_sizes, each.recomputed_units)
-            for each in plan.ranks
-        }
-    )
 
 
 class _Simulation:
@@ -74,14 +52,12 @@ class _Simulation:
         self.schedule = straight_schedule(
             len(units), reshard_after_forward=plan.reshard_after_forward
         )
-        self.ahead = [self.schedule.gathers_by(i) for i in range(len(self.schedule.turns))]
+        self.ahead = [self.schedule.launched_by(i) for i in range(len(self.schedule.turns))]
         self.predicted = model.predict(plan)
         self.actors = make_actors(model, plan, self.schedule, keeps_records=keeps_records)
-        gather_s, reduce_s = model.unit_collectives(plan)
         self.links = Links(
             self.schedule,
-            gather_s=gather_s,
-            reduce_s=reduce_s,
+            model.launch_seconds(plan),
             unit_fqns=[unit.fqn for unit in units],
             num_actors=len(self.actors),
         )
@@ -180,7 +156,7 @@ class _Simulation:
 
         Returns the actors whose computation has ended.
         """
-        is_sending = self.links.running is not None
+        is_sending = bool(self.links.running)
         speeds = self.speeds[is_sending]
         if not is_sending:
             ends_s = self.remaining_s
@@ -231,18 +207,20 @@ class _Simulation:
             is_forward = actor.turn < self.schedule.num_forward
             actor.leave(self.clock_s, Work.FORWARD if is_forward else Work.BACKWARD)
             actor.end_compute(self.clock_s)
-            if self.schedule.turns[actor.turn].reduces:
+            if self.schedule.turns[actor.turn].after:
                 self.enter(actor, State.WAIT_REDUCE)
             else:
                 self.end_turn(actor)
         elif state is State.WAIT_REDUCE:
-            if not self.links.has_room_for_reduction(actor.turn):
+            launches = self.schedule.launched_after(actor.turn)
+            if not all(map(self.links.has_room, launches)):
                 return False
             actor.leave(self.clock_s, Work.WAIT_REDUCE)
-            self.links.reductions[actor.turn].num_launched += 1
+            for launch in launches:
+                self.links.transfers[launch].num_launched += 1
             self.end_turn(actor)
         elif state is State.FLUSH:
-            if not self.links.has_reduced:
+            if not self.links.are_done:
                 return False
             actor.leave(self.clock_s, Work.WAIT_REDUCE)
             self.enter(actor, State.AGREE)
@@ -251,9 +229,9 @@ class _Simulation:
         return True
 
     def begin_compute(self, actor: Actor) -> bool:
-        """Compute the turn if its unit is gathered; returns whether it is."""
-        turn = self.schedule.turns[actor.turn]
-        if turn.gathers and not self.links.gathers[actor.turn].is_done:
+        """Compute the turn if what was launched for it is there; returns whether it is."""
+        launches = self.ahead[actor.turn]
+        if not all(self.links.transfers[x].is_done for x in launches if x.turn == actor.turn):
             return False
         actor.leave(self.clock_s, Work.WAIT_GATHER)
         actor.begin_compute(self.clock_s)
@@ -284,11 +262,11 @@ class _Simulation:
         return True
 
     def launch_ahead(self, actor: Actor) -> None:
-        """Launch the gathers of this turn and the next, unless already launched."""
-        for launch in self.ahead[actor.turn]:
-            if launch.turn > actor.last_launched:
-                self.links.gathers[launch.turn].num_launched += 1
-                actor.last_launched = launch.turn
+        """Launch what this turn and the next need, unless already launched."""
+        launches = [x for x in self.ahead[actor.turn] if x.turn > actor.last_launched]
+        for launch in launches:
+            self.links.transfers[launch].num_launched += 1
+            actor.last_launched = launch.turn
 
     def enter(self, actor: Actor, state: State, seconds: float = 0.0) -> None:
         """Enter a state now, which ends when a computation of ``seconds`` does."""

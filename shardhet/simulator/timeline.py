@@ -8,6 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from shardhet.records.schedule import LaunchKind
+
 
 class Work(Enum):
     """What a span of time was spent on; a real run reports the same names."""
@@ -19,22 +21,19 @@ class Work(Enum):
     WAIT_REDUCE = "wait_reduce"
     AGREE = "agree"  # until the slowest rank arrives
     OVERHEAD = "overhead"  # the runtime's own
-    GATHER = "gather"  # on the links
-    REDUCE = "reduce"
 
 
 BUSY = frozenset({Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER})
 WAITING = frozenset({Work.WAIT_GATHER, Work.WAIT_REDUCE, Work.AGREE})
-STREAM_BY_WORK = {Work.GATHER: "gather", Work.REDUCE: "reduce"}  # all else: compute
-STREAMS = ("compute", "gather", "reduce")
+COMPUTE_STREAM = "compute"  # of all work; launches of a kind have a stream of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One piece of work or wait."""
+    """One piece of work or wait, or one transfer."""
 
     unit: str  # fqn; "" if it belongs to no unit
-    work: Work
+    work: Work | LaunchKind
     start_s: float
     end_s: float
 
@@ -114,15 +113,17 @@ class Timeline:
         The format is that of ``torch.profiler``: complete events ("X"), times in microseconds.
         """
         events: list[dict[str, Any]] = []
+        kinds = dict.fromkeys(event.work.value for event in self.collectives)
+        streams = (COMPUTE_STREAM, *kinds)
         for position, rank in enumerate(self.ranks):
             label = f"rank {position}: {rank.name}"
             events.append(_named("process_name", position, 0, label))
             events += [
-                _named("thread_name", position, i, each) for i, each in enumerate(STREAMS)
+                _named("thread_name", position, i, each) for i, each in enumerate(streams)
             ]
             for event in (*rank.events, *self.collectives):
-                stream = STREAM_BY_WORK.get(event.work, "compute")
-                events.append(_complete(event, position, STREAMS.index(stream)))
+                stream = event.work.value if event.work.value in kinds else COMPUTE_STREAM
+                events.append(_complete(event, position, streams.index(stream)))
             events += [_counter(point, position) for point in rank.memory]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 

@@ -1,0 +1,39 @@
+"""The order of a step: turns, what is launched around each, and the passes that mark it."""
+
+from shardhet.records.schedule.passes import (
+    Pass,
+    Shape,
+    make_schedule,
+    mark_gathers,
+    mark_reductions,
+    straight_schedule,
+)
+from shardhet.records.schedule.turns import (
+    AHEAD,
+    GATHER,
+    REDUCE,
+    Launch,
+    LaunchKind,
+    Phase,
+    Schedule,
+    Segment,
+    Turn,
+)
+
+__all__ = [
+    "AHEAD",
+    "GATHER",
+    "REDUCE",
+    "Launch",
+    "LaunchKind",
+    "Pass",
+    "Phase",
+    "Schedule",
+    "Segment",
+    "Shape",
+    "Turn",
+    "make_schedule",
+    "mark_gathers",
+    "mark_reductions",
+    "straight_schedule",
+]
