@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.fsdp.seeds import microbatch_seed
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.sharding.seeds import microbatch_seed
+from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.records.layout import Span
 
 GRAD_BAR = 1e-12  # of the unit's largest gradient

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shardhet.planner.problem import Group, Problem
+from shardhet.planner.problem.problem import Group, Problem
 
 Row = tuple[float, ...]  # batch, one cost per phase, room
 

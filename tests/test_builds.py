@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardhet.apps.common.builds import check_alike, check_serves, has_kernels
+from shardhet.apps.launch.builds import check_alike, check_serves, has_kernels
 from shardhet.comm.channel import Channel
 from tests.worlds import run_ranks_expecting_failure
 

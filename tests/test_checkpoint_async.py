@@ -6,7 +6,8 @@ from typing import IO
 
 import pytest
 
-from shardhet.checkpoint import CheckpointError, files, load, save, save_async
+from shardhet.checkpoint import CheckpointError, load, save, save_async
+from shardhet.checkpoint.format import files
 from tests.checkpoint_cases import check_same, train, whole_state
 from tests.test_checkpoint_failures import full_disk, message_of, trained
 from tests.worlds import run_ranks

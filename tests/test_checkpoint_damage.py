@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardhet.checkpoint import CheckpointError, load, save
-from shardhet.checkpoint.reading import SavedCheckpoint
+from shardhet.checkpoint.format.reading import SavedCheckpoint
 from tests.checkpoint_cases import Odd, make_optimizer, train
 
 NUM_MUTATIONS = 320

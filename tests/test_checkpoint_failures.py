@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import CheckpointError, files, load, ranks, save, save_async
+from shardhet.checkpoint import CheckpointError, load, save, save_async
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.state import ranks
 from tests.checkpoint_cases import (
     Lion,
     Odd,

@@ -6,7 +6,7 @@ import torch
 from shardhet.comm.channel import Channel
 from shardhet.comm.messages import Pending, wait_all
 from shardhet.comm.peers import LostPeerError
-from shardhet.fsdp.comm import MAX_UNSENT_GATHERS, CommContext
+from shardhet.fsdp.sharding.comm import MAX_UNSENT_GATHERS, CommContext
 
 
 class Sending:

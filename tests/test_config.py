@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from shardhet.apps.common.help import choices_by_group
+from shardhet.apps.cli.help import choices_by_group
 from shardhet.apps.train import checked_world_size
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardhet.apps.common.crash import Failure, crash_panel, read_failures, root_cause
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.launch.crash import Failure, crash_panel, read_failures, root_cause
+from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.peers import LostPeerError
 
 

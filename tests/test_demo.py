@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
 from shardhet.apps.demo import parts
-from shardhet.apps.prediction import Outcome, Prediction
+from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting

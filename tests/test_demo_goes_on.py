@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shardhet import find_plan
-from shardhet.apps.common.run_folder import RunFolder
 from shardhet.apps.demo_goes_on import losses_of
+from shardhet.apps.launch.run_folder import RunFolder
 from tests.programs import SHARDHET, run
 from tests.test_rebalancing import measured_decoder
 from tests.test_worker import SHORT_TEXT, write_pages

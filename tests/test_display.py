@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from shardhet.apps.common.display import Display, device_table, microbatches
+from shardhet.apps.cli.display import Display, device_table, microbatches
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 from shardhet.training.trainer import DeviceUse, StepMetrics

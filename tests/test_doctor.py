@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardhet.apps import doctor_rank
-from shardhet.apps.common.rank_env import RankEnv
 from shardhet.apps.doctor import GIB, Facts, Gpu, find_facts, gpu_findings, host_findings
+from shardhet.apps.launch.rank_env import RankEnv
 from tests.programs import SHARDHET, TORCHRUN, run
 
 CARD = Gpu(name="NVIDIA RTX 4090", memory_bytes=24 * GIB, free_bytes=23 * GIB, has_bf16=True)

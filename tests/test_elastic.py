@@ -13,11 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments.recovery.elastic import run as elastic
-from shardhet.apps.common.leaving import STARTS_AGAIN, leave
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.common.sole_writer import sole_writer
-from shardhet.apps.common.start_clock import StartClock
+from shardhet.apps.launch.leaving import STARTS_AGAIN, leave
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.launch.sole_writer import sole_writer
+from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.train import checked_world_size
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import register_schemas, to_conf
@@ -35,8 +35,8 @@ BATCH = 12
 HOLDER = """
 import sys, time
 from pathlib import Path
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.common.sole_writer import sole_writer
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.launch.sole_writer import sole_writer
 with sole_writer(RunFolder(Path(sys.argv[1])), 0):
     print("held", flush=True)
     time.sleep(60)

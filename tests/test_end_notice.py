@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.launch.run_folder import RunFolder
 from tests.programs import TORCHRUN
 from tests.test_resume import losses
 from tests.test_train import ALONE, FAILING_RANK, SMALL, run, start

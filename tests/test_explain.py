@@ -3,7 +3,7 @@
 import pytest
 
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
-from shardhet.planner.explain import (
+from shardhet.planner.advice.explain import (
     Explanation,
     Resource,
     Situation,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.fewer_devices import estimated, named, ranges, whole_hosts
 from shardhet.apps.plan import main as plan_main
+from shardhet.apps.planning.fewer_devices import estimated, named, ranges, whole_hosts
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
-from shardhet.planner.fewer import MAX_KINDS, Fewer, Positions, _Trials, faster_on_fewer
-from shardhet.planner.search import Effort
+from shardhet.planner.advice.fewer import MAX_KINDS, Fewer, Positions, _Trials, faster_on_fewer
+from shardhet.planner.search.search import Effort
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting

@@ -12,14 +12,14 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from shardhet.apps.common import joining
-from shardhet.apps.common.crash import Failure, read_failures
-from shardhet.apps.common.end_notice import EndNotice
-from shardhet.apps.common.leaving import End, agree_on_end
-from shardhet.apps.common.loggers import CsvLogger, JsonLinesLogger
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.worker import Run
+from shardhet.apps.launch import joining
+from shardhet.apps.launch.crash import Failure, read_failures
+from shardhet.apps.launch.end_notice import EndNotice
+from shardhet.apps.launch.leaving import End, agree_on_end
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.loggers import CsvLogger, JsonLinesLogger
+from shardhet.apps.run.worker import Run
 from shardhet.planner.present import positions_of
 from tests.programs import TORCHRUN, run
 from tests.test_elastic import there

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardhet import HetFSDP, Plan
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.worker import Run
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
 from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard, OnBadStep
 from shardhet.training.trainer import Run as RunModel

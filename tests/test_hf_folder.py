@@ -193,7 +193,8 @@ def test_no_rank_holds_more_than_its_rows_and_two_units(tmp_path: Path) -> None:
 
 
 def test_the_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
-    from shardhet.hf import save_pretrained, saving
+    from shardhet.hf import save_pretrained
+    from shardhet.hf.folders import saving
 
     plain = _llama()
     model = HetFSDP(copy.deepcopy(plain), ONE)

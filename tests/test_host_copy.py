@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.comm.host_copy import HostCopy, to_device
-from shardhet.fsdp import mean_backward
-from shardhet.fsdp.observer import Activity
+from shardhet.fsdp.step import mean_backward
+from shardhet.fsdp.step.observer import Activity
 
 
 def test_on_a_cpu_the_values_are_there_at_once_and_nothing_is_copied() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.common.hydra_door import flags_first, own_config_dir, refuse
-from shardhet.apps.common.rank_env import RankEnv
+from shardhet.apps.launch.hydra_door import flags_first, own_config_dir, refuse
+from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.config.checks import ConfigError
 
 ENV = RankEnv(rank=0, world_size=2, local_rank=0, store_host="localhost", store_port=0)

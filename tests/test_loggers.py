@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardhet.apps.common.loggers import check_logger, log_all, open_loggers
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.loggers import check_logger, log_all, open_loggers
 from shardhet.config.checks import ConfigError
 from shardhet.config.training import LoggerConf, LoggerKind
 

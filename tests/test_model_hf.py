@@ -17,8 +17,8 @@ pytest.importorskip("peft", reason="model.lora needs peft")
 from hydra import compose, initialize_config_dir
 
 from shardhet import HetFSDP, Plan
-from shardhet.apps.common.model_to_measure import model_to_measure
-from shardhet.apps.common.task import make_files, make_task
+from shardhet.apps.run.model_to_measure import model_to_measure
+from shardhet.apps.run.task import make_files, make_task
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-import shardhet.fsdp.state
+import shardhet.fsdp.params.state
 import shardhet.fsdp.state_door
 from shardhet import HetFSDP, Plan
 from shardhet.comm.channel import Channel
@@ -158,7 +158,7 @@ def test_states_that_cannot_be_loaded_are_refused(fault: str, message: str) -> N
 
 
 def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
-    for module in (shardhet.fsdp.state_door, shardhet.fsdp.state):
+    for module in (shardhet.fsdp.state_door, shardhet.fsdp.params.state):
         module.SECONDS_FOR_ALL_TO_COME = 1.0  # type: ignore[attr-defined]
     pair = Pair(UNEVEN)
     if over_gloo:

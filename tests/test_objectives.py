@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, solve
+from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.planner.objectives import (
     LeastMemory,
     largest_batch,
     largest_batch_size,
     least_memory,
 )
-from shardhet.planner.recompute import recompute_choices
-from shardhet.planner.search import DEFAULT_EFFORT
+from shardhet.planner.search.search import DEFAULT_EFFORT
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardhet import Plan
-from shardhet.fsdp.optimizer_gate import ELEMENT_WISE
+from shardhet.fsdp.params.optimizer_gate import ELEMENT_WISE
 from tests.checkpoint_cases import with_gradients
 from tests.edge_plans import ALONE, UNEVEN, every_plan
 from tests.ordinary import Pair

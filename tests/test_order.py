@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.comm import collectives
 from shardhet.comm.shared_host.arena import PeerArena
-from shardhet.fsdp import flat as flat_module
-from shardhet.fsdp import flat_grad
-from shardhet.fsdp.flat import FlatTensor
-from shardhet.fsdp.prober import Prober
+from shardhet.fsdp.probing.prober import Prober
+from shardhet.fsdp.sharding import flat as flat_module
+from shardhet.fsdp.sharding import flat_grad
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.records.schedule import Segment, make_schedule
 from tests.hosts import on_different_hosts
 from tests.worlds import run_ranks

@@ -8,11 +8,11 @@ import pytest
 
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
+from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.planner.cephalo import cephalo, cephalo_choice
 from shardhet.planner.misses import even_shortfall
-from shardhet.planner.problem import Group, Problem
-from shardhet.planner.recompute import recompute_choices
-from shardhet.planner.search import DEFAULT_EFFORT, Effort, search
+from shardhet.planner.problem.problem import Group, Problem
+from shardhet.planner.search.search import DEFAULT_EFFORT, Effort, search
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node

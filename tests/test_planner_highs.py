@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from shardhet.apps.plan import main
-from shardhet.planner import assignment, certificate
-from shardhet.planner.assignment import assign
+from shardhet.planner import certificate
 from shardhet.planner.certificate import certify
-from shardhet.planner.problem import Choice, Group, Problem
-from shardhet.planner.search import NothingFitsError, search
+from shardhet.planner.problem.problem import Choice, Group, Problem
+from shardhet.planner.search import assignment
+from shardhet.planner.search.assignment import assign
+from shardhet.planner.search.search import NothingFitsError, search
 from tests.planning_problems import random_problem, recomputed_objective
 from tests.recorded_plans import SEEDS, record_of, recorded
 

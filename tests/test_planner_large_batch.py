@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardhet.planner import PlanError, candidates, solve
-from shardhet.planner.candidates import TableBuilder
+from shardhet.planner import PlanError, solve
+from shardhet.planner.candidates import candidates
+from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, Node
 from tests.test_planner import WORKLOAD, random_case

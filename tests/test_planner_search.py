@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from shardhet.planner.exact import best_choice
-from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Group, Limits, Problem, fill_level
-from shardhet.planner.search import Effort, NothingFitsError, search
+from shardhet.planner.problem.problem import Group, Limits, Problem, fill_level
+from shardhet.planner.search.exact import best_choice
+from shardhet.planner.search.oracle import Oracle
+from shardhet.planner.search.search import Effort, NothingFitsError, search
 from tests.planning_problems import BruteForce, random_problem, recomputed_objective
 
 NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100  # experiments/planner runs ten of these blocks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.common.plots import Series
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.cli.plots import Series
+from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.plot import figure_of, main
 from shardhet.records.cluster import DeviceSpec
 
@@ -66,5 +66,5 @@ def test_without_matplotlib_the_extra_is_named(
 
 
 def test_records_of_figures_need_no_matplotlib() -> None:
-    code = "import sys, shardhet.apps.common.plots; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, shardhet.apps.cli.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

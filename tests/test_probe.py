@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.attempt import Attempt
+from shardhet.fsdp.probing.attempt import Attempt
 from tests.worlds import run_ranks
 
 WIDTH = 6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.models.decoder import Decoder, DecoderConfig, flops_per_token
 from shardhet.models.encoder import EncoderConfig, MaskedLm, Vit
 from shardhet.profiler.batch import ExampleBatch

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from shardhet.apps.common.joining import choose_device
-from shardhet.apps.common.rank_env import (
+from shardhet.apps.launch.joining import choose_device
+from shardhet.apps.launch.rank_env import (
     FIRST_SRUN_PORT,
     NUM_SRUN_PORTS,
     RankEnv,

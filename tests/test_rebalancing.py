@@ -22,11 +22,11 @@ from shardhet import (
     describe,
     find_plan,
 )
-from shardhet.apps.common.model_to_measure import random_batch
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.common.task import make_module
-from shardhet.apps.worker import Run
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.model_to_measure import random_batch
+from shardhet.apps.run.task import make_module
+from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
 from shardhet.models.decoder import Block
 from shardhet.profiler.batch import ExampleBatch

@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from shardhet.planner.recompute import recompute_choices
+from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan

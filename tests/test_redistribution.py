@@ -17,7 +17,7 @@ from torch import nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
-from shardhet.fsdp.modes import OperationMode
+from shardhet.fsdp.microbatch.modes import OperationMode
 from shardhet.records.plan import PlannedUnit
 from tests.checkpoint_cases import (
     OPTIMIZERS,

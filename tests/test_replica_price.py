@@ -3,7 +3,7 @@
 import pytest
 
 from shardhet import Plan
-from shardhet.apps.plan_replicas import told_price
+from shardhet.apps.planning.replicas import told_price
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.replicas import (
     COPY_BYTES_PER_S,

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas
-from shardhet.checkpoint import files as checkpoint_files
-from shardhet.checkpoint import replicas as replicas_module
-from shardhet.checkpoint.replica_copying import Copying
-from shardhet.checkpoint.replica_source import Version, choose, versions_in
-from shardhet.checkpoint.writing import Report
+from shardhet.checkpoint.format import files as checkpoint_files
+from shardhet.checkpoint.format.writing import Report
+from shardhet.checkpoint.replicas import replicas as replicas_module
+from shardhet.checkpoint.replicas.copying import Copying
+from shardhet.checkpoint.replicas.source import Version, choose, versions_in
 from shardhet.comm.liveness import watch_ranks
 from shardhet.records.nodes import Nodes, keepers
 from tests.checkpoint_cases import (

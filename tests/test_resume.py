@@ -11,9 +11,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.worker import Run
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import CONFIG_NAME, VERSION_BASE, conf_dir, to_conf
 from shardhet.training.resuming import random_states, restore_random_states

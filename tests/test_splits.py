@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shardhet.planner.splits import LEAST_GAIN, Splits
+from shardhet.planner.candidates.splits import LEAST_GAIN, Splits
 
 
 def fastest_s(whole_s: list[float], batch: int, largest: int) -> float:

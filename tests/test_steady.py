@@ -8,9 +8,16 @@ import pytest
 
 from shardhet.apps.plan import main as plan_main
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
-from shardhet.planner.explain import Situation, at_other_speed
-from shardhet.planner.search import DEFAULT_EFFORT
-from shardhet.planner.steady import NOISE, OFF, disturbances, loss_of, steadier, steadiest_met
+from shardhet.planner.advice.explain import Situation, at_other_speed
+from shardhet.planner.advice.steady import (
+    NOISE,
+    OFF,
+    disturbances,
+    loss_of,
+    steadier,
+    steadiest_met,
+)
+from shardhet.planner.search.search import DEFAULT_EFFORT
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from tests.test_fewer import setting_of

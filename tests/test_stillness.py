@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import ranks, save
+from shardhet.checkpoint import save
+from shardhet.checkpoint.state import ranks
 from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch_ranks
 from shardhet.comm.liveness.panel import panel
 from tests.hosts import on_different_hosts

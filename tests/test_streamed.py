@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shardhet.apps import plan as plan_app
-from shardhet.apps.common.streamed import StreamedTable, Waiting
+from shardhet.apps.cli.streamed import StreamedTable, Waiting
 
 
 def test_a_table_is_printed_row_by_row() -> None:
@@ -29,7 +29,7 @@ def test_a_table_is_printed_row_by_row() -> None:
 def test_waiting_is_told_on_a_terminal_only_and_only_if_it_is_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardhet.apps.common.streamed.PATIENCE_S", 0.05)
+    monkeypatch.setattr("shardhet.apps.cli.streamed.PATIENCE_S", 0.05)
     for is_terminal, seconds, is_told in (
         (True, 0.5, True),
         (True, 0.0, False),

@@ -10,11 +10,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from shardhet.apps.common.crash import read_failures
-from shardhet.apps.common.joining import joined
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.worker import Run
+from shardhet.apps.launch.crash import read_failures
+from shardhet.apps.launch.joining import joined
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.worker import Run
 from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.sharding.wrapping import find_units
 
 WIDTH = 16
 

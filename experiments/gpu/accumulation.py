@@ -31,7 +31,7 @@ from experiments.gpu.results import (
     values_of,
 )
 from experiments.gpu.scale import RECOMPUTED, Job
-from shardhet.apps.common.plots import draw_lines
+from shardhet.apps.cli.plots import draw_lines
 
 NAME = "accumulation"
 COUNTS = (1, 4, 16)

@@ -35,8 +35,8 @@ from experiments.gpu.results import (
 )
 from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 from shardhet import HetFSDP, Plan
-from shardhet.apps.common.quantities import counted
-from shardhet.fsdp.observer import Activity, Observed
+from shardhet.apps.cli.quantities import counted
+from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.models.decoder import DecoderConfig
 
 NAME = "streams"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from experiments.other_peoples_models.records import Family, Loss, Way
 from experiments.other_peoples_models.tasks import SPECTRUM, TRANSLATION, Batch
 from shardhet import HetFSDP
-from shardhet.fsdp.wrapping import UnitModules, find_units
+from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
 
 MODEL_SEED = 11
 BATCH_SEED = 5

@@ -8,7 +8,7 @@ from math import isnan
 
 from torch import Tensor, nn
 
-from shardhet.fsdp.wrapping import UnitModules
+from shardhet.fsdp.sharding.wrapping import UnitModules
 from shardhet.records.layout import Span
 
 MISMATCH = float("inf")  # None for a gradient, another shape, another name

@@ -22,7 +22,7 @@ from experiments.other_peoples_models.comparison import (
 )
 from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
-from shardhet.fsdp.wrapping import UnitModules
+from shardhet.fsdp.sharding.wrapping import UnitModules
 from tests.fuzzing.reference import SeededCalls, SeededFunctions
 
 

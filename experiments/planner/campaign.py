@@ -28,7 +28,7 @@ import numpy as np
 
 from experiments.common.results import read_csv, write_csv
 from shardhet.planner import Demands, DeviceLimits, PlanError, solve
-from shardhet.planner.recompute import recompute_choices
+from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node

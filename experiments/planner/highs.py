@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from experiments.common.results import Spread, console, write_csv
-from shardhet.planner.assignment import assign
 from shardhet.planner.certificate import certify
-from shardhet.planner.search import Effort, NothingFitsError, search
+from shardhet.planner.search.assignment import assign
+from shardhet.planner.search.search import Effort, NothingFitsError, search
 from tests.planning_problems import random_problem
 from tests.test_planner_highs import random_medium
 

@@ -24,11 +24,11 @@ import numpy as np
 
 from experiments.common.machine import Environment
 from experiments.common.results import console, read_csv, write_csv
-from shardhet.apps.common.planning_input import load, read_request
 from shardhet.apps.plan import DOOR
+from shardhet.apps.planning.inputs import load, read_request
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import PlanError, solve
-from shardhet.planner.recompute import recompute_choices
+from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan, RankPlan

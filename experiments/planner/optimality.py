@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.common.results import write_csv
-from shardhet.planner.search import NothingFitsError, search
+from shardhet.planner.search.search import NothingFitsError, search
 from tests.planning_problems import BruteForce, recomputed_objective
 from tests.test_planner_search import random_small
 

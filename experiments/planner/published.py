@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from experiments.common.machine import SHARED_DATA
 from experiments.common.results import write_csv
 from shardhet.planner.cephalo import cephalo_choice
-from shardhet.planner.problem import Group, Problem
-from shardhet.planner.search import NothingFitsError, search
+from shardhet.planner.problem.problem import Group, Problem
+from shardhet.planner.search.search import NothingFitsError, search
 
 HERE = Path(__file__).parent
 GPUS = ["l4", "l4", "a6000", "p40", "p40", "p40", "p100", "p100"]

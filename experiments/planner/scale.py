@@ -16,8 +16,8 @@ import numpy as np
 
 from experiments.common.machine import Environment
 from experiments.common.results import write_csv
-from shardhet.planner.problem import Group, Problem
-from shardhet.planner.search import Effort, search
+from shardhet.planner.problem.problem import Group, Problem
+from shardhet.planner.search.search import Effort, search
 
 HERE = Path(__file__).parent
 SEEDS = range(30)

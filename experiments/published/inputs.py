@@ -8,10 +8,10 @@ from itertools import combinations
 from pathlib import Path
 
 from experiments.published.blocks import KIND_BY_GPU, Blocks, with_published_blocks
-from shardhet.apps.common.planning_input import Request, load
 from shardhet.apps.plan import DOOR
+from shardhet.apps.planning.inputs import Request, load
 from shardhet.config.planning import Inputs, PlannerConf, register_planning_schemas
-from shardhet.planner.fewer import node_type
+from shardhet.planner.advice.fewer import node_type
 from shardhet.records.cluster import Node
 from shardhet.records.profiles import Collectives, Source
 

@@ -10,7 +10,7 @@ from experiments.common.results import read_csv
 from experiments.common.systems import FSDP2, HET
 from experiments.scale import accumulation, worlds
 from experiments.scale.records import Sample, cases_in, median
-from shardhet.apps.common.plots import draw_lines
+from shardhet.apps.cli.plots import draw_lines
 
 HERE = Path(__file__).parent
 MARKDOWN = """![ms of a step beyond compute, by number of microbatches](accumulation.png)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from experiments.common.systems import Rounds, take_turns
 from shardhet import HetFSDP
-from shardhet.apps.common.display import Display
-from shardhet.apps.common.joining import announced_device
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder
-from shardhet.apps.common.task import make_task
-from shardhet.apps.worker import Run
+from shardhet.apps.cli.display import Display
+from shardhet.apps.launch.joining import announced_device
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.task import make_task
+from shardhet.apps.run.worker import Run
 from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from shardhet.checkpoint import CheckpointError
-from shardhet.checkpoint.reading import SavedCheckpoint
+from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.summary import read_model
 
 FORMATS = ("safetensors", "torch")

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardhet.checkpoint import CheckpointError, Checkpoints
-from shardhet.checkpoint.manifest import Manifest
-from shardhet.checkpoint.reading import SavedCheckpoint
+from shardhet.checkpoint.format.manifest import Manifest
+from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.summary import Summary, summary_of
 
 MIB = 2**20

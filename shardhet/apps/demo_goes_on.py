@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.training import ClusterConf
 from shardhet.planner import PlanError, find_plan
 from shardhet.pricing.part import part_of

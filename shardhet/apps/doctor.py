@@ -27,10 +27,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from shardhet.apps.common.crash import RankConsole
-from shardhet.apps.common.launch import FILE_WIDTH, RunFailedExit, start_ranks
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder, versions
+from shardhet.apps.launch.crash import RankConsole
+from shardhet.apps.launch.launch import FILE_WIDTH, RunFailedExit, start_ranks
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder, versions
 
 GIB = 2**30
 LEAST_FREE_BYTES = GIB  # enough for two ranks on a CPU to import torch and connect
@@ -209,7 +209,7 @@ def _find_gpus(count: int) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
 def _ask_gpus(count: int) -> list[Gpu | str]:
     import torch
 
-    from shardhet.apps.common.builds import has_kernels
+    from shardhet.apps.launch.builds import has_kernels
 
     found: list[Gpu | str] = []
     built_for = torch.cuda.get_arch_list()

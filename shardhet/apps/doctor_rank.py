@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.apps.common.crash import RankConsole
-from shardhet.apps.common.joining import joined
-from shardhet.apps.common.rank_env import RankEnv
-from shardhet.apps.common.run_folder import RunFolder, versions
+from shardhet.apps.launch.crash import RankConsole
+from shardhet.apps.launch.joining import joined
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder, versions
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.members import Members, local_device_spec

@@ -5,7 +5,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from shardhet.apps.completion import bash_script
+from shardhet.apps.cli.completion import bash_script
 
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {

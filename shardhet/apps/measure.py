@@ -17,10 +17,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardhet.apps.common.help import show_help
-from shardhet.apps.common.hydra_door import enter, launched_environment, refuse
-from shardhet.apps.common.launch import start_ranks
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.cli.help import show_help
+from shardhet.apps.launch.hydra_door import enter, launched_environment, refuse
+from shardhet.apps.launch.launch import start_ranks
+from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import VERSION_BASE, conf_dir, to_checked
 from shardhet.config.measure import (
@@ -69,9 +69,9 @@ def _measure(cfg: DictConfig) -> None:
         cfg.cluster.num_ranks = world_size
         folder.begin(cfg, {})
     if env is None:
-        start_ranks(folder, world_size, worker_module="shardhet.apps.measure_rank")
+        start_ranks(folder, world_size, worker_module="shardhet.apps.run.measure_rank")
     else:
-        from shardhet.apps.measure_rank import measure_as_rank
+        from shardhet.apps.run.measure_rank import measure_as_rank
 
         measure_as_rank(conf, folder, env)
 

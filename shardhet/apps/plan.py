@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardhet.apps.common.outputs import check_folder_output, check_outputs
-from shardhet.apps.common.planning_input import Door, load, read_request
-from shardhet.apps.common.quantities import of_budget
-from shardhet.apps.common.streamed import Waiting
-from shardhet.apps.fewer_devices import BetterWithout, better_without
-from shardhet.apps.plan_replicas import told_price
-from shardhet.apps.plan_report import (
+from shardhet.apps.cli.outputs import check_folder_output, check_outputs
+from shardhet.apps.cli.quantities import of_budget
+from shardhet.apps.cli.streamed import Waiting
+from shardhet.apps.planning.fewer_devices import BetterWithout, better_without
+from shardhet.apps.planning.inputs import Door, load, read_request
+from shardhet.apps.planning.replicas import told_price
+from shardhet.apps.planning.report import (
     Alternative,
     PlanReport,
     limit_lines,
@@ -27,10 +27,7 @@ from shardhet.apps.plan_report import (
 )
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
-from shardhet.planner.baselines import compute_only, even, memory_only
-from shardhet.planner.cephalo import cephalo
-from shardhet.planner.certificate import MAX_VARIABLES, Certificate
-from shardhet.planner.explain import (
+from shardhet.planner.advice.explain import (
     MANY_KINDS,
     Gain,
     Objective,
@@ -39,12 +36,7 @@ from shardhet.planner.explain import (
     gain_of,
     larger_situations,
 )
-from shardhet.planner.find import certify_search, least_step_s
-from shardhet.planner.misses import even_shortfall
-from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
-from shardhet.planner.search import Effort, Found
-from shardhet.planner.shares import NEAR_MARGIN
-from shardhet.planner.steady import (
+from shardhet.planner.advice.steady import (
     NOISE,
     OFF,
     Steadiest,
@@ -53,6 +45,14 @@ from shardhet.planner.steady import (
     steadier,
     steadiest_met,
 )
+from shardhet.planner.baselines import compute_only, even, memory_only
+from shardhet.planner.cephalo import cephalo
+from shardhet.planner.certificate import MAX_VARIABLES, Certificate
+from shardhet.planner.find import certify_search, least_step_s
+from shardhet.planner.misses import even_shortfall
+from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
+from shardhet.planner.search.search import Effort, Found
+from shardhet.planner.shares import NEAR_MARGIN
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.replicas import replica_price
 from shardhet.pricing.setting import Setting
@@ -427,7 +427,7 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
             soft_wrap=True,
         )
     if conf.picture is not None:
-        from shardhet.apps.plan_pictures import draw_report
+        from shardhet.apps.planning.pictures import draw_report
 
         draw_report(report, Path(conf.picture))
         console.print(f"drawn to {conf.picture}", markup=False, soft_wrap=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from shardhet.apps.common.display import device_name
-from shardhet.apps.common.plots import RunFigure, Series, draw_run, series_of
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.cli.display import device_name
+from shardhet.apps.cli.plots import RunFigure, Series, draw_run, series_of
+from shardhet.apps.launch.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,10 +7,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.common.outputs import check_outputs
-from shardhet.apps.common.planning_input import Door, load, read_request
-from shardhet.apps.common.quantities import duration, of_budget
-from shardhet.apps.plan_report import Row, rows_of, source_line, wide_console
+from shardhet.apps.cli.outputs import check_outputs
+from shardhet.apps.cli.quantities import duration, of_budget
+from shardhet.apps.planning.inputs import Door, load, read_request
+from shardhet.apps.planning.report import Row, rows_of, source_line, wide_console
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.pricing.cost import CostModel
@@ -102,8 +102,8 @@ def _write(
         timeline.save_chrome_trace(conf.trace)
         console.print(f"written to {conf.trace}", markup=False, soft_wrap=True)
     if conf.picture is not None:
-        from shardhet.apps.common.plots import draw_timeline
-        from shardhet.apps.plan_pictures import lanes
+        from shardhet.apps.cli.plots import draw_timeline
+        from shardhet.apps.planning.pictures import lanes
 
         title = f"one step of {inputs.name}, simulated"
         draw_timeline(title, lanes(timeline, found), Path(conf.picture))

@@ -19,11 +19,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardhet.apps.common.help import show_help
-from shardhet.apps.common.hydra_door import enter, launched_environment, refuse
-from shardhet.apps.common.launch import start_ranks
-from shardhet.apps.common.loggers import check_logger
-from shardhet.apps.common.run_folder import RunFolder
+from shardhet.apps.cli.help import show_help
+from shardhet.apps.launch.hydra_door import enter, launched_environment, refuse
+from shardhet.apps.launch.launch import start_ranks
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.loggers import check_logger
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,
@@ -72,7 +72,7 @@ def _train(cfg: DictConfig) -> None:
         begin()
         start_ranks(folder, world_size, grace_s=conf.end_notice.grace_s)
     else:
-        from shardhet.apps.worker import run_rank
+        from shardhet.apps.run.worker import run_rank
 
         env.publish()
         run_rank(conf, folder, env, begin)

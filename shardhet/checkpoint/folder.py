@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn, optim
 
-from shardhet.checkpoint import files
-from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.format.errors import CheckpointError
+from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load
-from shardhet.checkpoint.ranks import Ranks, step_of
-from shardhet.checkpoint.reading import SavedCheckpoint
 from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import PendingSave, save, save_async, wait_for_pending
+from shardhet.checkpoint.state.ranks import Ranks, step_of
 
 _NAME = re.compile(r"step_(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step_(\d{8,})\.(unfinished|replaced|removed)")

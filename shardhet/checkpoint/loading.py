@@ -21,23 +21,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardhet.checkpoint import files
-from shardhet.checkpoint.entries import GROUPS, MODEL, STATE
-from shardhet.checkpoint.errors import CheckpointError
-from shardhet.checkpoint.metadata import BytesPlace
-from shardhet.checkpoint.optimizer_state import (
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.format.entries import GROUPS, MODEL, STATE
+from shardhet.checkpoint.format.errors import CheckpointError
+from shardhet.checkpoint.format.metadata import BytesPlace
+from shardhet.checkpoint.format.reading import (
+    Reader,
+    SavedCheckpoint,
+    param_groups,
+    states_by_fqn,
+)
+from shardhet.checkpoint.format.values import decode, tensor_names
+from shardhet.checkpoint.saving import wait_for_pending
+from shardhet.checkpoint.state.optimizer_state import (
     StoredState,
     options_for,
     part_by_param,
     restore,
     some,
 )
-from shardhet.checkpoint.parts import ModelPart, parts_of
-from shardhet.checkpoint.ranks import Ranks
-from shardhet.checkpoint.reading import Reader, SavedCheckpoint, param_groups, states_by_fqn
-from shardhet.checkpoint.saving import wait_for_pending
-from shardhet.checkpoint.sources import CheckpointSource, FolderSource
-from shardhet.checkpoint.values import decode, tensor_names
+from shardhet.checkpoint.state.parts import ModelPart, parts_of
+from shardhet.checkpoint.state.ranks import Ranks
+from shardhet.checkpoint.state.sources import CheckpointSource, FolderSource
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span

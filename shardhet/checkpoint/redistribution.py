@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardhet.checkpoint.entries import HeldState
-from shardhet.checkpoint.errors import CheckpointError
-from shardhet.checkpoint.optimizer_state import groups_of, states_of
-from shardhet.checkpoint.parts import as_rows, parts_of
-from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.format.entries import HeldState
+from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.saving import wait_for_pending
+from shardhet.checkpoint.state.optimizer_state import groups_of, states_of
+from shardhet.checkpoint.state.parts import as_rows, parts_of
+from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.redistribution import FlatMove, follow, moves, why_not

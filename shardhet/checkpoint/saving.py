@@ -26,11 +26,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn, optim
 
-from shardhet.checkpoint import files
-from shardhet.checkpoint.entries import Holding, check_agree
-from shardhet.checkpoint.held import Held
-from shardhet.checkpoint.job import Job
-from shardhet.checkpoint.ranks import Ranks
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.format.entries import Holding, check_agree
+from shardhet.checkpoint.state.held import Held
+from shardhet.checkpoint.state.job import Job
+from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.progress import phase
 
 CALL = "checkpoint.save"

@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.checkpoint import files
-from shardhet.checkpoint.entries import GROUPS, STATE
-from shardhet.checkpoint.errors import CheckpointError
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.format.entries import GROUPS, STATE
+from shardhet.checkpoint.format.errors import CheckpointError
+from shardhet.checkpoint.format.manifest import Manifest
+from shardhet.checkpoint.format.reading import (
+    Reader,
+    SavedCheckpoint,
+    param_groups,
+    states_by_fqn,
+)
 from shardhet.checkpoint.loading import model_names
-from shardhet.checkpoint.manifest import Manifest
-from shardhet.checkpoint.reading import Reader, SavedCheckpoint, param_groups, states_by_fqn
 from shardhet.records.plan import Plan
 
 

@@ -23,7 +23,7 @@ from shardhet.config.checks import (
 )
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
-from shardhet.planner.demands import Demands, DeviceLimits
+from shardhet.planner.problem.demands import Demands, DeviceLimits
 from shardhet.pricing import derive
 from shardhet.pricing.replicas import WRITE_BYTES_PER_S
 from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting

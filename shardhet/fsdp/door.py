@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardhet.fsdp.flat import FlatTensor
+from shardhet.fsdp.sharding.flat import FlatTensor
 
 _RECOMPUTE = (
     "The plan decides what is recomputed in backward: Plan.by_hand(recompute=[...]), or let "

@@ -12,25 +12,25 @@ from torch import Tensor, nn
 
 from shardhet.comm.groups import default_group
 from shardhet.comm.members import Members
-from shardhet.fsdp.batch_norm import BatchNorms
-from shardhet.fsdp.build import MixedPrecision, build_units, find_pieces, planned_units
-from shardhet.fsdp.caches import CacheSwitch
-from shardhet.fsdp.comm import CommContext
-from shardhet.fsdp.flat import FlatTensor
-from shardhet.fsdp.intercept import intercept
-from shardhet.fsdp.loss import HeadLoss
-from shardhet.fsdp.materialize import RowSource
-from shardhet.fsdp.mean_backward import MeanBackward, warn_of_large_output
-from shardhet.fsdp.observer import Activity, Observer
-from shardhet.fsdp.optimizer_gate import know, know_given_up
-from shardhet.fsdp.param_hooks import ParamHooks
-from shardhet.fsdp.rows import RowGroup
-from shardhet.fsdp.runtime import Runtime
-from shardhet.fsdp.signature import BatchDims, ModelCall
+from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.loss import HeadLoss
+from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
+from shardhet.fsdp.params.optimizer_gate import know, know_given_up
+from shardhet.fsdp.params.param_hooks import ParamHooks
+from shardhet.fsdp.params.rows import RowGroup
+from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_pieces, planned_units
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.sharding.materialize import RowSource
+from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.fsdp.state_door import ModuleWithState
+from shardhet.fsdp.step.intercept import intercept
+from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
+from shardhet.fsdp.step.observer import Activity, Observer
+from shardhet.fsdp.step.runtime import Runtime
+from shardhet.fsdp.step.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.surface import guard_root
-from shardhet.fsdp.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
-from shardhet.fsdp.wrapping import find_units
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.fsdp.flat import FlatTensor
 from shardhet.fsdp.module import HetFSDP
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout, cut_by_shares
 from shardhet.records.plan import Plan

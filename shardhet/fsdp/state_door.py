@@ -9,9 +9,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.groups import side_channel
 from shardhet.comm.noticeboard import Noticeboard
-from shardhet.fsdp.comm import CommContext
-from shardhet.fsdp.runtime import Runtime
-from shardhet.fsdp.state import (
+from shardhet.fsdp.params.state import (
     RowBox,
     gather_params,
     gather_state_dict,
@@ -19,6 +17,8 @@ from shardhet.fsdp.state import (
     load_state_dict,
     sharded_state_dict,
 )
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.surface import ModuleOfRows, keep_out_arguments
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.door import through, with_stand_ins
-from shardhet.fsdp.flat import FlatTensor
-from shardhet.fsdp.unit import FSDPUnit, UnitState
+from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
 from shardhet.records.plan import Plan
 
 EMA_BY_HAND = (

@@ -20,9 +20,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL as LOADS
-from shardhet.checkpoint.ranks import Ranks
-from shardhet.checkpoint.reading import SavedCheckpoint
+from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.fsdp import HetFSDP
 from shardhet.training.resuming import random_states, restore_random_states
 

@@ -30,10 +30,10 @@ from shardhet.hf.arguments import (
 from shardhet.hf.counting import num_multiplied
 from shardhet.hf.dealing import PlanLoader
 from shardhet.hf.evaluation import EvaluationPass
+from shardhet.hf.folders.saving import save_pretrained
 from shardhet.hf.loaders import evaluation_loader, plan_loader, training_loader
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen, inner
-from shardhet.hf.saving import save_pretrained
 from shardhet.records.plan import Plan
 from shardhet.training.loss_scaling import LossScaler
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardhet.fsdp.caches import CacheSwitch
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.models.decoder import next_token_loss
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.sketch import LossFn, copy_with, last_module_fqn, quiet_fakes

@@ -1,9 +1,9 @@
 """Find the best plan: a search with a proof of optimality, and simpler planners to compare."""
 
-from shardhet.planner.demands import Demands, DeviceLimits
 from shardhet.planner.find import find_plan, solve
-from shardhet.planner.search import Effort
-from shardhet.planner.solution import PlanError, PlanSolution
+from shardhet.planner.problem.demands import Demands, DeviceLimits
+from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.search.search import Effort
 
 __all__ = [
     "Demands",

@@ -10,10 +10,10 @@ Cephalo's own programme is in ``shardhet.planner.cephalo``.
 from dataclasses import replace
 from functools import partial
 
-from shardhet.planner.demands import NO_LIMITS, Demands
 from shardhet.planner.find import NO_DEMANDS, solve
-from shardhet.planner.search import DEFAULT_EFFORT, Effort
-from shardhet.planner.solution import PlanSolution
+from shardhet.planner.problem.demands import NO_LIMITS, Demands
+from shardhet.planner.problem.solution import PlanSolution
+from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.setting import Setting
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardhet.planner.problem import Floats, Ints, fill_level
-from shardhet.planner.solution import PlanError
-from shardhet.planner.state_numels import row_numel
+from shardhet.planner.problem.problem import Floats, Ints, fill_level
+from shardhet.planner.problem.solution import PlanError
+from shardhet.planner.problem.state_numels import row_numel
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, Plan

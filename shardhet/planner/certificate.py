@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from shardhet.planner.problem import Choice, Floats, Ints, Problem
+from shardhet.planner.problem.problem import Choice, Floats, Ints, Problem
 
 MAX_VARIABLES = 2_500
 MAX_NODES = 50_000

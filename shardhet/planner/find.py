@@ -8,15 +8,21 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
-from shardhet.planner.candidates import TableBuilder
+from shardhet.planner.candidates.candidates import TableBuilder
+from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.certificate import Certificate, certify
-from shardhet.planner.demands import Demands
 from shardhet.planner.misses import nearest_miss
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.planner.receivers import Computing, depends_on_shares, who_computes
-from shardhet.planner.search import DEFAULT_EFFORT, Effort, Found, NothingFitsError, search
+from shardhet.planner.search.search import (
+    DEFAULT_EFFORT,
+    Effort,
+    Found,
+    NothingFitsError,
+    search,
+)
 from shardhet.planner.shares import NEAR_MARGIN, RESCORED_MARGIN, as_fast, fitting_plans
-from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
-from shardhet.planner.table import CandidateTable
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan

@@ -5,9 +5,9 @@ from math import inf
 
 import numpy as np
 
-from shardhet.planner.demands import NO_LIMITS, Demands
-from shardhet.planner.oracle import Oracle
-from shardhet.planner.problem import Limits, Problem
+from shardhet.planner.problem.demands import NO_LIMITS, Demands
+from shardhet.planner.problem.problem import Limits, Problem
+from shardhet.planner.search.oracle import Oracle
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan

@@ -23,13 +23,13 @@ from math import inf
 
 import numpy as np
 
-from shardhet.planner.demands import Demands, Role, check_position
+from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.planner.find import NO_DEMANDS, solve
-from shardhet.planner.problem import Floats
-from shardhet.planner.recompute import recompute_choices
-from shardhet.planner.search import DEFAULT_EFFORT, Effort
-from shardhet.planner.solution import NoRoomForRowsError, PlanError, PlanSolution
-from shardhet.planner.state_numels import StateNumels
+from shardhet.planner.problem.demands import Demands, Role, check_position
+from shardhet.planner.problem.problem import Floats
+from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
+from shardhet.planner.problem.state_numels import StateNumels
+from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan

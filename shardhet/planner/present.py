@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardhet.planner.demands import Demands
 from shardhet.planner.find import solve
+from shardhet.planner.problem.demands import Demands
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec

@@ -24,10 +24,10 @@ from math import inf, prod
 
 import numpy as np
 
-from shardhet.planner.candidates import TableBuilder
-from shardhet.planner.demands import NO_LIMITS, Demands, Role
-from shardhet.planner.problem import Bools, Floats
-from shardhet.planner.role_times import PortShares
+from shardhet.planner.candidates.candidates import TableBuilder
+from shardhet.planner.candidates.role_times import PortShares
+from shardhet.planner.problem.demands import NO_LIMITS, Demands, Role
+from shardhet.planner.problem.problem import Bools, Floats
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.turns import Turns
 from shardhet.records.plan import RankPlan

@@ -7,13 +7,13 @@ from math import inf
 
 import numpy as np
 
-from shardhet.planner.assignment import assign
-from shardhet.planner.candidates import TableBuilder
-from shardhet.planner.demands import Demands
-from shardhet.planner.problem import Choice, Floats, Value, fill_level
+from shardhet.planner.candidates.candidates import TableBuilder
+from shardhet.planner.candidates.table import Candidate, CandidateTable
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.problem import Choice, Floats, Value, fill_level
+from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
-from shardhet.planner.solution import PlanSolution
-from shardhet.planner.table import Candidate, CandidateTable
+from shardhet.planner.search.assignment import assign
 from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 

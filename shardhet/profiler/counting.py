@@ -12,9 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardhet.fsdp.build import casting
-from shardhet.fsdp.caches import CacheSwitch
-from shardhet.fsdp.modes import OperationMode, tensors_among
+from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
+from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.sharding.build import casting
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.sketch import LossFn, ModelSketch, TensorInput, UnitCall, UnitSketch
 

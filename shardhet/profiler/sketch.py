@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import TreeSpec
 
-from shardhet.fsdp.batching import (
+from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
     Join,
     Layout,
@@ -31,9 +31,9 @@ from shardhet.fsdp.batching import (
     flatten,
     unflatten,
 )
-from shardhet.fsdp.build import UnitDraft, casting, draft_units
-from shardhet.fsdp.caches import CacheSwitch
-from shardhet.fsdp.wrapping import UnitModules, find_units
+from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.sharding.build import UnitDraft, casting, draft_units
+from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
 from shardhet.profiler.batch import ExampleBatch
 
 LossFn = Callable[..., tuple[Tensor, Tensor]]

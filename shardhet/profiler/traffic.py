@@ -17,8 +17,8 @@ from torch import nn
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.fsdp.comm import CommContext
-from shardhet.fsdp.flat import FlatTensor, ParamSlot
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.profiler.stopwatch import typical_mean
 from shardhet.profiler.unit_runner import UnitRunner
 from shardhet.records.layout import FlatLayout

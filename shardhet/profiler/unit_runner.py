@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm import devices
-from shardhet.fsdp.batching import flatten
-from shardhet.fsdp.build import UnitDraft, draft_units
-from shardhet.fsdp.layered import Surroundings, Visit, run_visit
-from shardhet.fsdp.materialize import materialize, move_buffers
-from shardhet.fsdp.seeds import RandomStates
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.microbatch.batching import flatten
+from shardhet.fsdp.microbatch.layered import Surroundings, Visit, run_visit
+from shardhet.fsdp.sharding.build import UnitDraft, draft_units
+from shardhet.fsdp.sharding.materialize import materialize, move_buffers
+from shardhet.fsdp.sharding.seeds import RandomStates
+from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.describe import orig_dtype
 from shardhet.profiler.sketch import LossFn, TensorInput, UnitCall, UnitSketch, copy_with

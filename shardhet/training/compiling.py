@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves
 
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.sharding.wrapping import find_units
 
 Backend = str | Callable[..., Any]  # of torch.compile
 

@@ -4,8 +4,8 @@ Every rank adds up how long its device computes in a step.  Every ``WINDOW`` ste
 exchange their medians; all reach the same verdict from the same numbers.  If another plan is
 worth it, rank zero makes it, and all ranks move their rows (``redistribute``).
 
-Computing is timed as ``shardhet.fsdp.observer`` says: on an accelerator between two events,
-which are read once the device has passed them, so that the host waits for nothing.
+Computing is timed as ``shardhet.fsdp.step.observer`` says: on an accelerator between two
+events, which are read once the device has passed them, so that the host waits for nothing.
 """
 
 import time
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardhet.checkpoint import redistribute
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.observer import Activity, Observed
+from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan

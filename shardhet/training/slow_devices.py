@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import log
 
-from shardhet.planner.demands import Demands
-from shardhet.planner.explain import Situation, at_other_speed
+from shardhet.planner.advice.explain import Situation, at_other_speed
+from shardhet.planner.problem.demands import Demands
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec

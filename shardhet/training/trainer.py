@@ -14,7 +14,7 @@ from torch import Tensor
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.comm.progress import progress
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.observer import Activity, Observed
+from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches, deal
 from shardhet.training.guard import Guard, OnBadStep

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardhet.comm import devices
-from shardhet.fsdp.modes import tensors_among
+from shardhet.fsdp.microbatch.modes import tensors_among
 from tests.emulated.clocks import Clock, Event, Host, Stream
 from tests.emulated.memory import Access, Held, Memory, RaceError
 from tests.emulated.nccl import Nccl

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardhet.apps.common import joining
+from shardhet.apps.launch import joining
 from shardhet.comm import devices
 from tests.emulated.accelerator import Accelerator
 

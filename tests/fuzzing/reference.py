@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils._pytree import tree_flatten
 
-from shardhet.fsdp.modes import FunctionMode
-from shardhet.fsdp.root_dropout import DROPOUT_CALLS
-from shardhet.fsdp.seeds import microbatch_seed
-from shardhet.fsdp.wrapping import find_units
+from shardhet.fsdp.microbatch.modes import FunctionMode
+from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
+from shardhet.fsdp.sharding.seeds import microbatch_seed
+from shardhet.fsdp.sharding.wrapping import find_units
 from tests.fuzzing.model import Batch, FuzzModel, call_model, loss_of, part_of
 from tests.fuzzing.shapes import FuzzCase, StepShape
 from tests.patchwork import IGNORED

@@ -25,9 +25,9 @@ PRELOADED = (
     "torch.distributed.run",
     "torch.distributed.tensor",
     "shardhet.apps.measure",
-    "shardhet.apps.measure_rank",
+    "shardhet.apps.run.measure_rank",
     "shardhet.apps.train",
-    "shardhet.apps.worker",
+    "shardhet.apps.run.worker",
 )
 
 

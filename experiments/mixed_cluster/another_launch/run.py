@@ -25,7 +25,7 @@ from experiments.mixed_cluster.clusters import CASES, MILD, STRONG, Case
 from experiments.mixed_cluster.plans import Planned, demands_of, measured
 from shardhet import Plan
 from shardhet.planner import solve
-from shardhet.planner.steady import steadiest_met
+from shardhet.planner.advice.steady import steadiest_met
 from shardhet.profiler.measure import Measurement, MeasuringEffort
 
 HERE = Path(__file__).parent

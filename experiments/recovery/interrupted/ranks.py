@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from experiments.common.launch import join
 from experiments.recovery.ranks import WIDTH, Net
 from shardhet import HetFSDP, Plan, watch_ranks
-from shardhet.checkpoint import Checkpoints, Replicas, files
-from shardhet.checkpoint.reading import Reader
-from shardhet.fsdp.observer import Activity, Observed
+from shardhet.checkpoint import Checkpoints, Replicas
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.format.reading import Reader
+from shardhet.fsdp.step.observer import Activity, Observed
 
 BATCH = 12
 NUM_STEPS = 12

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import Checkpoints, Replicas, replica_source
-from shardhet.checkpoint.reading import Reader
+from shardhet.checkpoint import Checkpoints, Replicas
+from shardhet.checkpoint.format.reading import Reader
+from shardhet.checkpoint.replicas import source as replica_source
 
 WIDTH = 2048
 STORE_BYTES_PER_S = 125e6  # of the store, for all ranks together

@@ -1,0 +1,1 @@
+"""What the programs share on the command line and on the screen."""

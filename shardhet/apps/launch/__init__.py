@@ -1,0 +1,1 @@
+"""Starting the ranks of a run, and ending them with a cause."""

@@ -1,0 +1,130 @@
+"""The entry point of commands that are Hydra applications: the steps before Hydra takes over.
+
+Hydra itself needs all flags before all keys, searches --config-dir after its own files, and
+shows its own help.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from shardhet.apps.launch.launch import RunFailedExit
+from shardhet.apps.launch.leaving import end_agent
+from shardhet.apps.launch.rank_env import RankEnv, agree_on_stamp
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import check_choices, hints, searching_first
+
+
+class _Refused(SystemExit):
+    """The end of a command that has said why."""
+
+
+def enter(
+    application: Callable[[], None],
+    *,
+    config_name: str,
+    show_help: Callable[[Sequence[str], Path | None], None],
+) -> None:
+    """Run ``application``, which reads ``sys.argv``; errors are SystemExit with a remedy.
+
+    ``show_help`` gets the overrides and the user's own folder.
+    """
+    env = RankEnv.from_environment()
+    OmegaConf.register_new_resolver(
+        "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
+    )
+    own_dir = own_config_dir(sys.argv[1:])
+    sys.argv[1:] = flags_first(sys.argv[1:])
+    overrides = [each for each in sys.argv[1:] if is_override(each)]
+    with searching_first(own_dir):
+        try:
+            check_choices(overrides)
+            if {"--help", "-h"} & set(sys.argv[1:]):
+                show_help(overrides, own_dir)
+            else:
+                application()
+        except (RunFailedExit, _Refused):
+            raise
+        except ConfigError as error:
+            raise _refusal([str(error)], env) from None
+        except (HydraException, OmegaConfBaseException) as error:
+            reasons = [str(each) for each in (error, error.__cause__) if each is not None]
+            raise _refusal([*reasons, *hints(overrides, config_name)], env) from None
+        except SystemExit as error:
+            if error.code == 1:  # Hydra has reported the error, but not always the remedy
+                raise _refusal(hints(overrides, config_name), env) from None
+            raise
+
+
+def _refusal(lines: Sequence[str], env: RankEnv | None) -> SystemExit:
+    if lines:
+        _say(ConfigError("\n".join(lines)), "", env)
+    return SystemExit(1)
+
+
+def launched_environment(command: str) -> RankEnv | None:
+    """This rank's environment if torchrun or srun started it; None from a shell.
+
+    Raises ``SystemExit`` for a sweep inside of torchrun.
+    """
+    env = RankEnv.from_environment()
+    if env is not None and HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise SystemExit(
+            "--multirun inside torchrun or srun: ranks of different jobs would meet. Run "
+            f"shardhet {command} -m ..., which starts one torchrun per job."
+        )
+    return env
+
+
+def refuse(error: ConfigError, env: RankEnv | None) -> SystemExit:
+    """The SystemExit for a configuration that cannot be run, which it says."""
+    _say(error, "\nNothing was started.", env)
+    return _Refused(1)
+
+
+def _say(error: ConfigError, what_follows: str, env: RankEnv | None) -> None:
+    """Print the error; under torchrun it is recorded for its report, too.
+
+    An agent that would start this rank again is ended: the next start would end as this one.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"{error}{what_follows}", markup=False)
+    if env is None:
+        return
+    try:
+        raise error  # the report has a traceback, whose last line is the message
+    except ConfigError:
+        get_error_handler().record_exception(error)
+    if env.may_start_again and env.local_rank == 0:
+        sys.stderr.flush()
+        end_agent()
+
+
+def own_config_dir(arguments: Sequence[str]) -> Path | None:
+    """The folder that ``--config-dir`` names, if any."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    given, _ = parser.parse_known_args(list(arguments))
+    own_dir: Path | None = given.config_dir
+    if own_dir is not None and not own_dir.is_dir():
+        raise SystemExit(f"--config-dir: {str(own_dir)!r} is no folder.")
+    return own_dir
+
+
+def is_override(argument: str) -> bool:
+    """Whether ``argument`` is ``key=value``, ``+key=value`` or ``~key``, not part of a flag."""
+    return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+
+
+def flags_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with flags first, because argparse needs all ``key=value`` in one row."""
+    return sorted(arguments, key=is_override)

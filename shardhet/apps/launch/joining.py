@@ -1,0 +1,163 @@
+"""Set up one rank of a program: its log, device and process group, and failure reports."""
+
+import faulthandler
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from shardhet import DeviceSpec
+from shardhet.apps.launch.builds import check_alike, check_serves
+from shardhet.apps.launch.crash import Failure
+from shardhet.apps.launch.leaving import end_agent
+from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.comm import devices
+from shardhet.comm.channel import Channel
+from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, watch_ranks
+from shardhet.comm.members import local_device_spec
+from shardhet.comm.transport import SWITCH
+from shardhet.config.training import ClusterConf, DeviceType
+from shardhet.training.emulation import cores_for, stay_on
+
+logger = logging.getLogger(__name__)
+MAY_HEAL = (OSError, dist.DistError)  # a network or a disk may be back at the next start
+
+
+@contextmanager
+def joined(
+    cluster: ClusterConf,
+    folder: RunFolder,
+    env: RankEnv,
+    *,
+    transport: str = "auto",
+    hang_timeout_s: float | None = HANG_TIMEOUT_S,
+    needs_bfloat16: bool = False,
+) -> Iterator[torch.device]:
+    """Context of one rank, with its log, device, process group and watch over all ranks.
+
+    A failure is written to where the launcher looks for it.
+    """
+    with _log_to(folder, env.rank):
+        with _report_failure(folder, env, "no device"):
+            device = choose_device(cluster, env)
+            name = f"{device}, {announced_device(cluster, env, device)}"
+            check_serves(device, needs_bfloat16=needs_bfloat16)
+        with _report_failure(folder, env, name):
+            torch.set_num_threads(cluster.num_threads)
+            if cluster.speeds:
+                stay_on(cores_for(cluster.speeds)[env.rank])
+            if transport != "auto":  # otherwise the environment decides
+                os.environ[SWITCH] = transport
+            # Agreements between hosts need gloo on GPUs too.
+            dist.init_process_group(
+                devices.backends_for(device),
+                device_id=None if devices.is_on_host(device) else device,
+            )
+            with watch_ranks(
+                hang_timeout_s=hang_timeout_s,
+                device=device,
+                on_verdict=partial(_save_verdict, folder),
+            ):
+                check_alike(device, Channel.of_world())
+                yield device
+            dist.destroy_process_group()
+
+
+def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
+    """The GPU of this process's local rank if GPUs are used, else the CPU."""
+    num_gpus = torch.cuda.device_count()
+    wanted = cluster.device
+    if wanted is DeviceType.CPU or (wanted is DeviceType.AUTO and not num_gpus):
+        return torch.device("cpu")
+    # srun --gpus-per-task=1 shows each rank a single GPU, its own.
+    index = 0 if is_task_of_srun() and num_gpus == 1 else env.local_rank
+    if index >= num_gpus:
+        raise ValueError(
+            f"rank {env.rank}: local rank {env.local_rank} but this host has {num_gpus} GPUs. "
+            "Start fewer ranks per host, or set cluster.device=CPU."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:
+    """The device that this rank announces: that of the driver, unless named or emulated."""
+    found = local_device_spec(device)
+    emulated = cluster.emulated_device(env.rank)
+    kind, memory_bytes = found.kind, found.memory_capacity_bytes
+    if emulated is not None:
+        kind = f"emulated {kind} {emulated.speed:g}x"
+        memory_bytes = emulated.memory_bytes or memory_bytes
+    if cluster.kinds:
+        kind = cluster.kinds[env.rank]
+    return replace(found, kind=kind, memory_capacity_bytes=memory_bytes)
+
+
+@contextmanager
+def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
+    """Log into the run folder; on ranks above zero, everything printed goes there too."""
+    folder.logs_dir.mkdir(parents=True, exist_ok=True)
+    with folder.log_path(rank).open("a", encoding="utf-8", buffering=1) as file:
+        if rank > 0:
+            _redirect(sys.stdout, file)
+            _redirect(sys.stderr, file)
+        faulthandler.enable()  # a native crash leaves its Python stack in the log
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        )
+        root = logging.getLogger()
+        handlers_before, root.handlers = root.handlers, [handler]  # Hydra's handlers print
+        root.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            root.handlers = handlers_before
+
+
+def _redirect(stream: TextIO, file: TextIO) -> None:
+    """Redirect at the level of file descriptors, so that output of C++ is kept too."""
+    stream.flush()
+    os.dup2(file.fileno(), stream.fileno())
+
+
+def _save_verdict(folder: RunFolder, verdict: Verdict) -> None:
+    """Write the failure of a rank that cannot write its own."""
+    rank = verdict.culprits[0] if verdict.culprits else 0
+    Failure(
+        rank=rank,
+        device=verdict.name.removeprefix(f"rank {rank} (").removesuffix(")"),
+        exception=verdict.text,
+        place=verdict.place,
+        at_s=time.time(),
+        is_consequence=False,
+    ).save(folder)
+    if verdict.stack:
+        logger.error("%s is at\n%s", verdict.name, verdict.stack)
+
+
+@contextmanager
+def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.exception("rank %d failed", env.rank)
+        failure = Failure.of(error, rank=env.rank, device=device)
+        may_heal = isinstance(error, MAY_HEAL)
+        is_repeated = env.may_start_again and not may_heal and failure.is_repeated(folder)
+        failure.save(folder)
+        if is_repeated:
+            text = "it failed in the same way when it last started: this node does not go on"
+            logger.error("%s", text)
+            sys.stderr.write(f"rank {env.rank}: {error}\n{text}\n")
+            end_agent()
+        raise

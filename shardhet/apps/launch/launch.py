@@ -1,0 +1,105 @@
+"""Start the ranks of a run on this host, and report the cause if one of them fails."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from tempfile import TemporaryDirectory
+from typing import Any
+from uuid import uuid4
+
+from rich.console import Console
+
+from shardhet.apps.launch.crash import (
+    OUTPUT_CLOSED,
+    Failure,
+    crash_panel,
+    read_failures,
+    root_cause,
+)
+from shardhet.apps.launch.run_folder import RunFolder
+
+FILE_WIDTH = 200  # columns, so that paths are not wrapped if the output is a file
+
+
+class RunFailedExit(SystemExit):
+    """The end of a run that had started and whose failure was already reported."""
+
+
+def start_ranks(
+    folder: RunFolder,
+    world_size: int,
+    *,
+    worker_module: str = "shardhet.apps.run.worker",
+    grace_s: int | None = None,
+) -> None:
+    """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails.
+
+    ``grace_s`` is the time that ranks get to end in order if this process is told to end; None:
+    that of torch, and they do not.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The launcher's messages about signals add nothing to the panel.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
+    with TemporaryDirectory() as log_dir:  # the launcher's own; ranks log into the run folder
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            run_id=str(uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            shutdown_timeout=grace_s,
+        )
+        if grace_s is not None:
+            # Not passed on by torch; the ranks look for the file.
+            signal.signal(signal.SIGUSR1, lambda *_: folder.end_notice_path.touch())
+        worker = ("-m", worker_module, str(folder.path))
+        try:
+            elastic_launch(config, sys.executable)(*worker)
+        except ChildFailedError as error:
+            if any(each.exitcode == OUTPUT_CLOSED for each in error.failures.values()):
+                raise RunFailedExit(OUTPUT_CLOSED) from None
+            _show_cause(folder, error.failures)
+            raise RunFailedExit(1) from None
+        except SignalException as signalled:
+            if folder.end_path.exists():
+                return
+            raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
+
+
+def _show_cause(folder: RunFolder, failures: Mapping[int, Any]) -> None:
+    """Show one panel, from what the ranks wrote and how the launcher saw each rank end."""
+    ended = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    silent = [
+        Failure(
+            rank=rank,
+            device=f"process {failure.pid}",
+            exception=_ending(failure.exitcode),
+            place="unknown: the process left no traceback",
+            at_s=failure.timestamp,
+            is_consequence=False,
+        )
+        for rank, failure in ended
+    ]
+    cause = root_cause(read_failures(folder), silent)
+    assert cause is not None
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(crash_panel(cause, folder))
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"ended by signal {-exit_code} (9 is often the system, out of memory)"
+    return f"ended with exit code {exit_code}"

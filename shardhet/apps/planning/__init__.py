@@ -1,0 +1,1 @@
+"""What ``shardhet plan`` and ``simulate`` read and show."""

@@ -1,0 +1,209 @@
+"""What ``shardhet plan`` says about devices that are better left out, and how to do without.
+
+A rank that computes and stores nothing still takes part in every collective, so the planner's
+own way of not using a device does not help where links are slow.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from shardhet.config.planning import Inputs
+from shardhet.planner.advice.fewer import Fewer, faster_on_fewer, node_type
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import PlanSolution
+from shardhet.planner.search.search import Effort
+from shardhet.pricing.part import MeasuredGroups, part_of
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.profiles import Source
+
+MAX_HOSTS = 8  # that are shown one by one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetterWithout:
+    """Devices that are better left out, and what the job gains."""
+
+    whole: Cluster
+    fewer: Fewer
+    param_dtype: str  # with all devices
+    samples_per_s_with_all: float
+    is_described: bool  # the cluster can be planned for by names of hosts
+    estimate: str  # where its collectives come from, if they were not measured
+
+    @property
+    def gain_line(self) -> str:
+        """Which devices, and what is gained."""
+        rate = self.fewer.solution.samples_per_s
+        which = named(self.whole, self.fewer.left_out)
+        dtype = self.fewer.setting.workload.param_dtype
+        formats = f", {dtype} instead of {self.param_dtype}" * (dtype != self.param_dtype)
+        return (
+            f"Better without {which}: {rate:,.4g} samples/s instead of "
+            f"{self.samples_per_s_with_all:,.4g}{formats}.{self.estimate}"
+        )
+
+    @property
+    def hosts_key(self) -> str:
+        """The key that plans for the others, if whole hosts of a described cluster stay."""
+        return f"hosts=[{self._patterns}]" if self.is_described and self._patterns else ""
+
+    def launch_lines(self) -> Iterator[str]:
+        """How to start the job without them."""
+        if self._patterns:
+            key = f" ({self.hosts_key} describes them)" if self.hosts_key else ""
+            yield f"To launch without them: start ranks on hosts {self._patterns} only{key}."
+            return
+        yield from _per_host(self.whole, self.fewer.kept)
+
+    @property
+    def _patterns(self) -> str:
+        """The hosts that stay; empty if only a part of the devices of one does."""
+        hosts = whole_hosts(self.whole, self.fewer.kept) or []
+        return ",".join(dict.fromkeys(map(self._pattern, hosts)))
+
+    def _pattern(self, host: str) -> str:
+        """The host, or a pattern of its type if all of this type stay."""
+        kept = set(whole_hosts(self.whole, self.fewer.kept) or ())
+        name = next(node_type(node) for node in self.whole.nodes if node.host == host)
+        alike = {node.host for node in self.whole.nodes if node_type(node) == name}
+        return f"{name}-*" if len(alike) > 1 and alike <= kept else host
+
+
+def better_without(
+    inputs: Inputs,
+    whole: PlanSolution,
+    *,
+    demands: Demands,
+    derived: Callable[[Cluster, str], Inputs] | None,
+    effort: Effort,
+) -> BetterWithout | None:
+    """The devices that are better left out; None if there are none.
+
+    ``derived`` creates the inputs for a cluster from specifications; if it is None, they
+    follow from what was measured.
+    """
+    setting = inputs.setting
+
+    def smaller(positions: Sequence[int]) -> Setting:
+        if derived is None:
+            return part_of(setting, positions)
+        return derived(setting.cluster.only(positions), inputs.name).setting
+
+    fewer = faster_on_fewer(setting, whole, demands=demands, smaller=smaller, effort=effort)
+    if fewer is None:
+        return None
+    return BetterWithout(
+        whole=setting.cluster,
+        fewer=fewer,
+        param_dtype=setting.workload.param_dtype,
+        samples_per_s_with_all=whole.samples_per_s,
+        is_described=derived is not None,
+        estimate="" if derived is not None else estimated(setting, fewer.kept),
+    )
+
+
+def estimated(setting: Setting, kept: Sequence[int]) -> str:
+    """Where the collectives among these devices come from, if not from a measurement."""
+    groups = MeasuredGroups(setting.profile, setting.cluster.world_size)
+    if setting.profile.collectives.source is not Source.MEASURED:
+        return ""
+    if not groups.is_estimated(kept):
+        return ""
+    if groups.spread is None:
+        return (
+            " Collectives among the others are estimated from those of all devices: measure "
+            "the others alone before you rely on it."
+        )
+    return (
+        f" Collectives among the others are estimated from {len(groups.groups)} measured "
+        f"groups, of which such estimates are within a factor of {groups.spread:.2g}."
+    )
+
+
+def named(cluster: Cluster, positions: Sequence[int]) -> str:
+    """``the 2 NVIDIA GeForce RTX 3090 (devices 1-2)``: regions as a whole, then by kind."""
+    parts, rest = [], list(positions)
+    for region, members in _regions(cluster).items():
+        if members <= set(rest) and len(members) < cluster.world_size:
+            parts.append(f"region {region} (devices {ranges(sorted(members))})")
+            rest = [i for i in rest if i not in members]
+    numbers = Counter(str(device.kind) for device in cluster.devices)
+    kinds = [str(cluster.devices[i].kind) for i in rest]
+    for kind in dict.fromkeys(kinds):
+        members_of_kind = [i for i, each in zip(rest, kinds, strict=True) if each == kind]
+        number = f"{len(members_of_kind)} " if len(members_of_kind) > 1 else ""
+        noun = "devices" if len(members_of_kind) > 1 else "device"
+        is_all = len(members_of_kind) == numbers[kind]
+        parts.append(f"{'the ' * is_all}{number}{kind} ({noun} {ranges(members_of_kind)})")
+    return ", ".join(parts)
+
+
+def _regions(cluster: Cluster) -> dict[str, set[int]]:
+    """The positions of every region that has a name."""
+    regions: dict[str, set[int]] = {}
+    first = 0
+    for node in cluster.nodes:
+        numbers = range(first, first + len(node.devices))
+        first += len(node.devices)
+        if node.region:
+            regions.setdefault(node.region, set()).update(numbers)
+    return regions
+
+
+def ranges(positions: Sequence[int]) -> str:
+    """``0, 2-5`` for these numbers."""
+    runs = [
+        [i for _, i in each]
+        for _, each in groupby(enumerate(positions), lambda pair: pair[1] - pair[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def whole_hosts(cluster: Cluster, kept: Sequence[int]) -> list[str] | None:
+    """The hosts of these devices; None if only a part of a host's devices is kept."""
+    inside, first, hosts = set(kept), 0, []
+    for node in cluster.nodes:
+        numbers = range(first, first + len(node.devices))
+        first += len(node.devices)
+        number = sum(i in inside for i in numbers)
+        if 0 < number < len(node.devices):
+            return None
+        if number:
+            hosts.append(node.host)
+    return hosts
+
+
+def _per_host(cluster: Cluster, kept: Sequence[int]) -> Iterator[str]:
+    """What to start on each host of which devices stay."""
+    inside, first, commands = set(kept), 0, []
+    for node in cluster.nodes:
+        local = [i for i in range(len(node.devices)) if first + i in inside]
+        devices = [node.devices[i] for i in local]
+        first += len(node.devices)
+        if local:
+            commands.append(f"on {node.host}: {_start(local, devices)}")
+    yield "To launch without them, start ranks only"
+    for command in commands[:MAX_HOSTS]:
+        yield f"  {command}"
+    if len(commands) > MAX_HOSTS:
+        yield f"  and so on, on {len(commands)} hosts in all"
+
+
+def _start(local: Sequence[int], devices: Sequence[DeviceSpec]) -> str:
+    numbers = ",".join(map(str, local))
+    if any(is_accelerator(device) for device in devices):
+        return f"CUDA_VISIBLE_DEVICES={numbers} torchrun --nproc-per-node={len(local)} ..."
+    noun = "process" if len(local) == 1 else "processes"
+    return (
+        f"{len(local)} {noun}, cluster.num_ranks={len(local)}, with entries {numbers} of "
+        "cluster.kinds and of the other lists"
+    )
+
+
+def is_accelerator(device: DeviceSpec) -> bool:
+    """Whether the device is one that ``CUDA_VISIBLE_DEVICES`` counts."""
+    kind = (device.kind or "").lower()
+    return not (kind == "cpu" or kind.startswith("emulated"))

@@ -1,0 +1,269 @@
+"""Read the command line of ``shardhet plan`` and ``shardhet simulate``.
+
+It uses Hydra's composition without a Hydra application, so only requested files are written.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardhet.apps.cli.help import choices_by_group
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import (
+    VERSION_BASE,
+    conf_dir,
+    hints,
+    searching_first,
+    to_checked,
+)
+from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
+from shardhet.records.cluster import Cluster
+
+DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
+LIMITS = "limits."
+FLAGS = """\
+--cfg job          show the configuration, cluster and model included, and stop
+--config-dir DIR   your own files, laid out like conf/, searched first\
+"""
+FILE_SUFFIXES = (".yaml", ".yml", ".json")
+Conf = TypeVar("Conf", bound=InputsConf)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A parsed command line."""
+
+    overrides: tuple[str, ...]
+    files: tuple[str, ...]  # arguments that are not key=value
+    config_dir: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The properties of one command."""
+
+    command: str  # "shardhet plan"
+    config_name: str
+    usage: str
+    num_files: int = 0  # expected arguments that are not key=value
+
+
+def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
+    """Parse the command line; None if it only asked for help or for the configuration."""
+    parser = argparse.ArgumentParser(prog=door.command, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("rest", nargs="*")
+    flags = [each for each in arguments if each.startswith("--") and "=" in each]
+    for each in flags:
+        if each.partition("=")[0] not in ("--cfg", "--config-dir"):
+            parser.error(f"{each}: keys have no dashes. Write {each.lstrip('-')}.")
+    given = parser.parse_intermixed_args(list(arguments))
+    overrides = tuple(_spelled_out(each) for each in given.rest if "=" in each)
+    files = tuple(each for each in given.rest if "=" not in each)
+    if given.config_dir is not None and not given.config_dir.is_dir():
+        parser.error(f"--config-dir: {str(given.config_dir)!r} is no folder.")
+    request = Request(overrides, files, given.config_dir)
+    register_planning_schemas()
+    if given.help:
+        show_help(door, request, Console(highlight=False))
+        return None
+    if given.cfg:
+        cfg, _ = composed(door, request)
+        Console(highlight=False, soft_wrap=True).print(OmegaConf.to_yaml(cfg), markup=False)
+        return None
+    if len(files) != door.num_files:
+        named = f" ({', '.join(files)}; keys are written key=value)" if files else ""
+        parser.error(f"{len(files)} files given{named}, but:\n{door.usage}")
+    return request
+
+
+def _spelled_out(override: str) -> str:
+    """An override with short forms spelled out for Hydra."""
+    key, _, value = override.partition("=")
+    if key == "cluster" and value.endswith(FILE_SUFFIXES):
+        return f"cluster_file={value}"
+    if key == "cluster" and (conf_dir() / "cluster" / DESCRIBED / f"{value}.yaml").is_file():
+        return f"cluster={DESCRIBED}/{value}"
+    return override
+
+
+def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
+    """The configuration and the file chosen for each group; errors are SystemExit."""
+    overrides = [each for each in request.overrides if not each.startswith(LIMITS)]
+    GlobalHydra.instance().clear()
+    with (
+        searching_first(request.config_dir),
+        initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE),
+    ):
+        try:
+            cfg = compose(door.config_name, overrides, return_hydra_config=True)
+            _set_limits(cfg, [each for each in request.overrides if each.startswith(LIMITS)])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _refusal(door, request, error) from None
+    choices = dict(cfg.hydra.runtime.choices)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, {str(group): str(choice) for group, choice in choices.items()}
+
+
+def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Apply ``limits.0.memory_gib=8``, because Hydra itself would refuse a new key."""
+    for override in overrides:
+        _, _, key = override.partition(".")
+        name, _, assignment = key.partition(".")
+        if "=" not in assignment:
+            known = ", ".join(field.name for field in fields(LimitConf))
+            raise ConfigError(
+                f"{override}: it says of no device what is limited. Write limits.0.batch=0; "
+                f"a limit has {known}."
+            )
+        parsed = OverridesParser.create().parse_override(assignment)
+        with open_dict(cfg):
+            if name not in cfg.limits:
+                cfg.limits[name] = OmegaConf.structured(LimitConf)
+        if parsed.key_or_group not in cfg.limits[name]:
+            known = ", ".join(cfg.limits[name])
+            raise ConfigError(
+                f"limits.{name}.{parsed.key_or_group}: no such key; a limit has {known}."
+            )
+        try:
+            cfg.limits[name][parsed.key_or_group] = parsed.value()
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"limits.{name}.{assignment}: {reason}.") from None
+
+
+def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
+    """The SystemExit for an invalid command line, with the existing keys or choices."""
+    plain = [each for each in request.overrides if not each.startswith(LIMITS)]
+    mends = hints(plain, door.config_name)
+    if any(each.startswith("limits=") for each in plain):
+        mends.append("limits: write one key after the other, as in limits.0.memory_gib=8.")
+    models = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
+    known = {"cluster": _descriptions(), "model": models}
+    for each in plain:
+        group, _, choice = each.partition("=")
+        if group in known and choice.removeprefix(f"{DESCRIBED}/") not in known[group]:
+            mends.append(_choose(group, choice, known[group]))
+    reasons = [str(error).splitlines()[0]]
+    if error.__cause__ is not None:
+        reasons.append(str(error.__cause__).splitlines()[0])
+    mends += _value_hints(" ".join(reasons))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        "\n".join([*reasons, *mends]), markup=False
+    )
+    return SystemExit(2)
+
+
+def _value_hints(reason: str) -> list[str]:
+    """What may be written where a value of the wrong kind was, if the reason shows it."""
+    allowed = {
+        "converted to Integer": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
+        "converted to Float": "Write a plain number, without a unit: 0.5, not 50%.",
+        "not a valid bool": "Write true or false.",
+        "is not a ListConfig": "Write a list, in brackets and quotes: 'hosts=[west-*]', "
+        "'equal=[[0,1],[2,3]]'.",
+        "Ambiguous value": "Write a list in brackets and quotes: 'equal=[[0,1],[2,3]]'.",
+        "to string": "Write one word, without brackets.",
+    }
+    found = [hint for sign, hint in allowed.items() if sign in reason]
+    value, choices = re.search(r"value '(.*?)'", reason), re.search(r"one of \[(.*)\]", reason)
+    if value and choices:
+        near = get_close_matches(value[1].upper(), choices[1].split(", "), n=1)
+        found += [f"Did you mean {each}?" for each in near]
+    return found
+
+
+def _choose(group: str, choice: str, known: Sequence[str]) -> str:
+    near = get_close_matches(choice.removeprefix(f"{DESCRIBED}/"), known, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    or_file = ", or a file" if group == "cluster" else ""
+    return f"{group}: choose one of {', '.join(known)}{or_file}.{meant}"
+
+
+def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs]:
+    """The checked configuration and the inputs that it names; errors are ConfigError."""
+    cfg, choices = composed(door, request)
+    _refuse_ignored(request, cfg)
+    conf = to_checked(cfg, schema)
+
+    def described() -> Cluster:
+        choice = choices["cluster"]
+        document: Any = OmegaConf.to_container(cfg.cluster)
+        if "nodes" not in document:
+            listed = ", ".join(_descriptions())
+            raise ConfigError(
+                f"cluster: {choice} describes no hardware. Choose one of {listed}, or give a "
+                "file: cluster=my_cluster.yaml."
+            )
+        folders = [folder / "cluster" for folder in (request.config_dir, conf_dir()) if folder]
+        paths = [folder / f"{choice}.yaml" for folder in folders]
+        path = next(path for path in paths if path.is_file())
+        return Cluster.from_description(
+            document, source=f"cluster={choice}", folder=path.parent
+        )
+
+    return conf, conf.load(described, choices["model"])
+
+
+def _refuse_ignored(request: Request, cfg: DictConfig) -> None:
+    """Refuse what measured files or a cluster's own file would silently replace."""
+    hardware, numbers = ("cluster", "cluster_file"), ("compute_fraction", "link_fraction")
+    here = (*hardware, "hosts")
+    samples = ("model", "vocab_size", "seq_len", "precision")
+    replaced_by = {
+        "cluster_file": hardware[:1],
+        "measured": (*here, *samples, *numbers),
+    }
+    for key, replaced in replaced_by.items():
+        if cfg[key] is None:
+            continue
+        for override in request.overrides:
+            name = override.lstrip("+").partition("=")[0]
+            if name.partition(".")[0] in replaced:
+                raise ConfigError(f"{name}: it has no effect beside {key}. Drop one of them.")
+
+
+def _descriptions() -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / "cluster" / DESCRIBED).glob("*.yaml"))
+
+
+def show_help(door: Door, request: Request, console: Console) -> None:
+    """Show how the command is used, the choices of each group, and all keys with values."""
+    console.print(door.usage, markup=False, soft_wrap=True)
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    groups = {
+        "cluster": choices_by_group(conf_dir() / "cluster")[DESCRIBED],
+        "model": choices_by_group(conf_dir())["model"],
+    }
+    for group, choices in groups.items():
+        for i, (choice, purpose) in enumerate(choices.items()):
+            table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
+    console.print("\nChoose one of each group:\n")
+    console.print(table)
+    console.print("\nChange any value; these are the defaults:\n")
+    text = (conf_dir() / f"{door.config_name}.yaml").read_text(encoding="utf-8")
+    _, _, keys = text.partition("  - _self_\n")
+    console.print(indented(keys), markup=False, soft_wrap=True)
+    console.print(FLAGS, markup=False, soft_wrap=True)
+
+
+def indented(text: str) -> str:
+    """The text with every line indented."""
+    return "".join(f"  {line}\n" for line in text.splitlines())

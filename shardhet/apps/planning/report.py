@@ -1,0 +1,387 @@
+"""The report of ``shardhet plan``: what each device does, what limits it, and alternatives.
+
+The plan is shown at once.  What takes more planning follows, each row as it is known.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardhet.apps.cli.quantities import counted, duration, of_budget
+from shardhet.apps.cli.streamed import StreamedTable
+from shardhet.apps.planning.fewer_devices import BetterWithout
+from shardhet.config.planning import Inputs
+from shardhet.planner import PlanSolution
+from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
+from shardhet.pricing.step_cost import RankCost, StepCost
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
+from shardhet.records.profiles import Source
+from shardhet.simulator.timeline import Timeline
+
+FILE_COLUMNS = 110
+MANY_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another way to plan for the same batch."""
+
+    name: str
+    step_time_s: float | None  # None if it has no plan
+    reason: str = ""  # why it has no plan, in a few words
+    note: str = ""  # the rest of that sentence
+
+
+SHOWN_GAP = 1e-4  # the least that is stated
+MOSTLY_HIDDEN = 0.1  # compute that sets the pace for so little of the step is hidden by links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """A plan and what is reported about it at once."""
+
+    inputs: Inputs
+    solution: PlanSolution
+    times: Timeline  # simulated
+    note: str  # on the objective
+    without: BetterWithout | None = None  # devices that the plan leaves out
+    steadiness: str = ""  # how the plan was chosen among those that are nearly as fast
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Neighbouring devices that do the same."""
+
+    positions: range
+    kind: str
+    rank: RankPlan
+    cost: RankCost
+    share: float  # of the state, on one of them
+    busy: float  # fraction of the step
+
+    @property
+    def label(self) -> str:
+        """``0-7 NVIDIA A100`` or ``0 NVIDIA A100``."""
+        first, last = self.positions[0], self.positions[-1]
+        return f"{first} {self.kind}" if first == last else f"{first}-{last} {self.kind}"
+
+
+def rows(report: PlanReport) -> list[Row]:
+    """The plan's devices in plan order; neighbours that do the same share a row."""
+    solution = report.solution
+    times = report.times
+    return rows_of(
+        solution.plan, solution.predicted, lambda i: times.ranks[i].busy_s / times.step_time_s
+    )
+
+
+def rows_of(
+    plan: Plan, predicted: StepCost, busy_fraction: Callable[[int], float]
+) -> list[Row]:
+    """The rows of a plan with this prediction; ``busy_fraction`` is that of a position."""
+    costs = predicted.ranks
+    total = sum(cost.stored_numel for cost in costs)
+
+    def key(i: int) -> tuple[object, ...]:
+        rank = plan.ranks[i]
+        share = f"{costs[i].stored_numel / total:.2%}"
+        return (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, share)
+
+    found = []
+    for _, members in groupby(range(plan.world_size), key):
+        positions = list(members)
+        i = max(positions, key=lambda each: costs[each].memory.total_bytes)
+        found.append(
+            Row(
+                range(positions[0], positions[-1] + 1),
+                plan.ranks[i].device.kind or "device",
+                plan.ranks[i],
+                costs[i],
+                costs[i].stored_numel / total,
+                busy_fraction(i),
+            )
+        )
+    return found
+
+
+def wide_console() -> Console:
+    """A console for tables: as wide as the terminal, or wide enough in a file."""
+    console = Console(highlight=False)
+    is_sized = console.is_terminal or "COLUMNS" in os.environ
+    return console if is_sized else Console(highlight=False, width=FILE_COLUMNS)
+
+
+def show_plan(report: PlanReport, console: Console) -> None:
+    """Print the plan and what it reaches."""
+    for line in _heading(report):
+        console.print(line, markup=False, soft_wrap=True)
+    _show_devices(report, console)
+    lines = [*_result(report)]
+    if report.without is not None:
+        lines += _without_lines(report.without, is_done=True)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def show_without(without: BetterWithout, console: Console) -> None:
+    """Print which devices are better left out."""
+    for line in _without_lines(without, is_done=False):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _heading(report: PlanReport) -> Iterator[str]:
+    inputs, plan = report.inputs, report.solution.plan
+    workload, cluster = inputs.setting.workload, inputs.setting.cluster
+    kinds = len({device.kind for device in cluster.devices})
+    tokens = workload.tokens_per_sample
+    yield (
+        f"{inputs.name}: {workload.numel:,} parameters in {len(workload.units)} units, "
+        f"{workload.param_dtype}; {counted(cluster.world_size, 'device')} of "
+        f"{counted(kinds, 'kind')}; a step is {counted(plan.global_batch_size, 'sample')}"
+        + (f" of {tokens:,} tokens" if tokens > 1 else "")
+    )
+    yield source_line(inputs)
+    if workload.param_dtype == "float32" and _could_be_float16(cluster):
+        yield (
+            "Not every device is described to compute in bfloat16, but all in float16: "
+            "precision=FP16 plans for that, and trains with a scaled loss."
+        )
+    if report.note:
+        yield report.note
+
+
+def _could_be_float16(cluster: Cluster) -> bool:
+    """Whether all devices are described to be faster in float16, and not all have bfloat16."""
+    rates = [dict(kind.peak_flops_per_s) for kind in cluster.kinds]
+    return (
+        bool(rates)
+        and all(each.get("float16", 0) > each.get("float32", 0) for each in rates)
+        and not all("bfloat16" in each for each in rates)
+    )
+
+
+def source_line(inputs: Inputs) -> str:
+    """Whether figures were measured, as far as the profile knows."""
+    profile = inputs.setting.profile
+    sources = {device.source for device in profile.devices}
+    if Source.DERIVED in sources:
+        return f"Times are {profile.note}; they were not measured."
+    if profile.collectives.source is Source.DERIVED:
+        return f"Times were measured, but collectives are {profile.collectives.note}."
+    sources.add(profile.collectives.source)
+    return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
+
+
+def microbatches(sizes: Sequence[int]) -> str:
+    """``3 x 8 + 1 x 4``."""
+    parts = [(size, len(list(each))) for size, each in groupby(sizes)]
+    return " + ".join(f"{number} x {size}" for size, number in parts) or "-"
+
+
+def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
+    """Which of these units are recomputed, in few words: ``12 of 24 blocks, head``."""
+    if not rank.microbatch_sizes or not rank.recomputed_units:
+        return "-"
+    if rank.recomputed_units == EVERY_UNIT:
+        return "all"
+    claims_by_name: dict[str, list[bool]] = {}
+    for fqn in units:
+        prefix, _, last = fqn.rpartition(".")
+        claims = claims_by_name.setdefault(prefix if last.isdigit() else fqn, [])
+        claims.append(rank.recomputes(fqn))
+    return ", ".join(
+        name if all(claims) else f"{sum(claims)} of {len(claims)} {name}"
+        for name, claims in claims_by_name.items()
+        if any(claims)
+    )
+
+
+def _show_devices(report: PlanReport, console: Console) -> None:
+    units = [unit.fqn for unit in report.inputs.setting.workload.units]
+    columns = ("device", "microbatches", "recomputes", "share", "memory", "busy")
+    lines = [
+        (
+            row.label,
+            microbatches(row.rank.microbatch_sizes),
+            recomputed(row.rank, units),
+            f"{row.share:.2%}",
+            of_budget(row.cost.memory.total_bytes, row.cost.memory_budget_bytes),
+            f"{row.busy:.0%}",
+        )
+        for row in rows(report)
+    ]
+    if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        streamed = StreamedTable(console, list(zip(columns, widths, strict=True)))
+        for cells in lines:
+            streamed.add_row(*cells)
+        streamed.end()
+        return
+    table = Table(box=box.ASCII)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "device" else "right")
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _result(report: PlanReport) -> Iterator[str]:
+    solution, workload = report.solution, report.inputs.setting.workload
+    tokens_per_s = solution.samples_per_s * workload.tokens_per_sample
+    yield (
+        f"predicted step {duration(solution.predicted.step_time_s)} (simulated "
+        f"{duration(report.times.step_time_s)}): {solution.samples_per_s:,.4g} samples/s"
+        + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
+    )
+    if not report.note:
+        yield _proven(solution.relative_gap)
+    if report.steadiness:
+        yield report.steadiness
+    if not solution.plan.reshard_after_forward:
+        yield (
+            "Units stay gathered from forward to backward (reshard_after_forward=False): "
+            "there is memory for it, and each is gathered once instead of twice."
+        )
+    if not solution.assignment.is_by_highs:
+        yield (
+            "The search's own assignment is used: HiGHS did not finish within its limits on "
+            f"{solution.assignment.num_variables:,} candidates."
+        )
+    unused = [
+        str(i)
+        for i, rank in enumerate(solution.plan.ranks)
+        if not (rank.rank_batch_size or rank.state_share)
+    ]
+    if unused:
+        yield (
+            f"Of no use: {', '.join(unused)}. They compute and store nothing, but all "
+            "collectives still wait for them."
+        )
+
+
+def _proven(relative_gap: float) -> str:
+    """What the search has shown, and of which plans."""
+    limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
+    return (
+        f"No plan of this form is predicted to be {limit} faster: any batches and shares; "
+        "microbatches alike but the last, or cut as is fastest; recomputation kind by kind, in "
+        "quarters; units resharded after forward, or kept gathered."
+    )
+
+
+def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:
+    yield without.gain_line
+    if is_done:
+        yield "This plan leaves them out."
+        yield from without.launch_lines()
+    else:
+        if not without.hosts_key:
+            yield "leave_out=auto plans without them and says how to launch."
+            return
+        keys = f"leave_out=auto or {without.hosts_key}"
+        yield f"{keys} plans without them, and leave_out=auto says how to launch."
+
+
+def show_alternatives(
+    report: PlanReport, alternatives: Iterable[Alternative], console: Console, *, note: str
+) -> None:
+    """Print simpler plans as they come; ``note`` says what they cannot meet."""
+    ours = report.solution.predicted.step_time_s
+    batch = report.solution.plan.global_batch_size
+    columns = (("plan", 26), ("step", 20), ("samples/s", 9), ("this plan is", 15))
+    table = StreamedTable(console, columns, title=f"Beside it{note}")
+    notes: list[str] = []
+    for each in alternatives:
+        if each.step_time_s is None:
+            table.add_row(each.name, each.reason, "-", "-")
+            notes += [f"{each.name} {each.reason} {each.note}"] if each.note else []
+        else:
+            seconds = each.step_time_s
+            speed = f"{batch / seconds:.4g}"
+            faster = f"{seconds / ours:.2f} x as fast"
+            table.add_row(each.name, duration(seconds), speed, faster)
+    table.end()
+    for line in notes:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def pace_line(explanation: Explanation) -> str:
+    """What the parts of the step are paced by."""
+    step_s = explanation.step_time_s
+    overhead = (
+        f" {explanation.overhead_s / step_s:.0%} is the runtime's own time."
+        if explanation.overhead_s
+        else ""
+    )
+    return (
+        f"Compute sets the pace for {explanation.compute_s / step_s:.0%} of the step, "
+        f"links for {explanation.links_s / step_s:.0%}, and "
+        f"the optimizer for {explanation.optimizer_s / step_s:.0%}.{overhead}"
+    )
+
+
+def limit_lines(explanation: Explanation) -> Iterator[str]:
+    """What limits the plan, in words."""
+    limit, endless = explanation.limit, explanation.endless_memory
+    slowest, fullest = (
+        ", ".join(explanation.slowest_kinds),
+        ", ".join(explanation.fullest_kinds),
+    )
+    if limit is None:
+        yield "A tenth more of compute, memory or links would change next to nothing."
+    else:
+        of_what = {
+            Resource.COMPUTE: f"compute, which takes longest on {slowest}",
+            Resource.MEMORY: f"memory{', which is full on ' * bool(fullest)}{fullest}",
+            Resource.LINKS: f"links{_beside_compute(explanation)}",
+            Resource.DEVICES: "the number of devices",
+        }[limit.resource]
+        yield f"What limits it: {of_what}."
+    if endless.relative > NEGLIGIBLE:
+        where = f" (full: {fullest})" if fullest else ""
+        yield f"With {endless.amount} memory it would gain {endless.relative:.0%}{where}."
+
+
+def _beside_compute(explanation: Explanation) -> str:
+    """What more samples would cost where links limit."""
+    compute = explanation.compute_s / explanation.step_time_s
+    if compute < MOSTLY_HIDDEN:
+        return "; a larger global batch would cost little"
+    return f"; a larger global batch adds to the {compute:.0%} that compute takes"
+
+
+def show_gains(
+    larger: Sequence[Larger], gains: Iterable[Gain], console: Console, *, unit: str
+) -> list[Gain]:
+    """Print what more of each resource would give, as it comes; returns the gains."""
+    subjects = [_subject(resource, kind) for resource, kind, _, _ in larger]
+    amounts = [amount for _, _, amount, _ in larger]
+    columns = (
+        ("of", max(map(len, subjects))),
+        ("more", max(map(len, amounts))),
+        (unit, 9),
+        ("gain", 7),
+    )
+    table = StreamedTable(console, columns, title="What more would give", num_left=2)
+    shown = []
+    for subject, gain in zip(subjects, gains, strict=True):
+        table.add_row(subject, gain.amount, f"{gain.value:,.4g}", _relative(gain))
+        shown.append(gain)
+    table.end()
+    return shown
+
+
+def _subject(resource: Resource, kind: str | None) -> str:
+    if kind is None:
+        return f"all {resource.value}"
+    return kind if resource is Resource.DEVICES else f"{resource.value} of {kind}"
+
+
+def _relative(gain: Gain) -> str:
+    return f"{gain.relative:+.1%}" if gain.relative > NEGLIGIBLE else "-"

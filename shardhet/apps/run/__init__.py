@@ -1,0 +1,1 @@
+"""One rank of a run: training, or measuring."""

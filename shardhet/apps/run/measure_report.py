@@ -1,0 +1,131 @@
+"""What the first rank shows about a measurement: its progress and its results."""
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from shardhet.apps.cli.on_terminal import OnTerminal
+from shardhet.profiler.measure import Measurement
+from shardhet.records.profiles import Collectives, DeviceProfile, UnitProfile
+
+MAX_ROWS = 8  # sizes in a table; the file has all of them
+
+
+class Progress(OnTerminal):
+    """A progress bar on a terminal, or one line per activity anywhere else."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=1.0)
+        super().__init__(console, self._bar)
+
+    def show(self, text: str, fraction: float) -> None:
+        """Show the next activity and the fraction done so far."""
+        self._bar.update(self._task, description=text, completed=fraction)
+        if not self.console.is_terminal:
+            self.console.print(f"{fraction:4.0%}  {text}", soft_wrap=True)
+
+
+def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:
+    """Show the measurement as tables, its folder, and what to type next."""
+    setting = measured.setting
+    for device, alone in zip(setting.profile.devices, measured.alone.devices, strict=True):
+        console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
+        console.print(compute_table(device, alone))
+        console.print(
+            f"the optimizer takes {device.optimizer_seconds_per_element * 1e9:.2f} ns per "
+            "element that is stored",
+            soft_wrap=True,
+        )
+    if setting.profile.turn_overhead_s:
+        console.print(
+            f"the runtime takes {setting.profile.turn_overhead_s * 1e6:.0f} us of its own for "
+            "every unit and phase",
+            soft_wrap=True,
+        )
+    if setting.profile.collectives.points:
+        console.print(f"\ncollectives over {setting.cluster.world_size} devices", style="bold")
+        console.print(collectives_table(setting.profile.collectives))
+        console.print(
+            "compute that overlaps them loses "
+            + ", ".join(
+                f"{device.overlap_excess:.0%} of their time on {device.device_kind}"
+                for device in setting.profile.devices
+            ),
+            soft_wrap=True,
+        )
+    for node in setting.cluster.nodes:
+        if node.link is not None:
+            console.print(
+                f"links on {node.host}: {node.link.latency_s * 1e6:.0f} us, "
+                f"{node.link.bandwidth_bytes_per_s / 1e9:.2f} GB/s ({node.link.source})",
+                soft_wrap=True,
+            )
+    console.print(f"\nwritten to {folder}; next:", soft_wrap=True)
+    console.print(f"  shardhet plan measured={folder} global_batch_size=64", soft_wrap=True)
+
+
+def compute_table(device: DeviceProfile, alone: DeviceProfile) -> Table:
+    """Milliseconds of each kind of unit, forward + backward, by microbatch size."""
+    table = Table(box=box.ASCII)
+    table.add_column("microbatch", justify="right", no_wrap=True)
+    for unit in device.units:
+        table.add_column(f"{unit.unit_kind}, ms", justify="right", no_wrap=True)
+    for size in _some([p.microbatch_size for unit in device.units for p in unit.points]):
+        cells = [
+            f"{unit.forward_s.at(size) * 1e3:.2f} + {unit.backward_s.at(size) * 1e3:.2f}"
+            if size in {point.microbatch_size for point in unit.points}
+            else ""
+            for unit in device.units
+        ]
+        table.add_row(str(size), *cells)
+    factors = [
+        _total_s(unit, unit) / _total_s(alone.unit_by_kind[unit.unit_kind], unit)
+        for unit in device.units
+    ]
+    table.add_row("alone", *(f"{1 / factor:.2f} times that" for factor in factors))
+    return table
+
+
+def collectives_table(collectives: Collectives) -> Table:
+    """Milliseconds of gathers and reductions by size."""
+    table = Table(box=box.ASCII)
+    for name in ("", "gather, ms", "GB/s", "reduction, ms", "GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in collectives.points:
+        cells = [_binary(point.nbytes)]
+        for timing in (point.gather, point.reduce):
+            cells.append(f"{timing.mean_s * 1e3:.2f}")
+            cells.append(f"{point.nbytes / max(1e-9, timing.mean_s) / 1e9:.2f}")
+        table.add_row(*cells)
+    weights = (collectives.gather_unevenness_weight, collectives.reduce_unevenness_weight)
+    table.add_row("unevenness", f"{weights[0]:.2f}", "", f"{weights[1]:.2f}", "")
+    return table
+
+
+def _binary(nbytes: int) -> str:
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _total_s(measured: UnitProfile, like: UnitProfile) -> float:
+    sizes = [point.microbatch_size for point in like.points]
+    return sum(measured.forward_s.at(size) + measured.backward_s.at(size) for size in sizes)
+
+
+def _some(sizes: list[int]) -> list[int]:
+    """At most ``MAX_ROWS`` of the sizes, including the smallest and the largest."""
+    every = sorted(set(sizes))
+    if len(every) <= MAX_ROWS:
+        return every
+    last = len(every) - 1
+    return [every[round(i * last / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]

@@ -1,0 +1,62 @@
+"""The model of a configuration, as the profiler wants it."""
+
+import torch
+from torch import nn
+
+from shardhet.apps.run.task import (
+    DTYPE_BY_PRECISION,
+    PARAM_DTYPE_BY_PRECISION,
+    make_module,
+)
+from shardhet.config.measure import MeasureConf
+from shardhet.config.models import DataConf, TextConf
+from shardhet.config.pretrained import HfConf
+from shardhet.config.train import TrainConf
+from shardhet.models.decoder import Decoder
+from shardhet.models.encoder import MaskedLm
+from shardhet.models.pretrained import LanguageModel
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.training.samples import DIGIT_SIDE, NUM_DIGIT_CLASSES
+
+NUM_EXAMPLES = 32
+
+
+def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
+    """The model that would be trained, without values, and a batch of random samples."""
+    param_dtype = PARAM_DTYPE_BY_PRECISION.get(conf.precision)
+    if isinstance(conf.model, HfConf):
+        assert isinstance(conf.data, TextConf)
+        folder = conf.model.folder()
+        module = folder.on_meta(
+            dtype=DTYPE_BY_PRECISION[conf.precision], lora=conf.model.adapters()
+        )
+        return LanguageModel.of(module, folder.objective).trained(
+            module,
+            vocab_size=folder.vocab_size,
+            seq_len=conf.data.seq_len,
+            param_dtype=param_dtype,
+            seed=conf.seed,
+        )
+    module = make_module(conf.model, conf.data, conf.precision)
+    return TrainedModel(
+        module=module,
+        batch=random_batch(module, conf.data, seed=conf.seed),
+        param_dtype=param_dtype,
+        seed=conf.seed,
+    )
+
+
+def random_batch(module: nn.Module, data: DataConf, *, seed: int) -> ExampleBatch:
+    """Samples of the right shape: tokens, or images with their classes."""
+    random = torch.Generator().manual_seed(seed)
+    if not isinstance(data, TextConf):
+        images = torch.rand(NUM_EXAMPLES, DIGIT_SIDE, DIGIT_SIDE, generator=random)
+        labels = torch.randint(NUM_DIGIT_CLASSES, (NUM_EXAMPLES,), generator=random)
+        return ExampleBatch(args=(images, labels))
+    assert isinstance(module, Decoder | MaskedLm)
+    embedding = module.embedding
+    rows = embedding.weight if isinstance(module, Decoder) else embedding.token
+    assert isinstance(rows, torch.Tensor)
+    tokens = torch.randint(rows.shape[0], (NUM_EXAMPLES, data.seq_len), generator=random)
+    return ExampleBatch(args=(tokens, tokens))

@@ -1,0 +1,420 @@
+"""One rank of a training run.
+
+    python -m shardhet.apps.run.worker RUN_FOLDER
+
+is what ``shardhet train`` starts once per device.  It loads only the configuration that was
+written there.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from shardhet import HetFSDP, Rebalancer
+from shardhet.apps.cli.display import Display, device_table
+from shardhet.apps.launch.crash import RankConsole
+from shardhet.apps.launch.end_notice import EndNotice
+from shardhet.apps.launch.joining import joined
+from shardhet.apps.launch.leaving import agree_on_end, leave
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.launch.sole_writer import sole_writer
+from shardhet.apps.run.building import build
+from shardhet.apps.run.loggers import MetricsLogger, log_all, open_loggers
+from shardhet.apps.run.prediction import Outcome, Prediction
+from shardhet.apps.run.start_clock import StartClock
+from shardhet.apps.run.task import Task
+from shardhet.apps.run.tracing import Tracer
+from shardhet.checkpoint import Resumed
+from shardhet.comm.progress import phase
+from shardhet.config.models import TextConf
+from shardhet.config.train import Precision, TrainConf
+from shardhet.training.emulation import HostMemory
+from shardhet.training.sampling import sample_tokens
+from shardhet.training.slow_devices import of_any_device
+from shardhet.training.trainer import DeviceUse, StepMetrics
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_PROMPT = b"def "
+
+
+def main() -> None:
+    """Train as one of the ranks that were launched for the run folder."""
+    env = RankEnv.from_environment()
+    assert env is not None, "the worker is started by shardhet train"
+    folder = RunFolder(Path(sys.argv[1]))
+    conf = folder.load_config()
+    with suppress(KeyboardInterrupt):  # the launcher reports it
+        try:
+            run_rank(conf, folder, env)
+        except Exception:
+            # The launcher shows the root cause; this rank's traceback is in its log.
+            raise SystemExit(1) from None
+
+
+def run_rank(
+    conf: TrainConf,
+    folder: RunFolder,
+    env: RankEnv,
+    begin: Callable[[], None] = lambda: None,
+) -> None:
+    """Run this rank's part, from process group to last metric.  Collective.
+
+    ``begin`` is called on rank zero once the folder is this run's alone.
+    """
+    clock = StartClock()
+    joins = joined(
+        conf.cluster,
+        folder,
+        env,
+        transport=conf.transport,
+        hang_timeout_s=conf.hang_timeout_s,
+        needs_bfloat16=conf.precision is Precision.BF16,
+    )
+    with joins as device, sole_writer(folder, env.rank):
+        if env.rank == 0:
+            begin()
+        clock.end("join the others")
+        run = Run(conf, folder, env, device, clock)
+        run.train()
+        logger.info("rank %d has finished %d steps", env.rank, run.model.step)
+    if run.goes_on_without_some:
+        leave(run.was_told)
+
+
+class Run:
+    """The objects of one rank while it trains."""
+
+    def __init__(
+        self,
+        conf: TrainConf,
+        folder: RunFolder,
+        env: RankEnv,
+        device: torch.device,
+        clock: StartClock | None = None,
+    ) -> None:
+        """Build everything.  Collective.  ``clock`` has timed the start so far."""
+        clock = clock or StartClock()
+        self._conf = conf
+        self._folder = folder
+        self._env = env
+        built = build(conf, folder, env, device, clock)
+        self.trainer = built.trainer
+        self._model = built.trainer.model
+        self._task = built.task
+        self._checkpoints = built.checkpoints
+        self._resumed = built.resumed
+        self._clock = None if built.resumed is None else clock
+        self._devices = built.devices
+        self._prediction = built.prediction
+        self._rebalancer = built.rebalancer
+        self._why_eager = built.why_eager
+        self._outcome = Outcome()
+        self.was_told: str | None = None  # to end before the last step, and how
+        self.goes_on_without_some = False  # without the ranks that were told to end
+        self._loggers: list[MetricsLogger] = []
+        self._tracer: Tracer | None = None
+        if conf.trace:
+            path = folder.trace_dir / f"rank{env.rank}.json"
+            host_memory = HostMemory(built.peak_memory)
+            self._tracer = Tracer(conf.trace_steps, self._model, path, host_memory)
+
+    @property
+    def model(self) -> HetFSDP:
+        """The model that is trained."""
+        return self._model
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is the rank that prints and writes files."""
+        return self._env.rank == 0
+
+    def train(self) -> None:
+        """Run all steps, reports of device use and evaluations."""
+        console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
+        with self._listen() as notice, self.begin(console) as display:
+            if self.trainer.guard.rolls_back:
+                self._checkpoints.save(self._model.step)
+            while self._model.step < self._conf.num_steps:
+                notice.look()
+                self.take_step(self._model.step + 1, display)
+                if self._model.is_asked_to_end:
+                    self._checkpoints.save(self._model.step)
+                    break
+            self._checkpoints.close()
+        for each in self._loggers:
+            each.close()
+        is_complete = self._model.step >= self._conf.num_steps
+        end = agree_on_end(self._model, notice, self._env, is_complete=is_complete)
+        self.was_told = notice.reason
+        self.goes_on_without_some = end.goes_on
+        self._checkpoints.free_nodes(
+            is_leaving=self.was_told is not None, others_go_on=end.goes_on
+        )
+        if self.is_rank_zero:
+            self._folder.save_end(
+                step=self._model.step, num_steps=self._conf.num_steps, asked_by=end.asked_by
+            )
+        if is_complete:
+            self._finish(console)
+            return
+        text = (
+            f"the run ends after step {self._model.step} of {self._conf.num_steps}, as it was "
+            f"asked to ({'; '.join(end.asked_by)}); resume=auto run_dir={self._folder.path} "
+            "goes on"
+        )
+        logger.info("%s", text)
+        console.print(text, markup=False, soft_wrap=True)
+
+    def _listen(self) -> EndNotice:
+        """What tells all ranks if this one learns that the run has to end."""
+        of_node = self._conf.end_notice.file
+        return EndNotice(
+            self._model.ask_to_end,
+            of_run=self._folder.end_notice_path,
+            of_node=None if of_node is None else Path(of_node),
+        )
+
+    def _finish(self, console: Console) -> None:
+        """What comes after the last step of a run."""
+        if self._conf.save_model:
+            save_whole(self._model, self._folder.model_path)
+        if not self._outcome.num_steps:
+            text = (
+                f"nothing was left to do: {self._model.step} steps are taken, and num_steps is "
+                f"{self._conf.num_steps}. A larger num_steps goes on."
+            )
+            console.print(text, soft_wrap=True)
+        elif self._prediction is not None:
+            console.print(self._outcome.beside(self._prediction), soft_wrap=True)
+            console.print(self._outcome.table(self._model.plan, self._prediction))
+        show_text(console, self._conf, self._task, self._model)
+        console.print(f"written to {self._folder.path}", soft_wrap=True)
+
+    def begin(self, console: Console) -> Display:
+        """Prepare the first step: show the plan, and open the display and the loggers."""
+        logger.info(
+            "rank %d plays position %d of the plan", self._env.rank, self._model.position
+        )
+        if self.is_rank_zero:
+            self._model.plan.save(self._folder.plan_path)
+            self._folder.save_devices(self._devices)
+            self._loggers = open_loggers(
+                self._conf.logger, self._folder, first_step=self._model.step + 1
+            )
+        show_start(console, self._conf, self._task, self._model, self._resumed)
+        if self._conf.compile:
+            said = say_who_compiles(self._model, self._why_eager, self._folder)
+            console.print(said, markup=False, soft_wrap=True)
+        if not console.is_terminal:
+            console.print(device_table(self._model.plan, self._devices))
+        return Display(
+            self._model.plan,
+            self._devices,
+            num_steps=self._conf.num_steps,
+            log_every=self._conf.log_every,
+            target_name=self._task.target_name,
+            console=console,
+        )
+
+    def take_step(self, step: int, display: Display) -> None:
+        """Run one optimizer step with its metrics, reports of device use and evaluations."""
+        conf = self._conf
+        if self._tracer is not None:
+            self._tracer.before_step(step)
+        metrics = self.trainer.train_step()
+        self._checkpoints.before_record(step)
+        if self._clock is not None:
+            self._went_on(step, self._clock, display)
+        if self._tracer is not None and self._tracer.after_step(step):
+            self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
+        if self._rebalancer is not None:
+            self._look_at_speeds(step, self._rebalancer, display)
+        if metrics.why_skipped is None:
+            self._record(metrics, display)
+        elif self._skip(metrics, display):
+            return
+        if step % conf.log_every == 0 or step == conf.num_steps:
+            self._look(step, display)
+        if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
+            self._evaluate(step, display)
+        self._keep(step, display)
+
+    def _keep(self, step: int, display: Display) -> None:
+        """Write a replica or a checkpoint if it is time, and say what it takes."""
+        is_first = self._checkpoints.replicas_told is None
+        seconds = self._checkpoints.after_step(step)
+        if not seconds:
+            return
+        self.trainer.forget_peak_memory()  # exclude the memory that writing took
+        log_all(self._loggers, step, seconds)
+        told = self._checkpoints.replicas_told
+        if is_first and told is not None:
+            logger.info("%s", told)
+            display.show_remark(told)
+
+    def _record(self, metrics: StepMetrics, display: Display) -> None:
+        values = {
+            "loss": metrics.mean_loss,
+            "grad_norm": metrics.grad_norm,
+            "lr": metrics.learning_rate,
+            "num_tokens": metrics.num_targets,
+            "step_time_s": metrics.step_time_s,
+        }
+        self._outcome.add_step(metrics.step_time_s)
+        values |= {} if metrics.loss_scale is None else {"loss_scale": metrics.loss_scale}
+        if self._prediction is not None:
+            values["predicted_step_time_s"] = self._prediction.step_time_s
+        log_all(self._loggers, metrics.step, values)
+        if self.is_rank_zero:
+            display.show_step(metrics)
+
+    def _went_on(self, step: int, clock: StartClock, display: Display) -> None:
+        """Say how long it took to go on, after the first step that did."""
+        self._clock = None
+        clock.end("take a step")
+        said = f"went on with step {step} on {_count(self._env.world_size, 'device')} after "
+        said += clock.text
+        logger.info("%s", said)
+        log_all(self._loggers, step, clock.values)
+        display.show_remark(said)
+
+    def _skip(self, metrics: StepMetrics, display: Display) -> bool:
+        """Record a step that changed nothing; whether it has taken the run back."""
+        step = metrics.step
+        rolls_back = self.trainer.guard.rolls_back and not metrics.has_overflowed
+        said = f"step {step} was skipped: {metrics.why_skipped}"
+        log_all(self._loggers, step, {"loss": metrics.mean_loss, "is_skipped": 1.0})
+        if rolls_back:
+            to_step = self._checkpoints.roll_back()
+            said += f"; rolled back to step {to_step}, on with the batch after it"
+            self.trainer.forget_peak_memory()
+            for each in self._loggers:
+                each.roll_back(to_step)
+            log_all(self._loggers, to_step, {"rolled_back_from": step})
+        logger.warning("%s", said)
+        display.show_remark(said)
+        return rolls_back
+
+    def _look_at_speeds(self, step: int, rebalancer: Rebalancer, display: Display) -> None:
+        """Say which devices are slow, and whether the run follows another plan."""
+        imbalance = rebalancer.after_step()
+        if imbalance is None:
+            return
+        said = f"after step {step}: {imbalance.text([str(each) for each in self._devices])}"
+        pairs = enumerate(imbalance.slowness)
+        values = {f"device{i}/slowness": each for i, each in pairs if each is not None}
+        if imbalance.new_plan is not None:
+            plan = self._model.plan
+            values["planned_anew"] = 1.0
+            if self.is_rank_zero:
+                plan.save(self._folder.new_plan_path(step))
+            display.follow(plan)
+            self._prediction = Prediction.in_setting(of_any_device(plan), rebalancer.setting)
+            self.trainer.forget_peak_memory()
+        elif not self._conf.rebalance:
+            said += "; rebalance=true would plan anew"
+        log_all(self._loggers, step, values)
+        logger.warning("%s", said)
+        display.show_remark(said)
+
+    def _look(self, step: int, display: Display) -> None:
+        uses = self.trainer.look_at_devices()
+        self._outcome.add_look(uses)
+        log_all(self._loggers, step, values_of(uses, self._prediction))
+        if self.is_rank_zero:
+            display.show_devices(uses)
+
+    def _evaluate(self, step: int, display: Display) -> None:
+        evaluation = self.trainer.evaluate(self._task.judged)
+        score, name = self._task.score(evaluation), self._task.score_name
+        values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
+        log_all(self._loggers, step, values)
+        if self.is_rank_zero:
+            display.show_score(step, name, score, self._task.baselines)
+
+
+def show_start(
+    console: Console, conf: TrainConf, task: Task, model: HetFSDP, resumed: Resumed | None
+) -> None:
+    """Print what is trained, on how many devices, and where it goes on."""
+    num_params = sum(unit.numel for unit in model.plan.units)
+    console.print(
+        f"{task.model_name or conf.model.kind.value} with {num_params:,} parameters on "
+        f"{_count(model.plan.world_size, 'device')}; a step is "
+        f"{_count(model.plan.global_batch_size, 'sample')}"
+    )
+    if resumed is not None:
+        said = f"goes on after step {model.step}, from {resumed.came_from or resumed.path}"
+        console.print(said, markup=False, soft_wrap=True)
+
+
+def values_of(uses: Sequence[DeviceUse], prediction: Prediction | None) -> dict[str, float]:
+    """What devices did, beside what they were predicted to do, by name."""
+    values: dict[str, float] = {}
+    for i, use in enumerate(uses):
+        values[f"device{i}/busy_share"] = use.busy_share
+        values[f"device{i}/waiting_share"] = use.waiting_share
+        values[f"device{i}/peak_memory_bytes"] = use.peak_memory_bytes
+        if prediction is not None:
+            values[f"device{i}/predicted_busy_share"] = prediction.busy_shares[i]
+            values[f"device{i}/predicted_memory_bytes"] = prediction.memory_bytes[i]
+    return values
+
+
+def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> str:
+    """On which devices torch.compile works, and why not on others.  Collective."""
+    if reason is not None:
+        logger.warning("torch.compile does not work here: %s", reason)
+    rows = model.exchange([reason is not None])
+    eager = [position for position, [is_eager] in enumerate(rows) if is_eager]
+    if not eager:
+        return "every unit is compiled; the first steps and evaluation take longer"
+    why = reason or f"see the logs in {folder.logs_dir}"
+    return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
+
+
+def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> None:
+    """Print a text that the model generates, if the configuration asks for one.  Collective."""
+    data, num_tokens = conf.data, conf.num_sampled_tokens
+    if not num_tokens or not isinstance(data, TextConf):
+        return
+    tokens = sample_tokens(
+        model,
+        task.tokenizer.encode(SAMPLE_PROMPT),
+        num_tokens,
+        seq_len=data.seq_len,
+        seed=conf.seed,
+        device=model.device,
+    )
+    whole = (SAMPLE_PROMPT + task.tokenizer.decode(tokens)).decode(errors="replace")
+    console.print("a sample of its text:", style="bold")
+    console.print(whole, markup=False, soft_wrap=True)
+
+
+@phase("writing the model")
+def save_whole(model: HetFSDP, path: Path) -> None:
+    """Write the whole model under its own names; rank zero holds it meanwhile.  Collective."""
+    tensors = model.state_dict()
+    if tensors:
+        # Tied parameters appear under each of their names; the format allows no shared memory.
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _snake(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+if __name__ == "__main__":
+    main()

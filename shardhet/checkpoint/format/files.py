@@ -1,0 +1,215 @@
+"""Files and folders of a checkpoint on disk: complete, or not there.
+
+.NAME.unfinished   being written; whoever finds one that nobody writes may remove it
+NAME               complete: it appears by one rename, after all its files are on disk
+.NAME.replaced     an earlier NAME while the new one takes its place; if the program ends
+in between, ``recover`` gives it its name back
+"""
+
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from shardhet.checkpoint.format.errors import CheckpointError, unwritable
+
+MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
+CHUNK_BYTES = 2**22
+BYTES_BEFORE_WRITEBACK = 2**25
+DIGEST_PREFIX = "sha256:"  # checkpoints of version 1 have 16 bytes of BLAKE2b, without a prefix
+
+
+class DigestingFile:
+    """A new file that knows its length and the digest of what was written to it.
+
+    The disk takes what is written while more of it is digested, which a thread waits for.
+    Raises ``CheckpointError`` naming the file when the disk does not take it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._hash = hashlib.sha256()
+        self.failure: CheckpointError | None = None  # torch.save may raise another error
+        self._writeback: threading.Thread | None = None
+        self._writeback_error: OSError | None = None  # which the system says once
+        self._num_bytes_kept = 0  # by the system, of what was written
+        with self._named():
+            self._file: IO[bytes] = open_new(path)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append ``data``; returns its length."""
+        with self._named():
+            self._file.write(data)
+        self._hash.update(data)
+        added = memoryview(data).nbytes
+        self.num_bytes += added
+        self._num_bytes_kept += added
+        if self._num_bytes_kept >= BYTES_BEFORE_WRITEBACK:
+            self._begin_writeback()
+        return added
+
+    def _begin_writeback(self) -> None:
+        if self._writeback is not None and self._writeback.is_alive():
+            return
+        self._num_bytes_kept = 0
+        with self._named():
+            self._file.flush()
+        self._writeback = threading.Thread(
+            target=self._write_back, name=f"syncs {self.path.name}", daemon=True
+        )
+        self._writeback.start()
+
+    def _write_back(self) -> None:
+        try:
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            self._writeback_error = error
+
+    def _end_writeback(self) -> None:
+        if self._writeback is not None:
+            self._writeback.join()
+
+    def flush(self) -> None:
+        """Writers of torch call it; what counts happens in ``finish``."""
+
+    def finish(self) -> None:
+        """Close the file once the disk has it."""
+        with self._named():
+            self._file.flush()
+            self._end_writeback()
+            if self._writeback_error is not None:
+                raise self._writeback_error
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file after a failure."""
+        self._end_writeback()
+        with suppress(OSError):
+            self._file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = unwritable(self.path, error)
+            raise self.failure from error
+
+    @property
+    def digest(self) -> str:
+        """Of all that was written: SHA-256, for which processors have instructions."""
+        return DIGEST_PREFIX + self._hash.hexdigest()
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """Open a file that must not be there yet."""
+    return path.open("xb")
+
+
+def write_file(path: Path, content: bytes) -> DigestingFile:
+    """Write a whole new file; returns it closed, for its length and digest."""
+    file = DigestingFile(path)
+    try:
+        file.write(content)
+        file.finish()
+    except BaseException:
+        file.abandon()
+        raise
+    return file
+
+
+def digest_of_bytes(content: bytes) -> str:
+    """The digest of ``content``, as ``DigestingFile.digest``."""
+    return DIGEST_PREFIX + hashlib.sha256(content).hexdigest()
+
+
+def fits(path: Path, digest: str) -> bool:
+    """Whether the content of a file is the one whose digest was written."""
+    found = _hash_of(digest)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest() == digest.removeprefix(DIGEST_PREFIX)
+
+
+def bytes_fit(content: bytes, digest: str) -> bool:
+    """The same for content at hand."""
+    found = _hash_of(digest)
+    found.update(content)
+    return found.hexdigest() == digest.removeprefix(DIGEST_PREFIX)
+
+
+def _hash_of(digest: str) -> Any:
+    """A new hash of the kind that ``digest`` is of."""
+    if digest.startswith(DIGEST_PREFIX):
+        return hashlib.sha256()
+    return hashlib.blake2b(digest_size=16)
+
+
+def unfinished_path(path: Path) -> Path:
+    """Where the checkpoint ``path`` is written until it is complete."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _replaced_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def recover(path: Path) -> None:
+    """Put an earlier checkpoint back if a save ended while it was being replaced."""
+    replaced = _replaced_path(path)
+    if replaced.is_dir() and not path.exists():
+        with suppress(FileNotFoundError):  # another process was faster
+            replaced.rename(path)
+
+
+def begin(path: Path) -> Path:
+    """Make the folder in which ``path`` is written; remove what a killed save left there.
+
+    Raises ``CheckpointError`` if ``path`` is something else than a checkpoint.
+    """
+    recover(path)
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not (path / METADATA).is_file() and not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{path}: it exists and is no checkpoint. Name another folder, or remove it."
+        )
+    unfinished = unfinished_path(path)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(_replaced_path(path), ignore_errors=True)
+    new_parents = [parent for parent in path.parents if not parent.exists()]
+    unfinished.mkdir(parents=True)
+    for parent in new_parents:
+        sync_folder(parent.parent)
+    return unfinished
+
+
+def complete(path: Path) -> None:
+    """Give the unfinished folder its name, on disk when this returns."""
+    unfinished, replaced = unfinished_path(path), _replaced_path(path)
+    sync_folder(unfinished)
+    if path.exists():
+        path.rename(replaced)
+    unfinished.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def give_up(path: Path) -> None:
+    """Remove the unfinished folder of ``path``, so that a full disk has room again."""
+    shutil.rmtree(unfinished_path(path), ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in ``folder``."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,1 @@
+"""Copies of the training state on the nodes themselves."""

@@ -1,0 +1,307 @@
+"""Replicas: the newest state of a run, kept on the node that has it and on another one.
+
+A replica is a checkpoint whose files lie apart: every node has the files of its own ranks, and
+those of the ranks whose keeper it is, under FOLDER/step_00000007, besides what describes all of
+them.  So the state survives the processes, and any one node.
+
+Order of collectives of a save (all ranks, in this order; "checkpoint.save" is their name):
+
+    0  of the replica before: its copies are complete, everywhere
+    1  every rank says what it holds, and then what room its node has
+    2  the first rank of every node has made the unfinished folder, and every rank has copied
+       its rows to host memory; from here on training may go on
+
+    in a thread, over a channel of its own:
+    3  every rank has written its own file
+    4  rank zero has described the replica to all nodes
+    5  every rank sends its file to its keeper, in pieces, and writes those that it keeps
+    6  every rank has all its files on disk
+    7  every node has given its folder its name; the replica before is removed
+
+A replica counts once 7 has ended on all nodes; until then the one before is there.
+
+Memory: two versions of the files on every node, a copy of each rank's rows until its file is
+written, and one piece (4 MiB) per copy on its way.
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn, optim
+
+from shardhet.checkpoint.folder import Checkpoints, Resumed
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.format.entries import check_agree
+from shardhet.checkpoint.format.errors import CheckpointError
+from shardhet.checkpoint.loading import CALL as LOADS
+from shardhet.checkpoint.loading import load_from
+from shardhet.checkpoint.replicas.copying import Copying
+from shardhet.checkpoint.replicas.nodes import node_name
+from shardhet.checkpoint.replicas.source import NAME, DamagedFile, DamagedReplicaError, find
+from shardhet.checkpoint.saving import CALL as SAVES
+from shardhet.checkpoint.saving import wait_for_pending
+from shardhet.checkpoint.state.held import Held
+from shardhet.checkpoint.state.ranks import Ranks, step_of
+from shardhet.comm.channel import Channel
+from shardhet.comm.progress import phase
+from shardhet.records.nodes import Nodes, keepers
+
+_HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
+_IN_MEMORY = Path("/dev/shm")  # a file system that systems of Linux have
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What one rank has to keep, and the room on its node."""
+
+    node: str
+    num_bytes: int  # of its rows
+    free_bytes: int
+    is_in_memory: bool  # as the copies are from which the files are written
+    has_version: bool  # a complete one, which stays until the new one is complete
+    is_writer: bool
+
+
+class Replicas:
+    """The replicas of one run.
+
+        replicas = Replicas("/dev/shm/my_run")
+        resumed = replicas.load_latest(model, optimizer)
+        ...
+        replicas.save(model, optimizer, extra={"scheduler": scheduler.state_dict()})
+
+    Every method is collective over the ranks of ``model``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Name a folder of each node's own, in its memory or on its disk.
+
+        It may have another name on each node.  Ranks of one machine that name the same folder
+        share a node.
+        """
+        self.folder = Path(folder).absolute()
+        self._copying: Copying | None = None
+        self._channels: WeakKeyDictionary[nn.Module, Channel | None] = WeakKeyDictionary()
+        self.bytes_by_node: tuple[int, ...] = ()  # of the last replica, copies included
+
+    @property
+    def told(self) -> str:
+        """What the last one takes on the nodes."""
+        sizes = self.bytes_by_node
+        if len(sizes) == 1:
+            return f"two versions of {_mib(sizes[0])}; one node, whose loss takes them along"
+        return (
+            f"two versions of {_mib(min(sizes))} to {_mib(max(sizes))} on each of {len(sizes)} "
+            "nodes"
+        )
+
+    def path_of(self, step: int) -> Path:
+        """The folder of one step's files on this node."""
+        return self.folder / f"step_{step:08d}"
+
+    @phase(SAVES)
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer | None,
+        *,
+        extra: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Keep the state as it is now; returns once every rank has copied its own rows.
+
+        They are written, and sent to other nodes, in a thread.  The next call waits for that,
+        and ``wait`` does.  ``step`` is that of a HetFSDP itself if it is not given.  Raises
+        ``CheckpointError`` on every rank if a node has no room, or if the last replica could
+        not be written; the one before it is then still there.
+        """
+        self.wait(model)
+        wait_for_pending(model)
+        ranks = Ranks(model)
+        ranks.meet(SAVES)
+        step = step_of(model, step)
+        path, held = self.path_of(step), Held(ranks)
+        holdings = ranks.agree(
+            lambda: held.collect(model, optimizer, Path(path.name), extra), call=SAVES
+        )
+        offers = ranks.agree(lambda: self._offer(held, ranks), call=SAVES)
+        nodes = Nodes.of([offer.node for offer in offers])
+        keeper_of = keepers(
+            nodes, [o.num_bytes for o in offers], [o.free_bytes for o in offers]
+        )
+
+        def begin() -> None:
+            check_agree(holdings)
+            self.bytes_by_node = _check_room(offers, nodes, keeper_of)
+            if nodes.leads(ranks.position):
+                self._clear_half_done()
+                files.begin(path)
+            held.copy()
+
+        ranks.agree(begin, call=SAVES)
+        [writer] = [i for i, offer in enumerate(offers) if offer.is_writer]
+        self._copying = Copying(
+            path=path,
+            ranks=ranks,
+            held=held,
+            description=held.described(holdings, writer),
+            leads=nodes.leads(ranks.position),
+            keeper_of=keeper_of,
+            channel=self._channel(model, ranks),
+            remove_others=lambda: self._remove(lambda each: each != step),
+        )
+        self._copying.start()
+
+    @phase(SAVES)
+    def wait(self, model: nn.Module) -> None:
+        """Until the last replica is complete on all nodes.
+
+        Raises ``CheckpointError`` on every rank if a file could not be written.
+        """
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        copying.join()
+        ranks = Ranks(model)
+        ranks.raise_if_any(ranks.exchange((ranks.rank, copying.failure), call=SAVES))
+
+    @phase(LOADS)
+    def load_latest(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer | None,
+        *,
+        checkpoints: Checkpoints | None = None,
+    ) -> Resumed | None:
+        """Load the newest replica that the nodes have together; None if there is none.
+
+        Rows come from this node where it has them, else from another one, and only what no
+        node has from the checkpoint of the same step, if ``checkpoints`` has it.  None as
+        well if ``checkpoints`` has a later step.  Replicas of later steps, which are not
+        whole, are removed.  Raises ``CheckpointError`` as ``shardhet.checkpoint.load``.
+        """
+        self.wait(model)
+        wait_for_pending(model)
+        ranks = Ranks(model)
+        ranks.meet(LOADS)
+        channel = self._channel(model, ranks)
+        damaged: set[DamagedFile] = set()
+        while True:
+            source = find(self.folder, ranks, checkpoints, channel, damaged)
+            if source is None:
+                return None
+            try:
+                extra = load_from(model, optimizer, source)
+                came_from = source.told(ranks)
+                break
+            except DamagedReplicaError as error:  # nothing was loaded yet
+                logger.warning("skipped a replica: %s", error)
+                damaged |= error.files
+            finally:
+                source.clear()
+        path = self.path_of(source.step)
+        self.forget_after(model, source.step)
+        return Resumed(path=path, step=source.step, extra=extra, came_from=came_from)
+
+    def forget_after(self, model: nn.Module, step: int) -> None:
+        """Remove replicas of later steps than ``step``, on all nodes."""
+        self.wait(model)
+        ranks = Ranks(model)
+        nodes = Nodes.of(ranks.exchange(node_name(self.folder), call=SAVES))
+
+        def remove() -> None:
+            if nodes.leads(ranks.position):
+                self._clear_half_done()
+                self._remove(lambda each: each > step)
+
+        ranks.agree(remove, call=SAVES)
+
+    def clear(self, model: nn.Module) -> None:
+        """Remove all replicas, and the folder of every node."""
+        self.forget_after(model, -1)
+        with suppress(OSError):  # somebody else's files, or another rank was faster
+            self.folder.rmdir()
+
+    def leave(self) -> None:
+        """Remove this node's files: the others go on without it.  Not collective."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _offer(self, held: Held, ranks: Ranks) -> Offer:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return Offer(
+            node=node_name(self.folder),
+            num_bytes=held.num_bytes,
+            free_bytes=_free_bytes(self.folder),
+            is_in_memory=self.folder.is_relative_to(_IN_MEMORY),
+            has_version=bool(self._steps()),
+            is_writer=ranks.is_writer,
+        )
+
+    def _channel(self, model: nn.Module, ranks: Ranks) -> Channel | None:
+        if model not in self._channels:
+            self._channels[model] = ranks.side_channel()
+        return self._channels[model]
+
+    def _steps(self) -> list[int]:
+        names = [each.name for each in self.folder.iterdir()] if self.folder.is_dir() else []
+        return [int(found[1]) for name in names if (found := NAME.fullmatch(name))]
+
+    def _remove(self, is_old: Callable[[int], bool]) -> None:
+        for step in filter(is_old, self._steps()):
+            path = self.path_of(step)
+            path.rename(files.unfinished_path(path))  # so that none is there in part
+            files.give_up(path)
+
+    def _clear_half_done(self) -> None:
+        if self.folder.is_dir():
+            for each in list(self.folder.iterdir()):
+                if _HALF_DONE.fullmatch(each.name):
+                    shutil.rmtree(each, ignore_errors=True)
+
+
+def _check_room(
+    offers: Sequence[Offer], nodes: Nodes, keeper_of: Sequence[int | None]
+) -> tuple[int, ...]:
+    """The bytes of one version on each node; raises ``CheckpointError`` if there is no room."""
+    needed = [0] * len(nodes)
+    for i, offer in enumerate(offers):
+        keeper = keeper_of[i]
+        for position in {i} if keeper is None else {i, keeper}:
+            needed[nodes.node_by_position[position]] += offer.num_bytes
+    for node, num_bytes in enumerate(needed):
+        members = [offers[position] for position in nodes.positions(node)]
+        offer = members[0]
+        versions = 1 if offer.has_version else 2
+        copied = sum(each.num_bytes for each in members if each.is_in_memory)
+        if num_bytes * versions + copied > offer.free_bytes:
+            host, _, folder = offer.node.split(" ", 2)
+            while_written = f", and {_mib(copied)} while they are written" if copied else ""
+            raise CheckpointError(
+                f"replicas: {folder} on {host} has room for {_mib(offer.free_bytes)} but "
+                f"{versions} of {_mib(num_bytes)} would be there{while_written}. Name a folder "
+                "on a local disk (replicas.folder), or keep none (replicas.every=0)."
+            )
+    return tuple(needed)
+
+
+def _free_bytes(folder: Path) -> int:
+    """The room on the file system of ``folder``; in memory, no more than is available."""
+    free = shutil.disk_usage(folder).free
+    facts = Path("/proc/meminfo")
+    if folder.is_relative_to(_IN_MEMORY) and facts.exists():
+        found = re.search(r"MemAvailable:\s+(\d+) kB", facts.read_text("ascii"))
+        if found is not None:
+            free = min(free, int(found[1]) * 1024)
+    return free
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,435 @@
+"""Which replica the nodes have together, and how its rows get to the ranks that need them."""
+
+import logging
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from shardhet.checkpoint.folder import Checkpoints
+from shardhet.checkpoint.format import files
+from shardhet.checkpoint.format.errors import CheckpointError, damaged, in_words
+from shardhet.checkpoint.format.manifest import Manifest
+from shardhet.checkpoint.format.metadata import BytesPlace
+from shardhet.checkpoint.format.reading import SavedCheckpoint
+from shardhet.checkpoint.loading import CALL
+from shardhet.checkpoint.replicas.nodes import node_name
+from shardhet.checkpoint.replicas.transfer import Stream, all_to_all_bytes
+from shardhet.checkpoint.state.ranks import Ranks
+from shardhet.comm.channel import Channel
+from shardhet.records.nodes import Nodes
+
+DamagedFile = tuple[int, str, str]  # position, digest of the manifest, name
+NAME = re.compile(r"step_(\d{8,})")
+DESCRIPTIONS = (files.METADATA, files.PLAN)  # every node has them
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """What one node has of the replica of one step."""
+
+    step: int
+    digest: str  # of its manifest
+    digest_by_file: Mapping[str, str]  # of all files, wherever they are
+    here: frozenset[str]  # the files on this node that have their length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeReplica:
+    """The newest replica of which every file is somewhere."""
+
+    step: int
+    digest: str
+    digest_by_file: Mapping[str, str]
+    holders: Mapping[str, tuple[int, ...]]  # by file the positions whose node has it
+    missing: tuple[str, ...]  # files that only the checkpoint of the same step has
+
+
+def versions_in(folder: Path) -> list[Version]:
+    """The replicas in the folder of a node; those whose description is damaged are skipped."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        name = NAME.fullmatch(path.name)
+        if name is None:
+            continue
+        try:
+            manifest = Manifest.load(path)
+        except (CheckpointError, OSError) as error:
+            logger.warning("skipped a replica: %s", error)
+            continue
+        here = {
+            file
+            for file, facts in manifest.files.items()
+            if (path / file).is_file() and (path / file).stat().st_size == facts.num_bytes
+        }
+        found.append(
+            Version(
+                step=int(name[1]),
+                digest=files.digest_of_bytes(manifest.to_json().encode("ascii")),
+                digest_by_file={file: facts.digest for file, facts in manifest.files.items()},
+                here=frozenset(here),
+            )
+        )
+    return found
+
+
+def choose(
+    versions: Sequence[Sequence[Version]],
+    stored: Mapping[int, Mapping[str, str]],
+    damaged_files: Collection[DamagedFile] = (),
+) -> WholeReplica | None:
+    """The newest step of which the nodes and the checkpoint have all files together.
+
+    Two nodes may have different replicas of one step, of which one was given up: only files
+    of equal manifests count.
+
+    Args:
+        versions: of the node of each position.
+        stored: the digests of the files of checkpoints, by step.
+        damaged_files: position, digest of the manifest, and file, of those that do not count.
+    """
+    by_version: dict[tuple[int, str], dict[int, Version]] = defaultdict(dict)
+    for position, found in enumerate(versions):
+        for version in found:
+            by_version[version.step, version.digest][position] = version
+    for step, digest in sorted(by_version, reverse=True):
+        having = by_version[step, digest]
+        wanted = next(iter(having.values())).digest_by_file
+        holders = {
+            file: tuple(
+                position
+                for position, version in having.items()
+                if file in version.here and (position, digest, file) not in damaged_files
+            )
+            for file in wanted
+        }
+        missing = tuple(sorted(file for file, positions in holders.items() if not positions))
+        is_whole = all(stored.get(step, {}).get(file) == wanted[file] for file in missing)
+        if is_whole and not set(DESCRIPTIONS) & set(missing):
+            return WholeReplica(
+                step=step,
+                digest=digest,
+                digest_by_file=wanted,
+                holders=holders,
+                missing=missing,
+            )
+    return None
+
+
+class DamagedReplicaError(CheckpointError):
+    """Some files of a replica are not what was written, and no node has another copy.
+
+    ``files`` are as ``choose`` takes them; the same on every rank.
+    """
+
+    def __init__(self, message: str, damaged_files: Collection[DamagedFile]) -> None:
+        super().__init__(message)
+        self.files = frozenset(damaged_files)
+
+
+def find(
+    folder: Path,
+    ranks: Ranks,
+    checkpoints: Checkpoints | None,
+    channel: Channel | None,
+    damaged_files: Collection[DamagedFile] = (),
+) -> "ReplicaSource | None":
+    """The newest replica that is whole; None if there is none.  Collective.
+
+    None as well if ``checkpoints`` has a whole one of a later step.
+    """
+    looks = ranks.agree(lambda: (node_name(folder), versions_in(folder)), call=CALL)
+    nodes = Nodes.of([name for name, _ in looks])
+    versions = [found for _, found in looks]
+    [stored] = [
+        each
+        for each in ranks.agree(
+            lambda: _stored(checkpoints, versions) if ranks.is_writer else None, call=CALL
+        )
+        if each is not None
+    ]
+    choice = choose(versions, stored, damaged_files)
+    if choice is None:
+        return None
+    later = ranks.agree(
+        lambda: _has_later(checkpoints, choice.step) if ranks.is_writer else None, call=CALL
+    )
+    if any(later):
+        return None
+    source = ReplicaSource(folder, choice, nodes, channel)
+    try:
+        source.prepare(ranks, checkpoints)
+    except BaseException:
+        source.clear()
+        raise
+    return source
+
+
+def _stored(
+    checkpoints: Checkpoints | None, versions: Sequence[Sequence[Version]]
+) -> dict[int, dict[str, str]]:
+    """The digests of the files of the checkpoints whose steps have replicas."""
+    found: dict[int, dict[str, str]] = {}
+    if checkpoints is None:
+        return found
+    steps = {version.step for each in versions for version in each}
+    for step in steps & set(checkpoints.steps()):
+        try:
+            manifest = Manifest.load(checkpoints.path_of(step))
+        except CheckpointError:
+            continue
+        found[step] = {file: facts.digest for file, facts in manifest.files.items()}
+    return found
+
+
+def _has_later(checkpoints: Checkpoints | None, step: int) -> bool:
+    if checkpoints is None or not any(each > step for each in checkpoints.steps()):
+        return False
+    latest = checkpoints.latest()
+    return latest is not None and latest.step > step
+
+
+class ReplicaSource:
+    """A replica that the nodes have together."""
+
+    is_one_folder = False
+
+    def __init__(
+        self, folder: Path, choice: WholeReplica, nodes: Nodes, channel: Channel | None
+    ) -> None:
+        self.step = choice.step
+        self._choice = choice
+        self._nodes = nodes
+        self._channel = channel
+        self._path = folder / f"step_{choice.step:08d}"
+        self._fetched_dir = folder / ".fetched"
+        self._path_by_file: dict[str, Path] = {}  # of files that come from the checkpoint
+        self._holders = dict(choice.holders)  # but for those whose file is damaged
+        self._verified: set[tuple[int, str]] = set()  # nodes and files
+        self._description: tuple[bytes, bytes]
+        self._num_bytes = [0, 0, 0]  # read here, sent by other nodes, from the checkpoint
+
+    def prepare(self, ranks: Ranks, checkpoints: Checkpoints | None) -> None:
+        """Get what describes the replica, and what no node has.  Collective.
+
+        The files that only the checkpoint has are read once, each by another rank.
+        """
+        is_first = ranks.position == self._holders[files.METADATA][0]
+        [self._description] = [
+            found
+            for found in ranks.agree(
+                lambda: self._read_description() if is_first else None, call=CALL
+            )
+            if found is not None
+        ]
+        for i, name in enumerate(self._choice.missing):
+            self._holders[name] = (i % ranks.world_size,)
+        ranks.agree(lambda: self._fetch_missing(ranks, checkpoints), call=CALL)
+
+    def _read_description(self) -> tuple[bytes, bytes]:
+        return (
+            (self._path / files.MANIFEST).read_bytes(),
+            (self._path / files.METADATA).read_bytes(),
+        )
+
+    def _fetch_missing(self, ranks: Ranks, checkpoints: Checkpoints | None) -> None:
+        for name in self._choice.missing:
+            if ranks.position in self._holders[name]:
+                assert checkpoints is not None
+                source = checkpoints.path_of(self.step) / name
+                # Several ranks of one node share the folder, but no file.
+                self._fetched_dir.mkdir(parents=True, exist_ok=True)
+                target = self._path_by_file[name] = self._fetched_dir / name
+                target.unlink(missing_ok=True)
+                shutil.copyfile(source, target)
+                if not files.fits(target, self._choice.digest_by_file[name]):
+                    raise damaged(source, "its content does not fit its digest")
+                self._num_bytes[2] += target.stat().st_size
+
+    def open(self, ranks: Ranks) -> SavedCheckpoint:
+        """What every rank was told of the replica; files are verified when they are needed."""
+        saved = SavedCheckpoint.described(self._path, *self._description)
+        saved.path_by_file |= self._path_by_file
+        return saved
+
+    def fetch(self, saved: SavedCheckpoint, places: Sequence[BytesPlace], ranks: Ranks) -> None:
+        """Verify the files that are needed, and exchange the bytes that ranks' nodes lack.
+
+        Raises ``DamagedReplicaError`` on every rank if all copies of a file are damaged.
+        """
+        needed = sorted(set(places), key=lambda place: (place.file, place.bytes.start))
+        self._verify(sorted({place.file for place in needed}), ranks)
+        wanted = [p for p in needed if ranks.position not in self._holders[p.file]]
+        self._num_bytes[0] += sum(p.bytes.numel for p in needed)
+        received_bytes = sum(p.bytes.numel for p in wanted)
+        self._num_bytes[0] -= received_bytes
+        self._num_bytes[1] += received_bytes
+        asked: list[list[BytesPlace]] = ranks.exchange(wanted, call=CALL)
+        outgoing: dict[int, _Outgoing] = {}
+        incoming: dict[int, _Incoming] = {}
+        for requester, each in enumerate(asked):
+            for sender, part in self._by_sender(requester, each).items():
+                if sender == ranks.position:
+                    outgoing[requester] = _Outgoing(saved, part)
+                if requester == ranks.position:
+                    incoming[sender] = _Incoming(part)
+        if self._channel is not None:
+            all_to_all_bytes(
+                self._channel,
+                {i: Stream(each.num_bytes, each.move) for i, each in outgoing.items()},
+                {i: Stream(each.num_bytes, each.move) for i, each in incoming.items()},
+            )
+        ranks.agree(lambda: _close_all(outgoing.values()), call=CALL)
+        for received in incoming.values():
+            saved.content_by_place |= received.contents()
+
+    def _verify(self, names: Sequence[str], ranks: Ranks) -> None:
+        """Compare the files that are read, here or for others, with their digests.
+
+        Each node reads those that it has and that anybody needs of it, its ranks by turns; a
+        damaged one counts no longer, and the next holder is asked.
+        """
+        while True:
+            needed: list[Sequence[str]] = ranks.exchange(names, call=CALL)
+            used = {
+                (self._nodes.node_by_position[self._sender(requester, name)], name)
+                for requester, each in enumerate(needed)
+                for name in each
+            } - self._verified
+            found = ranks.agree(partial(self._damaged, used, ranks), call=CALL)
+            self._verified |= used
+            bad = {pair for each in found for pair in each}
+            if not bad:
+                return
+            for node, name in bad:
+                left = [
+                    p for p in self._holders[name] if self._nodes.node_by_position[p] != node
+                ]
+                self._holders[name] = tuple(left)
+            lost = sorted(name for _, name in bad if not self._holders[name])
+            if lost:
+                damaged_files = {
+                    (position, self._choice.digest, name)
+                    for node, name in bad
+                    for position in self._nodes.positions(node)
+                }
+                raise DamagedReplicaError(
+                    f"{self._path}: {', '.join(lost)}: damaged on every node that has it.",
+                    damaged_files,
+                )
+
+    def _damaged(self, used: Collection[tuple[int, str]], ranks: Ranks) -> set[tuple[int, str]]:
+        """Of this rank's share of its node's used files, those that are damaged."""
+        node = self._nodes.node_by_position[ranks.position]
+        neighbours = self._nodes.positions(node)
+        # What came from the checkpoint was compared when it came.
+        names = sorted(n for each, n in used if each == node and n not in self._choice.missing)
+        wrong = set()
+        for name in names[neighbours.index(ranks.position) :: len(neighbours)]:
+            try:
+                is_right = files.fits(self._path / name, self._choice.digest_by_file[name])
+            except OSError:
+                is_right = False
+            if not is_right:
+                logger.warning("%s: damaged; another copy is asked for", self._path / name)
+                wrong.add((node, name))
+        return wrong
+
+    def _sender(self, requester: int, name: str) -> int:
+        """Who gives a rank a file, or part of it: itself, or one of those that have it."""
+        holders = self._holders[name]
+        return requester if requester in holders else holders[requester % len(holders)]
+
+    def _by_sender(
+        self, requester: int, places: Sequence[BytesPlace]
+    ) -> dict[int, list[BytesPlace]]:
+        """Which position sends which places; those of a node take turns."""
+        found: dict[int, list[BytesPlace]] = defaultdict(list)
+        for place in places:
+            found[self._sender(requester, place.file)].append(place)
+        return found
+
+    def told(self, ranks: Ranks) -> str:
+        """Where the state came from, over all ranks.  Collective."""
+        rows = ranks.exchange(self._num_bytes, call=CALL)
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+        here, elsewhere, stored = (f"{each / 2**20:,.1f} MiB" for each in sums)
+        return (
+            f"replicas: {here} from the node that needed it, {elsewhere} from other nodes, "
+            f"{stored} from the checkpoint"
+        )
+
+    def clear(self) -> None:
+        """Remove what came from the checkpoint."""
+        for path in self._path_by_file.values():
+            path.unlink(missing_ok=True)
+
+
+class _Outgoing:
+    """Places of files, one after the other."""
+
+    def __init__(self, saved: SavedCheckpoint, places: Sequence[BytesPlace]) -> None:
+        self._saved = saved
+        self._left = [(place.file, place.bytes) for place in places]
+        self.num_bytes = sum(place.bytes.numel for place in places)
+        self._failure: str | None = None
+
+    def move(self, memory: memoryview) -> None:
+        """Fill ``memory`` with the next bytes."""
+        filled = 0
+        while filled < len(memory):
+            name, span = self._left.pop(0)
+            number = min(span.numel, len(memory) - filled)
+            self._read(name, span.start, memory[filled : filled + number])
+            filled += number
+            if number < span.numel:
+                self._left.insert(0, (name, type(span)(span.start + number, span.stop)))
+
+    def _read(self, name: str, start: int, memory: memoryview) -> None:
+        path = self._saved.path_by_file.get(name, self._saved.folder / name)
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(len(memory))
+            memory[: len(content)] = content
+            if len(content) < len(memory):
+                self._failure = str(damaged(path, "it is shorter than it was"))
+        except OSError as error:
+            self._failure = in_words(error)
+
+    def close(self) -> None:
+        """Raise what failed."""
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
+
+
+def _close_all(streams: Iterable[_Outgoing]) -> None:
+    for each in streams:
+        each.close()
+
+
+class _Incoming:
+    """Memory for places that another node sends, one after the other."""
+
+    def __init__(self, places: Sequence[BytesPlace]) -> None:
+        self._places = places
+        self.num_bytes = sum(place.bytes.numel for place in places)
+        self._memory = memoryview(bytearray(self.num_bytes))
+        self._filled = 0
+
+    def move(self, memory: memoryview) -> None:
+        """Take the next bytes."""
+        self._memory[self._filled : self._filled + len(memory)] = memory
+        self._filled += len(memory)
+
+    def contents(self) -> dict[BytesPlace, memoryview]:
+        """The bytes of each place."""
+        found, start = {}, 0
+        for place in self._places:
+            found[place] = self._memory[start : start + place.bytes.numel]
+            start += place.bytes.numel
+        return found

@@ -1,0 +1,1 @@
+"""The training state that checkpoints hold, rank by rank."""

@@ -1,0 +1,121 @@
+"""What one rank holds of a model and its optimizer, ready to be written."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardhet.checkpoint.format.description import Description
+from shardhet.checkpoint.format.entries import (
+    EXTRA,
+    GROUPS,
+    MODEL,
+    Entry,
+    HeldPart,
+    HeldState,
+    Holding,
+    entries_of,
+    scalars_of,
+    whole_entry,
+)
+from shardhet.checkpoint.format.metadata import DTYPES
+from shardhet.checkpoint.format.values import encode
+from shardhet.checkpoint.state.optimizer_state import groups_of, states_of
+from shardhet.checkpoint.state.parts import parts_of
+from shardhet.checkpoint.state.ranks import Ranks
+from shardhet.fsdp import HetFSDP
+
+
+class Held:
+    """The tensors and values of this rank, by the names of their entries."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.content: dict[str, Any] = {}
+        self.extra: Any = None  # as JSON
+        self.extra_entries: list[tuple[str, Tensor]] = []
+        self.plan_json: str | None = None
+
+    def collect(
+        self, model: nn.Module, optimizer: optim.Optimizer | None, path: Path, extra: Any
+    ) -> Holding:
+        """Find out what there is; raises ``CheckpointError`` for what cannot be saved."""
+        parts = parts_of(model)
+        self.content = {MODEL + part.fqn: part.tensor for part in parts}
+        states: dict[str, dict[str, HeldState]] = {}
+        groups: tuple[dict[str, Any], ...] = ()
+        if optimizer is not None:
+            groups = groups_of(optimizer, parts)
+            states, rows = states_of(optimizer, parts)
+            self.content |= rows
+        if self._ranks.is_writer:
+            self.extra = encode(extra, "extra", self._keep)
+        if isinstance(model, HetFSDP):
+            self.plan_json = model.plan.to_json()
+        return Holding(
+            position=self._ranks.position,
+            path=str(path),
+            step=model.step if isinstance(model, HetFSDP) else None,
+            parts=tuple(
+                HeldPart(
+                    part.fqns,
+                    part.global_shape,
+                    str(part.tensor.dtype),
+                    part.rows,
+                    part.param is None,
+                )
+                for part in parts
+            ),
+            states=states,
+            groups=groups,
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+        )
+
+    def _keep(self, tensor: Tensor) -> str:
+        name = f"{EXTRA}{len(self.extra_entries)}"
+        self.extra_entries.append((name, tensor))
+        self.content[name] = tensor
+        return name
+
+    def described(self, holdings: Sequence[Holding], writer: int) -> Description:
+        """The checkpoint; what is whole everywhere is in the writer's content from now on."""
+        return Description(
+            holdings=holdings,
+            entries=self._add_whole(holdings, writer),
+            writer=writer,
+            extra=self.extra,
+            plan_json=self.plan_json,
+        )
+
+    def _add_whole(self, holdings: Sequence[Holding], writer: int) -> list[Entry]:
+        entries = entries_of(holdings, writer)
+        if self._ranks.position != writer:
+            return entries
+        for name, state in scalars_of(holdings).items():
+            value = state.scalar
+            is_tensor = state.dtype is not None
+            self.content[name] = (
+                torch.tensor(value, dtype=DTYPES[str(state.dtype)]) if is_tensor else value
+            )
+        for number, group in enumerate(holdings[writer].groups):
+            for option, value in group.items():
+                self.content[f"{GROUPS}{number}.{option}"] = value
+        for i, (name, tensor) in enumerate(self.extra_entries):
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype)
+            keys = ("extra", str(i))
+            entries.append(whole_entry(name, keys, writer, shape=shape, dtype=dtype))
+        return entries
+
+    def copy(self) -> None:
+        """Keep copies in host memory instead of the model's own tensors."""
+        self.content = {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in self.content.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(each.nbytes for each in self.content.values() if isinstance(each, Tensor))

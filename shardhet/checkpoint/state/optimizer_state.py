@@ -1,0 +1,236 @@
+"""State of an optimizer by the names of parameters, whatever its class.
+
+A state is a tensor of the local parameter's shape (rows, as the parameter's), a 0-d tensor or
+a number (a scalar, as ``step``).  None counts as absent.  Anything else is refused.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardhet.checkpoint.format.entries import STATE, HeldState
+from shardhet.checkpoint.format.errors import CheckpointError
+from shardhet.checkpoint.state.parts import ModelPart, as_rows
+
+# Options that torch's schedulers add to groups: an optimizer may be made before they are.
+OF_SCHEDULERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+)
+
+
+def part_by_param(parts: Sequence[ModelPart]) -> dict[nn.Parameter, ModelPart]:
+    """The part of every parameter that an optimizer may hold."""
+    return {part.param: part for part in parts if part.param is not None}
+
+
+def groups_of(
+    optimizer: optim.Optimizer, parts: Sequence[ModelPart]
+) -> tuple[dict[str, Any], ...]:
+    """The options of every group, and the fqns of its parameters as "params".
+
+    Raises ``CheckpointError`` for parameters of another model and options that are no plain
+    values.
+    """
+    known = part_by_param(parts)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        fqns = []
+        for i, param in enumerate(group["params"]):
+            if param not in known:
+                raise CheckpointError(
+                    f"optimizer: parameter {i} of group {number}, {tuple(param.shape)}, is not "
+                    "one of the model's. Make the optimizer from model.parameters()."
+                )
+            fqns.append(known[param].fqn)
+        options = {
+            name: _plain_option(value, f"optimizer: {name} of group {number}")
+            for name, value in group.items()
+            if name != "params"
+        }
+        groups.append({**options, "params": fqns})
+    return tuple(groups)
+
+
+def _plain_option(value: Any, where: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()  # a learning rate that a captured graph reads
+    if isinstance(value, tuple | list):
+        return type(value)(_plain_option(each, where) for each in value)
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    raise CheckpointError(
+        f"{where} is of type {type(value).__name__}, which a checkpoint does not hold. Keep it "
+        "outside of the optimizer's groups."
+    )
+
+
+def states_of(
+    optimizer: optim.Optimizer, parts: Sequence[ModelPart]
+) -> tuple[dict[str, dict[str, HeldState]], dict[str, Tensor]]:
+    """What is known of every state by fqn and name, and the rows by the name of the entry.
+
+    Raises ``CheckpointError`` naming optimizer, parameter and state for one of another shape.
+    """
+    held: dict[str, dict[str, HeldState]] = {}
+    rows: dict[str, Tensor] = {}
+    for param, part in part_by_param(parts).items():
+        states = optimizer.state.get(param, {})
+        for name, value in states.items():
+            if value is None:
+                continue
+            state = _held(value, part, f"{type(optimizer).__name__}: state {name!r}")
+            if "." in str(name):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__}: state {name!r} has a dot in its name, which "
+                    "names of a checkpoint are joined with. Rename it."
+                )
+            held.setdefault(part.fqn, {})[str(name)] = state
+            if state.scalar is None:
+                rows[f"{STATE}{part.fqn}.{name}"] = as_rows(value)
+    return held, rows
+
+
+def _held(value: Any, part: ModelPart, what: str) -> HeldState:
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        if value.dim() == 0:
+            return HeldState(str(value.dtype), value.item())
+        if value.shape == part.tensor.shape:
+            return HeldState(str(value.dtype))
+        shape = f"{tuple(value.shape)} of a parameter of {tuple(part.tensor.shape)}"
+    elif type(value) in (bool, int, float, complex):
+        return HeldState(None, value)
+    else:
+        shape = f"of type {type(value).__name__}"
+    raise CheckpointError(
+        f"{what} of {part.fqn} is {shape}. A checkpoint holds states that have the shape of "
+        "their parameter, and single numbers. Use an optimizer with such states, or save "
+        "with optimizer=None."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """One state of one parameter as read: rows like the local parameter's, or a scalar."""
+
+    value: Any
+    follows_param: bool  # its dtype was the parameter's, and is again
+
+
+def restore(
+    optimizer: optim.Optimizer,
+    parts: Sequence[ModelPart],
+    states: Mapping[str, Mapping[str, StoredState]],
+    options: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give ``optimizer`` these states by fqn, and its groups these options.
+
+    Goes through the optimizer's own ``load_state_dict``, which puts everything on the device of
+    the parameter.  That would also change every dtype to the parameter's; states that were
+    kept in another one get it back.
+    """
+    known = part_by_param(parts)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    fqns = [known[param].fqn for param in params]
+    numbers = iter(range(len(params)))
+    groups = []
+    for group, found in zip(optimizer.param_groups, options, strict=True):
+        kept = {name: value for name, value in group.items() if name != "params"}
+        given = {name: _like(value, kept.get(name)) for name, value in found.items()}
+        groups.append({**kept, **given, "params": [next(numbers) for _ in group["params"]]})
+    state = {
+        i: {name: each.value for name, each in states[fqn].items()}
+        for i, fqn in enumerate(fqns)
+        if states.get(fqn)
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for param, fqn in zip(params, fqns, strict=True):
+        for name, each in states.get(fqn, {}).items():
+            loaded = optimizer.state[param][name]
+            if isinstance(each.value, Tensor) and not each.follows_param:
+                exact = each.value.to(device=loaded.device)
+                optimizer.state[param][name] = exact
+
+
+def _like(value: Any, current: Any) -> Any:
+    """``value`` as a tensor where the option is one, as with captured graphs."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    return value
+
+
+def options_for(
+    optimizer: optim.Optimizer,
+    parts: Sequence[ModelPart],
+    saved: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """The options of every group of ``optimizer``, by the names of its parameters.
+
+    Groups may be others than those that were saved, if the options of all parameters in a
+    group are the same.  Raises ``CheckpointError`` listing what does not fit.
+    """
+    known = part_by_param(parts)
+    options_of = {
+        fqn: {name: value for name, value in group.items() if name != "params"}
+        for group in saved
+        for fqn in group["params"]
+    }
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        each = _options_of_group([known[p] for p in group["params"]], options_of, number)
+        _check_options(optimizer, each, number)
+        found.append(each)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    mine = {fqn for param in params for fqn in known[param].fqns}
+    unexpected = sorted(options_of.keys() - mine)
+    if unexpected:
+        raise CheckpointError(
+            f"optimizer: {some(unexpected)} were trained but are not in any group. Train "
+            "the parameters that were trained."
+        )
+    return found
+
+
+def _options_of_group(
+    parts: Sequence[ModelPart], options_of: Mapping[str, dict[str, Any]], number: int
+) -> dict[str, Any]:
+    """The options that all parameters of a group were saved with."""
+    fqns = [next((fqn for fqn in part.fqns if fqn in options_of), part.fqn) for part in parts]
+    missing = [fqn for fqn in fqns if fqn not in options_of]
+    if missing:
+        raise CheckpointError(
+            f"optimizer: the checkpoint has no options for {some(missing)} of group "
+            f"{number}. Train the parameters that were trained."
+        )
+    for fqn in fqns:
+        if repr(options_of[fqn]) != repr(options_of[fqns[0]]):
+            raise CheckpointError(
+                f"optimizer: group {number} has {fqns[0]} and {fqn}, which were saved "
+                "with different options. Make groups as they were."
+            )
+    return options_of[fqns[0]] if fqns else {}
+
+
+def _check_options(optimizer: optim.Optimizer, found: Mapping[str, Any], number: int) -> None:
+    """Raise if options are missing and others unknown: then it is another class.
+
+    One of both is another version of torch.
+    """
+    defaults = optimizer.defaults.keys()
+    missing = sorted(defaults - found.keys())
+    unknown = sorted(found.keys() - defaults - OF_SCHEDULERS - optimizer.param_groups[0].keys())
+    if found and missing and unknown:
+        raise CheckpointError(
+            f"optimizer: group {number} was saved with {some(unknown)} but "
+            f"{type(optimizer).__name__} has {some(missing)}. Use the optimizer it was "
+            "trained with."
+        )
+
+
+def some(names: Iterable[str], most: int = 12) -> str:
+    """The names, not too many of them."""
+    listed = list(names)
+    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + rest

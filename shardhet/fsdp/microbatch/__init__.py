@@ -1,0 +1,1 @@
+"""A unit's forward and backward, microbatch by microbatch."""

@@ -1,0 +1,150 @@
+"""The arguments of a call of a model: which of them hold samples, and how to pass fewer."""
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from shardhet.fsdp.microbatch.batching import BatchAxis, flatten, unflatten
+
+BatchDims = int | Mapping[str, int | None]
+
+PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, slice, range, type, Enum, FunctionType,
+    BuiltinFunctionType, partial, torch.dtype, torch.device, torch.Size, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+# Values of these types choose what a model does; numbers do not.
+_CHOOSING = (type(None), bool, str, bytes, Enum, torch.dtype)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether the argument has no state that a call could change."""
+    return isinstance(leaf, PLAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """The arguments of one call of a model, flattened."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec  # of (args, kwargs, loss_inputs)
+    names: tuple[str, ...]  # by leaf: the argument that it belongs to
+    batch_dims: tuple[int | None, ...]  # by leaf: the dimension that holds the batch, if any
+    are_named: tuple[bool, ...]  # by leaf: whether the user named its argument in batch_dim
+    num_samples: int
+
+    @classmethod
+    def of(
+        cls,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss_inputs: tuple[Any, ...],
+        batch_dim: BatchDims,
+    ) -> "ModelCall":
+        """The call of ``forward``; its first tensor determines the number of samples."""
+        leaves, spec = flatten((args, dict(kwargs), loss_inputs))
+        names = _names(forward, args, kwargs, loss_inputs)
+        dims = [_dim_of(name, batch_dim) for name in names]
+        num_samples = 0
+        for leaf, dim in zip(leaves, dims, strict=True):
+            if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
+                num_samples = leaf.shape[dim]
+                break
+        named = [isinstance(batch_dim, Mapping) and name in batch_dim for name in names]
+        return cls(tuple(leaves), spec, tuple(names), tuple(dims), tuple(named), num_samples)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls of one kind, whatever the lengths of their tensors."""
+        return (str(self.spec), *map(self._look, self.leaves, self.batch_dims))
+
+    def _look(self, leaf: Any, dim: int | None) -> Hashable:
+        if isinstance(leaf, Tensor):
+            return (leaf.dtype, leaf.dim(), self._has_batch_length(leaf, dim))
+        key: Any = leaf if isinstance(leaf, _CHOOSING) else type(leaf)
+        return key
+
+    def _has_batch_length(self, leaf: Any, dim: int | None) -> bool:
+        if not isinstance(leaf, Tensor) or dim is None or leaf.dim() <= dim:
+            return False
+        return leaf.shape[dim] == self.num_samples
+
+    @property
+    def objects(self) -> list[str]:
+        """Names of arguments that have a state of their own, such as KV caches."""
+        return [
+            f"{name} ({type(leaf).__name__})"
+            for name, leaf in zip(self.names, self.leaves, strict=True)
+            if not isinstance(leaf, Tensor) and not is_plain(leaf)
+        ]
+
+    def with_all(self) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """The arguments as given."""
+        args, kwargs, loss_inputs = unflatten(self.leaves, self.spec)
+        return args, kwargs, loss_inputs
+
+    def candidates(self) -> list[int]:
+        """By leaf: the length of its batch dimension divided by the number of samples; 0 if it
+        has no such dimension or the length is no multiple.
+        """
+        found = []
+        for leaf, dim in zip(self.leaves, self.batch_dims, strict=True):
+            fits = isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim
+            factor, rest = divmod(leaf.shape[dim], self.num_samples) if fits else (0, 0)
+            found.append(0 if rest else factor)
+        return found
+
+    def with_samples(
+        self, axes: Sequence[BatchAxis | None], samples: Sequence[Sequence[int]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """The arguments with only some of the samples, ``samples`` per leaf.
+
+        An index beyond the last sample wraps around and takes that sample rolled along another
+        dimension.
+        """
+        leaves = [
+            leaf if axis is None else self._selected(leaf, axis, chosen)
+            for leaf, axis, chosen in zip(self.leaves, axes, samples, strict=True)
+        ]
+        args, kwargs, loss_inputs = unflatten(leaves, self.spec)
+        return args, kwargs, loss_inputs
+
+    def _selected(self, leaf: Tensor, axis: BatchAxis, chosen: Sequence[int]) -> Tensor:
+        parts = leaf.detach().unflatten(axis.dim, (self.num_samples, axis.inner))
+        rows = []
+        for sample in chosen:
+            row = parts.select(axis.dim, sample % self.num_samples)
+            shift = sample // self.num_samples
+            rest = [d for d in range(row.dim()) if d != axis.dim and row.shape[d] > 1]
+            rows.append(row.roll(shift, rest[0]) if shift and rest else row)
+        return torch.cat(rows, axis.dim).requires_grad_(leaf.requires_grad)
+
+
+def _dim_of(name: str, batch_dim: BatchDims) -> int | None:
+    return batch_dim.get(name, 0) if isinstance(batch_dim, Mapping) else batch_dim
+
+
+def _names(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss_inputs: tuple[Any, ...],
+) -> list[str]:
+    """The name of its argument for every leaf of ``args``, ``kwargs`` and ``loss_inputs``."""
+    params = list(inspect.signature(forward).parameters.values())
+    names: list[str] = []
+    for i, arg in enumerate(args):
+        is_known = i < len(params) and params[i].kind is not inspect.Parameter.VAR_POSITIONAL
+        names += [params[i].name if is_known else f"argument {i}"] * len(flatten(arg)[0])
+    for name, value in kwargs.items():
+        names += [name] * len(flatten(value)[0])
+    return names + ["loss_inputs"] * len(flatten(loss_inputs)[0])

@@ -1,0 +1,1 @@
+"""What optimizers and users see of a rank's rows."""

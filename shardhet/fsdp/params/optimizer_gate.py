@@ -1,0 +1,202 @@
+"""Refuses optimizers whose step on rows differs from their step on whole parameters.
+
+A rank's optimizer holds rows of each parameter, so it must work element by element, or at least
+row by row.  Torch calls ``look_at`` before every step of every optimizer.  An optimizer that
+holds parameters of a HetFSDP is checked once:
+
+    torch's element-wise optimizers            pass
+    torch's that are known to need more        are refused
+    any other class                            is tried on a small problem with a copy, whole
+                                               and cut into rows; refused if results differ
+
+An optimizer that holds parameters from before wrapping is refused: it would train nothing.
+"""
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.sharding.seeds import restored_random_state
+
+ELEMENT_WISE = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+NEEDS_MORE = {
+    "Adafactor": "averages over the rows and columns of whole matrices",
+    "LBFGS": "takes inner products over all parameters",
+    "Muon": "orthogonalises whole matrices",
+    "SparseAdam": "takes sparse gradients",
+    "ZeroRedundancyOptimizer": "shards parameters over ranks, as HetFSDP has done already",
+}
+INSTEAD = (
+    "Use one that works element by element (AdamW, SGD, ...), or train these parameters "
+    "with it in a model of their own."
+)
+# Large enough for optimizers that treat small tensors differently (8-bit: below 4,096).
+TRIAL_SHAPES = ((), (4290,), (130, 33), (130, 11, 3), (130, 4, 3, 3), (130, 4, 3, 3, 1))
+TRIAL_CUT = 37  # rows of the first of two parts
+TRIAL_STEPS = 3
+TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or update
+
+_lifeline_by_param = WeakIdKeyDictionary()  # of parameters of all models
+_given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and lifeline
+_params_seen: "WeakKeyDictionary[optim.Optimizer, int]" = WeakKeyDictionary()
+
+
+def know(params: Iterable[nn.Parameter], lifeline: Lifeline) -> None:
+    """Register ``params`` as rows of a HetFSDP."""
+    for param in params:
+        _lifeline_by_param[param] = lifeline
+
+
+def know_given_up(params: Iterable[tuple[str, nn.Parameter]], lifeline: Lifeline) -> None:
+    """Register parameters that a HetFSDP has copied: training them has no effect."""
+    for fqn, param in params:
+        _given_up[param] = (fqn, lifeline)
+
+
+def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise on every rank if ``optimizer`` cannot train the HetFSDP whose rows it holds."""
+    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _params_seen.get(optimizer) == num_params:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if param in _given_up:
+            fqn, lifeline = _given_up[param]
+            with lifeline.guard("optimizer.step"):
+                raise RuntimeError(
+                    f"{_name(optimizer)} holds {fqn!r} from before the model was wrapped, "
+                    "which is not trained any more. Make the optimizer from the parameters of "
+                    f"the wrapped model: {type(optimizer).__name__}(model.parameters(), ...)."
+                )
+    known = [_lifeline_by_param[param] for param in params if param in _lifeline_by_param]
+    if known:
+        with known[0].guard("optimizer.step"):
+            _check(optimizer)
+    _params_seen[optimizer] = num_params
+
+
+register_optimizer_step_pre_hook(look_at)
+
+
+def _name(optimizer: optim.Optimizer) -> str:
+    return f"optimizer {type(optimizer).__name__}"
+
+
+def _check(optimizer: optim.Optimizer) -> None:
+    if type(optimizer) in ELEMENT_WISE:
+        return
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in NEEDS_MORE and kind.__module__.startswith("torch."):
+            _refuse(optimizer, NEEDS_MORE[kind.__name__])
+    try:
+        with restored_random_state(optimizer.param_groups[0]["params"][0].device):
+            error = _Trial(optimizer).error()
+    except Exception as problem:
+        warnings.warn(
+            f"{_name(optimizer)} could not be tried on a copy ({type(problem).__name__}: "
+            f"{problem}). If its step uses anything but single elements or rows of a parameter "
+            "(a norm of it, a mean over it), what it trains depends on the plan.",
+            stacklevel=4,
+        )
+        return
+    if not error <= 1.0:  # NaN is an error
+        _refuse(optimizer, "updates rows of a parameter differently than the whole parameter")
+
+
+def _refuse(optimizer: optim.Optimizer, why: str) -> NoReturn:
+    raise ValueError(
+        f"{_name(optimizer)} {why}, but every rank of a HetFSDP has only rows of each "
+        f"parameter. {INSTEAD}"
+    )
+
+
+class _Trial:
+    """A few steps of copies of an optimizer on small parameters, whole and cut into rows."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        first = optimizer.param_groups[0]["params"][0]
+        is_double = first.dtype == torch.float64
+        self._dtype = torch.float64 if is_double else torch.float32
+        self._device = first.device
+        # By group, the distinct numbers of dimensions of its parameters.
+        self._dims = [
+            sorted({max(1, param.dim()) for param in group["params"]})
+            for group in optimizer.param_groups
+        ]
+
+    def error(self) -> float:
+        """The largest difference between cut and whole, relative to the tolerance."""
+        parts = (slice(None), slice(0, TRIAL_CUT), slice(TRIAL_CUT, None))
+        whole, *cut = (self._train(rows) for rows in parts)
+        before = self._values(slice(None), 0)
+        error = 0.0
+        for now, upper, lower, start in zip(whole, *cut, before, strict=True):
+            update = (now - start).abs().max()
+            difference = (torch.cat([upper, lower]) - now).abs().max()
+            rounding = torch.finfo(self._dtype).eps * torch.maximum(update, start.abs().max())
+            error = max(error, float(difference / (TRIAL_BAR * rounding)))
+        return error
+
+    def _values(self, rows: slice, number: int) -> list[Tensor]:
+        """Random values or gradients; later rows have larger magnitude."""
+        values = []
+        for i, dim in enumerate(dim for dims in self._dims for dim in dims):
+            generator = torch.Generator().manual_seed(1000 * number + i)
+            drawn = torch.randn(TRIAL_SHAPES[dim], generator=generator, dtype=torch.float64)
+            magnitude = torch.linspace(0.1, 3, len(drawn), dtype=torch.float64)
+            drawn *= magnitude.reshape(-1, *(1 for _ in drawn.shape[1:]))
+            values.append(drawn[rows].to(device=self._device, dtype=self._dtype))
+        return values
+
+    def _train(self, rows: slice) -> list[Tensor]:
+        """The parameters after a few steps."""
+        params = [nn.Parameter(value) for value in self._values(rows, 0)]
+        optimizer = self._copy_for(params)
+        for step in range(1, TRIAL_STEPS + 1):
+            for param, grad in zip(params, self._values(rows, step), strict=True):
+                param.grad = grad
+            torch.manual_seed(step)
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    def _copy_for(self, params: Sequence[nn.Parameter]) -> optim.Optimizer:
+        """A new optimizer with the settings of the one on trial, for ``params``."""
+        memo: dict[int, Any] = {}
+        left: Iterator[nn.Parameter] = iter(params)
+        for group, dims in zip(self._optimizer.param_groups, self._dims, strict=True):
+            param_by_dim = {dim: next(left) for dim in dims}
+            for param in group["params"]:
+                memo[id(param)] = param_by_dim[max(1, param.dim())]
+        twin: optim.Optimizer = object.__new__(type(self._optimizer))
+        left_out = ("state", "step")  # a scheduler binds `step` to the optimizer on trial
+        for name, value in vars(self._optimizer).items():
+            if name not in left_out and not name.endswith("_hooks"):
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        twin.__setstate__({"state": defaultdict(dict)})
+        for group in twin.param_groups:
+            group["params"] = list(OrderedDict.fromkeys(group["params"]))
+        return twin

@@ -1,0 +1,1 @@
+"""Examines a model before it is trained, and refuses what cannot be shown to be right."""

@@ -1,0 +1,240 @@
+"""All runs of one probe on one rank, under one assumption about the model's arguments."""
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardhet.comm.peers import LostPeerError
+from shardhet.fsdp.microbatch.batching import BatchAxis, find_axis, flatten, unflatten
+from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.microbatch.loss import LossUsedError
+from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
+from shardhet.fsdp.probing.comparing import are_close
+from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
+from shardhet.fsdp.probing.order import PeerFailed
+from shardhet.fsdp.probing.probe import Probe
+from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL
+from shardhet.fsdp.probing.watch import Refusal
+from shardhet.fsdp.sharding.seeds import restored_random_state
+
+if TYPE_CHECKING:
+    from shardhet.fsdp.probing.prober import Prober
+
+Axes = tuple[BatchAxis | None, ...]
+RunModule = Callable[[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Replaces a tensor in a model's output for no samples when it is sent to other ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _for_no_samples(plain: Any) -> Any:
+    """A plain output of a model for no samples; a number is taken for a count, so it is zero.
+
+    This includes a number that is equal in two runs: their samples may happen to have equally
+    many tokens.
+    """
+    if type(plain) in (int, float):
+        return type(plain)(0)
+    return plain if is_plain(plain) else None
+
+
+class Attempt:
+    """All runs of one probe; ``axes`` says which arguments are assumed to hold samples."""
+
+    def __init__(
+        self,
+        prober: "Prober",
+        call: ModelCall | None,
+        axes: Axes,
+        run_module: RunModule,
+        has_gradients: bool,
+        splits: bool,
+    ) -> None:
+        self.segments: Any = ()
+        self.is_refused = False  # whether the error is one of HetFSDP's, not the model's own
+        self.probe: Probe | None = None
+        self._prober = prober
+        self._call = call
+        self._axes = axes
+        self._run_module = run_module
+        self.splits = splits
+        self._outputs: dict[str, Any] = {}
+        self._generators = HostGenerators()
+        if call is not None:
+            self.probe = Probe(
+                prober.module,
+                prober.norms,
+                has_gradients=has_gradients,
+                splits=splits,
+                anchor=prober.anchor,
+                rows=prober.rows,
+            )
+
+    def run(self) -> Exception | None:
+        """The error found on this rank; None if there is none here.  Collective."""
+        try:
+            device = self._prober.device
+            with restored_random_state(device), self._generators.restored():
+                _, self.segments = self._forward("small", range(SMALL))
+                self._check_draws()
+                self._forward("large", range(LARGE))
+                if self._any_rank(self.splits and bool(self._losses("large"))):
+                    self._check_losses()
+        except PeerFailed:
+            return None
+        except Refusal as refusal:
+            self.is_refused = True
+            return refusal.error
+        except LostPeerError:
+            raise
+        except Exception as error:
+            self.is_refused = isinstance(error, LossUsedError)
+            return error
+        return None
+
+    def _forward(
+        self,
+        name: str,
+        samples: Sequence[int],
+        main: Sequence[int] | None = None,
+        *,
+        word: int = LOW,
+    ) -> tuple[Any, Any]:
+        """One forward on ``samples``; the first batched argument takes ``main`` if given.
+
+        Generators of the host draw numbers near that of ``word``.
+        """
+        kind = name if name in ("small", "large") else "rest"
+
+        def run() -> Any:
+            assert self._call is not None
+            assert self.probe is not None
+            first = next((i for i, axis in enumerate(self._axes) if axis is not None), -1)
+            chosen = [
+                main if main is not None and i == first else samples
+                for i in range(len(self._axes))
+            ]
+            args, kwargs, loss_inputs = self._call.with_samples(self._axes, chosen)
+            self._generators.begin(word)
+            with self.probe.running(kind, tensors_in((args, kwargs, loss_inputs))):
+                output = self._run_module(args, kwargs, loss_inputs)
+                self.probe.check_output(output)
+            return output
+
+        self._outputs[name], segments = self._prober.run_once(self.probe, run)
+        return self._outputs[name], segments
+
+    def _check_draws(self) -> None:
+        """Raise if the small forward depends on numbers that the host's generators draw."""
+        drawn = self._generators.drawn()
+        if not self._any_rank(bool(drawn)):
+            return
+        expected, segments = tensors_in(self._outputs["small"]), self.segments
+        for word in (MIDDLE, HIGH):
+            output, found = self._forward("small", range(SMALL), word=word)
+            tensors = tensors_in(output)
+            is_same = found == segments and len(tensors) == len(expected)
+            if self._call is not None and not (
+                is_same and all(map(are_close, tensors, expected))
+            ):
+                raise Refusal(ValueError(_draws(drawn)))
+
+    def _any_rank(self, flag: bool) -> bool:
+        return any(row[0] for row in self._prober.control.exchange([float(flag)]))
+
+    def _losses(self, name: str) -> list[Tensor]:
+        """The 0-d tensors among the model's outputs, in float64."""
+        if self._call is None:
+            return []
+        tensors = tensors_in(self._outputs[name])
+        return [t.detach().double() for t in tensors if t.dim() == 0]
+
+    def _check_losses(self) -> None:
+        """Raise if a loss of the rank's batch is no sum or mean of its samples' losses."""
+        self._forward("rest", range(SMALL, LARGE))
+        small, large, rest = map(self._losses, ("small", "large", "rest"))
+        unclear = [
+            i
+            for i, (ab, abc, c) in enumerate(zip(small, large, rest, strict=True))
+            if not (self._are_equal(ab + c, abc) or self._are_equal((2 * ab + c) / 3, abc))
+        ]
+        if not self._any_rank(bool(unclear)):
+            return
+        # A mean over valid tokens is no mean over samples.  But as long as the labels are
+        # unchanged, the other samples affect what one sample adds only by a factor, the number
+        # of tokens.  If the loss is S/N, a sum over N tokens, the S of both parts must add up
+        # to that of all samples.
+        values = []
+        for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
+            self._forward(f"changed {name}", range(SMALL), main)
+            values.append(self._losses(f"changed {name}"))
+        self._forward("changed large", range(LARGE), (2, 1, 2))
+        changed = self._losses("changed large")
+        for i in unclear:
+            neither, first, second, both = (each[i] for each in values)
+            change = changed[i] - large[i]
+            factor = (first - neither) / change  # N of large divided by N of small
+            parts = small[i] + rest[i] * (factor - 1)
+            scale = max(float(each[i].abs()) for each in values)
+            amplified = 1 + scale / max(float(change.abs()), 1e-30)  # rounding in the factor
+            if not (
+                self._are_equal(neither + both, first + second)
+                and self._are_equal(parts, large[i] * factor, amplified)
+            ):
+                raise Refusal(
+                    ValueError(
+                        f"model(...): scalar output {i}, computed outside of units, is no sum "
+                        "or mean over samples (perhaps a load-balancing or contrastive loss), "
+                        "so it would depend on the plan. Leave it out of the loss "
+                        "(output_router_logits=False), compute it from each sample inside a "
+                        "unit, or give every rank one microbatch."
+                    )
+                )
+
+    def _are_equal(self, one: Tensor, other: Tensor, amplified: float = 1.0) -> bool:
+        """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
+        dtypes = [t.dtype for t in tensors_in(self._outputs["large"]) if t.is_floating_point()]
+        eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        scale = max(abs(float(one)), abs(float(other)))
+        bar = min(64 * eps * amplified, 1e-2)
+        return abs(float(one - other)) <= bar * scale or not math.isfinite(scale)
+
+    def empty_output(self) -> bytes | None:
+        """The output for no samples, pickled; None if it is not known."""
+        if self.probe is None:
+            return None
+        small, spec = flatten(self._outputs["small"])
+        large, _ = flatten(self._outputs["large"])
+        leaves: list[Any] = []
+        for one, other in zip(small, large, strict=False):
+            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+                leaves.append(_for_no_samples(one))
+                continue
+            try:
+                axes = find_axis(one, other, SIZES)
+            except ValueError:  # several dimensions depend on the number of samples
+                axes = [BatchAxis(0)]
+            shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
+            leaves.append(Zeros(tuple(shape), one.dtype))
+        try:
+            return pickle.dumps(unflatten(leaves, spec))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return None
+
+
+def _draws(names: Sequence[str]) -> str:
+    return (
+        f"model(...): it draws from {' and '.join(names) or 'a generator'}, and what it "
+        "computes depends on that. Each rank would draw for itself, and recomputation anew. "
+        "Draw with torch inside a unit, or leave that out (layerdrop=0.0)."
+    )

@@ -1,0 +1,163 @@
+"""Finds the rules of one call, by calling it on the whole batch and on pieces of it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice, product
+from typing import Any
+
+from shardhet.fsdp.microbatch.batching import (
+    BatchAxis,
+    Join,
+    Layout,
+    Rule,
+    VisitRules,
+    flatten,
+    unflatten,
+)
+from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
+from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied
+from shardhet.fsdp.probing.rules import (
+    LARGE,
+    PARTS,
+    SIZES,
+    SMALL,
+    RuleFinder,
+    join_by_gradients,
+    looks_like_mask,
+    readings,
+)
+from shardhet.fsdp.probing.watch import Refusal, Watcher
+
+MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments
+
+
+class Examiner:
+    """Finds rules of calls; ``splits`` says whether any rank has several microbatches."""
+
+    def __init__(self, runner: CallRunner, watcher: Watcher, *, splits: bool) -> None:
+        self.is_certain = True  # False if a zero output may be a sum or a mean
+        self._runner = runner
+        self._watcher = watcher
+        self._splits = splits
+        self._decide = RuleFinder(splits=splits)
+
+    def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
+        """The rules of a call that was seen with fewer samples, and the output of ``large``."""
+        names, before = large.tensor_by_name, seen.call.tensors
+        inputs = tuple(
+            self._decide.of_input(large.fqn, name, small, tensor)
+            for (name, tensor), small in zip(names.items(), before, strict=True)
+        )
+        return self._examine(seen, large, inputs)
+
+    def known_from(self, seen: Seen, call: ProbedCall) -> dict[str, Rule]:
+        """Rules of those arguments that the call seen before had too."""
+        before = seen.call.tensor_by_name
+        return {
+            name: self._decide.of_input("", name, before[name], tensor)
+            for name, tensor in call.tensor_by_name.items()
+            if name in before
+        }
+
+    def infer(
+        self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
+    ) -> VisitRules:
+        """The rules of a call that was not seen before; ``known`` are those of some arguments.
+
+        Tries all rules that the shapes of the other arguments allow; exactly one must fit.
+        """
+        tensors = call.tensor_by_name
+        options = [readings(t, known.get(name), num_samples) for name, t in tensors.items()]
+        fitting: list[VisitRules] = []
+        for rules in islice(product(*options), MAX_READINGS):
+            small, large = [
+                call.on(
+                    [
+                        rule.select(t, range(size), num_samples)
+                        if isinstance(rule, BatchAxis)
+                        else t
+                        for t, rule in zip(tensors.values(), rules, strict=True)
+                    ]
+                )
+                for size in SIZES
+            ]
+            try:
+                fitting.append(self._examine(self._runner.look(small)[0], large, rules)[0])
+            except (Exception, Refusal):
+                continue  # these rules do not fit
+        if len(fitting) == 1 or (fitting and not self._splits):
+            return fitting[0]
+        raise Refusal(
+            ValueError(
+                f"unit {call.fqn!r} is called with other kinds of arguments than when the "
+                "model was first called in this way, and it is not clear which of "
+                f"{', '.join(name for name in tensors if name not in known)} hold samples. "
+                "Pass tensors in the same places at every step (a mask always or never)."
+            )
+        )
+
+    def _examine(
+        self, seen: Seen, large: ProbedCall, inputs: tuple[Rule, ...]
+    ) -> tuple[VisitRules, Any]:
+        self._decide.is_unpredictable = self._watcher.is_unpredictable = False
+        self._decide.undecided.clear()
+        self._decide.has_mask = any(
+            looks_like_mask(tensor)
+            for tensor, rule in zip(large.tensors, inputs, strict=True)
+            if isinstance(rule, BatchAxis)
+        )
+        rules = VisitRules(
+            arguments=seen.call.arguments,
+            inputs=inputs,
+            results=seen.results,
+            outputs=(),
+            is_differentiable=seen.is_differentiable,
+        )
+        kept = large.on(list(map(copied, large.tensors)))  # the call may write to its inputs
+        output = self._run_whole(large, seen, inputs)
+        pieces = [
+            kept.on(cut(kept.tensors, rules, span, LARGE))
+            for span in (PARTS if self._splits and rules.is_batched else ())
+        ]
+        parts = [list(map(copied, tensors_in(self._runner.run(piece)))) for piece in pieces]
+        self._decide.is_unpredictable = self._watcher.is_unpredictable
+        found = [
+            self._decide.of_output(
+                large.fqn, i, seen.outputs[i], whole, [part[i] for part in parts]
+            )
+            for i, whole in enumerate(tensors_in(output))
+        ]
+        for i in self._decide.undecided:
+            decided = self._join_of_zeros(i, kept, pieces)
+            found[i] = decided or Join.SUM
+            self.is_certain &= decided is not None
+        return replace(rules, outputs=tuple(found)), output
+
+    def _run_whole(self, call: ProbedCall, seen: Seen, inputs: tuple[Rule, ...]) -> Any:
+        """A copy of the call's output, which may contain its inputs."""
+        given = call.tensors
+        versions = [each._version for each in given]
+        output = self._runner.run(call)
+        for each, version, rule in zip(given, versions, inputs, strict=True):
+            is_view = isinstance(rule, BatchAxis) and rule.outer == 1
+            if self._splits and each._version != version and not is_view:
+                raise Refusal(RuntimeError(writes_on_input(call.fqn)))
+        outputs, spec = flatten(output)
+        if Layout.of(outputs, spec) != seen.results:
+            raise Refusal(
+                ValueError(
+                    f"unit {call.fqn!r}: it returns another structure for {LARGE} samples than "
+                    f"for {SMALL}. Return the same structure for any number of samples."
+                )
+            )
+        return unflatten(list(map(copied, outputs)), spec)
+
+    def _join_of_zeros(
+        self, index: int, whole: ProbedCall, pieces: list[ProbedCall]
+    ) -> Join | None:
+        """How an output that is zero is joined, by its gradients; None if they do not tell."""
+        of_whole, *of_pieces = [
+            tensors_in(self._runner.run(each, with_graph=True))[index]
+            for each in (whole, *pieces)
+        ]
+        return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None

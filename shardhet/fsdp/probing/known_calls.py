@@ -1,0 +1,131 @@
+"""What is known of a model's calls: found once for each kind of call, then looked up."""
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardhet.comm.channel import Channel
+from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, flatten
+from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.probe import CallKey
+from shardhet.fsdp.probing.prober import Findings, Prober
+from shardhet.fsdp.sharding.unit import UnitModule
+
+UNKNOWN = -1  # the index of findings that do not exist yet
+
+
+class KnownCalls:
+    """The findings of all probes, in the same order on every rank."""
+
+    def __init__(self, prober: Prober, control: Channel) -> None:
+        self._prober = prober
+        self._control = control
+        self._findings: list[Findings] = []
+        self._index_by_key: dict[Hashable, int] = {}
+
+        # Of the forward in progress
+        self._index = UNKNOWN
+        self._num_samples = 0
+        self._num_calls: Counter[str] = Counter()  # by module
+
+    @property
+    def current(self) -> Findings:
+        """The findings for the forward in progress."""
+        return self._findings[self._index]
+
+    def index_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> int:
+        """The index of this rank's findings for such a call; UNKNOWN if it has none."""
+        return self._index_by_key.get(_key(call, is_training, splits), UNKNOWN)
+
+    def begin(
+        self,
+        index: int,
+        call: ModelCall,
+        run_module: RunModule,
+        *,
+        is_training: bool,
+        splits: bool,
+    ) -> Findings:
+        """Begin a forward with the findings at ``index``; UNKNOWN runs a probe first.
+
+        Collective.
+        """
+        if index == UNKNOWN:
+            _check_can_be_probed(call)
+            rows = self._control.exchange([float(splits)])
+            findings = self._prober.find(
+                call if call.num_samples else None,
+                run_module,
+                has_gradients=torch.is_grad_enabled(),
+                splits=any(row[0] for row in rows),
+            )
+            self._findings.append(findings)
+            index = len(self._findings) - 1
+            if call.num_samples and findings.is_certain:
+                self._index_by_key[_key(call, is_training, splits)] = index
+        self._index = index
+        self._num_samples = call.num_samples
+        self._num_calls.clear()
+        return self.current
+
+    def count(self, module: UnitModule) -> int:
+        """The number of earlier calls of the module in this forward."""
+        return self._num_calls[module.fqn]
+
+    def prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], VisitRules]:
+        """The flattened arguments of the module's next call, and the rules of that call."""
+        leaves, spec = flatten(arguments)
+        key = CallKey(module.fqn, self._num_calls[module.fqn])
+        self._num_calls[module.fqn] += 1
+        rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor, rule in zip(tensors, rules.inputs, strict=True):
+            if isinstance(rule, BatchAxis) and not rule.fits(tensor, self._num_samples):
+                raise ValueError(
+                    f"unit {module.fqn!r}: an argument has shape {tuple(tensor.shape)} but "
+                    f"dimension {rule.dim} must be {rule.length(self._num_samples)} long for "
+                    f"{self._num_samples} samples, as it was when the model was first called "
+                    "in this way. Let it depend on the batch in the same way at every step."
+                )
+        return leaves, rules
+
+    def _rules_for(
+        self, module: UnitModule, key: CallKey, leaves: list[Any], arguments: Layout
+    ) -> VisitRules:
+        variants = self.current.rules.get(key)
+        if not variants:
+            raise RuntimeError(
+                f"model(...): {module.fqn!r} is called {key.call + 1} times, more often than "
+                "when the model was first called in this way. Call it the same number of times "
+                "at every step."
+            )
+        for rules in variants:
+            if rules.arguments == arguments:
+                return rules
+        inferred = self._prober.infer(
+            module,
+            leaves,
+            arguments,
+            self._num_samples,
+            variants[0],
+            splits=self.current.splits,
+        )
+        variants.append(inferred)
+        return inferred
+
+
+def _key(call: ModelCall, is_training: bool, splits: bool) -> Hashable:
+    return (call.key, torch.is_grad_enabled(), is_training, splits)
+
+
+def _check_can_be_probed(call: ModelCall) -> None:
+    if call.objects:
+        raise ValueError(
+            f"model(...): {', '.join(call.objects)} may change during the call, which every "
+            "microbatch and every recomputation would repeat. Leave it out (use_cache=False "
+            "for a KV cache); to generate text use model.unit_by_unit()."
+        )

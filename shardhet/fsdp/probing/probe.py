@@ -1,0 +1,217 @@
+"""Runs a model on two and on three samples before it is trained, to find where the batch is.
+
+At the first call of every kind all ranks run the model on a few of its real samples, without
+a backward.  Attributes, buffers and random states are restored afterwards.
+Generators of the host draw what ``host_draws`` says.
+
+    run    samples    what is found
+    small  a b        how units are called, what needs gradients, what leaks out of units
+    large  a b c      which dimensions grow with the batch; whether a unit gives the same in the
+                      microbatches (a b) and (c) as whole; whether code outside of units mixes
+                      samples
+    rest   c          whether losses that are computed outside of units add up
+
+What cannot be shown to be right is refused by name.  During a probe dropout is off and batch
+norm uses its running statistics, so that a sample's values do not depend on the other samples.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.batching import Layout, Rule, VisitRules, flatten, unflatten
+from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.probing.examine import Examiner
+from shardhet.fsdp.probing.module_state import BufferWrites, Number, numbers, restored_modules
+from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
+from shardhet.fsdp.probing.rules import LARGE, SMALL
+from shardhet.fsdp.probing.watch import Refusal, Watcher
+
+
+class CallKey(NamedTuple):
+    """One of the calls of a module in a forward."""
+
+    fqn: str
+    call: int  # number of earlier calls
+
+
+class Probe:
+    """The runs of a model on a few samples, on one rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        norms: BatchNorms,
+        *,
+        has_gradients: bool,
+        splits: bool,
+        anchor: Tensor,
+        rows: Mapping[int, str] | None = None,
+    ) -> None:
+        self.rules: dict[CallKey, VisitRules] = {}
+        self.counted: set[Number] = set()  # attributes that a forward has changed
+        self._seen: dict[CallKey, Seen] = {}
+        self._module = module
+        self._norms = norms
+        self._has_gradients = has_gradients
+        self._anchor = anchor
+        self._watcher = Watcher()
+        self._watcher.rows = rows or {}
+        self._watcher.on_random_outside = _refuse_random if splits else _accept
+        self._runner = CallRunner(
+            module, self._watcher, device=anchor.device, has_gradients=has_gradients
+        )
+        self._examiner = Examiner(self._runner, self._watcher, splits=splits)
+        # Not bound: a cycle would keep all that has been seen until cycles are collected.
+        self._run: Callable[[Probe, CallKey, ProbedCall], Any] = Probe._run_small
+        self._num_calls: Counter[str] = Counter()  # by module, in the present run
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no output was zero and might therefore be a sum or a mean."""
+        return self._examiner.is_certain
+
+    @contextmanager
+    def running(self, name: str, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """A context for one forward on ``inputs``; ``name`` is "small", "large" or "rest"."""
+        self._run = getattr(Probe, f"_run_{name}")
+        self._num_calls.clear()
+        with self._isolated():
+            writes, before = BufferWrites(self._module), numbers(self._module)
+            self._watcher.give(inputs)
+            with self._watcher:
+                yield
+            changed = dict(numbers(self._module).items() - before.items())
+            self.counted |= changed.keys()
+            self._check_buffers(writes)
+
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(restored_modules(self._module))
+            stack.enter_context(self._norms.frozen())
+            # If it is not imported, nothing is compiled; importing it takes seconds.
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    def check_output(self, output: Any) -> None:
+        """Raise if the model returns a tensor that a unit has made but not returned."""
+        self._watcher.check_returned(tensors_in(output))
+
+    def call(
+        self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """The output of a call of one of a unit's modules in the current run."""
+        leaves, spec = flatten((args, kwargs))
+        self._watcher.check_arguments(fqn, tensors_in(leaves))
+        key = CallKey(fqn, self._num_calls[fqn])
+        self._num_calls[fqn] += 1
+        with self._watcher.paused():
+            return self._run(
+                self, key, ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
+            )
+
+    def infer(
+        self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
+    ) -> VisitRules:
+        """The rules of a call within a step, of a kind that no probe has seen.
+
+        ``known`` are rules of some of its arguments, by name.
+        """
+        with self._isolated(), self._watcher, self._watcher.paused():
+            return self._examiner.infer(call, num_samples, known)
+
+    # One call in each run
+
+    def _run_small(self, key: CallKey, call: ProbedCall) -> Any:
+        seen, output = self._runner.look(call)
+        self._seen[key] = seen
+        return self._returned(output, seen.outputs, seen.is_differentiable)
+
+    def _run_large(self, key: CallKey, call: ProbedCall) -> Any:
+        seen = self._seen.get(key)
+        if seen is None:
+            raise Refusal(ValueError(_calls_others(call.fqn)))
+        if seen.call.arguments != call.arguments:  # perhaps a mask that only one sample needs
+            known = self._examiner.known_from(seen, call)
+            rules = self._examiner.infer(call, LARGE, known)
+            self.rules[key] = rules
+            return self._repeated(call, rules.is_differentiable)
+        self.rules[key], output = self._examiner.rules_of(seen, call)
+        return self._returned(output, tensors_in(output), seen.is_differentiable)
+
+    def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
+        if key not in self.rules:
+            raise Refusal(ValueError(_calls_others(call.fqn)))
+        return self._repeated(call, self.rules[key].is_differentiable)
+
+    def _repeated(self, call: ProbedCall, flags: Sequence[bool]) -> Any:
+        output = self._runner.run(call)
+        return self._returned(output, list(map(copied, tensors_in(output))), flags)
+
+    def _returned(self, output: Any, tensors: Sequence[Tensor], flags: Sequence[bool]) -> Any:
+        """The output given to the model: it counts as made outside of units, with gradients."""
+        outputs, spec = flatten(output)
+        given = [
+            _Attached.apply(self._anchor, t) if flag and self._has_gradients else t  # type: ignore[no-untyped-call]
+            for t, flag in zip(tensors, flags, strict=True)
+        ]
+        self._watcher.give(given)
+        return unflatten(filled(outputs, given), spec)
+
+    def _check_buffers(self, writes: BufferWrites) -> None:
+        if not self._module.training:
+            return
+        persistent = set(self._module.state_dict(keep_vars=True))
+        for fqn, buffer in writes.written().items():
+            if fqn in persistent or buffer._version:
+                raise Refusal(
+                    ValueError(
+                        f"buffer {fqn!r} is written in forward, once for each microbatch of "
+                        "each rank, so ranks would come to differ. Do not write it in the "
+                        "training forward, or compute it from what all ranks have (only "
+                        "batch norm's running statistics are kept equal)."
+                    )
+                )
+
+
+class _Attached(torch.autograd.Function):
+    """A copy of a tensor that requires a gradient and discards it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None
+
+
+def _refuse_random(operation: str) -> None:
+    raise Refusal(
+        ValueError(
+            f"the model draws random numbers outside of units ({operation}), once for the "
+            "rank's whole batch, so that the result depends on the plan. Draw them inside a "
+            "unit, by nn.Dropout or torch.nn.functional.dropout, or leave that out "
+            "(layerdrop=0.0)."
+        )
+    )
+
+
+def _accept(_operation: str) -> None:
+    """Accept it: with one microbatch per rank, drawing once per batch changes nothing."""
+
+
+def _calls_others(fqn: str) -> str:
+    return (
+        f"unit {fqn!r}: it is called in another order, or with other kinds of arguments, for "
+        f"{LARGE} samples than for {SMALL}. Call the units in the same way for any number of "
+        "samples."
+    )

@@ -1,0 +1,170 @@
+"""Runs one call of a unit's module in a probe, and checks that it does not change its inputs.
+
+A unit runs once for each microbatch and again in a recomputation, so a call that changes a
+cache, a list, a counter or its own inputs would change them more often than in one process.
+Each of these is refused by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardhet.fsdp.microbatch.batching import Layout, flatten, named, unflatten
+from shardhet.fsdp.microbatch.layered import autocast_as, autocast_dtype_now, writes_on_input
+from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
+from shardhet.fsdp.microbatch.signature import is_plain
+from shardhet.fsdp.probing.comparing import fingerprint
+from shardhet.fsdp.probing.module_state import counters
+from shardhet.fsdp.probing.watch import Refusal, Watcher
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedCall:
+    """A function of a unit and the arguments that it is called with."""
+
+    fqn: str  # of the module
+    function: Callable[..., Any]
+    leaves: list[Any]  # the arguments, flattened
+    arguments: Layout
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def tensor_by_name(self) -> dict[str, Tensor]:
+        """The tensors among the arguments, by the arguments' names."""
+        pairs = named(self.leaves, self.arguments)
+        return {name: leaf for name, leaf in pairs if isinstance(leaf, Tensor)}
+
+    def on(self, tensors: Sequence[Tensor]) -> "ProbedCall":
+        """The same call with ``tensors`` instead of its own."""
+        return replace(self, leaves=filled(self.leaves, tensors))
+
+
+@dataclass(slots=True)
+class Seen:
+    """A call with few samples, and its result."""
+
+    call: ProbedCall
+    outputs: list[Tensor]
+    results: Layout
+    is_differentiable: tuple[bool, ...]
+
+
+def filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """``leaves`` with their tensors replaced by ``tensors``, in order."""
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+class CallRunner:
+    """Runs calls under the watcher and refuses those that cannot be repeated."""
+
+    def __init__(
+        self, module: nn.Module, watcher: Watcher, *, device: torch.device, has_gradients: bool
+    ) -> None:
+        self._module = module
+        self._watcher = watcher
+        self._device = device
+        self._has_gradients = has_gradients
+
+    def run(self, call: ProbedCall, *, with_graph: bool = False) -> Any:
+        """The output of the call; raises ``Refusal`` if it changes its arguments."""
+        given = [
+            t.detach().requires_grad_(with_graph and t.requires_grad) for t in call.tensors
+        ]
+        leaves = filled(call.leaves, given)
+        objects = [x for x in leaves if not isinstance(x, Tensor) and not is_plain(x)]
+        before = [fingerprint(each) for each in objects]
+        versions = [t._version for t in given]
+        args, kwargs = unflatten(leaves, call.arguments.spec)
+        grad_mode = torch.enable_grad() if with_graph else torch.no_grad()
+        try:
+            # Without autocast's cache, which would keep casts of parameters between calls.
+            autocast = autocast_as(self._device.type, autocast_dtype_now(self._device.type))
+            with self._watcher.call(call.fqn, given), grad_mode, autocast:
+                output = call.function(*args, **kwargs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise Refusal(RuntimeError(writes_on_input(call.fqn))) from error
+            raise
+        if self._has_gradients and [t._version for t in given] != versions:
+            raise Refusal(RuntimeError(writes_on_input(call.fqn)))
+        for each, known in zip(objects, before, strict=True):
+            if fingerprint(each) != known:
+                raise Refusal(ValueError(_changes(call.fqn, f"a {type(each).__name__}")))
+        after, spec = flatten((args, kwargs))
+        if spec != call.arguments.spec or any(
+            a is not b for a, b in zip(after, leaves, strict=True)
+        ):
+            raise Refusal(ValueError(_changes(call.fqn, "a list or dict")))
+        _check_plain(call.fqn, output)
+        return output
+
+    def look(self, call: ProbedCall) -> tuple[Seen, Any]:
+        """The call's result, as a record of copies and as it is.
+
+        Raises ``Refusal`` if the call changes a number among the module's attributes each time.
+        """
+        # A function is no module of the model and has no attributes that count.
+        is_function = call.fqn == DROPOUT_CALLS
+        module = nn.Module() if is_function else self._module.get_submodule(call.fqn)
+        before = counters(module)
+        output = self.run(call, with_graph=self._has_gradients and torch.is_grad_enabled())
+        once = counters(module)
+        if once != before:
+            self.run(call)
+            _check_counters(call.fqn, once, counters(module))
+        outputs, spec = flatten(output)
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        seen = Seen(
+            call=replace(call, leaves=list(map(copied, call.leaves))),
+            outputs=list(map(copied, tensors)),
+            results=Layout.of(outputs, spec),
+            is_differentiable=tuple(each.requires_grad for each in tensors),
+        )
+        return seen, output
+
+
+def copied(leaf: Any) -> Any:
+    """A detached copy of a tensor; anything else unchanged."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _check_counters(fqn: str, once: Mapping[Any, Any], twice: Mapping[Any, Any]) -> None:
+    counting = [name for (_, name), value in once.items() if twice.get((_, name)) != value]
+    if counting:
+        raise Refusal(
+            ValueError(
+                f"unit {fqn!r} changes its attribute {counting[0]!r} at every call, that is "
+                "once for each microbatch and each recomputation. Count outside of units, once "
+                "for each forward."
+            )
+        )
+
+
+def _check_plain(fqn: str, output: Any) -> None:
+    for leaf in flatten(output)[0]:
+        if isinstance(leaf, Tensor) or is_plain(leaf):
+            continue
+        if fingerprint(leaf).holds_tensors:
+            raise Refusal(
+                TypeError(
+                    f"unit {fqn!r} returns a {type(leaf).__name__}, whose tensors HetFSDP "
+                    "cannot see. Use tuples or dicts, or register the class with "
+                    "torch.export.register_dataclass."
+                )
+            )
+
+
+def _changes(fqn: str, what: str) -> str:
+    return (
+        f"unit {fqn!r} changes {what} that it is passed, which every microbatch and every "
+        "recomputation would change again. Switch that off (use_cache=False for a KV cache), "
+        "or return the new values instead."
+    )

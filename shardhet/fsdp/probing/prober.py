@@ -1,0 +1,292 @@
+"""Runs probes on all ranks together and combines what they find.
+
+Every rank takes part in the gather of every visit; a rank without samples follows the others.
+If one rank cannot continue, all ranks learn of it and leave the forward at the next visit.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardhet.comm.channel import Channel
+from shardhet.comm.peers import LostPeerError
+from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.batching import (
+    BatchAxis,
+    Layout,
+    VisitRules,
+    flatten,
+    known_rules,
+    unflatten,
+)
+from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
+from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.probing.attempt import Attempt, Axes, RunModule, Zeros
+from shardhet.fsdp.probing.module_state import Number
+from shardhet.fsdp.probing.order import OrderFinder, PeerFailed
+from shardhet.fsdp.probing.probe import CallKey, Probe
+from shardhet.fsdp.probing.probed_call import ProbedCall
+from shardhet.fsdp.probing.watch import Refusal
+from shardhet.fsdp.sharding.seeds import restored_random_state
+from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
+from shardhet.records.schedule import Schedule, make_schedule
+
+MAX_ATTEMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a probe has found, valid for all calls of one kind."""
+
+    rules: dict[CallKey, list[VisitRules]]  # one for each kind of arguments seen
+    schedule: Schedule
+    splits: bool  # whether any rank has several microbatches
+    is_certain: bool  # if False, they are used for one step only
+    has_root_dropout: bool  # whether dropout is called as a function outside of units
+    counted: tuple[Number, ...]  # attributes that code outside of units changes
+    empty_output: Any  # the model's output for no samples, with ``Zeros``; None: not known
+
+    def make_empty_output(self, device: torch.device) -> Any:
+        """The model's output for no samples, with its tensors as zeros on ``device``."""
+        leaves, spec = flatten(self.empty_output)
+        made = [
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+            if isinstance(leaf, Zeros)
+            else leaf
+            for leaf in leaves
+        ]
+        return unflatten(made, spec)
+
+
+class Prober:
+    """Runs probes of one model, with the same findings on every rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[FSDPUnit],
+        norms: BatchNorms,
+        *,
+        control: Channel,
+        device: torch.device,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.is_running = False
+        self.module = module
+        self._units = tuple(units)
+        self.norms = norms
+        self.control = control
+        self.device = device
+        self._reshard_after_forward = reshard_after_forward
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._probe: Probe | None = None
+        self._finder = OrderFinder([], control)
+        self.rows = {
+            id(param): slot.fqn
+            for unit in units
+            for flat in unit.flats
+            for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+        }
+
+    def find(
+        self,
+        call: ModelCall | None,
+        run_module: RunModule,
+        *,
+        has_gradients: bool,
+        splits: bool,
+    ) -> Findings:
+        """Probe the model; ``call`` is None on a rank without samples.  Collective.
+
+        If the model cannot be trained as it is, raises the error of the rank that found it, on
+        every rank.
+        """
+        attempts = self._attempts(call)
+        problem: Exception | None = None
+        is_refused = False
+        for i, axes in enumerate(attempts):
+            attempt = Attempt(self, call, axes, run_module, has_gradients, splits)
+            found = attempt.run()
+            has_failed = self.control.exchange([float(found is not None)])
+            if not any(row[0] for row in has_failed):
+                return self._settle(attempt, has_gradients)
+            if i == 0:
+                problem, is_refused = found, attempt.is_refused
+        if problem is not None:
+            raise _explained(problem, call, attempts, is_refused=is_refused)
+        while True:  # until the rank that has failed raises, which raises here
+            self.control.exchange([0.0])
+
+    def _attempts(self, call: ModelCall | None) -> list[Axes]:
+        """Which arguments may hold samples: first as their lengths suggest, then with one or
+        two of them changed.
+        """
+        mine = None if call is None else (call.candidates(), call.batch_dims, call.are_named)
+        known = [each for each in self.control.exchange_objects(mine) if each is not None]
+        dims, named = known[0][1], known[0][2]
+        if len({len(each[0]) for each in known}) > 1:
+            raise ValueError(
+                f"model(...): ranks pass {[len(each[0]) for each in known]} arguments. Call "
+                "the model in the same way on every rank."
+            )
+        factors = [set(column) for column in zip(*(each[0] for each in known), strict=True)]
+        likely = [
+            BatchAxis(dim) if factor == {1} and dim is not None else None
+            for factor, dim in zip(factors, dims, strict=True)
+        ]
+        first = next((i for i, axis in enumerate(likely) if axis is not None), 0)
+        others: list[tuple[int, BatchAxis | None]] = []
+        for i, (axis, dim, factor) in enumerate(zip(likely, dims, factors, strict=True)):
+            if i == first or named[i] or dim is None:
+                continue
+            if axis is not None:
+                others.append((i, None))
+            elif len(factor) == 1 and min(factor) > 1:
+                others.append((i, BatchAxis(dim, 1, min(factor))))
+        changes = [*combinations(others, 1), *combinations(others, 2)][: MAX_ATTEMPTS - 1]
+        return [
+            tuple(dict(change).get(i, axis) for i, axis in enumerate(likely))
+            for change in ((), *changes)
+        ]
+
+    def _settle(self, attempt: Attempt, has_gradients: bool) -> Findings:
+        trainable = frozenset(i for i, unit in enumerate(self._units) if unit.is_trainable)
+        schedule = make_schedule(
+            attempt.segments,
+            trainable_units=trainable,
+            # Evaluation has no backward that could use the unsharded parameters again.
+            reshard_after_forward=self._reshard_after_forward or not has_gradients,
+        )
+        probe = attempt.probe
+        rules = {} if probe is None else probe.rules
+        self._check_agreement(rules)
+        is_certain = probe is None or probe.is_certain
+        rows = self.control.exchange([float(is_certain)])
+        told = self.control.exchange_objects(
+            (attempt.empty_output(), () if probe is None else probe.counted)
+        )
+        forms = [form for form, _ in told]
+        form = next((each for each in forms if each is not None), None)
+        return Findings(
+            rules={key: [found] for key, found in rules.items()},
+            schedule=schedule,
+            splits=attempt.splits,
+            is_certain=all(row[0] for row in rows),
+            counted=tuple(sorted({number for _, counted in told for number in counted})),
+            has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
+            empty_output=None if form is None else pickle.loads(form),
+        )
+
+    def _check_agreement(self, rules: dict[CallKey, VisitRules]) -> None:
+        mine = {
+            (*key, str(each.arguments)): (each.inputs, each.outputs)
+            for key, each in rules.items()
+        }
+        agreed: dict[Any, Any] = {}
+        for theirs in self.control.exchange_objects(mine):
+            for key, found in theirs.items():
+                if agreed.setdefault(key, found) != found:
+                    raise ValueError(
+                        f"unit {key[0]!r}: ranks find different rules for how its inputs and "
+                        f"outputs depend on the batch: {agreed[key]} and {found}. Pass the "
+                        "same kinds of arguments on every rank, with the batch in the same "
+                        "dimension."
+                    )
+
+    def infer(
+        self,
+        module: UnitModule,
+        leaves: list[Any],
+        arguments: Layout,
+        num_samples: int,
+        known: VisitRules,
+        *,
+        splits: bool,
+    ) -> VisitRules:
+        """The rules of a call that differs from the probed one.  Not collective.
+
+        Raises ``ValueError`` if they cannot be found.
+        """
+        probe = Probe(
+            self.module,
+            self.norms,
+            has_gradients=torch.is_grad_enabled(),
+            splits=splits,
+            anchor=self.anchor,
+        )
+        try:
+            with restored_random_state(self.device):
+                call = ProbedCall(module.fqn, module.forward, leaves, arguments)
+                return probe.infer(call, num_samples, known_rules(known))
+        except Refusal as refusal:
+            raise refusal.error from None
+
+    # While a probe runs
+
+    def enter(self, unit_index: int, needs_backward: bool) -> None:
+        """Agree that the unit is called next, and unshard it.  Collective."""
+        self._take(self._finder.visit(unit_index, needs_backward).unit)
+
+    def call(
+        self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """The output of a call of one of a unit's modules."""
+        assert self._probe is not None
+        return self._probe.call(fqn, function, args, kwargs)
+
+    def _take(self, unit_index: int) -> None:
+        for i, unit in enumerate(self._units):
+            if i != unit_index and unit.state is not UnitState.SHARDED:
+                unit.reshard()
+        self._units[unit_index].unshard()
+        self._units[unit_index].wait_for_unshard()
+
+    def run_once(self, probe: Probe | None, run: Callable[[], Any]) -> tuple[Any, Any]:
+        """One forward on all ranks: the result of ``run`` and the segments.  Collective.
+
+        Raises the error of this rank, or ``PeerFailed`` if another rank failed.
+        """
+        self._finder = OrderFinder([unit.fqn for unit in self._units], self.control)
+        self._probe, self.is_running = probe, True
+        try:
+            if probe is not None:
+                output = run()
+                self._finder.end()
+                return output, self._finder.found
+            while (segment := self._finder.follow()) is not None:
+                self._take(segment.unit)
+            return None, self._finder.found
+        except (LostPeerError, PeerFailed):
+            raise
+        except (Exception, Refusal):
+            self._finder.fail()
+            raise
+        finally:
+            self._probe, self.is_running = None, False
+            for unit in self._units:
+                if unit.state is not UnitState.SHARDED:
+                    unit.reshard()
+
+
+def _explained(
+    problem: Exception, call: ModelCall | None, attempts: Sequence[Axes], *, is_refused: bool
+) -> Exception:
+    """The problem, with names of arguments if wrong assumptions about them may be the cause."""
+    if call is None or len(attempts) == 1 or is_refused:
+        return problem
+    batched = [
+        name for name, axis in zip(call.names, attempts[0], strict=True) if axis is not None
+    ]
+    error = ValueError(
+        f"model(...): it does not run on some of its samples, with {', '.join(batched)} cut "
+        f"to them ({type(problem).__name__}: {problem}). If one of these arguments has no "
+        f"samples, pass HetFSDP(batch_dim={{'{batched[-1]}': None}}), or name the dimension "
+        "that holds them."
+    )
+    error.__cause__ = problem
+    return error

@@ -1,0 +1,218 @@
+"""Watches every operation of a probe for tensors that bypass arguments and results of units.
+
+Each tensor that depends on the model's inputs or parameters belongs to the *place* where it was
+made: outside of units, or in one call of a unit.
+
+    outside        x = embed(tokens)      x and what is computed from it outside of units
+      call 1         h = norm(x)          may use the arguments of the call, tensors made by the
+                     y = h @ w              same call, and tensors from before the forward
+    outside        y                      the results of a call belong to the outside again
+
+An operation that uses a tensor of another place would see only one microbatch of it instead of
+the whole batch, or would lose its gradient; it is refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
+
+OUTSIDE = 0
+
+# These use only dtype, device and shape of their tensor.
+_FACTORIES = frozenset(
+    ("new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "zeros_like", "ones_like",
+     "full_like", "new_empty_strided", "sym_size", "sym_stride")
+)  # fmt: skip
+# Replace random numbers: in a probe a sample's values must not depend on the other samples.
+_CONSTANTS = {"bernoulli_": 1.0, "uniform_": 0.5, "normal_": 0.5, "random_": 0.0,
+              "exponential_": 1.0}  # fmt: skip
+
+
+class Refusal(BaseException):
+    """Carries ``error`` past the model's own ``except`` clauses."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Watcher(OperationMode):
+    """Tracks where tensors are made while it is active; replaces random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_random_outside: Callable[[str], None] = lambda op: None
+        self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
+        self.rows: Mapping[int, str] = {}  # fqns of the sharded parameters of units, by id
+        self._place = OUTSIDE
+        self._num_calls = 0
+        self._unit_fqn = ""
+        self._is_paused = False
+        self._made_at = WeakIdKeyDictionary()  # tensor -> place
+        self._dice = WeakIdKeyDictionary()  # single random numbers drawn outside of units
+        self._fqn_by_place = {OUTSIDE: ""}
+        self._allowed: set[int] = set()  # addresses of storages that the call was given
+
+    @contextmanager
+    def call(self, unit_fqn: str, arguments: Sequence[Tensor]) -> Iterator[None]:
+        """A context for one call of a unit with these tensors."""
+        before = (self._place, self._unit_fqn, self._allowed, self._is_paused)
+        self._num_calls += 1
+        self._is_paused = False
+        self._place, self._unit_fqn = self._num_calls, unit_fqn
+        self._fqn_by_place[self._place] = unit_fqn
+        self._allowed = {_address(t) for t in arguments}
+        self.give(arguments)
+        try:
+            yield
+        finally:
+            self._place, self._unit_fqn, self._allowed, self._is_paused = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which only calls of units are watched."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Assign ``tensors`` to the current place."""
+        for tensor in tensors:
+            self._made_at[tensor] = self._place
+
+    def check_arguments(self, unit_fqn: str, tensors: Sequence[Tensor]) -> None:
+        """Raise if a unit is passed a parameter of a unit that is not being called."""
+        for tensor in tensors:
+            self._check_rows(tensor, f"the arguments of unit {unit_fqn!r}")
+
+    def check_returned(self, tensors: Sequence[Tensor]) -> None:
+        """Raise if the model returns a tensor that a unit has made but not returned."""
+        for tensor in tensors:
+            self._check(tensor, "the model's output")
+
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the operation; check the places of its inputs and note that of its result."""
+        if self._is_paused:
+            return func(*args, **kwargs)
+        name = func.__name__.split(".")[0]
+        depends = False
+        if name not in _FACTORIES:
+            for each in tensors_among((args, kwargs)):
+                self._check(each, name)
+                depends |= each in self._made_at or isinstance(each, nn.Parameter)
+                if self._dice and each in self._dice:
+                    self._check_die(name, args)
+        result = self._predictably(func, name, args, kwargs)
+        if depends:
+            for each in tensors_among(result):
+                self._note(each)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        self._made_at.setdefault(tensor, self._place)
+        if tensor._base is not None:  # may have been written through a view
+            self._made_at.setdefault(tensor._base, self._place)
+
+    def _check_die(self, name: str, args: tuple[Any, ...]) -> None:
+        """Refuse decisions by a random number, but not those of probability 0."""
+        is_never = name == "lt" and not isinstance(args[1], Tensor) and args[1] <= 0
+        if not is_never:
+            self.on_random_outside("perhaps layers skipped at random")
+
+    def _check_rows(self, tensor: Tensor, used_by: str) -> None:
+        if id(tensor) not in self.rows:
+            return
+        where = (
+            "code outside of units" if self._place == OUTSIDE else f"unit {self._unit_fqn!r}"
+        )
+        raise Refusal(
+            ValueError(
+                f"{self.rows[id(tensor)]} is used by {where} (in {used_by}), but it belongs "
+                "to a unit that is not being called, so this rank sees only its own rows. Use "
+                "it inside that unit, or make the module that uses it a unit: "
+                "HetFSDP(units=[...])."
+            )
+        )
+
+    def _check(self, tensor: Tensor, used_by: str) -> None:
+        self._check_rows(tensor, used_by)
+        place = self._made_at.get(tensor)
+        if place is None or place == self._place or _address(tensor) in self._allowed:
+            return
+        maker = self._fqn_by_place[place]
+        if self._place != OUTSIDE:
+            origin = f"unit {maker!r}" if place != OUTSIDE else "code outside of units"
+            raise Refusal(
+                ValueError(
+                    f"unit {self._unit_fqn!r} uses a tensor of shape {tuple(tensor.shape)} "
+                    f"that {origin} made in this forward and that is not among its arguments "
+                    f"(in {used_by}), so it cannot be cut into microbatches. Pass it as an "
+                    "argument of the unit's forward."
+                )
+            )
+        raise Refusal(
+            ValueError(
+                f"unit {maker!r}: a tensor of shape {tuple(tensor.shape)} that it made but "
+                f"did not return is used outside of it (in {used_by}), where only that of one "
+                "microbatch is seen and no gradient flows back. Return it from the unit's "
+                "forward instead of keeping it in an attribute or a hook, or leave it out "
+                "(output_attentions=False)."
+            )
+        )
+
+    def _predictably(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        schema = [argument.name for argument in func._schema.arguments]  # type: ignore[attr-defined]
+        if "dropout_p" in schema or "dropout" in schema:
+            return self._without_dropout(func, schema, args, kwargs)
+        if self._place == OUTSIDE and name == "rand" and not args[0]:
+            die = torch.full((), 0.5)
+            self._dice[die] = True
+            return die
+        if self._place == OUTSIDE:
+            self.on_random_outside(name)
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name in _CONSTANTS:
+            return args[0].fill_(_CONSTANTS[name])
+        if name in ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like"):
+            return func(*args, **kwargs).fill_(0.5)
+        if name == "bernoulli":
+            return torch.ones_like(args[0])
+        self.is_unpredictable = True
+        return func(*args, **kwargs)
+
+    def _without_dropout(
+        self,
+        func: Callable[..., Any],
+        schema: Sequence[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        index = next(schema.index(name) for name in ("dropout_p", "dropout") if name in schema)
+        given = args[index] if index < len(args) else kwargs.get(schema[index], 0.0)
+        if given and self._place == OUTSIDE:
+            self.on_random_outside(func.__name__)
+        if index < len(args):
+            return func(*args[:index], type(given)(0), *args[index + 1 :], **kwargs)
+        return func(*args, **(kwargs | ({schema[index]: 0.0} if given else {})))
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:  # sparse and other layouts have none
+        return id(tensor)

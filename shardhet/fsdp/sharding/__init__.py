@@ -1,0 +1,1 @@
+"""Units and their flat tensors: storage, gathers, reductions, streams."""

@@ -1,0 +1,246 @@
+"""Builds units from a plain module and a plan: which unit owns which parameter, which rank
+stores which rows.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map_only
+
+from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
+from shardhet.fsdp.sharding.materialize import RowSource, is_on_meta, materialize, move_buffers
+from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
+from shardhet.fsdp.sharding.wrapping import UnitModules
+from shardhet.records.layout import FlatLayout, cut_by_shares
+from shardhet.records.plan import Plan, PlannedUnit
+
+ROOT_FQN = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """Dtypes of gathered floating-point parameters and of gradients while they are summed."""
+
+    param_dtype: torch.dtype | None = None  # None: as stored
+    reduce_dtype: torch.dtype | None = None  # None: as stored
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype is torch.float16:
+            raise ValueError(
+                "reduce_dtype: torch.float16 but sums of gradients would overflow in it. Use "
+                "torch.float32."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDraft:
+    """A unit that is not built yet: its modules and the parameters that it owns."""
+
+    fqn: str
+    modules: UnitModules
+    slots: tuple[ParamSlot, ...]
+    inner: tuple[nn.Module, ...]  # all its modules, including nested ones
+
+    def groups(self) -> list[list[ParamSlot]]:
+        """The parameters grouped by trainability and dtype, one group per flat tensor."""
+
+        def key(slot: ParamSlot) -> tuple[bool, str]:
+            return (not slot.is_trainable, str(slot.current.dtype))
+
+        return [list(group) for _, group in groupby(sorted(self.slots, key=key), key=key)]
+
+
+def build_units(
+    module: nn.Module,
+    modules_of_units: Sequence[UnitModules],
+    plan: Plan,
+    *,
+    comm: CommContext,
+    control: Channel,
+    precision: MixedPrecision,
+    seed: int,
+    init_fn: Callable[[nn.Module], None] | None,
+    row_source: RowSource | None = None,
+) -> list[FSDPUnit]:
+    """The units, the root last; every rank keeps its rows and frees the rest.  Collective."""
+    drafts = draft_units(module, modules_of_units)
+    check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
+    _check_plan_is_for(plan, drafts)
+    layouts = [
+        FlatLayout.of_shapes([slot.shape for slot in group])
+        for draft in drafts
+        for group in draft.groups()
+    ]
+    cut = iter(cut_by_shares(layouts, plan.state_shares))
+    was_on_meta = is_on_meta(module)
+    if not was_on_meta:
+        _check_same_values(_hashes(module.named_parameters()), module, control)
+    units, drawn = [], []
+    for draft in drafts:
+        materialize(
+            draft.slots,
+            draft.inner,
+            draft.fqn,
+            seed=seed,
+            init_fn=init_fn,
+            row_source=row_source,
+        )
+        if was_on_meta:
+            held = [(slot.fqn, slot.current) for slot in draft.slots]
+            drawn += _hashes((fqn, param) for fqn, param in held if not param.is_meta)
+        flats = []
+        for group in draft.groups():
+            flat = FlatTensor(
+                group,
+                next(cut),
+                comm=comm,
+                orig_dtype=group[0].current.dtype,
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype,
+            )
+            for i, slot in enumerate(group):
+                if slot.current.is_meta and row_source is not None:
+                    rows = row_source.read_rows(slot.fqn, flat.rows[i])
+                    flat.sharded_params[i].data.copy_(rows)
+                else:
+                    flat.store_rows(i, slot.current)
+                flat.sharded_params[i].__dict__.update(slot.current.__dict__)
+            flats.append(flat)
+            flat.show_shards()  # frees the whole parameters
+        unit_modules = [
+            unit_module(fqn, each, precision.param_dtype)
+            for fqn, each in zip(draft.modules.fqns, draft.modules.modules, strict=True)
+        ]
+        units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=comm))
+    if was_on_meta:
+        _check_same_values(drawn, module, control)
+    move_buffers(list(module.modules()), comm.device)
+    return units
+
+
+def unit_module(fqn: str, module: nn.Module, param_dtype: torch.dtype | None) -> UnitModule:
+    """The record of a module whose calls the runtime intercepts."""
+    is_trainable = any(param.requires_grad for param in module.parameters())
+    return UnitModule(fqn, module, casting(module.forward, param_dtype), is_trainable)
+
+
+def find_pieces(
+    module: nn.Module, units: Sequence[UnitModules], param_dtype: torch.dtype | None
+) -> list[UnitModule]:
+    """Modules outside of units that nevertheless have to run microbatch by microbatch.
+
+    These are dropout, which is seeded per microbatch, and batch norm, whose statistics are
+    those of a microbatch.
+    """
+    inside = {inner for unit in units for each in unit.modules for inner in each.modules()}
+    return [
+        unit_module(fqn, each, param_dtype)
+        for fqn, each in module.named_modules()
+        if isinstance(each, _DropoutNd | _BatchNorm) and each not in inside
+    ]
+
+
+def planned_units(units: Sequence[FSDPUnit]) -> tuple[PlannedUnit, ...]:
+    """The description of the model that a plan contains."""
+    return tuple(PlannedUnit(fqn=unit.fqn, numel=unit.numel) for unit in units)
+
+
+def draft_units(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> list[UnitDraft]:
+    """The units with their parameters, the root last."""
+    unit_by_module = {
+        inner: i
+        for i, unit in enumerate(modules_of_units)
+        for each in unit.modules
+        for inner in each.modules()
+    }
+    places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for name, param in inner._parameters.items():
+            if param is not None:
+                fqn = f"{prefix}.{name}" if prefix else name
+                places.setdefault(param, []).append((fqn, inner, name))
+    root = len(modules_of_units)
+    slots: list[list[ParamSlot]] = [[] for _ in range(root + 1)]
+    for param, found in places.items():
+        owners = {unit_by_module.get(inner, root) for _, inner, _ in found}
+        slot = ParamSlot(
+            fqns=tuple(fqn for fqn, _, _ in found),
+            owners=tuple(dict.fromkeys((inner, name) for _, inner, name in found)),
+            shape=param.shape,
+            is_trainable=param.requires_grad,
+        )
+        slots[root if root in owners else owners.pop()].append(slot)
+    drafts = []
+    for i, unit in enumerate(modules_of_units):
+        inner = tuple(m for m, owner in unit_by_module.items() if owner == i)
+        drafts.append(UnitDraft(unit.fqns[0], unit, tuple(slots[i]), inner))
+    of_root = tuple(m for m in module.modules() if m not in unit_by_module)
+    return [*drafts, UnitDraft(ROOT_FQN, UnitModules((), ()), tuple(slots[root]), of_root)]
+
+
+def _describe(drafts: Sequence[UnitDraft]) -> list[Any]:
+    return [
+        [slot.fqn, list(slot.shape), str(slot.current.dtype), slot.is_trainable, draft.fqn]
+        for draft in drafts
+        for slot in draft.slots
+    ]
+
+
+def casting(forward: Callable[..., Any], param_dtype: torch.dtype | None) -> Callable[..., Any]:
+    """``forward`` with its floating-point inputs cast to the dtype of gathered parameters."""
+    if param_dtype is None:
+        return forward
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(param_dtype) if tensor.is_floating_point() else tensor
+
+    @wraps(forward)
+    def cast_and_forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return forward(*args, **kwargs)
+
+    return cast_and_forward
+
+
+def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
+    return [
+        [fqn, torch.hash_tensor(tensor.detach()).tolist() if tensor.numel() else 0]
+        for fqn, tensor in tensors
+    ]
+
+
+def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel) -> None:
+    check_same_on_all_ranks(
+        of_params + _hashes(module.named_buffers()),
+        what="initial values of the model",
+        channel=control,
+    )
+
+
+def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
+    if not plan.units:
+        return  # written by hand, for any model
+    planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
+    numels = {draft.fqn: sum(slot.shape.numel() for slot in draft.slots) for draft in drafts}
+    found = {fqn: numel for fqn, numel in numels.items() if numel}  # the root may be empty
+    if planned == found:
+        return
+    differing = [
+        f"{fqn or '(root)'}: planned {planned.get(fqn, 'absent')}, found "
+        f"{found.get(fqn, 'absent')}"
+        for fqn in {**planned, **found}
+        if planned.get(fqn) != found.get(fqn)
+    ]
+    raise ValueError(
+        f"The plan was made for another model: elements per unit differ in "
+        f"{'; '.join(differing[:8])}. Run the planner on this model, or load its own plan."
+    )

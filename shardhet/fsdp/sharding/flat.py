@@ -1,0 +1,318 @@
+"""A flat tensor of a unit: its shard, gather, unsharded storage, gradient and reduction.
+
+For a flat tensor that this rank both stores a part of and computes with: when each buffer is
+alive, who writes and reads it, and who waits for whom:
+
+    tensor               alive                       written by            read by
+    flat_shard           always                      optimizer (compute)   gather
+    cast of the shard    unshard .. wait_all_sent    gather                peers
+                         (on an accelerator that
+                         computes: a part of the
+                         unsharded storage)
+    unsharded storage    unshard .. reshard          gather, peers         compute
+    whole gradient       1st backward turn ..        compute               reduce, peers
+                         end of its reduction
+    part of the sum      reduce .. zero_grad         reduce                optimizer (compute)
+
+    gather before it writes the unsharded storage   waits for compute_event: earlier kernels
+                                                    that read it, the optimizer's writes
+    compute before it reads parameters              waits for the gather (wait_for_unshard)
+    optimizer before it writes the shard            waits for peers to have read it
+                                                    (CommContext.wait_all_sent)
+    reduce before it reads the whole gradient       waits for compute (FlatGradient.reduce)
+    compute before it reads the part of the sum     waits for reduce (FlatGradient.finish),
+                                                    and only then lends the buffer again
+
+The parameters are views of the unsharded storage, so tensors that autograd saved stay valid
+when the storage is freed and later refilled.  A rank that stores a whole tensor needs no second
+copy: its shard *is* the unsharded tensor.  ``flat_grad`` has the states of the gradient.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardhet.comm import devices
+from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.messages import Pending
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.flat_grad import FlatGradient, GradState, forget_autograds
+from shardhet.records.layout import FlatLayout, Span
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlot:
+    """One parameter and every place in the module tree that refers to it."""
+
+    fqns: tuple[str, ...]  # several for a tied parameter; the first is its name
+    owners: tuple[tuple[nn.Module, str], ...]  # (module, attribute), one per fqn
+    shape: torch.Size
+    is_trainable: bool
+
+    @property
+    def fqn(self) -> str:
+        """The name of the parameter, as optimizers use it."""
+        return self.fqns[0]
+
+    @property
+    def current(self) -> nn.Parameter:
+        """The parameter that the modules hold now."""
+        module, attribute = self.owners[0]
+        param = module._parameters[attribute]
+        assert param is not None
+        return param
+
+    def put(self, param: nn.Parameter) -> None:
+        """Make the modules hold ``param``."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = param
+
+
+class FlatTensor:
+    """Parameters of one unit that share a dtype and are all trainable or all frozen."""
+
+    def __init__(
+        self,
+        slots: Sequence[ParamSlot],
+        layout: FlatLayout,
+        *,
+        comm: CommContext,
+        orig_dtype: torch.dtype,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.slots = tuple(slots)
+        self.is_trainable = slots[0].is_trainable
+        self.orig_dtype = orig_dtype
+        converts = orig_dtype.is_floating_point and param_dtype is not None
+        self.param_dtype = param_dtype if converts and param_dtype else orig_dtype
+        self.reduce_dtype = reduce_dtype or orig_dtype
+        self._comm = comm
+        self._position = comm.gather_channel.position
+
+        self.flat_shard = self._empty_shard(layout)
+        self.sharded_params = [
+            nn.Parameter(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
+            for i in range(len(slots))
+        ]
+        if self.is_trainable:
+            for slot, param in zip(slots, self.sharded_params, strict=True):
+                param.register_post_accumulate_grad_hook(partial(_refuse_grad, slot.fqn))
+
+        self._unsharded = self._whole()
+        # .data has its own version counter: autograd must not take a refill of the storage for
+        # a change of tensors that it saved in forward.
+        self.unsharded_params = [
+            nn.Parameter(
+                self._unsharded_part(self._unsharded.data, i), requires_grad=self.is_trainable
+            )
+            for i in range(len(slots))
+        ]
+        if not self._is_shard_itself:
+            self._unsharded.untyped_storage().resize_(0)
+        if self.is_trainable:
+            for i, param in enumerate(self.unsharded_params):
+                param.register_post_accumulate_grad_hook(partial(self._accumulate, i))
+
+        self._gather: Pending | None = None
+        self.grad = FlatGradient(layout, self._position, comm, self.reduce_dtype)
+
+    # Layout #
+
+    def _empty_shard(self, layout: FlatLayout) -> Tensor:
+        """Take over ``layout``; this rank's shard in it, without values but in the gaps."""
+        self.layout = layout
+        self.rows = [layout.rows(i, self._position) for i in range(len(self.slots))]
+        self._boxes = [self._own_part(span) for span in layout.param_spans]
+        shard = self._comm.empty(layout.shard_numels[self._position], self.orig_dtype)
+        for gap in layout.gap_spans:
+            part = self._own_part(gap)
+            shard[part.start : part.stop].zero_()
+        return shard
+
+    def _whole(self) -> Tensor:
+        """The unsharded tensor, [layout.numel], which is the shard where that is all of it."""
+        is_whole = self.flat_shard.numel() == self.layout.numel  # this rank stores all of it
+        self._is_shard_itself = is_whole and self.param_dtype == self.orig_dtype
+        if self._is_shard_itself:
+            return self.flat_shard
+        return torch.empty(self.layout.numel, dtype=self.param_dtype, device=self._comm.device)
+
+    @torch.no_grad()
+    def redistribute(self, layout: FlatLayout, whole: Tensor) -> None:
+        """Store the rows of ``layout`` from now on; ``whole``, [numel], has their values.
+
+        Between steps, without gradients.  The parameters stay the same objects.
+        """
+        shard = self._empty_shard(layout)
+        own = layout.shard_spans[self._position]
+        shard.copy_(whole[own.start : own.stop])
+        self.flat_shard = shard
+        for i, param in enumerate(self.sharded_params):
+            param.data = self._box(shard, i)
+        self._unsharded = self._whole()
+        for i, param in enumerate(self.unsharded_params):
+            param.data = self._unsharded_part(self._unsharded.data, i)
+        if not self._is_shard_itself:
+            self._unsharded.untyped_storage().resize_(0)
+        self.grad = FlatGradient(layout, self._position, self._comm, self.reduce_dtype)
+
+    # Geometry #
+
+    def _own_part(self, span: Span) -> Span:
+        """The position, within this rank's shard, of the part of ``span`` that it stores."""
+        own = self.layout.shard_spans[self._position]
+        part = span.intersect(own)
+        return Span(part.start - own.start, part.stop - own.start) if part.numel else Span(0, 0)
+
+    def boxes(self, shard: Tensor) -> list[Tensor]:
+        """The rows of every parameter in ``shard``, a tensor like this rank's shard."""
+        return [self._box(shard, i) for i in range(len(self.slots))]
+
+    def _box(self, shard: Tensor, param: int) -> Tensor:
+        """The rows of parameter ``param`` in ``shard``, [rows, ...]; a scalar is one row."""
+        part = self._boxes[param]
+        shape = (self.rows[param].numel, *self.slots[param].shape[1:])
+        return shard[part.start : part.stop].view(shape)
+
+    @torch.no_grad()
+    def store_rows(self, param: int, full: Tensor) -> None:
+        """Copy this rank's rows of ``full``, a whole parameter, into the shard."""
+        rows = self.rows[param]
+        whole = full.reshape(1) if full.dim() == 0 else full
+        self._box(self.flat_shard, param).copy_(whole[rows.start : rows.stop])
+
+    # Parameters #
+
+    @property
+    def unsharded_address(self) -> int:
+        """The current address of the unsharded storage."""
+        return self._unsharded.untyped_storage().data_ptr()
+
+    def unshard(self) -> None:
+        """Start the gather; a rank that computes nothing only sends."""
+        comm = self._comm
+        if comm.gather_channel.group is None and self._is_shard_itself:
+            return
+        with comm.on_stream(comm.all_gather_stream):
+            # Memory allocated on this stream may have been freed by the last reshard while
+            # kernels of the compute stream still read it; the optimizer wrote the shard there.
+            comm.all_gather_stream.wait_event(comm.compute_event)
+            if comm.is_receiver and not self._is_shard_itself:
+                numel, itemsize = self.layout.numel, self.param_dtype.itemsize
+                self._unsharded.untyped_storage().resize_(numel * itemsize)
+            is_alone = comm.gather_channel.group is None  # then the gather copies and casts
+            shard = self.flat_shard if is_alone else self._shard_to_send()
+            self._gather = all_gather_uneven(
+                self._unsharded if comm.is_receiver else None,
+                shard,
+                self.layout.shard_numels,
+                channel=comm.gather_channel,
+                receivers=comm.receivers,
+            )
+
+    def _shard_to_send(self) -> Tensor:
+        """The shard in the dtype in which it is gathered."""
+        comm = self._comm
+        if self.param_dtype == self.orig_dtype:
+            return self.flat_shard
+        if not comm.is_receiver or devices.is_on_host(comm.device):
+            return self.flat_shard.to(self.param_dtype)
+        # On an accelerator the gather waits for the sends too, so they may read the output.
+        own = self.layout.shard_spans[self._position]
+        return self._unsharded[own.start : own.stop].copy_(self.flat_shard)
+
+    def wait_for_unshard(self) -> None:
+        """Wait until the compute stream may read the parameters; give them to the modules."""
+        comm = self._comm
+        if self._gather is not None:
+            with comm.on_stream(comm.all_gather_stream):
+                self._gather.wait()
+                event = comm.record_event(comm.all_gather_stream)
+            comm.current_stream().wait_event(event)
+            comm.keep_until_sent(self._gather)
+            self._gather = None
+        if comm.is_receiver:
+            for slot, param in zip(self.slots, self.unsharded_params, strict=True):
+                slot.put(param)
+
+    def reshard(self) -> None:
+        """Free the unsharded storage; the modules hold the shards again."""
+        self.show_shards()
+        if not self._is_shard_itself:
+            self._unsharded.untyped_storage().resize_(0)
+
+    def show_shards(self) -> None:
+        """Make the modules hold this rank's rows."""
+        for slot, param in zip(self.slots, self.sharded_params, strict=True):
+            slot.put(param)
+
+    # Gradients #
+
+    def begin_backward(self) -> None:
+        """Prepare to accumulate gradients of this rank's microbatches."""
+        if self.is_trainable:
+            self.grad.begin()
+
+    def _accumulate(self, index: int, param: Tensor) -> None:
+        # Called by autograd right after it has set param.grad.
+        if self.grad.state is not GradState.ACCUMULATING:
+            raise RuntimeError(
+                f"{self.slots[index].fqn}: a gradient arrived outside of model.backward(). "
+                f"Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
+            )
+        self.grad.add(index, param)
+
+    def _unsharded_part(self, flat: Tensor, param: int) -> Tensor:
+        span = self.layout.param_spans[param]
+        return flat[span.start : span.stop].view(self.slots[param].shape)
+
+    def reduce(self) -> None:
+        """Start the reduce-scatter of the computing ranks' gradients to the owners."""
+        forget_autograds(self.unsharded_params)
+        self.grad.reduce()
+
+    def finish_reduce(self) -> None:
+        """Wait until this rank has its part of the sum and nobody reads its gradients."""
+        self.grad.finish()
+
+    @torch.no_grad()
+    def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
+        """Set or add to the shards' gradients; None stays where no rank has a gradient."""
+        reduced, sums = self.grad.take()
+        if reduced is None and not sums:
+            return  # the unit is never visited
+        flat_grad = None if reduced is None else reduced.to(self.orig_dtype)
+        for i, param in enumerate(self.sharded_params):
+            if param.requires_grad != self.is_trainable:
+                raise RuntimeError(
+                    f"{self.slots[i].fqn}: requires_grad was changed after HetFSDP was built. "
+                    f"Freeze and unfreeze parameters before wrapping the model."
+                )
+            if not has_grad[i]:
+                continue
+            if flat_grad is None:
+                grad = sums[i].to(self.orig_dtype).view_as(param)
+            else:
+                grad = self._box(flat_grad, i)
+            if param.grad is None:
+                param.grad = grad
+            else:
+                param.grad += grad
+
+    def drop_grads(self) -> None:
+        """Drop the gradients of an unfinished or invalid step."""
+        forget_autograds(self.unsharded_params)
+        self.grad.drop()
+
+
+def _refuse_grad(fqn: str, sharded_param: Tensor) -> None:
+    # Autograd reaches a shard only if a parameter is used without calling its module.
+    sharded_param.grad = None
+    raise RuntimeError(
+        f"{fqn} is used outside of the forward of its unit, where this rank sees only its own "
+        f"rows. Use it inside, or make the module that uses it a unit: HetFSDP(units=[...])."
+    )

@@ -1,0 +1,169 @@
+"""The gradient of a flat tensor, from the first microbatch of backward to the shard."""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from shardhet.comm.collectives import reduce_scatter_uneven
+from shardhet.comm.messages import Pending
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.records.layout import FlatLayout, Span
+
+
+class GradState(Enum):
+    """The state of a flat tensor's gradient on one rank."""
+
+    NONE = auto()  # at the start, and after take() or drop()
+    ACCUMULATING = auto()  # after begin(): microbatches add; never on a rank without samples
+    REDUCING = auto()  # after reduce(): peers and the reduce stream read it
+    REDUCED = auto()  # after finish(): only this rank's part of the sum is left
+
+
+class FlatGradient:
+    """The gradient of a flat tensor, as far as one rank holds it.
+
+    A computing rank holds the whole gradient, ``[layout.numel]``, while it accumulates and
+    reduces; a storing rank holds its part of the sum from the reduction on.  If one rank alone
+    computes and stores (``is_alone``), it has no whole buffer and no reduction: the sums that
+    autograd makes for each parameter are the gradient.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, position: int, comm: CommContext, reduce_dtype: torch.dtype
+    ) -> None:
+        self.state = GradState.NONE
+        # By parameter: whether this rank had a gradient when reduce() was called.
+        self.has_grad = [False] * len(layout.param_spans)
+        self._layout = layout
+        self._own_numel = layout.shard_numels[position]
+        self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
+        self._is_whole = self._own_numel == layout.numel
+        self._comm = comm
+        self._dtype = reduce_dtype
+        self._whole: Tensor | None = None  # [layout.numel], lent by the buffer pool
+        # By parameter, the sum over the microbatches so far: a view of _whole, or the tensor
+        # that autograd made on a rank that is alone.
+        self._sums: dict[int, Tensor] = {}
+        self._reduction: Pending | None = None
+        self._reduced: Tensor | None = None  # [own numel]
+
+    @property
+    def is_private(self) -> bool:
+        """Whether one and the same rank alone computes and stores the gradient in this step."""
+        return len(self._owners) == 1 and self._comm.receivers == self._owners
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the gradient is private and this is the rank that has it."""
+        return self._is_whole and self.is_private
+
+    def begin(self) -> None:
+        """NONE -> ACCUMULATING; does nothing if already ACCUMULATING."""
+        if self.state is GradState.ACCUMULATING:
+            return
+        self.state = GradState.ACCUMULATING
+        if not self.is_alone:
+            comm = self._comm
+            self._whole = comm.buffers.lend(
+                self._layout.numel, dtype=self._dtype, device=comm.device
+            )
+
+    def add(self, index: int, param: Tensor) -> None:
+        """Add ``param.grad`` right after autograd has set it, while it is still in cache."""
+        grad = param.grad
+        if grad is None:  # the operation that used it returned no gradient
+            return
+        total = self._sums.get(index)
+        if total is None:
+            if self._whole is None:
+                total = grad.to(self._dtype)
+            else:
+                total = self._part(self._whole, index).view(grad.shape)
+                total.copy_(grad)
+            self._sums[index] = total
+        elif total is not grad:
+            total.add_(grad)
+        # If the dtypes agree, autograd adds the next gradient to the total in place.
+        param.grad = total if total.dtype == param.dtype else None
+
+    def reduce(self) -> None:
+        """ACCUMULATING (or NONE, without samples) -> REDUCING: launch the reduce-scatter."""
+        comm = self._comm
+        self.state = GradState.REDUCING
+        self.has_grad = [i in self._sums for i in range(len(self.has_grad))]
+        if self._whole is not None:
+            self._sums = {}
+            self._zero_what_nothing_wrote(self._whole)
+        if self.is_private:  # no rank takes part in a reduction
+            if not self._own_numel:
+                self._reduced = torch.empty(0, dtype=self._dtype, device=comm.device)
+            return
+        # The compute stream wrote the gradient; the reduce stream reads it.
+        comm.reduce_scatter_stream.wait_stream(comm.current_stream())
+        with comm.on_stream(comm.reduce_scatter_stream):
+            self._reduced = torch.empty(self._own_numel, dtype=self._dtype, device=comm.device)
+            self._reduction = reduce_scatter_uneven(
+                self._reduced,
+                self._whole,
+                self._layout.shard_numels,
+                channel=comm.reduce_channel,
+                contributors=comm.receivers,
+                scratch=comm.buffers,
+            )
+
+    def finish(self) -> None:
+        """REDUCING -> REDUCED: wait for this rank's part and for readers of its gradients."""
+        comm = self._comm
+        if self._reduction is not None:
+            with comm.on_stream(comm.reduce_scatter_stream):
+                self._reduction.wait()
+                self._reduction.wait_sent()
+                event = comm.record_event(comm.reduce_scatter_stream)
+            # .grad is read on the compute stream.
+            comm.current_stream().wait_event(event)
+            self._reduction = None
+            if self._whole is not None:
+                # Not earlier: peers and the reduce stream were reading it.
+                comm.buffers.take_back(self._whole)
+        self._whole = None
+        self.state = GradState.REDUCED
+
+    def take(self) -> tuple[Tensor | None, dict[int, Tensor]]:
+        """REDUCED -> NONE: this rank's part of the sum, [own numel], or a lone rank's sums.
+
+        Returns (None, {}) if the unit was not visited in this step.
+        """
+        taken = self._reduced, self._sums
+        self._reduced, self._sums = None, {}
+        self._end()
+        return taken
+
+    def drop(self) -> None:
+        """Any state -> NONE: drop the gradient of an unfinished or invalid step."""
+        if self._whole is not None:
+            self._comm.buffers.take_back(self._whole)
+        self._whole = None
+        self.take()
+
+    def _end(self) -> None:
+        self.state = GradState.NONE
+        self.has_grad = [False] * len(self.has_grad)
+
+    def _part(self, flat: Tensor, index: int) -> Tensor:
+        span: Span = self._layout.param_spans[index]
+        return flat[span.start : span.stop]
+
+    def _zero_what_nothing_wrote(self, whole: Tensor) -> None:
+        for gap in self._layout.gap_spans:
+            whole[gap.start : gap.stop].zero_()
+        for i, has_grad in enumerate(self.has_grad):
+            if not has_grad:
+                self._part(whole, i).zero_()
+
+
+def forget_autograds(params: Sequence[nn.Parameter]) -> None:
+    """Clear ``.grad`` of unsharded parameters, to which autograd would keep adding."""
+    for param in params:
+        param.grad = None

@@ -1,0 +1,177 @@
+"""Backward from a rank's loss to gradients of the mean over all ranks' tokens."""
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.progress import progress
+from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
+from shardhet.fsdp.params.rows import RowGroup
+from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.runtime import Runtime
+
+logger = logging.getLogger("shardhet.fsdp")
+
+LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss
+
+
+class MeanBackward:
+    """Implements ``HetFSDP.backward``."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        flats: Sequence[FlatTensor],
+        param_by_fqn: Mapping[str, nn.Parameter],
+        hooks: ParamHooks,
+        rows: RowGroup,
+        *,
+        is_float16: bool,
+    ) -> None:
+        self.num_forwards = 0
+        self._is_float16 = is_float16
+        self._outputs: list[ref[Tensor]] = []  # of the last model(...), in float16
+        self._runtime = runtime
+        self._flats = flats
+        self._param_by_fqn = param_by_fqn
+        self._hooks = hooks
+        self._rows = rows
+        self._comm = rows.comm
+        self._control = rows.control
+        self._lifeline = rows.lifeline
+        self._is_in_backward = False
+
+    def run(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
+        """See ``HetFSDP.backward``.  Collective."""
+        with self._lifeline.guard("model.backward"):
+            if not self._runtime.awaits_backward:
+                raise RuntimeError(
+                    "model.backward: there was no model(...) with gradients enabled since the "
+                    "last one. Call the model first."
+                )
+            if self._is_float16:
+                self._check_scaled(loss_sum)
+            with self._runtime.observers.watch("", Activity.AGREE):
+                fingerprint = self._hooks.fingerprint(self._param_by_fqn)
+                check_hooks_agree(self._control.enter("model.backward", [fingerprint]))
+                rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
+            # Read after backward is launched: the host then waits only for the end of forward,
+            # while backward is still queued on the device, and the device does not go idle.
+            rows_on_host = HostCopy(rows)
+            # The loss is divided by the tokens of all ranks before backward.  The divisor stays
+            # a tensor, so that the host does not wait for an accelerator.
+            total = rows[:, 1].sum()
+            seed_grad = torch.where(total == 0, 1.0, total).reciprocal().to(loss_sum.dtype)
+
+            def run_autograd() -> None:
+                if loss_sum.requires_grad:
+                    torch.autograd.backward(loss_sum, seed_grad)
+
+            self._is_in_backward = True
+            try:
+                self._runtime.backward(run_autograd)
+            finally:
+                self._is_in_backward = False
+            has_grad = self._agree_on_grads()
+            losses, counts = rows_on_host.read().T.tolist()
+        self._runtime.step += 1
+        progress.end_step(self._runtime.step)
+        if not all(map(math.isfinite, losses)) or sum(counts) == 0:
+            for flat in self._flats:
+                flat.drop_grads()
+            self._check_finite(losses)
+            logger.warning("step %d has no valid token and is skipped.", self._runtime.step)
+            return None
+        with self._lifeline.guard("hooks on parameters"):
+            for flat in self._flats:
+                if flat.is_trainable:
+                    has = [has_grad[slot.fqn] for slot in flat.slots]
+                    set_grads_with_hooks(flat, has, self._hooks, self._rows)
+        return float(sum(losses) / sum(counts))
+
+    def _agree_on_grads(self) -> dict[str, bool]:
+        """Which parameters have a gradient on any rank, by fqn.  Collective."""
+        names = [slot.fqn for flat in self._flats for slot in flat.slots]
+        mine = [float(has) for flat in self._flats for has in flat.grad.has_grad]
+        with self._runtime.observers.watch("", Activity.AGREE):
+            rows = self._control.exchange([float(self._runtime.asks_to_end), *mine])
+        asks_to_end, *columns = zip(*rows, strict=True)
+        self._runtime.is_asked_to_end = any(asks_to_end)
+        return {name: any(column) for name, column in zip(names, columns, strict=True)}
+
+    def expect(self, output: Any) -> None:
+        """Accept gradients for ``output`` only from the one model.backward that follows."""
+        number = self.num_forwards
+
+        def check(_: Tensor) -> None:
+            if self._is_in_backward and self.num_forwards == number:
+                return
+            with self._lifeline.guard():
+                raise RuntimeError(
+                    "a gradient arrived for the output of "
+                    + ("an earlier model(...)" if self._is_in_backward else "model(...)")
+                    + ". Call model.backward(loss_sum, num_tokens) once after each model(...), "
+                    "before the next, instead of loss.backward() or one backward for several "
+                    "calls: gradients add up. For the mean over the tokens of several calls "
+                    "give each model.backward this rank's number of tokens in all of them."
+                )
+
+        leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        for leaf in leaves:
+            if leaf.requires_grad:
+                leaf.register_hook(check)
+        self._outputs = [ref(leaf) for leaf in leaves if self._is_float16]
+
+    def _check_scaled(self, loss_sum: Tensor) -> None:
+        """Raise ``ValueError`` if the loss is that of the model itself, or in float16, too."""
+        if loss_sum.requires_grad and any(output() is loss_sum for output in self._outputs):
+            raise ValueError(
+                "model.backward: param_dtype is float16, but the loss is not scaled, so small "
+                "gradients would become 0. Call "
+                "model.backward(scaler.scale(loss_sum), num_tokens) with a "
+                "torch.amp.GradScaler, and scaler.step(optimizer) and scaler.update() after it."
+            )
+        if loss_sum.dtype is torch.float16:
+            raise ValueError(
+                "model.backward: the loss is a sum in float16, where more than 65,504 is "
+                "infinite. Compute it from output.float()."
+            )
+
+    def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
+        """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""
+        mine = torch.zeros(2, dtype=torch.float64, device=self._comm.device)
+        if self._runtime.batch is not None and self._runtime.batch.num_samples:
+            mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
+        mine[1] = num_tokens
+        return self._comm.reduce_channel.gather_rows(mine)
+
+    def _check_finite(self, losses: Sequence[float]) -> None:
+        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            raise FloatingPointError(
+                f"step {self._runtime.step}: the loss is not finite at positions {bad} of the "
+                f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
+                "clip gradients, or look for bad samples there."
+            )
+
+
+def warn_of_large_output(output: Any) -> None:
+    """Warn if the model returns logits of a whole batch."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    if nbytes > LARGE_OUTPUT_BYTES:
+        warnings.warn(
+            f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
+            "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
+            "of one microbatch is alive at a time.",
+            stacklevel=3,
+        )

@@ -1,0 +1,71 @@
+"""The part of the global batch that each rank computes in a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardhet.comm.channel import Channel
+from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.records.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """The part of this step's global batch that this rank computes."""
+
+    microbatch_sizes: tuple[int, ...]
+    first_sample: int  # index in the global batch
+    computing: tuple[int, ...]  # positions of all ranks that compute something
+    step: int  # number of steps finished before
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of this rank."""
+        return sum(self.microbatch_sizes)
+
+
+def agree_on_batch(
+    plan: Plan, control: Channel, *, num_samples: int, index: int, step: int
+) -> tuple[RankBatch, int]:
+    """This rank's part of the batch, and the index of the findings to use.  Collective.
+
+    ``index`` is that of this rank's findings; the returned one is UNKNOWN unless all computing
+    ranks have the same.  Raises ``ValueError`` on all ranks if they call the model in different
+    ways, or with more samples than the plan gives them.
+    """
+    with_gradients = torch.is_grad_enabled()
+    rows = control.enter("model(...)", [num_samples, 2 * index + with_gradients, step])
+    gradients = [bool(int(row[1]) % 2) for row in rows]
+    steps = [row[2] for row in rows]
+    for name, values in (
+        ("gradients enabled", gradients),
+        ("the number of finished steps", steps),
+    ):
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"model(...): ranks differ in {name}: {values} in plan order. Call it in "
+                "the same way on every rank."
+            )
+    sizes = [int(row[0]) for row in rows]
+    position = control.position
+    if with_gradients:
+        _check_fits_plan(plan, sizes)
+    batch = RankBatch(
+        microbatch_sizes=plan.ranks[position].split(num_samples),
+        first_sample=sum(sizes[:position]),
+        computing=tuple(i for i, size in enumerate(sizes) if size),
+        step=step,
+    )
+    known = {int(row[1]) // 2 for row in rows if row[0]}
+    return batch, known.pop() if len(known) == 1 else UNKNOWN
+
+
+def _check_fits_plan(plan: Plan, sizes: Sequence[int]) -> None:
+    for i, (size, rank) in enumerate(zip(sizes, plan.ranks, strict=True)):
+        if size > rank.rank_batch_size:
+            raise ValueError(
+                f"model(...): position {i} of the plan got {size} samples but the plan "
+                f"gives it {rank.rank_batch_size}, and memory was planned for that. Deal "
+                "the global batch as the plan does (see shardhet.training.data.deal)."
+            )

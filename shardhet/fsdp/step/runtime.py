@@ -1,0 +1,290 @@
+"""One training step on this rank: forward, visits of units, backward."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardhet.comm import devices
+from shardhet.comm.channel import Channel
+from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.layered import run_visit
+from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
+from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.known_calls import UNKNOWN, KnownCalls
+from shardhet.fsdp.probing.module_state import CountedNumbers
+from shardhet.fsdp.probing.prober import Findings, Prober
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.seeds import RandomStates
+from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
+from shardhet.fsdp.step.around import BackwardTurn, Visits
+from shardhet.fsdp.step.observer import Activity, Observers
+from shardhet.fsdp.step.rank_batch import RankBatch, agree_on_batch
+from shardhet.fsdp.step.turn_walk import TurnWalk
+from shardhet.fsdp.step.unit_by_unit import UnitByUnit
+from shardhet.records.plan import Plan
+
+
+class Runtime:
+    """State of the step in progress, shared by all units of one model."""
+
+    def __init__(
+        self,
+        units: Sequence[FSDPUnit],
+        root: FSDPUnit,
+        *,
+        plan: Plan,
+        comm: CommContext,
+        control: Channel,
+        lifeline: Lifeline,
+        seed: int,
+        module: nn.Module,
+        norms: BatchNorms,
+    ) -> None:
+        self.units = tuple(units)
+        self.root = root  # parameters that no unit owns; unsharded for the whole step
+        self.observers = Observers(
+            None if devices.is_on_host(comm.device) else comm.mark_device_time
+        )
+        self.step = 0  # number of finished steps
+        self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
+        self._comm = comm
+        self._control = control
+        self._lifeline = lifeline
+        self._random = RandomStates(seed, comm.device)
+        self._module = module
+        self._norms = norms
+        self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
+        self._walk = TurnWalk(
+            units, root, comm=comm, lifeline=lifeline, observers=self.observers
+        )
+        self.follow(plan)
+        self._dropout = RootDropout(module, self.visit_piece)
+        self.unit_by_unit: UnitByUnit | None = None  # inside that context
+        # Of the step in progress
+        self.batch: RankBatch | None = None
+        self._has_gradients = False  # at the call of forward; the model may disable them inside
+        self._num_visits: Counter[str] = Counter()  # of this forward, by unit
+        self._visiting = ""  # the unit that is being computed
+        self.awaits_backward = self._is_in_autograd = False
+
+    def follow(self, plan: Plan) -> None:
+        """Compute as ``plan`` says from the next forward on."""
+        self._plan = plan
+        self._rank_plan = plan.ranks[self._control.position]
+        self._visits = Visits(
+            root=self.root,
+            rank_plan=self._rank_plan,
+            random=self._random,
+            norms=self._norms,
+            observers=self.observers,
+            device_type=self._comm.device.type,
+        )
+        self._prober = Prober(
+            self._module,
+            self.units,
+            self._norms,
+            control=self._control,
+            device=self._comm.device,
+            reshard_after_forward=plan.reshard_after_forward,
+        )
+        self._known = KnownCalls(self._prober, self._control)
+
+    # Forward #
+
+    def forward(self, run_module: RunModule, call: ModelCall, is_training: bool) -> Any:
+        """The module's output; on a rank without samples an empty one.  Collective.
+
+        Returns None if no rank has samples.
+        """
+        self.abandon()
+        self._has_gradients = torch.is_grad_enabled()
+        splits = call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
+        index = self._known.index_of(call, is_training=is_training, splits=splits)
+        with self.observers.watch("", Activity.AGREE):
+            counted = {"num_samples": call.num_samples, "index": index, "step": self.step}
+            self.batch, index = agree_on_batch(self._plan, self._control, **counted)
+        if not self.batch.computing:
+            return None
+        self._comm.receivers = self.batch.computing
+        self._comm.mark_compute()  # gathers read shards that the optimizer wrote
+        self._walk.take_in(self.root)
+        if index == UNKNOWN:
+            self._lifeline.doing = "model(...), the probe of its first call of this kind"
+        with self._dropout.taken_over(is_needed=index == UNKNOWN):
+            findings = self._known.begin(
+                index, call, run_module, is_training=is_training, splits=splits
+            )
+        self._num_visits.clear()
+        self._walk.begin(findings.schedule)
+        output = None
+        if is_training:
+            self._norms.begin()
+        if self.batch.num_samples:
+            taken_over = self._dropout.taken_over(is_needed=findings.has_root_dropout)
+            with self._random.around(is_training), taken_over:
+                self._random.seed("", 0, self.step, self.batch.first_sample, is_training)
+                output = run_module(*call.with_all())
+            self._walk.end_forward()
+        else:
+            self._walk.pass_forward()
+            output = findings.make_empty_output(self._comm.device)
+        self._count_everywhere(findings)
+        self._end_forward(is_training)
+        return output
+
+    def _count_everywhere(self, findings: Findings) -> None:
+        """Copy numbers that the forward changed in attributes to ranks without samples."""
+        assert self.batch is not None
+        if findings.counted and len(self.batch.computing) < len(self._plan.ranks):
+            CountedNumbers(self._module, findings.counted).take_over(
+                self._control,
+                source=self.batch.computing[0],
+                is_here=bool(self.batch.num_samples),
+            )
+
+    def visit(
+        self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of one of the unit's modules; its intercepted forward calls this."""
+        if self.unit_by_unit is not None:
+            return self.unit_by_unit.visit(unit_index, module, args, kwargs)
+        unit = self.units[unit_index]
+        self._check_is_inside(unit.fqn)
+        needs_backward = _needs_backward(module, args, kwargs)
+        if self._prober.is_running:
+            self._lifeline.doing = f"forward of unit {unit.fqn!r}"
+            self._prober.enter(unit_index, needs_backward)
+            with self._visiting_unit(unit.fqn):
+                return self._prober.call(module.fqn, module.forward, args, kwargs)
+        segment, needs_backward = self._walk.expect(unit_index, needs_backward)
+        self._walk.begin_turn()
+        call = self._num_visits[unit.fqn]
+        self._num_visits[unit.fqn] += 1
+        with self._dropout.left_alone():
+            leaves, rules = self._known.prepare(module, (args, kwargs))
+        backward = BackwardTurn(self._enter_backward, self._walk.end_turn, segment, self.step)
+        assert self.batch is not None
+        with self._visiting_unit(unit.fqn):
+            visit = self._visits.of(
+                module, rules, self.batch, call=call, unit=unit, backward=backward
+            )
+            output = run_visit(visit, self._anchor if needs_backward else None, leaves)
+        self._walk.end_turn()
+        return output
+
+    def visit_piece(
+        self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of a module of the root that has to run microbatch by microbatch."""
+        if self.batch is None or not self.batch.num_samples or not module.module.training:
+            return module.forward(*args, **kwargs)
+        # A checkpoint around functional dropout does not call this again in backward.
+        is_function = module.fqn == DROPOUT_CALLS
+        if self._is_in_autograd or (
+            is_function and is_checkpointed(grad_enabled=self._has_gradients)
+        ):
+            raise RuntimeError(
+                f"{module.fqn} is called outside of units and once more during backward, "
+                "perhaps by gradient checkpointing, where it would draw other random numbers. "
+                "Switch that off: the plan decides which units are recomputed "
+                "(Plan.by_hand(recompute=True))."
+            )
+        needs_backward = _needs_backward(module, args, kwargs)
+        with self._dropout.left_alone():
+            if self._prober.is_running:
+                return self._prober.call(module.fqn, module.forward, args, kwargs)
+            call = self._known.count(module)
+            leaves, rules = self._known.prepare(module, (args, kwargs))
+            visit = self._visits.of(module, rules, self.batch, call=call)
+            return run_visit(visit, self._anchor if needs_backward else None, leaves)
+
+    @contextmanager
+    def _visiting_unit(self, unit_fqn: str) -> Iterator[None]:
+        self._visiting = unit_fqn
+        try:
+            with self._dropout.left_alone():
+                yield
+        finally:
+            self._visiting = ""
+
+    def _check_is_inside(self, unit_fqn: str) -> None:
+        if self._is_in_autograd:
+            raise RuntimeError(
+                f"unit {unit_fqn!r} was called during backward, perhaps by gradient "
+                "checkpointing around it. Switch that off: the plan decides which units are "
+                "recomputed (Plan.by_hand(recompute=True))."
+            )
+        if self._visiting:
+            raise RuntimeError(
+                f"unit {unit_fqn!r} was called by unit {self._visiting!r}, so its parameters "
+                "would be gathered once for each microbatch. Make both one unit, or call it "
+                "outside: HetFSDP(units=[...])."
+            )
+        if self.batch is None or not self.batch.num_samples:
+            with self._lifeline.guard():  # outside of model(...) no other guard tells peers
+                raise RuntimeError(
+                    f"unit {unit_fqn!r} was called outside of HetFSDP's forward. Call the "
+                    f"HetFSDP model, not the module inside it."
+                )
+
+    def _end_forward(self, is_training: bool) -> None:
+        if is_training:
+            self._norms.apply(self._control)
+        self.awaits_backward = torch.is_grad_enabled()
+        if self.awaits_backward:
+            self._walk.launch_ahead()  # while the loss is computed and shared
+        else:
+            self._walk.end_step()
+            self.batch = None
+
+    # Backward #
+
+    def backward(self, run_autograd: Callable[[], None]) -> None:
+        """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
+        assert self.batch is not None
+        self.awaits_backward = False
+        self.root.begin_backward()
+        if self.batch.num_samples:
+            self._is_in_autograd = True
+            try:
+                run_autograd()
+            finally:
+                self._is_in_autograd = False
+        self._walk.end_backward()
+        self._walk.end_step()
+        self.batch = None
+
+    def _enter_backward(self, segment: int, step: int) -> None:
+        """Begin the backward of a visit; take the turns before it that autograd skipped."""
+        if self.batch is None or self.step != step or not self._is_in_autograd:
+            with self._lifeline.guard():  # outside of model.backward no other guard tells peers
+                raise RuntimeError(
+                    "backward of an earlier forward, or not through HetFSDP. Call "
+                    "model.backward(loss_sum, num_tokens) once after each model(...), before "
+                    "the next, instead of loss.backward()."
+                )
+        self._walk.reach(segment)
+
+    def abandon(self) -> None:
+        """End a step without its backward: nothing stays in flight, everything is sharded."""
+        self._walk.abandon()
+        self._norms.drop()
+        self.batch = None
+        self.awaits_backward = False
+
+
+def _needs_backward(module: UnitModule, args: Any, kwargs: Any) -> bool:
+    return torch.is_grad_enabled() and (
+        module.is_trainable or _any_requires_grad((args, kwargs))
+    )
+
+
+def _any_requires_grad(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))

@@ -1,0 +1,157 @@
+"""The position of a rank in the turns of a step, and what it does at each turn.
+
+[Note: Turns without compute]
+Every rank takes every turn of the schedule and launches the same collectives.  A rank without
+samples does nothing else in a turn.  A computing rank does nothing else in the backward turn
+of a unit that autograd skipped because none of the unit's outputs were used.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.probing.order import VisitOrder
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
+from shardhet.fsdp.step.launches import RUNS
+from shardhet.fsdp.step.observer import Observers
+from shardhet.records.schedule import GATHER, REDUCE, LaunchKind, Phase, Schedule, Turn
+
+
+class TurnWalk:
+    """Takes a rank through the turns of the step in progress."""
+
+    def __init__(
+        self,
+        units: Sequence[FSDPUnit],
+        root: FSDPUnit,
+        *,
+        comm: CommContext,
+        lifeline: Lifeline,
+        observers: Observers,
+    ) -> None:
+        self._units = tuple(units)
+        self._root = root
+        self._comm = comm
+        self._lifeline = lifeline
+        self._observers = observers
+        self._order = VisitOrder([unit.fqn for unit in units])
+        self._cursor = 0  # the turn in progress, or the next one
+        self._last_launched = -1  # the latest turn for which it has launched
+        # Launched after turns and not finished, in order.
+        self._in_flight: defaultdict[LaunchKind, deque[FSDPUnit]] = defaultdict(deque)
+
+    # Forward #
+
+    def begin(self, schedule: Schedule) -> None:
+        """Begin a forward with this schedule and launch its first gathers."""
+        self._order.begin(schedule)
+        self._cursor, self._last_launched = 0, -1
+        self.launch_ahead()
+
+    def expect(self, unit_index: int, needs_backward: bool) -> tuple[int, bool]:
+        """The segment of a visit of the unit now, and whether the visit needs a backward.
+
+        Raises ``RuntimeError`` if the schedule has a different visit at this place.
+        """
+        return self._cursor, self._order.expect(self._cursor, unit_index, needs_backward)
+
+    def end_forward(self) -> None:
+        """Raise ``RuntimeError`` if a computing rank has left out visits."""
+        self._order.end_visits(self._cursor)
+
+    def pass_forward(self) -> None:
+        """Take the turns of forward on a rank without samples."""
+        self._pass_until(self._order.schedule.num_forward)
+
+    # Turns #
+
+    @property
+    def _turn(self) -> Turn:
+        return self._order.schedule.turns[self._cursor]
+
+    def begin_turn(self) -> None:
+        """Launch what this turn and the next need, and wait for what this one needs."""
+        turn = self._turn
+        unit = self._units[turn.unit]
+        self._lifeline.doing = f"{turn.phase.value} of unit {unit.fqn!r}"
+        self.launch_ahead()
+        for kind in turn.ahead:
+            self._wait(kind, unit)
+        if turn.phase is Phase.BACKWARD:
+            unit.begin_backward()
+
+    def launch_ahead(self) -> None:
+        """Launch what this turn and the next need, unless it is launched already."""
+        before = self._last_launched
+        for launch in self._order.schedule.launched_by(self._cursor):
+            if launch.turn > before:
+                RUNS[launch.kind].launch(self._units[launch.unit])
+                self._last_launched = launch.turn
+
+    def take_in(self, root: FSDPUnit) -> None:
+        """Unshard the root, which is in no turn, and wait for its parameters."""
+        RUNS[GATHER].launch(root)
+        self._wait(GATHER, root)
+
+    def end_turn(self) -> None:
+        """Reshard and launch what the turn says, and advance to the next one."""
+        turn = self._turn
+        unit = self._units[turn.unit]
+        if turn.reshards:
+            unit.reshard()
+        for kind in turn.after:
+            self._launch_after(kind, unit)
+        self._lifeline.doing = f"{turn.phase.value} outside of units"
+        self._cursor += 1
+
+    def _pass_until(self, cursor: int) -> None:
+        """See [Note: Turns without compute]."""
+        while self._cursor < cursor:
+            self.begin_turn()
+            self.end_turn()
+
+    # Backward #
+
+    def reach(self, segment: int) -> None:
+        """Begin the backward turn of a segment; take the turns that autograd skipped."""
+        while self._turn.segment != segment:
+            self._pass_until(self._cursor + 1)
+        self.begin_turn()
+
+    def end_backward(self) -> None:
+        """Take the remaining turns and finish what is in flight, the root's reduction last."""
+        self._pass_until(len(self._order.schedule.turns))
+        if self._root.is_trainable:
+            self._launch_after(REDUCE, self._root)
+        for kind, units in self._in_flight.items():
+            while units:
+                self._wait(kind, units.popleft())
+
+    def _launch_after(self, kind: LaunchKind, unit: FSDPUnit) -> None:
+        units = self._in_flight[kind]
+        while kind.max_in_flight is not None and len(units) >= kind.max_in_flight:
+            self._wait(kind, units.popleft())
+        RUNS[kind].launch(unit)
+        units.append(unit)
+
+    def _wait(self, kind: LaunchKind, unit: FSDPUnit) -> None:
+        run = RUNS[kind]
+        with self._observers.watch(unit.fqn, run.waiting):
+            run.wait(unit)
+
+    # Between steps #
+
+    def end_step(self) -> None:
+        """Reshard the root and wait until no peer reads this rank's shards any more."""
+        self._root.reshard()
+        self._comm.wait_all_sent()
+
+    def abandon(self) -> None:
+        """End a step without its backward: nothing stays in flight, everything is sharded."""
+        for unit in (*self._units, self._root):
+            if unit.state is not UnitState.SHARDED:
+                unit.reshard()
+            unit.drop_grads()
+        self._in_flight.clear()
+        self._comm.wait_all_sent()

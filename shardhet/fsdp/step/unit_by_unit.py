@@ -1,0 +1,152 @@
+"""Calls of units outside of a step: each call gathers the unit, runs it unsplit, reshards it.
+
+[Note: Rounds]
+A rank may call units in any order and any number of times, as text generation does with
+prompts of different lengths.  Collectives need the same order on all ranks, so each call is a
+*round*: the ranks exchange the unit that each of them wants next, and gather the wanted units
+one after the other, each on the ranks that want it.  A rank that has left the body of its
+context keeps taking part, without wanting a unit, until all ranks have left.
+
+    rank 0   a  b  c  a  b  c   leaves
+    rank 1   a  b  c  leaves    sends its rows of a, b, c
+    rank 2   leaves             sends its rows of a, b, c, a, b, c
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from shardhet.comm.channel import Channel
+from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
+
+if TYPE_CHECKING:
+    from shardhet.fsdp.step.runtime import Runtime
+
+WANTS_NOTHING = -1
+
+
+@contextmanager
+def unit_by_unit(
+    runtime: "Runtime", *, comm: CommContext, control: Channel, lifeline: Lifeline
+) -> Iterator[None]:
+    """A context in which units are gathered as they are called.  Collective."""
+    if runtime.unit_by_unit is not None:
+        raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
+    with lifeline.guard("unit_by_unit"), torch.no_grad():
+        runtime.abandon()
+        rounds = UnitByUnit(runtime, comm, control)
+        rounds.open()
+        runtime.unit_by_unit = rounds
+        try:
+            yield
+            rounds.follow_until_all_leave()
+            rounds.close()
+        finally:
+            runtime.unit_by_unit = None
+
+
+class UnitByUnit:
+    """The rounds of one ``unit_by_unit`` context ([Note: Rounds])."""
+
+    def __init__(self, runtime: "Runtime", comm: CommContext, control: Channel) -> None:
+        self._runtime = runtime
+        self._comm = comm
+        self._control = control
+        self._open_unit: int | None = None  # the unit whose forward this rank is in
+
+    def open(self) -> None:
+        """Gather the root for the whole context."""
+        everyone = tuple(range(self._comm.gather_channel.world_size))
+        self._control.enter("unit_by_unit", [WANTS_NOTHING, 1])
+        self._gather(self._runtime.root, everyone)
+
+    def close(self) -> None:
+        """Reshard the root and wait until no peer reads this rank's rows."""
+        self._comm.receivers = tuple(range(self._comm.gather_channel.world_size))
+        self._runtime.root.reshard()
+        self._comm.wait_all_sent()
+
+    def visit(
+        self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The output of ``module``'s own forward, with the unit's parameters gathered."""
+        unit = self._runtime.units[unit_index]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"unit {unit.fqn!r} was called inside unit_by_unit() with gradients enabled. "
+                "Train with model(...) and model.backward, outside of the context."
+            )
+        if self._open_unit is not None:  # this call comes from a module of that unit
+            if self._open_unit != unit_index:
+                raise RuntimeError(
+                    f"unit {unit.fqn!r} is called by unit "
+                    f"{self._runtime.units[self._open_unit].fqn!r}. Choose units that do not "
+                    "call each other."
+                )
+            return module.forward(*args, **kwargs)
+        self._round(unit_index)
+        self._open_unit = unit_index
+        try:
+            return module.forward(*args, **kwargs)
+        finally:
+            self._open_unit = None
+            unit.reshard()
+
+    def follow_until_all_leave(self) -> None:
+        """Send this rank's rows to ranks that are still calling units."""
+        while self._round(WANTS_NOTHING):
+            pass
+
+    def _round(self, wanted: int) -> bool:
+        """Gather the unit that each rank wants; False once no rank wants one."""
+        self._comm.mark_compute()
+        rows = self._control.enter("unit_by_unit", [wanted, 0])
+        if any(is_entering for _, is_entering in rows):
+            raise RuntimeError(
+                "unit_by_unit: ranks enter and leave the context a different number of times. "
+                "Enter it once on every rank, around everything."
+            )
+        wanted_by_position = [int(unit) for unit, _ in rows]
+        distinct = sorted(set(wanted_by_position) - {WANTS_NOTHING})
+        for index in distinct:
+            receivers = tuple(i for i, unit in enumerate(wanted_by_position) if unit == index)
+            self._gather(self._runtime.units[index], receivers)
+            if index != wanted:
+                self._runtime.units[index].reshard()
+        return bool(distinct)
+
+    def _gather(self, unit: FSDPUnit, receivers: tuple[int, ...]) -> None:
+        self._comm.receivers = receivers
+        unit.unshard()
+        unit.wait_for_unshard()
+
+
+def check_is_not_open(runtime: "Runtime") -> None:
+    """Raise inside the context, where no step can run."""
+    if runtime.unit_by_unit is not None:
+        raise RuntimeError(
+            "model(...): called inside unit_by_unit(). Call model.module there, or leave the "
+            "context first."
+        )
+
+
+def refuse_to_save_rows(root: nn.Module) -> None:
+    """Make ``save_pretrained`` of the wrapped modules raise and name the function to use.
+
+    It would write this rank's rows as if they were the parameters.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "save_pretrained: the module inside HetFSDP holds only this rank's rows. Call "
+            "shardhet.hf.save_pretrained(model, folder) on every rank."
+        )
+
+    for module in root.modules():
+        if callable(getattr(module, "save_pretrained", None)):
+            module.__dict__["save_pretrained"] = refuse

@@ -1,0 +1,196 @@
+"""Save a HetFSDP as a folder that plain ``from_pretrained`` can load."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Transpose, revert_weight_conversion
+
+from shardhet.comm.progress import phase
+from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.params.state import persistent_buffers
+from shardhet.hf.folders.adapters import adapter_fqns, adapter_state, is_adapted
+from shardhet.hf.folders.reading import INDEX
+from shardhet.hf.folders.writing import StreamedFolder
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@phase("save_pretrained")
+def save_pretrained(
+    model: HetFSDP, save_directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write the same folder as ``save_pretrained`` of the plain model.  Collective.
+
+    Rank zero writes and holds one unit at a time.  For a PeftModel, only the adapters are
+    written.  The folder appears when it is complete; files of an earlier model in it are
+    removed, other files stay.
+    """
+    folder = Path(save_directory)
+    with model.guard("save_pretrained"):
+        if is_adapted(model.module):
+            _save_adapters(model, folder)
+        elif isinstance(model.module, PreTrainedModel):
+            _save_whole(model, folder, max_shard_bytes)
+        else:
+            raise ValueError(
+                f"save_pretrained: {type(model.module).__name__} is no transformers model. "
+                "Use model.state_dict(), which is whole on rank zero."
+            )
+
+
+def _save_whole(model: HetFSDP, folder: Path, max_shard_bytes: int) -> None:
+    module: Any = model.module
+    whole = _shapes(model)
+    saved = _reverted(module, whole)
+    is_writer = _is_rank_zero(model)
+    with _replaced_when_complete(folder, is_writer) as unfinished:
+        files = None
+        if unfinished is not None:
+            _save_configs(module, unfinished)
+            files = StreamedFolder(
+                unfinished, saved, stem="model", max_shard_bytes=max_shard_bytes
+            )
+        for tensors in _units(model, whole):
+            if files is not None:
+                for name, tensor in _reverted(module, tensors).items():
+                    files.write(name, tensor)
+        if files is not None and unfinished is not None:
+            files.close()
+            if files.is_sharded:
+                _write_index(unfinished, files, sum(t.numel() for t in whole.values()))
+    model.exchange([])  # no rank goes on before the folder exists
+
+
+def _units(model: HetFSDP, whole: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The part of the state dict in each unit, then the buffers; {} except on rank zero."""
+    for params in model.gather_units(lambda fqn: fqn in whole):
+        yield {fqn: tensor for fqn, tensor in params.items() if fqn in whole}
+    if _is_rank_zero(model):
+        yield {fqn: b for fqn, b in persistent_buffers(model.module) if fqn in whole}
+
+
+def _shapes(model: HetFSDP) -> dict[str, Tensor]:
+    """The state dict to save, on the meta device, with each tied tensor only once."""
+    module: Any = model.module
+    ignored = set(module._keys_to_ignore_on_save or ())
+    boxes = model.sharded_state_dict()
+    shapes = {
+        fqn: torch.empty(box.global_shape, dtype=box.tensor.dtype, device="meta")
+        for fqn, box in boxes.items()
+    }
+    for fqn, buffer in persistent_buffers(module):
+        shapes[fqn] = torch.empty_like(buffer, device="meta")
+    return {fqn: tensor for fqn, tensor in shapes.items() if fqn not in ignored}
+
+
+def _reverted(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` with the names and shapes that they have in files."""
+    made = revert_weight_conversion(_with_whole_shapes(module), dict(tensors))
+    return dict(made)
+
+
+def _with_whole_shapes(module: Any) -> Any:
+    """A model with whole shapes for transformers' rules; that of HetFSDP has only rows."""
+    rules = getattr(module, "_weight_conversions", None) or []
+    ops = [op for rule in rules for op in getattr(rule, "operations", ())]
+    if not any(isinstance(op, Transpose) and op.check_dims for op in ops):
+        return module
+    with torch.device("meta"):
+        whole = type(module)._from_config(deepcopy(module.config))
+    whole._weight_conversions = rules
+    return whole
+
+
+def _save_configs(module: Any, folder: Path) -> None:
+    config = deepcopy(module.config)
+    config.architectures = [type(module).__name__]
+    config.dtype = str(module.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if module.can_generate():
+        module.generation_config.save_pretrained(folder)
+
+
+def _write_index(folder: Path, files: StreamedFolder, num_parameters: int) -> None:
+    metadata = {"total_parameters": num_parameters, "total_size": files.total_bytes}
+    index = {"metadata": metadata, "weight_map": files.weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def _save_adapters(model: HetFSDP, folder: Path) -> None:
+    module: Any = model.module
+    boxes = model.sharded_state_dict()
+    shapes = {fqn: torch.Size(box.global_shape) for fqn, box in boxes.items()}
+    is_writer = _is_rank_zero(model)
+    with _replaced_when_complete(folder, is_writer) as unfinished:
+        for adapter, config in module.peft_config.items():
+            wanted = adapter_fqns(module, adapter, shapes)
+            gathered: dict[str, Tensor] = {}
+            for tensors in model.gather_units(wanted.__contains__):
+                gathered |= {fqn: t for fqn, t in tensors.items() if fqn in wanted}
+            if unfinished is None:
+                continue
+            place = unfinished if adapter == "default" else unfinished / adapter
+            place.mkdir(exist_ok=True)
+            state = adapter_state(module, adapter, gathered)
+            whole = {name: torch.empty_like(t, device="meta") for name, t in state.items()}
+            files = StreamedFolder(place, whole, stem="adapter_model", max_shard_bytes=2**63)
+            for name, tensor in state.items():
+                files.write(name, tensor)
+            files.close()
+            _save_adapter_config(config, place)
+    model.exchange([])
+
+
+def _save_adapter_config(config: Any, folder: Path) -> None:
+    saved = deepcopy(config)
+    saved.inference_mode = True  # as PEFT's own save_pretrained writes it
+    saved.save_pretrained(str(folder))
+
+
+def _is_rank_zero(model: HetFSDP) -> bool:
+    return model.rank == 0
+
+
+@contextmanager
+def _replaced_when_complete(folder: Path, is_writer: bool) -> Iterator[Path | None]:
+    """Context with a temporary folder, whose files are moved to ``folder`` at the end.
+
+    It is None on ranks that do not write.  If the body fails, ``folder`` is unchanged.
+    """
+    if not is_writer:
+        yield None
+        return
+    if folder.is_file():
+        raise ValueError(f"save_pretrained: {folder} is a file. Name a folder.")
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        _move_into(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _move_into(unfinished: Path, folder: Path) -> None:
+    if not folder.exists():
+        unfinished.rename(folder)
+        return
+    for pattern in ("model*.safetensors", INDEX):
+        for old in folder.glob(pattern):
+            old.unlink()
+    for new in sorted(unfinished.iterdir()):
+        if new.is_dir():
+            shutil.rmtree(folder / new.name, ignore_errors=True)
+        new.replace(folder / new.name)
+    unfinished.rmdir()

@@ -1,0 +1,1 @@
+"""What else is worth knowing about a plan."""

@@ -1,0 +1,312 @@
+"""Explain what limits a plan, by planning again with more of each resource.
+
+A gain is the improvement of the best plan for a slightly larger cluster.  It includes
+everything that a plan may change, and it is 0 for a resource that does not limit the plan.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.profiles import (
+    CollectivePoint,
+    Collectives,
+    ComputePoint,
+    DeviceProfile,
+    Profile,
+    Timing,
+)
+
+MORE = 0.1  # of compute, memory or links
+# Memory helps in jumps (a larger microbatch, less recomputation), so a tenth more may do
+# nothing although much more would help a lot.
+EIGHTFOLD, EIGHTFOLD_NAME = 8.0, "8 times as much"
+MAX_KINDS = 8  # that are asked about one by one
+MANY_KINDS = 32
+NEGLIGIBLE = 1e-3  # a relative gain below this counts as none
+SLOWEST_MARGIN = 0.02  # devices this close to the slowest also count as slowest
+GIB = 2**30
+
+
+class Resource(Enum):
+    """A resource that a cluster may have more of."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    LINKS = "links"
+    DEVICES = "devices"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Everything that a planner is given, except the objective."""
+
+    setting: Setting
+    demands: Demands
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster of the setting."""
+        return self.setting.cluster
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the setting."""
+        return self.setting.profile
+
+    def with_profile(self, profile: Profile) -> "Situation":
+        """The same situation with another profile."""
+        return replace(self, setting=replace(self.setting, profile=profile))
+
+    def with_cluster(self, cluster: Cluster, demands: Demands) -> "Situation":
+        """The same workload and profile on another cluster."""
+        return Situation(setting=replace(self.setting, cluster=cluster), demands=demands)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What more of one resource would give."""
+
+    resource: Resource
+    device_kind: str | None  # None: of all devices, or of the links
+    amount: str  # "10 % faster", "1 GiB more each"
+    value: float  # the objective with the larger resource
+    relative: float  # improvement of the objective; 0.1 is a tenth better
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What limits a plan."""
+
+    gains: tuple[Gain, ...]
+    slowest_kinds: tuple[str, ...]  # whose compute is longest
+    fullest_kinds: tuple[str, ...]  # that have next to no memory left
+    links_s: float  # the part of the step in which communication sets the pace
+    compute_s: float  # the part of the step in which a device's compute sets the pace
+    optimizer_s: float
+    overhead_s: float  # the runtime's own
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.links_s + self.compute_s + self.optimizer_s + self.overhead_s
+
+    @property
+    def limit(self) -> Gain | None:
+        """The largest gain from a tenth more of one resource on all devices, if any."""
+        tenths = [g for g in self.gains if g.device_kind is None and g.amount != EIGHTFOLD_NAME]
+        helpful = [gain for gain in tenths if gain.relative > NEGLIGIBLE]
+        return max(helpful, key=lambda gain: gain.relative, default=None)
+
+    @property
+    def endless_memory(self) -> Gain:
+        """The gain from practically unlimited memory on all devices."""
+        return next(gain for gain in self.gains if gain.amount == EIGHTFOLD_NAME)
+
+
+Objective = Callable[[Situation], float]  # larger is better; PlanError if nothing fits
+
+
+def explain(
+    solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
+) -> Explanation:
+    """Why the plan is no better; ``value`` is the ``objective`` of the situation."""
+    gains = [
+        gain_of(larger, value=value, objective=objective)
+        for larger in larger_situations(situation)
+    ]
+    return explained(solution, situation, gains)
+
+
+def explained(
+    solution: PlanSolution, situation: Situation, gains: Sequence[Gain]
+) -> Explanation:
+    """The explanation with these gains."""
+    predicted = solution.predicted
+    paced_by_links_s = sum(turn.seconds for turn in predicted.turns if turn.is_paced_by_links)
+    return Explanation(
+        gains=tuple(gains),
+        slowest_kinds=_slowest_kinds(solution, situation.cluster),
+        fullest_kinds=_fullest_kinds(solution, situation.cluster),
+        links_s=paced_by_links_s + predicted.exposed_comm_s,
+        compute_s=predicted.forward_s + predicted.backward_s - paced_by_links_s,
+        optimizer_s=predicted.optimizer_s,
+        overhead_s=predicted.overhead_s,
+    )
+
+
+def gain_of(larger: "Larger", *, value: float, objective: Objective) -> Gain:
+    """What a larger situation would give."""
+    resource, kind, amount, more = larger
+    reached = _reached(objective, more, value)
+    relative = max(0.0, reached / value - 1)
+    return Gain(
+        resource=resource, device_kind=kind, amount=amount, value=reached, relative=relative
+    )
+
+
+def _reached(objective: Objective, situation: Situation, value: float) -> float:
+    """The objective of a larger situation; at least ``value``, because old plans still fit."""
+    try:
+        return max(value, objective(situation))
+    except PlanError:
+        return value
+
+
+Larger = tuple[Resource, str | None, str, Situation]
+
+
+def larger_situations(situation: Situation) -> list[Larger]:
+    """Situations with more of one resource: on all devices first, then per kind of device.
+
+    Of many kinds only the most frequent are asked about, and of more than ``MANY_KINDS`` none,
+    because every situation takes a search.
+    """
+    cluster, profile = situation.cluster, situation.profile
+    kinds = [kind for kind in dict.fromkeys(device.kind for device in cluster.devices) if kind]
+    tenth = f"{MORE:.0%}".replace("%", " %")
+    everyone, of_all = tuple(kinds), frozenset(kinds)
+    larger: list[Larger] = [
+        (Resource.COMPUTE, None, f"{tenth} faster", _faster(situation, of_all)),
+        (Resource.MEMORY, None, f"{tenth} more", _roomier(situation, of_all, 1 + MORE)),
+        (Resource.MEMORY, None, EIGHTFOLD_NAME, _roomier(situation, of_all, EIGHTFOLD)),
+    ]
+    if profile.collectives.points and cluster.world_size > 1:
+        links = replace(profile, collectives=_faster_links(profile.collectives))
+        larger.append((Resource.LINKS, None, f"{tenth} faster", situation.with_profile(links)))
+    if len(kinds) == 1:
+        kinds = []  # with one kind, "all" and "each" are the same
+    if len(everyone) > MANY_KINDS:
+        return larger
+    if len(kinds) > MAX_KINDS:
+        numbers = Counter(device.kind for device in cluster.devices)
+        kinds = sorted(kinds, key=lambda kind: -numbers[kind])[:MAX_KINDS]
+        everyone = tuple(kinds)
+    for kind in kinds:
+        one = frozenset({kind})
+        larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(situation, one)))
+        roomier = _roomier(situation, one, 1.0, GIB)
+        larger.append((Resource.MEMORY, kind, "1 GiB more each", roomier))
+    devices = [(Resource.DEVICES, k, "one more", with_another(situation, k)) for k in everyone]
+    return larger + devices
+
+
+def at_other_speed(situation: Situation, kinds: frozenset[str], speed: float) -> Situation:
+    """The situation with some kinds of device ``speed`` times as fast."""
+    devices = tuple(
+        _at_speed(device, speed) if device.device_kind in kinds else device
+        for device in situation.profile.devices
+    )
+    return situation.with_profile(replace(situation.profile, devices=devices))
+
+
+def _faster(situation: Situation, kinds: frozenset[str]) -> Situation:
+    return at_other_speed(situation, kinds, 1 + MORE)
+
+
+def _at_speed(device: DeviceProfile, speed: float) -> DeviceProfile:
+    def point(each: ComputePoint) -> ComputePoint:
+        return replace(
+            each,
+            forward=_shorter(each.forward, speed),
+            backward=_shorter(each.backward, speed),
+        )
+
+    return replace(
+        device,
+        optimizer_seconds_per_element=device.optimizer_seconds_per_element / speed,
+        units=tuple(
+            replace(unit, points=tuple(map(point, unit.points))) for unit in device.units
+        ),
+    )
+
+
+def _faster_links(collectives: Collectives) -> Collectives:
+    def point(each: CollectivePoint) -> CollectivePoint:
+        return replace(each, gather=_shorter(each.gather), reduce=_shorter(each.reduce))
+
+    return replace(collectives, points=tuple(map(point, collectives.points)))
+
+
+def _shorter(timing: Timing, speed: float = 1 + MORE) -> Timing:
+    return Timing.single(timing.mean_s / speed)
+
+
+def _roomier(
+    situation: Situation, kinds: frozenset[str], factor: float, extra_bytes: int = 0
+) -> Situation:
+    """More memory for devices of some kinds; demanded budgets grow as well."""
+    cluster = situation.cluster
+
+    def more(nbytes: int) -> int:
+        return int(nbytes * factor) + extra_bytes
+
+    def device(each: DeviceSpec) -> DeviceSpec:
+        capacity = each.memory_capacity_bytes
+        if each.kind not in kinds or capacity is None:
+            return each
+        usable = int(capacity * cluster.usable_memory_fraction)
+        grown = int(more(usable) / cluster.usable_memory_fraction) + 1
+        return replace(each, memory_capacity_bytes=grown)
+
+    nodes = tuple(
+        replace(node, devices=tuple(map(device, node.devices))) for node in cluster.nodes
+    )
+    limits = dict(situation.demands.limits)
+    for position, stated in limits.items():
+        budget = stated.memory_budget_bytes
+        if budget is not None and cluster.devices[position].kind in kinds:
+            limits[position] = replace(stated, memory_budget_bytes=more(budget))
+    return situation.with_cluster(
+        replace(cluster, nodes=nodes), replace(situation.demands, limits=limits)
+    )
+
+
+def with_another(situation: Situation, kind: str) -> Situation:
+    """One more device of a kind, next to the last one; collectives stay as they are."""
+    cluster, demands = situation.cluster, situation.demands
+    last = max(i for i, device in enumerate(cluster.devices) if device.kind == kind)
+    nodes, first = [], 0
+    for node in cluster.nodes:
+        devices = node.devices
+        if first <= last < first + len(devices):
+            inside = last - first + 1
+            devices = (*devices[:inside], devices[inside - 1], *devices[inside:])
+        nodes.append(replace(node, devices=devices))
+        first += len(node.devices)
+
+    def moved(position: int) -> int:
+        return position + (position > last)
+
+    return situation.with_cluster(
+        replace(cluster, nodes=tuple(nodes)),
+        replace(
+            demands,
+            limits={moved(position): each for position, each in demands.limits.items()},
+            equal=tuple(tuple(map(moved, each)) for each in demands.equal),
+        ),
+    )
+
+
+def _slowest_kinds(solution: PlanSolution, cluster: Cluster) -> tuple[str, ...]:
+    compute_s = [rank.forward_s + rank.backward_s for rank in solution.predicted.ranks]
+    slowest_s = max(compute_s) * (1 - SLOWEST_MARGIN)
+    return _kinds(cluster, [i for i, seconds in enumerate(compute_s) if seconds >= slowest_s])
+
+
+def _fullest_kinds(solution: PlanSolution, cluster: Cluster) -> tuple[str, ...]:
+    full = [
+        i
+        for i, rank in enumerate(solution.predicted.ranks)
+        if rank.memory.total_bytes >= (1 - SLOWEST_MARGIN) * rank.memory_budget_bytes
+    ]
+    return _kinds(cluster, full)
+
+
+def _kinds(cluster: Cluster, positions: list[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(cluster.devices[i].kind or "device" for i in positions))

@@ -1,0 +1,257 @@
+"""Predict whether a cluster is faster without some of its devices.
+
+A collective over all devices is as slow as the slowest link that it crosses, and one kind of
+device without bfloat16 forces all to float32, whatever the plan gives them to do.  So sets of
+devices are left out one after the other: kinds, types of nodes, nodes, regions, the slowest
+kinds together, one device of those that are alike, and those that do nothing.  First, each set
+is also tried alone, without all others.  In every round the set whose removal helps most goes,
+until none helps.
+
+A set is searched for only if its bound allows a gain: no step is shorter than all its
+communication, or than the batch divided by the sum of what the devices compute per second.  So
+many sets cost little, and at most ``MAX_SEARCHES`` searches are made, those with the least
+bounds (``MAX_SEARCHES_IF_LARGE`` for a cluster of many devices or kinds).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardhet.planner.candidates.candidates import (
+    LEAST_MAX_MICROBATCH_SIZE,
+    MICROBATCHES_BEYOND_MEASURED,
+)
+from shardhet.planner.find import least_step_s, solve
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import PlanSolution
+from shardhet.planner.search.search import Effort
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, Node
+
+LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
+MAX_SEARCHES = 12
+MAX_SEARCHES_IF_LARGE = 3
+LARGE = 512  # devices
+MAX_KINDS = 16  # of which each is left out alone; of more, only the slowest
+MAX_NODES = 16  # likewise
+Positions = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fewer:
+    """A part of a cluster on which the step is shorter than on the whole."""
+
+    kept: Positions
+    left_out: Positions
+    setting: Setting  # of the devices that stay
+    demands: Demands  # likewise
+    solution: PlanSolution  # within the effort of the comparison
+
+
+def faster_on_fewer(
+    setting: Setting,
+    whole: PlanSolution,
+    *,
+    demands: Demands,
+    smaller: Callable[[Positions], Setting],
+    effort: Effort,
+) -> Fewer | None:
+    """The fastest part of the cluster that was found; None if no part beats the whole.
+
+    ``whole`` is the plan for all devices, and ``smaller`` creates the setting of the devices
+    at some positions.
+    """
+    if setting.cluster.world_size == 1:
+        return None
+    return _Trials(setting, whole, demands, smaller, effort).run()
+
+
+@dataclass
+class _Trials:
+    """The parts of a cluster that were tried, and the best so far."""
+
+    setting: Setting
+    whole: PlanSolution
+    demands: Demands
+    smaller: Callable[[Positions], Setting]
+    effort: Effort
+    num_searched: int = 0
+    # What stays, in the order in which each was found to be faster than all before.
+    found: list[tuple[float, Positions, Setting]] = field(default_factory=list)
+    _seen: set[Positions] = field(default_factory=set)
+    _paces: dict[tuple[str | None, str], float] = field(default_factory=dict)
+
+    def run(self) -> Fewer | None:
+        """Leave out what helps, and plan for the rest."""
+        kept = tuple(range(self.setting.cluster.world_size))
+        parts = list(self._parts(kept, is_first=True))
+        while self._try(parts):
+            _, kept, _ = self.found[-1]
+            parts = list(self._parts(kept, is_first=False))
+        for _, part, setting in reversed(self.found):
+            fewer = self._planned(part, setting)
+            if fewer is not None:
+                return fewer
+        return None
+
+    @property
+    def _most_s(self) -> float:
+        """Steps on a part must be shorter than this to be worth it."""
+        return self.whole.predicted.step_time_s / LEAST_GAIN
+
+    @property
+    def _max_searches(self) -> int:
+        cluster = self.setting.cluster
+        num_kinds = len({device.kind for device in cluster.devices})
+        is_large = cluster.world_size > LARGE or num_kinds > MAX_KINDS
+        return MAX_SEARCHES_IF_LARGE if is_large else MAX_SEARCHES
+
+    def _try(self, parts: Sequence[Positions]) -> bool:
+        """Search the most promising of these parts; returns whether one is the best yet."""
+        bounded = []
+        for part in dict.fromkeys(parts):
+            if part and part not in self._seen:
+                self._seen.add(part)
+                setting = self.smaller(part)
+                bounded.append((self._least_step_s(setting), part, setting))
+        bounded.sort(key=lambda each: each[0])
+        before = len(self.found)
+        for bound_s, part, setting in bounded:
+            target_s = self.found[-1][0] if self.found else self._most_s
+            if bound_s >= target_s or self.num_searched >= self._max_searches:
+                break
+            self.num_searched += 1
+            step_s = self._step_s(part, setting, target_s)
+            if step_s < target_s:
+                self.found.append((step_s, part, setting))
+        return len(self.found) > before
+
+    def _step_s(self, part: Positions, setting: Setting, target_s: float) -> float:
+        """The least step on a part, before rounding to rows; ``target_s`` if not below it."""
+        try:
+            return least_step_s(
+                setting,
+                global_batch_size=self.whole.plan.global_batch_size,
+                demands=self.demands.only(part),
+                effort=self.effort,
+                at_most_s=target_s,
+            )
+        except ValueError:  # the demands need the devices that are left out
+            return target_s
+
+    def _planned(self, part: Positions, setting: Setting) -> Fewer | None:
+        """The plan for a part; None if it is no better than that for all."""
+        demands = self.demands.only(part)
+        try:
+            solution = solve(
+                setting,
+                global_batch_size=self.whole.plan.global_batch_size,
+                demands=demands,
+                effort=self.effort,
+                num_rescored=1,
+                is_bounded=False,
+            )
+        except ValueError:  # nothing fits after rounding to rows
+            return None
+        if solution.predicted.step_time_s >= self._most_s:
+            return None
+        kept = set(part)
+        every = range(self.setting.cluster.world_size)
+        return Fewer(
+            kept=part,
+            left_out=tuple(i for i in every if i not in kept),
+            setting=setting,
+            demands=demands,
+            solution=solution,
+        )
+
+    def _parts(self, kept: Positions, *, is_first: bool) -> Iterator[Positions]:
+        """What stays of ``kept`` without each of its sets, and each set alone."""
+        needed = {i for i in kept if self.demands.needs(i)}
+        for members in self._sets(kept):
+            if not needed & members:
+                yield tuple(i for i in kept if i not in members)
+            if is_first and needed <= members:
+                yield tuple(sorted(members))
+
+    def _sets(self, kept: Positions) -> Iterator[frozenset[int]]:
+        """Sets of devices that may be better left out together."""
+        cluster = self.setting.cluster
+        kinds: dict[str, set[int]] = {}
+        types: dict[str, set[int]] = {}
+        nodes: dict[str, set[int]] = {}
+        regions: dict[str, set[int]] = {}
+        alike: dict[tuple[str, str | None], int] = {}
+        inside = set(kept)
+        for i, node in _devices(cluster):
+            if i in inside:
+                kind = cluster.devices[i].kind
+                kinds.setdefault(str(kind), set()).add(i)
+                types.setdefault(node_type(node), set()).add(i)
+                nodes.setdefault(node.host, set()).add(i)
+                regions.setdefault(node.region, set()).add(i)
+                alike[node_type(node), kind] = i
+        slowest = sorted(kinds, key=lambda kind: -self._pace_s(self.setting, kind))
+        together: set[int] = set()
+        for number, kind in enumerate(slowest, 1):
+            together |= kinds[kind]
+            if number <= MAX_KINDS:
+                yield frozenset(kinds[kind])
+            if number & (number - 1) == 0:  # 1, 2, 4, ... kinds
+                yield frozenset(together)
+        for sets in (types, nodes, regions):
+            if len(sets) <= MAX_NODES:
+                yield from map(frozenset, sets.values())
+        if len(alike) <= MAX_KINDS:
+            yield from (frozenset({i}) for i in alike.values())
+        ranks = self.whole.plan.ranks
+        yield frozenset(i for i in kept if not ranks[i].rank_batch_size)
+        yield frozenset(
+            i for i in kept if not (ranks[i].rank_batch_size or ranks[i].state_share)
+        )
+
+    def _least_step_s(self, setting: Setting) -> float:
+        """A bound on the step: all communication, or all compute spread perfectly."""
+        model = CostModel(setting, reshard_after_forward=False)
+        numbers = Counter(device.kind for device in setting.cluster.devices)
+        per_s = sum(number / self._pace_s(setting, kind) for kind, number in numbers.items())
+        compute_s = self.whole.plan.global_batch_size / per_s
+        return max(model.turns(unevenness=0.0).comm_s, compute_s) + model.overhead_s
+
+    def _pace_s(self, setting: Setting, kind: str | None) -> float:
+        """Seconds of a sample in all units on a kind of device, in its best microbatches."""
+        workload, device = setting.workload, setting.profile.device(kind)
+        key = (kind, workload.param_dtype)
+        if key not in self._paces:
+            units = [
+                (number, unit)
+                for name, number in workload.num_units_by_kind.items()
+                if (unit := device.unit_by_kind.get(name)) is not None
+            ]
+            measured = max(unit.points[-1].microbatch_size for _, unit in units)
+            largest = max(LEAST_MAX_MICROBATCH_SIZE, MICROBATCHES_BEYOND_MEASURED * measured)
+            self._paces[key] = min(
+                sum(
+                    number * (unit.forward_s.at(size) + unit.backward_s.at(size))
+                    for number, unit in units
+                )
+                / size
+                for size in range(1, 1 + largest)
+            )
+        return self._paces[key]
+
+
+def _devices(cluster: Cluster) -> Iterator[tuple[int, Node]]:
+    """Every position, and the node that the device is in."""
+    first = 0
+    for node in cluster.nodes:
+        for i in range(len(node.devices)):
+            yield first + i, node
+        first += len(node.devices)
+
+
+def node_type(node: Node) -> str:
+    """The name that counted nodes of a description share: "a" for "a-0" and "a-1"."""
+    name, _, number = node.host.rpartition("-")
+    return name if name and number.isdecimal() else node.host

@@ -1,0 +1,1 @@
+"""What each device may do, with seconds and bytes."""

@@ -1,0 +1,392 @@
+"""Build the assignment problem from a cluster, a workload and a profile: list the candidates.
+
+A candidate is a batch b in microbatches of at most m (see ``splits``) and a choice of what is
+recomputed.  Its costs are the compute of every phase.  The phases are the forward of
+each kind of unit, and the backward of each class of units that every recompute choice treats
+alike.  Its room is what the budget leaves for state.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, reduce
+
+import numpy as np
+
+from shardhet.planner.candidates.dominance import dominated
+from shardhet.planner.candidates.recompute import recompute_choices
+from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Worth
+from shardhet.planner.candidates.splits import splits_of
+from shardhet.planner.candidates.table import CandidateTable
+from shardhet.planner.problem.demands import Demands, Role
+from shardhet.planner.problem.problem import Bools, Floats, Group, Ints, Problem
+from shardhet.planner.problem.solution import PlanError
+from shardhet.planner.problem.state_numels import StateNumels
+from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
+from shardhet.pricing.cost import CostModel
+
+MICROBATCHES_BEYOND_MEASURED = 2  # sizes up to this multiple of the largest measured one
+LEAST_MAX_MICROBATCH_SIZE = 16
+BATCHES_AT_ONCE = 2048
+MOST_SAMPLES_LISTED = 2**17  # on one device
+MOST_LISTED_AT_ONCE = 2**14  # on devices of different groups together
+MANY_BATCHES, FEW_BATCHES = 1024, 256  # of one device: then first with a stride, to so many
+FIRST_CUT_FACTOR = 4  # the first cut allows this many times the compute of the whole batch
+CLOSE_CUT_FACTOR = 1.5  # likewise, where many groups make each candidate count
+MANY_GROUPS = 32
+GIB = 2**30
+
+
+class TableBuilder:
+    """Lists the candidates of every group of a cluster, at any cut."""
+
+    def __init__(
+        self,
+        model: CostModel,
+        *,
+        global_batch_size: int,
+        demands: Demands,
+        effort: Effort = DEFAULT_EFFORT,
+        unevenness: float = 1.0,
+        stored: PortShares = PortShares(),  # noqa: B008  a tuple
+        row_part: float = 1.0,
+        is_lenient: bool = False,
+    ) -> None:
+        """Collectives take as long as with this ``unevenness``, if devices store so much.
+
+        ``row_part`` and ``is_lenient``: see ``StateNumels.of``.  A lenient problem admits every
+        plan, also those that do not fit for sure; its solution is a bound.
+        """
+        self.model = model
+        self.global_batch_size = global_batch_size
+        self._demands = demands
+        self.recompute_choices = recompute_choices(model, effort.recompute_steps)
+        self.turns = model.turns(unevenness=unevenness, recomputed=self.recompute_choices)
+        self.state = StateNumels.of(model, demands, row_part=row_part, is_lenient=is_lenient)
+        self._fixed_optimizer_s = max(
+            (
+                model.profile.device(
+                    model.cluster.devices[i].kind
+                ).optimizer_seconds_per_element
+                * max(0.0, numel - self.state.slack)
+                for i, numel in self.state.by_demand.items()
+            ),
+            default=0.0,
+        )
+        self.stored = stored
+        self.max_microbatch_size = demands.max_microbatch_size
+        all_roles = demands.roles(model.cluster)
+        # Equal roles are one object, which is faster to compare than what it says.
+        role_by_id = {id(role): role for role in all_roles}
+        bundles: dict[tuple[int, tuple[int, ...]], list[tuple[int, ...]]] = {}
+        for positions in demands.bundles(model.cluster.world_size):
+            role_ids = [id(all_roles[position]) for position in positions]
+            key = (len(positions), tuple(dict.fromkeys(role_ids)))
+            bundles.setdefault(key, []).append(positions)
+        # Per group: sets of equal positions.
+        self.bundles = tuple(map(tuple, bundles.values()))
+        self._groups = [
+            _GroupTimes(
+                self,
+                [role_by_id[each] for each in role_ids],
+                num_members=num_members,
+                count=len(of_group),
+            )
+            for (num_members, role_ids), of_group in bundles.items()
+        ]
+
+    def largest_microbatch_size(self, role: Role) -> int:
+        """The largest size to consider: beyond the measured ones, at most the batch."""
+        units = self.model.profile.device(role.device_kind).units
+        measured = max(unit.points[-1].microbatch_size for unit in units)
+        size = max(LEAST_MAX_MICROBATCH_SIZE, MICROBATCHES_BEYOND_MEASURED * measured)
+        limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
+        stated = [each for each in limits if each is not None]
+        return max(1, min(self.global_batch_size, *(stated or [size])))
+
+    @property
+    def unequal_s(self) -> float:
+        """How much longer the optimizer takes if devices that must be equal store the same.
+
+        They do, up to rows.
+        """
+        return max(
+            (
+                times.slowest_optimizer_s * self.state.row
+                for times in self._groups
+                if times.num_members > 1
+            ),
+            default=0.0,
+        )
+
+    def least_compute_s(self, numbers: Sequence[int]) -> float:
+        """No step is shorter if so many sets of each group compute."""
+        per_s = sum(
+            number * times.num_members / times.least_seconds_per_sample
+            for number, times in zip(numbers, self._groups, strict=True)
+        )
+        return self.global_batch_size / per_s
+
+    def first_cut_s(self) -> float:
+        """The first cut: all communication, and several times the compute of the batch."""
+        slowest_single = min(times.least_seconds for times in self._groups)
+        compute_s = self.least_compute_s([times.count for times in self._groups])
+        compute_s += slowest_single
+        is_many = len(self._groups) > MANY_GROUPS
+        factor = CLOSE_CUT_FACTOR if is_many else FIRST_CUT_FACTOR
+        return self.turns.comm_s + self.model.overhead_s + factor * compute_s
+
+    @property
+    def least_s(self) -> float:
+        """No plan has a shorter step."""
+        compute_s = self.least_compute_s([times.count for times in self._groups])
+        return max(self.turns.comm_s, compute_s) + self.model.overhead_s
+
+    def stride(self, cut_s: float) -> int:
+        """Between batches, so that no device has too many of them; 1 if there are few."""
+        longest = max(len(window) for window in self._windows(cut_s))
+        return max(1, longest // FEW_BATCHES) if longest > MANY_BATCHES else 1
+
+    def check_listed(self, cut_s: float, *, is_whole: bool) -> None:
+        """Refuse batches that would take too long to list: ``PlanError``.
+
+        ``is_whole`` is before the cut was brought close to what a coarse search has found.
+        """
+        windows = self._windows(cut_s)
+        longest = max(len(window) for window in windows)
+        listed = sum(len(window) for window in windows if len(window) > MANY_BATCHES)
+        if longest <= MOST_SAMPLES_LISTED and (is_whole or listed <= MOST_LISTED_AT_ONCE):
+            return
+        raise PlanError(
+            f"plan: global_batch_size is {self.global_batch_size:,}, of which one device may "
+            f"compute {longest - 1:,}; plans are searched up to {MOST_SAMPLES_LISTED:,} on one "
+            "device, or fewer where links or memory leave open who computes how much. Lower "
+            "global_batch_size, or state the batches of the fast devices (limits.0.batch).",
+            lower_bound_s=self.least_s,
+        )
+
+    def _windows(self, cut_s: float) -> list[range]:
+        """The batches that a device of each group may compute.
+
+        If a cut limits them, a device also computes at least what the others cannot.
+        """
+        most = [times.most(cut_s) for times in self._groups]
+        if not self._is_cut(cut_s):
+            return [range(1 + each) for each in most]
+        together = sum(
+            times.count * times.num_members * each
+            for times, each in zip(self._groups, most, strict=True)
+        )
+        missing = self.global_batch_size - together
+        windows = []
+        for times, each in zip(self._groups, most, strict=True):
+            least = -(-(missing + times.num_members * each) // times.num_members)
+            windows.append(range(min(max(0, least), each), 1 + each))
+        return windows
+
+    def _is_cut(self, cut_s: float) -> bool:
+        return any(times.is_cut(cut_s) for times in self._groups)
+
+    def table(
+        self, cut_s: float, *, within_s: Sequence[float] | None = None, stride: int = 1
+    ) -> CandidateTable:
+        """All candidates that compute no longer than ``cut_s``, without dominated ones.
+
+        With a ``stride``, of large batches only multiples of it.  A candidate is dominated if
+        another of the same batch has as much room and is as fast in every phase.  With
+        ``within_s``, limits on the phases, candidates beyond them are left out, and the compute
+        that communication hides counts too: these candidates are equally fast, and the one that
+        computes least may be chosen.
+        """
+        model = self.model
+        built = []
+        for times, window in zip(self._groups, self._windows(cut_s), strict=True):
+            each = times.group(window, within_s, stride)
+            if window.start and not len(each[0].batch):
+                # The least that the cut leaves to it does not fit: no plan is as fast.
+                each = times.group(range(window.stop), within_s, stride)
+            built.append(each)
+        for (group, _, _), bundles in zip(built, self.bundles, strict=True):
+            if not len(group.batch):
+                raise PlanError(self._nothing_to_do(bundles[0]))
+        problem = Problem(
+            groups=tuple(group for group, _, _ in built),
+            global_batch_size=self.global_batch_size,
+            state_numel=self.state.rest,
+            fixed_s=self.turns.exposed_comm_s + model.overhead_s,
+            row_numel=self.state.row,
+            fixed_optimizer_s=self._fixed_optimizer_s,
+        )
+        return CandidateTable(
+            problem=problem,
+            bundles=self.bundles,
+            splits=tuple(times.splits for times in self._groups),
+            split_indices=tuple(splits for _, splits, _ in built),
+            choices=tuple(choices for _, _, choices in built),
+            recompute_choices=self.recompute_choices,
+            is_cut=self._is_cut(cut_s),
+        )
+
+    def _nothing_to_do(self, positions: Sequence[int]) -> str:
+        cluster = self.model.cluster
+        names = ", ".join(f"{i} ({cluster.devices[i]})" for i in positions)
+        budget = min(self._demands.budget_bytes(cluster, i) for i in positions)
+        together = " and be equal" if len(positions) > 1 else ""
+        return (
+            f"plan: device {names} can do nothing that is demanded of it{together} within "
+            f"{budget / GIB:.3g} GiB. Raise its memory budget, lower its batch or its exact "
+            "share of the state, or leave it out of the cluster."
+        )
+
+
+class _GroupTimes:
+    """Candidates of a group, whose members are sets of equal devices (mostly of one device)."""
+
+    def __init__(
+        self, builder: TableBuilder, roles: Sequence[Role], *, num_members: int, count: int
+    ) -> None:
+        self.count = count
+        self.num_members = num_members
+        self._builder = builder
+        self._roles = roles
+        largest = min(builder.largest_microbatch_size(role) for role in roles)
+        self._sizes: Ints = np.arange(1, largest + 1)
+        self._members = [
+            RoleTimes(builder, role, self._sizes, is_together=num_members > 1) for role in roles
+        ]
+        # Devices that must be equal cut their batches by the slowest of them.
+        self._whole_s: Floats = reduce(np.maximum, [each.whole_s for each in self._members])
+        self.splits = splits_of(tuple(self._whole_s.tolist()), 0)
+        self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
+        self.least_seconds = max(member.least_seconds for member in self._members)
+        profile = builder.model.profile
+        self.slowest_optimizer_s = max(  # per element
+            profile.device(role.device_kind).optimizer_seconds_per_element for role in roles
+        )
+
+    def group(
+        self, window: range, within_s: Sequence[float] | None, stride: int
+    ) -> tuple[Group, Ints, Ints]:
+        """The group with batches in a window, and splits and recompute choices."""
+        batches, allowed = self._batches(window, stride), self._allowed_choices()
+        self.splits = splits_of(tuple(self._whole_s.tolist()), int(batches.max(initial=0)))
+        parts = [  # few batches at a time need little memory
+            self._candidates(batches[start : start + BATCHES_AT_ONCE], allowed, within_s)
+            for start in range(0, max(1, len(batches)), BATCHES_AT_ONCE)
+        ]
+        batch, costs, room, compute, splits, choices = (
+            np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)
+        )
+        number = self.num_members
+        group = Group(
+            count=self.count,
+            batch=number * batch,
+            costs=costs,
+            room=number * room,
+            optimizer_s_per_numel=self.slowest_optimizer_s / number,
+            num_members=number,
+            compute_s=compute,
+        )
+        group, order = group.sorted()
+        return group, splits[order], choices[order]
+
+    def _candidates(
+        self, batches: Ints, allowed: Sequence[int], within_s: Sequence[float] | None
+    ) -> tuple[Ints, Floats, Floats, Floats, Ints, Ints]:
+        """Batches, costs, room, compute, splits and recompute choices of what is kept."""
+        splits, exists = self._worth_trying(batches)
+        per_choice = list(self._of_choices(allowed, batches, splits))
+        costs = np.concatenate([each.costs for each in per_choice], axis=2)  # [D, b, n]
+        room = np.concatenate([each.room for each in per_choice], axis=1)  # [b, n]
+        compute = np.concatenate([each.compute_s for each in per_choice], axis=1)  # [b, n]
+        # A device without samples is one candidate, not one per size.
+        number = splits.shape[1]
+        is_idle = np.arange(room.shape[1]) == room.shape[1] - number
+        exists = np.tile(exists, len(per_choice))
+        valid = (room >= 0) & np.where(batches[:, None] > 0, exists, is_idle)
+        known = costs
+        if within_s is not None:
+            valid &= (costs <= np.array(within_s)[:, None, None]).all(axis=0)
+            known = np.concatenate((costs, compute[None]))
+        kept = valid & ~dominated(known, np.where(valid, room, -1.0))
+        b, n = np.nonzero(kept)
+        return (
+            batches[b],
+            costs[:, b, n],
+            room[b, n],
+            compute[b, n],
+            splits[b, n % number],
+            np.array(allowed)[n // number],
+        )
+
+    def _worth_trying(self, batches: Ints) -> tuple[Ints, Bools]:
+        """[b, n] splits of each batch, and whether there are so many.
+
+        Others are slower in every unit than one with smaller microbatches.
+        """
+        largest = self.splits.largest
+        exists = (largest <= batches[:, None]) & self.splits.exist(batches)
+        if all(member.needs_more_if_larger for member in self._members):
+            seconds = [self.splits.seconds(each.curves_s, batches) for each in self._members]
+            is_slower = dominated(
+                np.concatenate(seconds), np.where(exists, -1.0 * largest, -np.inf)
+            )
+            exists &= ~is_slower
+        number = max(1, int(exists.sum(axis=1).max(initial=1)))
+        splits = np.argsort(~exists, axis=1, kind="stable")[:, :number]
+        return splits, np.take_along_axis(exists, splits, axis=1)
+
+    @cached_property
+    def _fixed(self) -> set[int]:
+        """The batches that are demanded."""
+        stated = [role.limits.rank_batch_size for role in self._roles]
+        return {each for each in stated if each is not None}
+
+    def most(self, cut_s: float) -> int:
+        """The largest batch that each member may compute."""
+        if self._fixed:
+            return max(self._fixed)
+        per_sample = self._builder.model.boundary_bytes_per_sample
+        largest = self._builder.global_batch_size // self.num_members
+        if per_sample:
+            largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
+        if self.is_cut(cut_s):
+            largest = min(largest, int(cut_s / self.least_seconds_per_sample))
+        return largest
+
+    def _batches(self, window: range, stride: int) -> Ints:
+        """The batches that each member may compute."""
+        if self._fixed:
+            return np.array(list(self._fixed) if len(self._fixed) == 1 else [], dtype=np.int64)
+        if stride == 1:
+            return np.arange(window.start, window.stop)
+        multiples = np.arange(-(-window.start // stride) * stride, window.stop, stride)
+        # One device may compute what is left of the batch.
+        rest = multiples + self._builder.global_batch_size % stride
+        ends = (window.start, window.stop - 1)
+        return np.unique(np.concatenate((multiples, rest[rest < window.stop], ends)))
+
+    def is_cut(self, cut_s: float) -> bool:
+        """Whether the cut leaves out larger batches."""
+        whole_s = self._builder.global_batch_size * self.least_seconds_per_sample
+        return not self._fixed and whole_s > cut_s * self.num_members
+
+    def _allowed_choices(self) -> list[int]:
+        last = len(self._builder.recompute_choices) - 1
+        claims = {role.limits.recomputes for role in self._roles} - {None}
+        if not claims:
+            return list(range(last + 1))
+        return [last if True in claims else 0]
+
+    def _of_choices(
+        self, choices: Sequence[int], batches: Ints, splits: Ints
+    ) -> Iterator[Worth]:
+        """Per choice: costs of the slowest member, room of the smallest, compute of all."""
+        members = [
+            member.of_choices(choices, batches, self.splits, splits) for member in self._members
+        ]
+        for of_members in zip(*members, strict=True):
+            yield Worth(
+                reduce(np.maximum, [each.costs for each in of_members]),
+                reduce(np.minimum, [each.room for each in of_members]),
+                reduce(np.add, [each.compute_s for each in of_members])
+                * (self.num_members / len(of_members)),
+            )

@@ -1,0 +1,165 @@
+"""Seconds and bytes of one kind of device under one set of limits."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardhet.planner.candidates.splits import Splits
+from shardhet.planner.problem.demands import Role
+from shardhet.planner.problem.problem import Floats, Ints
+from shardhet.records.plan import RankPlan
+
+if TYPE_CHECKING:
+    from shardhet.planner.candidates.candidates import TableBuilder
+
+
+class PortShares(NamedTuple):
+    """How much of the state a device stores, as part of all, if collectives are to be fast."""
+
+    least: float = 0.0  # if it computes
+    most: float = inf  # if it computes
+    most_idle: float = inf
+
+
+class Worth(NamedTuple):
+    """What batches b in splits n cost a device, and the room that they leave."""
+
+    costs: Floats  # [D, b, n]
+    room: Floats  # [b, n]
+    compute_s: Floats  # [b, n]
+
+
+class RoleTimes:
+    """Seconds and bytes of one kind of device under one set of limits, by microbatch size."""
+
+    def __init__(
+        self, builder: "TableBuilder", role: Role, sizes: Ints, *, is_together: bool
+    ) -> None:
+        """``is_together``: other devices must store the same, up to rows."""
+        model, device_kind = builder.model, role.device_kind
+        self._is_together = is_together
+        self._builder = builder
+        self._role = role
+        self._sizes = sizes
+        # By kind of unit, [2, 1 + sizes]: forward and backward of one unit by microbatch
+        # size; size 0 takes no time.
+        self._seconds: dict[str, Floats] = {}
+        whole = np.zeros(1 + len(sizes))
+        for name, number in model.workload.num_units_by_kind.items():
+            if any(each.kind.name == name for each in builder.turns.classes):
+                unit = model.profile.unit(device_kind, name)
+                self._seconds[name] = np.array(
+                    [
+                        [0.0, *map(curve.at, sizes.tolist())]
+                        for curve in (unit.forward_s, unit.backward_s)
+                    ]
+                )
+                whole += number * self._seconds[name].sum(axis=0)
+        self.whole_s = whole  # [1 + sizes] of a microbatch in all units
+        self.curves_s: Floats = np.concatenate(
+            [*self._seconds.values()]
+        )  # [2 kinds, 1 + sizes]
+        self.least_seconds_per_sample = float((whole[1:] / sizes).min())
+        self.least_seconds = float(whole[1:].min())
+
+    @cached_property
+    def needs_more_if_larger(self) -> bool:
+        """Whether larger microbatches need no less memory, whatever is recomputed."""
+        model, none = self._builder.model, np.array([1])
+        return all(
+            bool(
+                (
+                    np.diff(
+                        model.working_bytes(self._role.device_kind, rank, none, self._sizes)
+                    )
+                    >= 0
+                ).all()
+            )
+            for rank in map(_recomputing, self._builder.recompute_choices)
+        )
+
+    def of_choices(
+        self, choices: Sequence[int], batches: Ints, splits: Splits, tried: Ints
+    ) -> Iterator[Worth]:
+        """What each choice of what is recomputed is worth, for the splits ``tried`` [b, n].
+
+        The phases are the forward of every kind of unit, then the backward of every class.
+        The forward of all classes of a kind is a single phase, because all of them are
+        longest on the same rank: the sum of their maxima is the maximum of their sum.
+        """
+        all_seconds = np.take_along_axis(
+            splits.seconds(self.curves_s, batches), tried[None], axis=2
+        )
+        sizes = splits.largest[tried]
+        seconds = {
+            name: all_seconds[2 * i : 2 * i + 2]  # [2, b, n]
+            for i, name in enumerate(self._seconds)
+        }
+        classes = self._builder.turns.classes
+        excess = self._builder.model.profile.device(self._role.device_kind).overlap_excess
+
+        def beside(compute_s: Floats, comm_s: float) -> Floats:
+            # Compute that ends before its communication is hidden by it.
+            slowed = np.where(compute_s > 0, compute_s + excess * comm_s, 0.0)
+            return np.maximum(slowed, comm_s)
+
+        forward = {name: np.zeros(each.shape[1:]) for name, each in seconds.items()}
+        alone_s = sum(  # [b, n]
+            each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
+        )
+        for each in classes:
+            forward[each.kind.name] += beside(
+                each.num_units * seconds[each.kind.name][0], each.forward_comm_s
+            )
+        for choice in choices:
+            rank = _recomputing(self._builder.recompute_choices[choice])
+            costs, compute_s = [*forward.values()], alone_s
+            for each in classes:
+                forward_s, backward_s = seconds[each.kind.name]
+                again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
+                turns_s = each.num_units * (backward_s + again_s)
+                costs.append(beside(turns_s, each.backward_comm_s))
+                compute_s = compute_s + each.num_units * again_s
+            room = self._room(rank, batches, sizes)
+            yield Worth(np.array(costs), room, compute_s)
+
+    def _room(self, rank: RankPlan, batches: Ints, sizes: Ints) -> Floats:
+        """Elements of state that fit besides each batch and microbatch size."""
+        model, role, state = self._builder.model, self._role, self._builder.state
+        used = model.working_bytes(role.device_kind, rank, batches[:, None], sizes)
+        left = model.room_numel(role.budget_bytes, used)
+        if role.limits.max_state_share is not None:
+            # ``Problem.rounded`` takes row_numel off all room, so it is added here.
+            cap = role.limits.max_state_share * state.whole
+            left = np.minimum(left, cap + state.row)
+        if role.limits.state_share is not None:
+            # An exact share is not part of the state that the search distributes.
+            left = left - role.limits.state_share * state.whole
+            left = np.minimum(left + state.slack, state.row)
+        else:
+            left = self._within_ports(left, batches)
+        if state.even is not None:
+            # ``Problem.rounded`` need not take off what rounding has added already.
+            is_enough = left + 2 * state.slack >= state.even
+            return np.where(is_enough, state.even + state.row, -1.0)
+        if self._is_together:
+            left = left + state.slack
+        return np.where(left >= 0, left, -1.0)
+
+    def _within_ports(self, left: Floats, batches: Ints) -> Floats:
+        """The room of which collectives can make use; -1 where it is less than they need."""
+        stored, row_numel = self._builder.stored, self._builder.state.row
+        if stored == PortShares():
+            return left
+        least, most, most_idle = (each * self._builder.model.workload.numel for each in stored)
+        computes = batches[:, None] > 0
+        # ``Problem.rounded`` takes row_numel off all room, so it is added here.
+        within = np.minimum(left, np.where(computes, most, most_idle) + row_numel)
+        return np.where(computes & (left < least), -1.0, within)
+
+
+def _recomputing(patterns: tuple[str, ...]) -> RankPlan:
+    return RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)

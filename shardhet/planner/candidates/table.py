@@ -1,0 +1,41 @@
+"""A problem with what its candidates stand for."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardhet.planner.candidates.splits import Splits
+from shardhet.planner.problem.problem import Ints, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one device does: enough to write its part of a plan."""
+
+    microbatch_sizes: tuple[int, ...]
+    recomputed_units: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CandidateTable:
+    """What the problem's candidates stand for, and which devices make up each group."""
+
+    problem: Problem
+    bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
+    splits: tuple[Splits, ...]  # per group
+    split_indices: tuple[Ints, ...]  # per group, [C]: index into its splits
+    choices: tuple[Ints, ...]  # per group, [C]: index into recompute_choices
+    recompute_choices: tuple[tuple[str, ...], ...]
+    is_cut: bool  # candidates were left out because they compute too long
+
+    @cached_property
+    def rounded(self) -> Problem:
+        """The problem with less room, so that shares still fit after rounding to rows."""
+        return self.problem.rounded()
+
+    def candidate(self, group: int, index: int) -> Candidate:
+        """What one device does that takes the candidate at ``index`` of a group."""
+        each = self.problem.groups[group]
+        batch = int(each.batch[index]) // each.num_members
+        split = int(self.split_indices[group][index])
+        choice = self.recompute_choices[int(self.choices[group][index])]
+        return Candidate(self.splits[group].sizes(batch, split), choice if batch else ())

@@ -1,0 +1,1 @@
+"""The planning problem: what is asked, and what a solution is."""
