@@ -112,7 +112,7 @@ def planned_bytes(model: HetFSDP) -> int:
     contributors = [i for i in comm.receivers if i != model.position]
     launches = runtime._walk._order.schedule.launches()
     units = [("gather", runtime.root), ("reduce", runtime.root)]
-    units += [(each.kind, runtime.units[each.unit]) for each in launches]
+    units += [(each.kind.value, runtime.units[each.unit]) for each in launches]
     total = 16 * (model._control.world_size - 1)  # losses and tokens
     for kind, unit in units:
         for flat in unit.flats:
