@@ -8,7 +8,7 @@ detaching inputs, joining outputs, calling autograd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.batching import flatten
-from shardhet.fsdp.microbatch.layered import Surroundings, Visit, run_visit
+from shardhet.fsdp.microbatch.layered import Visit, run_visit
+from shardhet.fsdp.microbatch.surroundings import Seeded, Surrounding
 from shardhet.fsdp.sharding.build import UnitDraft, draft_units
 from shardhet.fsdp.sharding.materialize import materialize, move_buffers
 from shardhet.fsdp.sharding.seeds import RandomStates
@@ -159,7 +160,9 @@ class UnitRunner:
         microbatch_sizes: tuple[int, ...],
     ) -> Visit:
         fqn = call.unit_call.module_fqn
-        is_training = self._module.get_submodule(fqn).training
+        around: tuple[Surrounding, ...] = ()
+        if self._module.get_submodule(fqn).training:
+            around = (Seeded(self._random, fqn, call=0, step=0, first_sample=0),)
         return Visit(
             unit_fqn=fqn,
             function=function,
@@ -168,7 +171,7 @@ class UnitRunner:
             rules=call.unit_call.rules,
             param_addresses=frozenset(),
             device_type=self._device.type,
-            around=_SeededAlone(self._random, fqn, is_training),
+            around=around,
         )
 
     def _accumulate_in(self, reduce_dtype: torch.dtype, draft: UnitDraft) -> None:
@@ -254,20 +257,3 @@ def _add_grad(into: Tensor, param: Tensor) -> None:
     assert param.grad is not None
     into.add_(param.grad)
     param.grad = None
-
-
-class _SeededAlone(Surroundings):
-    """The surroundings of a single unit: random state, but no turn."""
-
-    def __init__(self, random: RandomStates, fqn: str, is_training: bool) -> None:
-        self._random = random
-        self._fqn = fqn
-        self._is_training = is_training
-
-    def random_state(self) -> AbstractContextManager[Any]:
-        """See ``Surroundings``."""
-        return self._random.around(self._is_training)
-
-    def seed_microbatch(self, start: int) -> None:
-        """See ``Surroundings``."""
-        self._random.seed(self._fqn, 0, 0, start, self._is_training)

@@ -25,41 +25,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, VisitRules, flatten, unflatten
 from shardhet.fsdp.microbatch.joining import InputGrads, Joined, spans_of
+from shardhet.fsdp.microbatch.surroundings import Context, Surrounding, entered
 from shardhet.records.layout import Span
-
-
-class Surroundings:
-    """Hooks around the runs of one visit.  The hooks of this base class do nothing."""
-
-    def random_state(self) -> AbstractContextManager[Any]:
-        """A context around all runs of one phase."""
-        return nullcontext()
-
-    def seed_microbatch(self, start: int) -> None:
-        """Called before a run; ``start`` is its first sample within the rank's batch."""
-
-    def in_forward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """A context around a microbatch in forward."""
-        return nullcontext()
-
-    def in_backward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """A context around a microbatch in backward, including recomputation."""
-        return nullcontext()
-
-    def in_function(self, start: int, is_repeated: bool) -> AbstractContextManager[Any]:
-        """A context around the unit's own forward, also when backward recomputes it."""
-        return nullcontext()
-
-    def enter_backward(self) -> None:
-        """Called when autograd reaches the visit."""
-
-    def leave_backward(self) -> None:
-        """Called when backward of all microbatches is done."""
+from shardhet.records.schedule import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What one visit of a unit computes, and the hooks around it."""
+    """What one visit of a unit computes, and what surrounds it."""
 
     unit_fqn: str
     function: Callable[..., Any]  # the module's own forward
@@ -68,13 +41,25 @@ class Visit:
     recomputes: bool
     param_addresses: frozenset[int]  # storages that are freed when the unit is resharded
     device_type: str
-    around: Surroundings
+    around: tuple[Surrounding, ...]
 
     @property
     def spans(self) -> list[Span]:
         """The samples of each run within the rank's batch; a single run if nothing is split."""
         spans = spans_of(self.microbatch_sizes)
         return spans if self.rules.is_batched else [Span(0, spans[-1].stop)]
+
+    def in_phase(self, phase: Phase) -> Context:
+        """The context around all runs of one phase."""
+        return entered([each.in_phase(phase) for each in self.around])
+
+    def in_microbatch(self, phase: Phase, microbatch: int) -> Context:
+        """The context around one microbatch of a phase."""
+        return entered([each.in_microbatch(phase, microbatch) for each in self.around])
+
+    def in_function(self, start: int, is_repeated: bool) -> Context:
+        """The context around one run of the unit's own forward."""
+        return entered([each.in_function(start, is_repeated) for each in self.around])
 
 
 def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
@@ -89,9 +74,9 @@ def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
     if anchor is not None:
         joined = _VisitFunction.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         return call.joined.as_returned(joined)
-    with torch.no_grad(), visit.around.random_state():
+    with torch.no_grad(), visit.in_phase(Phase.FORWARD):
         for i in range(len(call.spans)):
-            with visit.around.in_forward(i):
+            with visit.in_microbatch(Phase.FORWARD, i):
                 call.joined.add(i, call.run(i, call.pieces(i, tensors), is_repeated=False))
     detached = call.joined.detached_from(tensors, visit.param_addresses)
     return call.joined.as_returned(detached)
@@ -108,9 +93,9 @@ class _VisitFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         versions = [t._version for t in tensors]
         call.autocast_dtype = autocast_dtype_now(visit.device_type)
-        with visit.around.random_state():
+        with visit.in_phase(Phase.FORWARD):
             for i in range(len(call.spans)):
-                with visit.around.in_forward(i):
+                with visit.in_microbatch(Phase.FORWARD, i):
                     if visit.recomputes:
                         pieces = call.pieces(i, tensors)
                         call.joined.add(i, call.run(i, pieces, is_repeated=False))
@@ -133,11 +118,10 @@ class _VisitFunction(torch.autograd.Function):
         call: _Call = ctx.call
         visit = call.visit
         tensors = ctx.saved_tensors
-        visit.around.enter_backward()
-        input_grads = InputGrads(call.spans, visit.rules.inputs, tensors)
-        with visit.around.random_state():
+        with visit.in_phase(Phase.BACKWARD):
+            input_grads = InputGrads(call.spans, visit.rules.inputs, tensors)
             for i in range(len(call.spans)):
-                with visit.around.in_backward(i):
+                with visit.in_microbatch(Phase.BACKWARD, i):
                     if visit.recomputes:
                         with autocast_as(visit.device_type, call.autocast_dtype):
                             graph, output = call.run_with_graph(i, tensors, is_repeated=True)
@@ -148,7 +132,6 @@ class _VisitFunction(torch.autograd.Function):
                         call.graphs[i] = _Graph([])
                     graph.backward(call.joined.pieces_of(i, grads))
                     input_grads.add(i, graph.inputs)
-        visit.around.leave_backward()
         return None, None, *input_grads.result()
 
 
@@ -204,9 +187,8 @@ class _Call:
         if not self._is_positional:
             args, kwargs = unflatten(leaves, visit.rules.arguments.spec)
         start = self.spans[microbatch].start
-        visit.around.seed_microbatch(start)
         autocast = autocast_as(visit.device_type, autocast_dtype_now(visit.device_type))
-        with autocast, visit.around.in_function(start, is_repeated):
+        with autocast, visit.in_function(start, is_repeated):
             return visit.function(*args, **kwargs)
 
     def run_with_graph(

@@ -1,80 +1,84 @@
-"""What the runtime does around a visit: seed, note batch norms, observe, take the turn."""
+"""What the runtime does around a visit: take the turn, seed, note batch norms, observe."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import VisitRules
-from shardhet.fsdp.microbatch.layered import Surroundings, Visit
+from shardhet.fsdp.microbatch.layered import Visit
+from shardhet.fsdp.microbatch.surroundings import Context, Seeded, Surrounding
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rank_batch import RankBatch
 from shardhet.records.plan import RankPlan
+from shardhet.records.schedule import Phase
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardTurn:
+class BackwardTurn(Surrounding):
     """The backward turn of a visit of a unit."""
 
     enter: Callable[[int, int], None]  # called with segment and step
-    leave: Callable[[], None]
+    leave: Callable[[], None]  # not called after an error
     segment: int
     step: int
 
+    def in_phase(self, phase: Phase) -> Context | None:
+        """Begin the unit's turn when autograd reaches the visit, and end it."""
+        return self._taken() if phase is Phase.BACKWARD else None
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AroundVisit(Surroundings):
-    """The surroundings of one visit of a unit, or of a module of the root."""
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        self.enter(self.segment, self.step)
+        yield
+        self.leave()
 
-    fqn: str
-    call: int  # number of earlier visits in this forward
-    step: int
-    first_sample: int  # global index of the first sample of the rank's batch
-    first_drawn: int  # the same index as used to seed random numbers
-    is_training: bool
-    random: RandomStates
+
+@dataclass(frozen=True, slots=True)
+class NotedNorms(Surrounding):
+    """Batch norms note their statistics, unless it is a recomputation."""
+
     norms: BatchNorms
-    observers: Observers
-    backward: BackwardTurn | None  # None for a module of the root, which stays unsharded
+    first_sample: int  # global index of the first sample of the rank's batch
 
-    def random_state(self) -> AbstractContextManager[Any]:
-        """Restore the program's random state afterwards."""
-        return self.random.around(self.is_training)
-
-    def seed_microbatch(self, start: int) -> None:
-        """Seed by unit, call, step and sample, whichever rank computes it and how often."""
-        sample = self.first_drawn + start
-        self.random.seed(self.fqn, self.call, self.step, sample, self.is_training)
-
-    def in_forward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Report to observers."""
-        return self.observers.watch(self.fqn, Activity.FORWARD, microbatch)
-
-    def in_backward(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Report to observers."""
-        return self.observers.watch(self.fqn, Activity.BACKWARD, microbatch)
-
-    def in_function(self, start: int, is_repeated: bool) -> AbstractContextManager[Any]:
-        """Let batch norms note their statistics, unless it is a recomputation."""
+    def in_function(self, start: int, is_repeated: bool) -> Context | None:
+        """Note them for this microbatch."""
         return self.norms.noting(self.first_sample + start, is_repeated=is_repeated)
 
-    def enter_backward(self) -> None:
-        """Begin the unit's turn."""
-        if self.backward is not None:
-            self.backward.enter(self.backward.segment, self.backward.step)
 
-    def leave_backward(self) -> None:
-        """End the unit's turn."""
-        if self.backward is not None:
-            self.backward.leave()
+@dataclass(frozen=True, slots=True)
+class Reported(Surrounding):
+    """Each microbatch is reported to the observers."""
+
+    observers: Observers
+    fqn: str
+
+    def in_microbatch(self, phase: Phase, microbatch: int) -> Context | None:
+        """Report it."""
+        return self.observers.watch(self.fqn, _ACTIVITIES[phase], microbatch)
+
+
+_ACTIVITIES = {Phase.FORWARD: Activity.FORWARD, Phase.BACKWARD: Activity.BACKWARD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneVisit:
+    """What surroundings know of a visit."""
+
+    fqn: str  # of the unit, or of the module of the root
+    module: UnitModule
+    unit: FSDPUnit | None  # None: the module belongs to the root, which stays unsharded
+    rules: VisitRules
+    batch: RankBatch
+    call: int  # number of earlier visits in this forward
+    backward: BackwardTurn | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
-    """Makes the visits of a rank: what a call computes and the hooks around it."""
+    """Makes the visits of a rank: what a call computes and what surrounds it."""
 
     root: FSDPUnit
     rank_plan: RankPlan
@@ -90,32 +94,64 @@ class Visits:
         batch: RankBatch,
         *,
         call: int,
-        unit: FSDPUnit | None = None,  # None: the module belongs to the root
+        unit: FSDPUnit | None = None,
         backward: BackwardTurn | None = None,
     ) -> Visit:
         """The visit for the ``call``-th call of the unit, or of a module of the root."""
         # Includes the root's: it owns the parameters that a unit shares with it.
         flats = (*self.root.flats, *(() if unit is None else unit.flats))
-        fqn = module.fqn if unit is None else unit.fqn
+        one = OneVisit(
+            fqn=module.fqn if unit is None else unit.fqn,
+            module=module,
+            unit=unit,
+            rules=rules,
+            batch=batch,
+            call=call,
+            backward=backward,
+        )
+        around = [make(self, one) for make in SURROUNDINGS]
         return Visit(
-            unit_fqn=fqn,
+            unit_fqn=one.fqn,
             function=module.forward,
             rules=rules,
             microbatch_sizes=batch.microbatch_sizes,
             recomputes=unit is not None and self.rank_plan.recomputes(module.fqn),
             param_addresses=frozenset(flat.unsharded_address for flat in flats),
             device_type=self.device_type,
-            around=AroundVisit(
-                fqn=fqn,
-                call=call,
-                step=batch.step,
-                first_sample=batch.first_sample,
-                # A call that runs once for all samples draws the same numbers on every rank.
-                first_drawn=batch.first_sample if rules.is_batched else 0,
-                is_training=module.module.training,
-                random=self.random,
-                norms=self.norms,
-                observers=self.observers,
-                backward=backward,
-            ),
+            around=tuple(each for each in around if each is not None),
         )
+
+
+def _turn(visits: Visits, one: OneVisit) -> Surrounding | None:
+    return one.backward
+
+
+def _seeds(visits: Visits, one: OneVisit) -> Surrounding | None:
+    if not one.module.module.training:
+        return None
+    # A call that runs once for all samples draws the same numbers on every rank.
+    first_sample = one.batch.first_sample if one.rules.is_batched else 0
+    return Seeded(
+        visits.random,
+        one.fqn,
+        call=one.call,
+        step=one.batch.step,
+        first_sample=first_sample,
+    )
+
+
+def _norms(visits: Visits, one: OneVisit) -> Surrounding | None:
+    return NotedNorms(visits.norms, one.batch.first_sample) if len(visits.norms) else None
+
+
+def _observers(visits: Visits, one: OneVisit) -> Surrounding | None:
+    return Reported(visits.observers, one.fqn)
+
+
+# Entered in this order; a turn begins before anything else of its backward.
+SURROUNDINGS: list[Callable[[Visits, OneVisit], Surrounding | None]] = [
+    _turn,
+    _seeds,
+    _norms,
+    _observers,
+]

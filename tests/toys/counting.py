@@ -1,0 +1,30 @@
+"""A surrounding: counts what it is told of the visits of one rank."""
+
+from collections import Counter
+
+from shardhet.fsdp.microbatch.surroundings import Context, Surrounding
+from shardhet.fsdp.step.around import OneVisit, Visits
+from shardhet.records.schedule import Phase
+
+seen: Counter[tuple[str, str]] = Counter()
+
+
+class Counted(Surrounding):
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn
+
+    def in_phase(self, phase: Phase) -> Context | None:
+        seen[self._fqn, phase.value] += 1
+        return None
+
+    def in_microbatch(self, phase: Phase, microbatch: int) -> Context | None:
+        seen[self._fqn, f"{phase.value} microbatch"] += 1
+        return None
+
+    def in_function(self, start: int, is_repeated: bool) -> Context | None:
+        seen[self._fqn, "repeated" if is_repeated else "run"] += 1
+        return None
+
+
+def around(visits: Visits, one: OneVisit) -> Surrounding | None:
+    return Counted(one.fqn)
