@@ -7,6 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
+from shardhet.apps.compare import main as compare
 from shardhet.apps.demo import parts
 from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
@@ -17,7 +18,9 @@ from tests.programs import run
 
 
 @pytest.mark.timeout(400)
-def test_all_of_it_runs_and_stays_in_one_folder(tmp_path: Path) -> None:
+def test_all_of_it_runs_and_stays_in_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run(["-m", "shardhet.apps.demo", "--quick", "--out=demo"], tmp_path, within_s=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a step was predicted to take" in done.stdout
@@ -34,6 +37,9 @@ def test_all_of_it_runs_and_stays_in_one_folder(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (demo / "run/metrics.jsonl").read_text().splitlines()]
     assert all(line["predicted_step_time_s"] > 0 for line in lines if "step_time_s" in line)
     assert any("device3/predicted_memory_bytes" in line for line in lines)
+    compare([str(demo / "run")])
+    told = capsys.readouterr().out
+    assert all(f"device {i} emulated" in told for i in range(4))
 
 
 def test_each_command_reads_what_an_earlier_one_writes() -> None:

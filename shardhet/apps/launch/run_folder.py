@@ -48,6 +48,7 @@ class RunFolder:
     devices.json         the device found for each position of the plan
     metrics.jsonl        one line per step, report of device use, and evaluation
     rolled_back.jsonl    such lines of steps that the run has rolled back, if it has
+    traces/rank0.json ...  the traced steps of each rank, and predicted.json
     logs/rank0.log ...   the log of each rank; with all output of ranks above zero
     lock                 held by the run while it writes here
     checkpoints/         the whole state after some steps, if the configuration says so
@@ -144,6 +145,11 @@ class RunFolder:
     @property
     def trace_dir(self) -> Path:
         return self.path / "traces"
+
+    @property
+    def predicted_trace_path(self) -> Path:
+        """The path of the traced steps as they were predicted, in the same format."""
+        return self.trace_dir / "predicted.json"
 
     @property
     def logs_dir(self) -> Path:

@@ -12,6 +12,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
+from shardhet.simulator.timeline import Timeline
 from shardhet.training.trainer import DeviceUse
 
 NUM_WARM_UP_STEPS = 3  # first steps, which predictions do not cover
@@ -22,9 +23,14 @@ MIB = 2**20
 class Prediction:
     """One step of a plan, simulated from measurements."""
 
-    step_time_s: float
+    timeline: Timeline
     busy_shares: tuple[float, ...]  # by device, of the step
     memory_bytes: tuple[int, ...]  # by device
+
+    @property
+    def step_time_s(self) -> float:
+        """The predicted time of a step."""
+        return self.timeline.step_time_s
 
     @classmethod
     def of(cls, plan: Plan, setting: Setting) -> Self:
@@ -42,7 +48,7 @@ class Prediction:
         cost = CostModel(setting).predict(plan)
         positions = range(plan.world_size)
         return cls(
-            step_time_s=timeline.step_time_s,
+            timeline=timeline,
             busy_shares=tuple(1 - timeline.idle_fraction(i) for i in positions),
             memory_bytes=tuple(rank.memory.total_bytes for rank in cost.ranks),
         )

@@ -14,6 +14,8 @@ from shardhet.config.train import TraceConf
 from shardhet.fsdp import HetFSDP
 from shardhet.training.emulation import HostMemory
 
+POSITION, NUM_STEPS = "shardhet_position", "shardhet_num_steps"  # keys of a trace file
+
 
 class Tracer:
     """Records the steps that ``conf`` names; call it before and after every step."""
@@ -46,6 +48,8 @@ class Tracer:
             return False
         self._model.name_in_trace(is_traced=False)
         self._profile.stop()
+        self._profile.add_metadata_json(POSITION, str(self._model.position))
+        self._profile.add_metadata_json(NUM_STEPS, str(self._last_step - self._first_step + 1))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._path))
         self._profile = None

@@ -234,6 +234,8 @@ class Run:
         if self._clock is not None:
             self._went_on(step, self._clock, display)
         if self._tracer is not None and self._tracer.after_step(step):
+            if self.is_rank_zero and self._prediction is not None:
+                self._prediction.timeline.save_chrome_trace(self._folder.predicted_trace_path)
             self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
         if self._rebalancer is not None:
             self._look_at_speeds(step, self._rebalancer, display)

@@ -1,0 +1,192 @@
+"""``shardhet compare RUN``: a traced step beside its prediction, by device, unit and phase."""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardhet.apps.cli.display import device_name
+from shardhet.apps.cli.quantities import duration
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.tracing import NUM_STEPS, POSITION
+
+COMPUTING = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
+WAITING = {
+    "wait_gather": "waiting for parameters",
+    "wait_reduce": "waiting for gradients",
+    "agree": "waiting for the slowest rank",
+}
+PHASES = COMPUTING | WAITING
+NUM_SHOWN = 8
+# Categories of torch.profiler.  On a GPU the time of a label is that of its kernels.
+ON_HOST, ON_DEVICE = "user_annotation", "gpu_user_annotation"
+OPTIMIZER_LABEL = "Optimizer.step"
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of one step on one device, by phase and unit."""
+
+    seconds: Counter[tuple[str, str]]
+
+    @classmethod
+    def of(cls, events: Sequence[dict[str, Any]], *, num_steps: int = 1) -> Self:
+        """The average of ``num_steps`` steps that ``events`` of a trace show."""
+        seconds: Counter[tuple[str, str]] = Counter()
+        for event in events:
+            phase, _, rest = event["name"].partition(" ")
+            if phase.startswith(OPTIMIZER_LABEL):
+                phase, rest = "optimizer", ""
+            if phase in PHASES:
+                unit = rest.split(" [")[0]  # without the microbatch
+                unit = "" if unit == "root" else unit
+                seconds[phase, unit] += event["dur"] / 1e6 / num_steps
+        return cls(seconds)
+
+    def of_phase(self, phase: str) -> float:
+        """Seconds of a phase, of all units."""
+        return sum(value for (each, _), value in self.seconds.items() if each == phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One unit and phase on one device that took longer, or shorter, than predicted."""
+
+    device: str
+    phase: str
+    unit: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def seconds(self) -> float:
+        """What it took longer than predicted."""
+        return self.measured_s - self.predicted_s
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Show the comparison; SystemExit with a remedy if the run has no traced step."""
+    parser = argparse.ArgumentParser(
+        prog="shardhet compare",
+        description="Compare a traced step of a run with its prediction: by device and phase, "
+        "then the units that differ most. Trace a step with `shardhet train trace=true`.",
+    )
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--all", action="store_true", help="list every unit and phase")
+    given = parser.parse_args(arguments)
+    folder = RunFolder(given.run)
+    for path, remedy in (
+        (folder.trace_dir / "rank0.json", "Train with trace=true."),
+        (
+            folder.predicted_trace_path,
+            "A prediction needs measurements: plan=measured, or plan.measured=FOLDER.",
+        ),
+    ):
+        if not path.is_file():
+            parser.error(f"{path} is missing. {remedy}")
+    names = [device_name(i, each) for i, each in enumerate(folder.load_devices())]
+    predicted, measured = predicted_parts(folder), measured_parts(folder)
+    console = Console(highlight=False, soft_wrap=True)
+    for i in sorted(measured):
+        console.print(_table_of_phases(names[i], predicted[i], measured[i]))
+    pairs = [(names[i], predicted[i], measured[i]) for i in sorted(measured)]
+    differences = list(chain.from_iterable(differences_of(*each) for each in pairs))
+    differences.sort(key=lambda each: -abs(each.seconds))
+    shown = differences if given.all else differences[:NUM_SHOWN]
+    console.print("Computations that differ most from what was measured before the run:")
+    console.print(_table_of_units(shown))
+    console.print(verdict(pairs), markup=False)
+
+
+def predicted_parts(folder: RunFolder) -> dict[int, StepParts]:
+    """The predicted step by position."""
+    events = _read(folder.predicted_trace_path)["traceEvents"]
+    timed = [each for each in events if each["ph"] == "X" and each["cat"] in PHASES]
+    positions = {each["pid"] for each in timed}
+    return {i: StepParts.of([e for e in timed if e["pid"] == i]) for i in positions}
+
+
+def measured_parts(folder: RunFolder) -> dict[int, StepParts]:
+    """The traced steps by position; those of a device that ran kernels by their time."""
+    parts = {}
+    for path in folder.trace_dir.glob("rank*.json"):
+        trace = _read(path)
+        timed = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
+        on_device = [each for each in timed if each.get("cat") == ON_DEVICE]
+        on_host = [each for each in timed if each.get("cat") == ON_HOST]
+        if on_device:  # the host's time says nothing of kernels, but of its waits for peers
+            on_host = [each for each in on_host if each["name"].partition(" ")[0] in WAITING]
+        steps = StepParts.of([*on_device, *on_host], num_steps=int(trace[NUM_STEPS]))
+        parts[int(trace[POSITION])] = steps
+    return parts
+
+
+def differences_of(device: str, predicted: StepParts, measured: StepParts) -> list[Difference]:
+    """One entry per unit and phase in which the device computes."""
+    keys = dict.fromkeys([*predicted.seconds, *measured.seconds])
+    return [
+        Difference(
+            device, phase, unit, *(p.seconds[phase, unit] for p in (predicted, measured))
+        )
+        for phase, unit in keys
+        if phase in COMPUTING
+    ]
+
+
+def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
+    """Where most of the difference is: computing on one device, or waiting everywhere."""
+    computing = [
+        (sum(m.of_phase(each) - p.of_phase(each) for each in COMPUTING), name, p)
+        for name, p, m in pairs
+    ]
+    slower_s, name, parts = max(computing, key=lambda each: each[0])
+    predicted_s = sum(parts.of_phase(each) for each in COMPUTING)
+    if slower_s > 0.05 * predicted_s:
+        return (
+            f"Device {name} computes {duration(slower_s)} a step longer than predicted "
+            f"({slower_s / predicted_s:+.0%}), and the others wait for it. Measure again, or "
+            "train with rebalance=true."
+        )
+    return (
+        "Every device computes about as long as predicted. What is left of the difference is "
+        "waiting: links that are slower or busier than when they were measured."
+    )
+
+
+def _table_of_phases(name: str, predicted: StepParts, measured: StepParts) -> Table:
+    table = Table("device " + name, box=box.ASCII)
+    for column in ("predicted", "measured", "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for phase, text in PHASES.items():
+        table.add_row(text, *_cells(predicted.of_phase(phase), measured.of_phase(phase)))
+    return table
+
+
+def _table_of_units(differences: Sequence[Difference]) -> Table:
+    table = Table("device", "phase", "unit", box=box.ASCII)
+    for column in ("predicted", "measured", "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in differences:
+        cells = _cells(each.predicted_s, each.measured_s)
+        table.add_row(each.device, each.phase, each.unit or "-", *cells)
+    return table
+
+
+def _cells(predicted_s: float, measured_s: float) -> tuple[str, str, str]:
+    more_s = measured_s - predicted_s
+    sign = "-" if more_s < 0 else "+"
+    return duration(predicted_s), duration(measured_s), sign + duration(abs(more_s))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(document, dict)
+    return document

@@ -1,0 +1,80 @@
+"""A traced step beside its prediction."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardhet.apps.compare import main
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.tracing import NUM_STEPS, POSITION
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import DeviceSpec
+from shardhet.simulator.simulation import simulate
+from shardhet.simulator.timeline import Timeline
+from tests.test_cost import CLUSTER, WORKLOAD, plan, profile
+
+SLOWER = ("backward", "blocks.2")  # on the second device, twice as slow as predicted
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run of two devices whose ranks have each other's positions."""
+    run = RunFolder(tmp_path)
+    run.save_devices([DeviceSpec(kind="fast"), DeviceSpec(kind="slow")])
+    timeline = simulate(plan(), Setting(CLUSTER, WORKLOAD, profile(gather_s=1.0)))
+    run.trace_dir.mkdir()
+    timeline.save_chrome_trace(run.predicted_trace_path)
+    for rank in range(2):
+        write_trace(run.trace_dir / f"rank{rank}.json", timeline, position=1 - rank)
+    return run
+
+
+def write_trace(path: Path, timeline: Timeline, *, position: int) -> None:
+    """The same step twice as torch.profiler writes it, each visit in two microbatches."""
+    events = []
+    for event in timeline.ranks[position].events:
+        work = event.work.value
+        name = "Optimizer.step#AdamW.step" if work == "optimizer" else f"{work} {event.unit}"
+        factor = 2 if position == 1 and (work, event.unit) == SLOWER else 1
+        for microbatch in range(2 * 2):
+            label = f"{name} [{microbatch % 2}]" if work in ("forward", "backward") else name
+            microseconds = event.seconds * factor * 1e6 / 2
+            events.append(
+                {"ph": "X", "cat": "user_annotation", "name": label, "dur": microseconds}
+            )
+    path.write_text(json.dumps({"traceEvents": events, POSITION: position, NUM_STEPS: 2}))
+
+
+def test_the_unit_that_is_slower_than_predicted_comes_first(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(folder.path)])
+    text = capsys.readouterr().out
+    first = text.split("Computations that differ most")[1].split("\n|")[3]
+    assert [each.strip() for each in first.split("|")][:3] == ["1 slow", *SLOWER]
+    assert "Device 1 slow computes" in text
+    assert text.index("device 0 fast") < text.index("device 1 slow")
+    assert sum("+20 s" in line for line in text.splitlines()) == 2  # of its phase and its unit
+
+
+def test_as_predicted_nobody_is_blamed(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (folder.trace_dir / "rank1.json").read_text()  # the fast device's
+    (folder.trace_dir / "rank0.json").write_text(text)
+    main([str(folder.path)])
+    assert "Every device computes about as long as predicted" in capsys.readouterr().out
+
+
+def test_a_run_without_a_traced_step_is_told_how_to_trace(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.predicted_trace_path.unlink()
+    with pytest.raises(SystemExit):
+        main([str(folder.path)])
+    assert "plan.measured=FOLDER" in capsys.readouterr().err
+    (folder.trace_dir / "rank0.json").unlink()
+    with pytest.raises(SystemExit):
+        main([str(folder.path)])
+    assert "Train with trace=true." in capsys.readouterr().err
