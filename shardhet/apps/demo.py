@@ -132,7 +132,7 @@ def _where(folder: Path) -> str:
   {folder}/run/model.safetensors         the trained model, whole
   {folder}/run/checkpoints               the whole state, for resume=PATH under any plan
   {folder}/run/metrics.jsonl             every step, predicted beside measured
-  shardhet compare {folder}/run          shows by device and unit where it was slower than predicted
+  shardhet compare {folder}/run          where a step was slower than predicted
   shardhet plot {folder}/run             draws it"""
 
 

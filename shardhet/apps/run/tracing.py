@@ -40,6 +40,8 @@ class Tracer:
         self._memory.begin()
         self._profile = profile(activities=activities)
         self._profile.start()
+        self._profile.add_metadata_json(POSITION, str(self._model.position))
+        self._profile.add_metadata_json(NUM_STEPS, str(self._last_step - self._first_step + 1))
         self._model.name_in_trace(is_traced=True)
 
     def after_step(self, step: int) -> bool:
@@ -48,8 +50,6 @@ class Tracer:
             return False
         self._model.name_in_trace(is_traced=False)
         self._profile.stop()
-        self._profile.add_metadata_json(POSITION, str(self._model.position))
-        self._profile.add_metadata_json(NUM_STEPS, str(self._last_step - self._first_step + 1))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._path))
         self._profile = None
