@@ -17,6 +17,11 @@ from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
+from shardhet.fsdp.sharding.unit import FSDPUnit
+from shardhet.fsdp.step.launches import RUNS, Handling
+from shardhet.fsdp.step.observer import Activity
+from shardhet.records.schedule import GATHER
+from shardhet.training.guard import Guard, OnBadStep
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.memory import RaceError
 from tests.emulated.nccl import Communicator
@@ -34,6 +39,8 @@ from tests.parity import (
     wrap,
 )
 from tests.patchwork import Case, draw_case
+from tests.test_guard import poisoned
+from tests.test_trainer import make_trainer
 from tests.worlds import run_ranks
 
 # More of them: SHARDHET_EMULATED_CASES=500
@@ -225,6 +232,57 @@ def check_launched_alike(communicators: Sequence[Communicator]) -> None:
         assert each.collectives == communicators[0].collectives
         for peer, sizes in each.sent.items():
             assert communicators[peer].received[rank] == sizes
+
+
+def _overlap(rank: int) -> None:
+    """Check that no unit's compute waits for the gather of the next unit."""
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
+    accelerator = Accelerator()
+    over: dict[FSDPUnit, int] = {}  # number of the last operation of its gather
+    begun: list[str] = []
+
+    def launch(unit: FSDPUnit) -> None:
+        unit.unshard()
+        stream = model._comm.all_gather_stream
+        over[unit] = stream.clock.get(stream.number, 0)
+
+    def begin(unit: FSDPUnit) -> None:
+        unit.wait_for_unshard()
+        stream = model._comm.all_gather_stream
+        assert accelerator.current.clock.get(stream.number, 0) == over[unit], unit.fqn
+        begun.append(unit.fqn)
+
+    with (
+        accelerator.installed(),
+        mock.patch.dict(RUNS, {GATHER: Handling(launch, begin, Activity.WAIT_GATHER)}),
+    ):
+        module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
+        x = torch.ones(1, 2, device=accelerator.device)
+        model.backward(model(x).sum(), 1)
+    assert begun == ["", "0", "1", "2", "1", "0"]
+
+
+def test_gathers_overlap_the_compute_of_the_unit_before() -> None:
+    run_ranks(_overlap, 2)
+
+
+def _bad_loss(rank: int, on_bad_step: OnBadStep) -> list[str | None]:
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
+    with Accelerator().installed() as accelerator:
+        trainer = make_trainer(plan, torch.float32, device=accelerator.device)
+        trainer._run = poisoned(rank, "loss", at_step=1)
+        trainer.guard = Guard(on_bad_step=on_bad_step)
+        steps = [trainer.train_step().why_skipped for _ in range(3)]
+        [use, _] = trainer.look_at_devices()
+        assert 0 < use.busy_share < 1
+        return steps
+
+
+@pytest.mark.parametrize("on_bad_step", [OnBadStep.SKIP, OnBadStep.ROLL_BACK])
+def test_a_loss_that_is_not_finite_is_left_out_there_too(on_bad_step: OnBadStep) -> None:
+    for steps in run_ranks(_bad_loss, 2, on_bad_step):
+        assert [why and "loss is not finite" in why for why in steps] == [None, True, None]
 
 
 # The detector itself

@@ -40,12 +40,12 @@ class Scaled(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-def poisoned(rank: int, poison: Poison) -> RunModel:
+def poisoned(rank: int, poison: Poison, at_step: int = BAD_STEP) -> RunModel:
     """As ``run_plainly``, but in one step one rank's loss or gradient is bad."""
 
     def run(model: HetFSDP, tensors: Any) -> Any:
         loss_sum, *rest = run_plainly(model, tensors)
-        if rank == 1 and model.step == BAD_STEP and model.training:
+        if rank == 1 and model.step == at_step and model.training:
             if poison == "loss":
                 loss_sum = loss_sum * math.nan
             if poison == "gradient":

@@ -1,5 +1,6 @@
 """``import shardhet`` stays light, and the planning side works where torch is not installed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,17 @@ LOADED = """
 import sys
 print(sorted({"torch", "scipy", "numpy", "hydra", "omegaconf"} & set(sys.modules)))
 """
+
+
+def test_groups_are_made_in_one_place() -> None:
+    """Where they are made without splitting the world's, which ranks outside would wait for."""
+    makers = re.compile(r"\.(new_group|new_subgroups\w*|split_group|_new_process_group\w*)\(")
+    rooms = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "shardhet").rglob("*.py"))
+        if makers.search(path.read_text())
+    ]
+    assert rooms == ["shardhet/comm/groups.py"]
 
 
 def run_python(code: str) -> str:

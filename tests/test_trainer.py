@@ -47,16 +47,21 @@ def toy_corpus() -> Corpus:
     return Corpus(train=text[:2400], held_out=text[2400:])
 
 
-def make_trainer(plan: Plan, dtype: torch.dtype, num_steps: int = NUM_STEPS) -> Trainer:
+def make_trainer(
+    plan: Plan,
+    dtype: torch.dtype,
+    num_steps: int = NUM_STEPS,
+    device: torch.device | None = None,
+) -> Trainer:
     torch.manual_seed(0)
     module = Decoder(MODEL).to(dtype)
-    model = HetFSDP(module, plan)
+    model = HetFSDP(module, plan, device=device)
     optimizer = AdamW(learning_rate=1e-2).build(list(model.parameters()))
     batches = GlobalBatches(
         corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=plan.global_batch_size
     )
     schedule = Cosine(num_steps=num_steps, num_warmup_steps=5)
-    return Trainer(model, optimizer, batches, schedule=schedule)
+    return Trainer(model, optimizer, batches, schedule=schedule, device=device)
 
 
 def judged(num_samples: int) -> TokenBatch:

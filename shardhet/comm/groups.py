@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,22 +106,37 @@ _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakK
 def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
     backend = devices.backend_of(group, device)
     count_alike(group, device)
-    ranks = dist.get_process_group_ranks(group)
-    timeout = timeout_of(group, device)
-
-    def new_group(backend: str) -> dist.ProcessGroup:
-        with _without_splitting(group):
-            return dist.new_group(
-                ranks, timeout=timeout, backend=backend, use_local_synchronization=True
-            )
-
-    gather, reduce = new_group(backend), new_group(backend)
+    gather, reduce = (new_group(group, device, backend=backend) for _ in range(2))
     if backend == "gloo":
         is_on_host = devices.is_on_host(device)
         return gather, reduce, None, meet(group, 3) if is_on_host else None
     for each in (gather, reduce):
         _connect(each, device)
-    return gather, reduce, new_group("gloo"), None
+    return gather, reduce, new_group(group, device, backend="gloo"), None
+
+
+def new_group(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    backend: str,
+    ranks: Sequence[int] | None = None,
+) -> dist.ProcessGroup:
+    """A new group of the same processes, or of ``ranks`` of ``group`` (all of which call).
+
+    It waits as long as ``group`` does with tensors on ``device``.  Every group is made here,
+    and nothing but its own ranks has to call: see ``count_alike`` and ``_without_splitting``.
+    """
+    world_ranks = dist.get_process_group_ranks(group)
+    with _without_splitting(len(world_ranks if ranks is None else ranks)):
+        made = dist.new_group(
+            world_ranks if ranks is None else [world_ranks[rank] for rank in ranks],
+            timeout=timeout_of(group, device),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+    assert isinstance(made, dist.ProcessGroup)  # the caller is one of its ranks
+    return made
 
 
 def side_channel(channel: Channel) -> Channel:
@@ -132,14 +147,9 @@ def side_channel(channel: Channel) -> Channel:
     group = channel.group
     if group is None:
         return Channel(None, channel.rank_by_position, channel.position)
-    count_alike(group, torch.device("cpu"))
-    with _without_splitting(group):
-        new = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout_of(group, torch.device("cpu")),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+    host = torch.device("cpu")
+    count_alike(group, host)
+    new = new_group(group, host, backend="gloo")
     made = Channel(new, channel.rank_by_position, channel.position)
     _side_channels.add(made)
     return made
@@ -165,7 +175,7 @@ def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @contextmanager
-def _without_splitting(group: dist.ProcessGroup) -> Iterator[None]:
+def _without_splitting(num_ranks: int) -> Iterator[None]:
     """Make ``dist.new_group`` over part of the world a matter of that part alone.
 
     If the world is bound to a device, NCCL makes new communicators by splitting the world's,
@@ -174,7 +184,7 @@ def _without_splitting(group: dist.ProcessGroup) -> Iterator[None]:
     world = dist.group.WORLD
     assert world is not None
     bound = world.bound_device_id
-    if bound is None or group.size() == world.size():
+    if bound is None or num_ranks == world.size():
         yield
         return
     world.bound_device_id = None

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardhet.comm.groups import count_alike
+from shardhet.comm import devices
+from shardhet.comm.groups import count_alike, new_group
 from shardhet.comm.members import Members
-from shardhet.comm.transport import timeout_of
 from shardhet.profiler.traffic import Channels, CollectiveSamples, GroupSamples, Traffic
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
@@ -77,13 +77,12 @@ class SubsetTraffic:
     ) -> list[CollectiveSamples]:
         group, seats = self._channels.group, self._channels.control.rank_by_position
         assert group is not None
-        subgroup = dist.new_group(
-            [dist.get_global_rank(group, seats[i]) for i in positions],
-            timeout=timeout_of(group, self._device),
-            backend=group._get_backend(self._device).name(),
-            use_local_synchronization=True,
+        subgroup = new_group(
+            group,
+            self._device,
+            backend=devices.backend_of(group, self._device),
+            ranks=[seats[i] for i in positions],
         )
-        assert isinstance(subgroup, dist.ProcessGroup)
         number = len(positions)
         anyone = Plan.by_hand(
             devices=[DeviceSpec()] * number,

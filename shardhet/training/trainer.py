@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,15 +147,16 @@ class Trainer:
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0  # time of the steps since the last ``look_at_devices``
         self._is_in_step = False
-        self._events: list[Observed] = []  # of this step, until the device has completed them
+        self._events: deque[Observed] = deque()  # that the device has not completed yet
         model.add_observer(self._observe, times_device=True)
         self.forget_peak_memory()
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch."""
         start_s = time.perf_counter()
+        if self._is_in_step:  # the last step failed
+            self._events.clear()
         self._is_in_step = True
-        self._events.clear()  # of a step that failed
         model = self.model
         progress.mark("the data of the next step")
         batch = self._batches[model.step + self.num_batches_skipped]
@@ -298,10 +300,15 @@ class Trainer:
             self._events.append(event)
 
     def _count_events(self) -> None:
-        """Add up this step's events; the device has completed all work before the norm."""
-        for event in self._events:
-            self._seconds[event.activity] += event.seconds
-        self._events.clear()
+        """Add up the events that the device has completed: all but those of a bad step, whose
+        norm the host does not wait for.
+        """
+        while self._events:
+            try:
+                seconds = self._events[0].seconds
+            except RuntimeError:  # it has not
+                return
+            self._seconds[self._events.popleft().activity] += seconds
 
     def _my_part(self, batch: Batch) -> list[Tensor]:
         """This rank's samples on its device; no rows if it has none."""

@@ -115,6 +115,8 @@ class Event:
         return not self._host.clock.missing(self.clock)
 
     def elapsed_time(self, end: "Event") -> float:
+        if not (self.query() and end.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (end._recorded_at_s - self._recorded_at_s) * 1000
 
 

@@ -29,6 +29,11 @@ class CommContext:
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
         self._handle = devices.module_of(device)
+        group = gather_channel.group
+        # With NCCL a wait for a collective is the stream's; with gloo the host stands still.
+        self.host_runs_ahead = not devices.is_on_host(device) and (
+            group is None or devices.backend_of(group, device) != "gloo"
+        )
         if not devices.is_on_host(device) and device.index not in (
             None,
             self._handle.current_device(),

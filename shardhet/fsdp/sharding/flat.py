@@ -31,6 +31,7 @@ copy: its shard *is* the unsharded tensor.  ``flat_grad`` has the states of the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,7 @@ class FlatTensor:
                 param.register_post_accumulate_grad_hook(partial(self._accumulate, i))
 
         self._gather: Pending | None = None
+        self._gathered: Any = None  # the event at its end, where streams wait and not the host
         self.grad = FlatGradient(layout, self._position, comm, self.reduce_dtype)
 
     # Layout #
@@ -213,6 +215,17 @@ class FlatTensor:
                 channel=comm.gather_channel,
                 receivers=comm.receivers,
             )
+            if comm.host_runs_ahead:
+                # Recorded now: later it would come after the next gather of the stream too,
+                # and no gather would overlap compute.
+                self._gathered = self._end_of_gather(self._gather)
+
+    def _end_of_gather(self, gather: Pending) -> Any:
+        """The event after the gather, on its stream."""
+        comm = self._comm
+        with comm.on_stream(comm.all_gather_stream):
+            gather.wait()
+            return comm.record_event(comm.all_gather_stream)
 
     def _shard_to_send(self) -> Tensor:
         """The shard in the dtype in which it is gathered."""
@@ -229,12 +242,11 @@ class FlatTensor:
         """Wait until the compute stream may read the parameters; give them to the modules."""
         comm = self._comm
         if self._gather is not None:
-            with comm.on_stream(comm.all_gather_stream):
-                self._gather.wait()
-                event = comm.record_event(comm.all_gather_stream)
-            comm.current_stream().wait_event(event)
+            comm.current_stream().wait_event(
+                self._gathered or self._end_of_gather(self._gather)
+            )
             comm.keep_until_sent(self._gather)
-            self._gather = None
+            self._gather = self._gathered = None
         if comm.is_receiver:
             for slot, param in zip(self.slots, self.unsharded_params, strict=True):
                 slot.put(param)
