@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,6 +36,31 @@ def plan_for(recomputes: bool, *, world_size: int = 1) -> Plan:
     )
 
 
+class Precision(NamedTuple):
+    """What a model is cast to, and computes in."""
+
+    dtype: torch.dtype = torch.float64
+    param_dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+
+    def wrap(self, module: nn.Module, plan: Plan, **options: Any) -> HetFSDP:
+        module.to(self.dtype)
+        return HetFSDP(module, plan, param_dtype=self.param_dtype, **options)
+
+    def call(self, model: nn.Module, x: Tensor) -> Any:
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            return model(x.to(self.dtype))
+
+
+PRECISIONS = {
+    "float64": Precision(),
+    "bf16": Precision(torch.float32, torch.bfloat16),
+    "fp16": Precision(torch.float32, torch.float16),
+    "autocast": Precision(torch.float32, autocast=torch.bfloat16),
+}
+every_precision = pytest.mark.parametrize(
+    "precision", PRECISIONS.values(), ids=PRECISIONS.keys()
+)
 both_ways = pytest.mark.parametrize("recomputes", [False, True])
 
 
@@ -166,10 +191,11 @@ def test_sequence_first_models(length: int, recomputes: bool) -> None:
     check(plan_for(recomputes), Net(SequenceFirst), samples, squared, sample_dim=1, batch_dim=1)
 
 
-def test_samples_in_a_dimension_that_nobody_named_are_refused() -> None:
-    model = HetFSDP(Net(SequenceFirst), plan_for(recomputes=False))
+@every_precision
+def test_samples_in_a_dimension_that_nobody_named_are_refused(precision: Precision) -> None:
+    model = precision.wrap(Net(SequenceFirst), plan_for(recomputes=False))
     with pytest.raises(ValueError, match=r"unit 'units.0'.*batch_dim="):
-        model(draw(NUM_SAMPLES, NUM_SAMPLES, WIDTH))
+        precision.call(model, draw(NUM_SAMPLES, NUM_SAMPLES, WIDTH))
 
 
 class Table(nn.Module):
@@ -385,10 +411,15 @@ def test_single_numbers_are_summed_or_averaged(kind: type[Auxiliary], recomputes
     check(plan_for(recomputes), AuxiliaryNet(kind), samples, lambda model, x: model(x))
 
 
-def test_a_load_balancing_loss_is_refused_unless_no_rank_splits() -> None:
+@every_precision
+def test_a_load_balancing_loss_is_refused(precision: Precision) -> None:
+    model = precision.wrap(AuxiliaryNet(Balancing), plan_for(recomputes=False))
+    with pytest.raises(ValueError, match=r"neither the same, nor the sum|no sum or mean over"):
+        precision.call(model, draw(NUM_SAMPLES, 3, WIDTH))
+
+
+def test_a_load_balancing_loss_is_right_if_no_rank_splits() -> None:
     x = draw(NUM_SAMPLES, 3, WIDTH)
-    with pytest.raises(ValueError, match=r"unit 'units.0'.*neither the same, nor the sum"):
-        HetFSDP(AuxiliaryNet(Balancing), plan_for(recomputes=False))(x)
     whole = Plan.by_hand(microbatch_sizes=[NUM_SAMPLES], state_shares=[1.0])
     check(whole, AuxiliaryNet(Balancing), [x], lambda model, x: model(x))
 
@@ -413,10 +444,56 @@ class Centred(Net):
     ("make", "words"),
     [(BalancedOutside, "no sum or mean over samples"), (Centred, "mixes samples")],
 )
-def test_mixing_samples_outside_of_units_is_refused(make: type[Net], words: str) -> None:
-    model = HetFSDP(make(Mixer), plan_for(recomputes=False))
+@every_precision
+def test_mixing_samples_outside_of_units_is_refused(
+    make: type[Net], words: str, precision: Precision
+) -> None:
+    model = precision.wrap(make(Mixer), plan_for(recomputes=False))
     with pytest.raises(ValueError, match=words):
-        model(draw(NUM_SAMPLES, 3, WIDTH))
+        precision.call(model, draw(NUM_SAMPLES, 3, WIDTH))
+
+
+class SplitK(nn.Module):
+    """A product that is summed in another order for another number of rows, as kernels do."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = 1 + x.shape[0] % 3
+        pairs = zip(x.chunk(parts, -1), self.weight.chunk(parts, 1), strict=True)
+        return sum(a @ b.T for a, b in pairs)  # type: ignore[return-value]
+
+
+class SplitKNet(nn.Module):
+    """Sums squares in float32, with a little load balancing if ``balance``."""
+
+    def __init__(self, balance: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SplitK(32, 32) for _ in range(3))
+        self.balance = balance
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        x = x.float()
+        return x.square().sum() * (1 + self.balance * x.mean((0, 1)).square().sum())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "autocast"])
+def test_rounding_is_told_from_a_thousandth_of_mixing(name: str) -> None:
+    precision = PRECISIONS[name]
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(NUM_SAMPLES, 3, 32)
+        fine, mixed = (
+            precision.wrap(SplitKNet(balance), plan_for(recomputes=False), units=[SplitK])
+            for balance in (0.0, 1e-3)
+        )
+        precision.call(fine, x)
+        with pytest.raises(ValueError, match="no sum or mean over samples"):
+            precision.call(mixed, x)
 
 
 def test_a_mean_over_valid_tokens_is_no_mixture() -> None:
@@ -585,6 +662,7 @@ class RandomOutside(Net):
 
 
 @both_ways
+@every_precision
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -598,11 +676,11 @@ class RandomOutside(Net):
     ],
 )
 def test_what_cannot_be_shown_right_is_refused(
-    make: Callable[[], nn.Module], words: str, recomputes: bool
+    make: Callable[[], nn.Module], words: str, precision: Precision, recomputes: bool
 ) -> None:
-    model = HetFSDP(make(), plan_for(recomputes))
+    model = precision.wrap(make(), plan_for(recomputes))
     with pytest.raises(ValueError, match=words):
-        model(draw(NUM_SAMPLES, 3, WIDTH))
+        precision.call(model, draw(NUM_SAMPLES, 3, WIDTH))
     assert all(param.grad is None for param in model.parameters())
 
 

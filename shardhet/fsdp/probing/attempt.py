@@ -126,7 +126,8 @@ class Attempt:
             ]
             args, kwargs, loss_inputs = self._call.with_samples(self._axes, chosen)
             self._generators.begin(word)
-            with self.probe.running(kind, tensors_in((args, kwargs, loss_inputs))):
+            given = tensors_in((args, kwargs, loss_inputs))
+            with self.probe.running(kind, given, num_samples=len(samples)):
                 output = self._run_module(args, kwargs, loss_inputs)
                 self.probe.check_output(output)
             return output
@@ -145,7 +146,12 @@ class Attempt:
             tensors = tensors_in(output)
             is_same = found == segments and len(tensors) == len(expected)
             if self._call is not None and not (
-                is_same and all(map(are_close, tensors, expected))
+                is_same
+                and self.probe is not None
+                and all(
+                    are_close(one, other, self.probe.eps)
+                    for one, other in zip(tensors, expected, strict=True)
+                )
             ):
                 raise Refusal(ValueError(_draws(drawn)))
 
@@ -204,7 +210,9 @@ class Attempt:
     def _are_equal(self, one: Tensor, other: Tensor, amplified: float = 1.0) -> bool:
         """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
         dtypes = [t.dtype for t in tensors_in(self._outputs["large"]) if t.is_floating_point()]
+        outside = 0.0 if self.probe is None else self.probe.eps_outside
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        eps = max(eps, outside)
         scale = max(abs(float(one)), abs(float(other)))
         bar = min(64 * eps * amplified, 1e-2)
         return abs(float(one - other)) <= bar * scale or not math.isfinite(scale)

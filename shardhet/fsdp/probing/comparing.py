@@ -14,11 +14,12 @@ MAX_NODES = 2000  # of an object whose fingerprint is taken
 HUGE = 1e4  # times the median: a larger value is a mask's, not a result
 
 
-def are_close(one: Tensor, other: Tensor) -> bool:
+def are_close(one: Tensor, other: Tensor, eps: float = 0.0) -> bool:
     """Whether two tensors are equal up to rounding.
 
     The tolerance is the square root of the dtype's epsilon: kernels sum in another order for
-    other sizes, while a result that mixes samples differs in the first digits.
+    other sizes, while a result that mixes samples differs in the first digits.  ``eps`` is that
+    of a narrower dtype in which some of it was computed.
     """
     one, other = one.detach(), other.detach()
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -28,7 +29,7 @@ def are_close(one: Tensor, other: Tensor) -> bool:
     if not one.numel():
         return True
     # Models in double precision may compute some parts, such as norms, in single precision.
-    eps = max(torch.finfo(one.dtype).eps, 1e-12)
+    eps = max(torch.finfo(one.dtype).eps, eps, 1e-12)
     magnitude = torch.where(other.isfinite(), other, 0).abs()
     some = magnitude[magnitude > 0]
     if not some.numel():

@@ -1,9 +1,11 @@
 """Finds the rules of one call, by calling it on the whole batch and on pieces of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
+
+from torch import Tensor
 
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
@@ -15,7 +17,8 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied
+from shardhet.fsdp.probing.comparing import joined_like
+from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import (
     LARGE,
     PARTS,
@@ -43,6 +46,7 @@ class Examiner:
 
     def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
         """The rules of a call that was seen with fewer samples, and the output of ``large``."""
+        self._decide.eps = self._watcher.eps
         names, before = large.tensor_by_name, seen.call.tensors
         inputs = tuple(
             self._decide.of_input(large.fqn, name, small, tensor)
@@ -121,6 +125,7 @@ class Examiner:
         ]
         parts = [list(map(copied, tensors_in(self._runner.run(piece)))) for piece in pieces]
         self._decide.is_unpredictable = self._watcher.is_unpredictable
+        self._decide.eps = self._watcher.eps
         found = [
             self._decide.of_output(
                 large.fqn, i, seen.outputs[i], whole, [part[i] for part in parts]
@@ -131,7 +136,18 @@ class Examiner:
             decided = self._join_of_zeros(i, kept, pieces)
             found[i] = decided or Join.SUM
             self.is_certain &= decided is not None
+        if pieces:
+            output = joined_outputs(output, parts, found)
         return replace(rules, outputs=tuple(found)), output
+
+    def in_parts(self, call: ProbedCall, rules: VisitRules) -> Any:
+        """The output of a call with known rules for all samples of the large batch."""
+        output = self._runner.run(call)
+        if not (self._splits and rules.is_batched):
+            return output
+        pieces = [call.on(cut(call.tensors, rules, span, LARGE)) for span in PARTS]
+        parts = [list(map(copied, tensors_in(self._runner.run(piece)))) for piece in pieces]
+        return joined_outputs(output, parts, rules.outputs)
 
     def _run_whole(self, call: ProbedCall, seen: Seen, inputs: tuple[Rule, ...]) -> Any:
         """A copy of the call's output, which may contain its inputs."""
@@ -161,3 +177,22 @@ class Examiner:
             for each in (whole, *pieces)
         ]
         return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None
+
+
+def joined_outputs(
+    output: Any, parts: Sequence[Sequence[Tensor]], rules: Sequence[Rule]
+) -> Any:
+    """``output`` with what its parts have computed, which is equal up to rounding.
+
+    So a sample has the same values in every run of a probe, bit by bit, whichever other samples
+    are in it.  What follows can be compared as strictly as its own precision allows.
+    """
+    leaves, spec = flatten(output)
+    whole = tensors_in(output)
+    joined = [
+        joined_like(each, [part[i] for part in parts], PARTS, rule)
+        if isinstance(rule, BatchAxis)
+        else each
+        for i, (each, rule) in enumerate(zip(whole, rules, strict=True))
+    ]
+    return unflatten(filled(leaves, joined), spec)

@@ -71,16 +71,30 @@ class Probe:
         # Not bound: a cycle would keep all that has been seen until cycles are collected.
         self._run: Callable[[Probe, CallKey, ProbedCall], Any] = Probe._run_small
         self._num_calls: Counter[str] = Counter()  # by module, in the present run
+        self._num_samples = 0  # of the present run
 
     @property
     def is_certain(self) -> bool:
         """Whether no output was zero and might therefore be a sum or a mean."""
         return self._examiner.is_certain
 
+    @property
+    def eps(self) -> float:
+        """Epsilon of the narrowest dtype in which anything was computed."""
+        return self._watcher.eps
+
+    @property
+    def eps_outside(self) -> float:
+        """The same, of what code outside of units has summed."""
+        return self._watcher.eps_outside
+
     @contextmanager
-    def running(self, name: str, inputs: Sequence[Tensor]) -> Iterator[None]:
+    def running(
+        self, name: str, inputs: Sequence[Tensor], *, num_samples: int
+    ) -> Iterator[None]:
         """A context for one forward on ``inputs``; ``name`` is "small", "large" or "rest"."""
         self._run = getattr(Probe, f"_run_{name}")
+        self._num_samples = num_samples
         self._num_calls.clear()
         with self._isolated():
             writes, before = BufferWrites(self._module), numbers(self._module)
@@ -143,17 +157,21 @@ class Probe:
             known = self._examiner.known_from(seen, call)
             rules = self._examiner.infer(call, LARGE, known)
             self.rules[key] = rules
-            return self._repeated(call, rules.is_differentiable)
+            return self._repeated(call, rules)
         self.rules[key], output = self._examiner.rules_of(seen, call)
         return self._returned(output, tensors_in(output), seen.is_differentiable)
 
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
         if key not in self.rules:
             raise Refusal(ValueError(_calls_others(call.fqn)))
-        return self._repeated(call, self.rules[key].is_differentiable)
+        return self._repeated(call, self.rules[key])
 
-    def _repeated(self, call: ProbedCall, flags: Sequence[bool]) -> Any:
-        output = self._runner.run(call)
+    def _repeated(self, call: ProbedCall, rules: VisitRules) -> Any:
+        flags = rules.is_differentiable
+        if self._num_samples == LARGE:
+            output = self._examiner.in_parts(call, rules)
+        else:
+            output = self._runner.run(call)
         return self._returned(output, list(map(copied, tensors_in(output))), flags)
 
     def _returned(self, output: Any, tensors: Sequence[Tensor], flags: Sequence[bool]) -> Any:

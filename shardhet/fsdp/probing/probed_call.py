@@ -19,6 +19,7 @@ from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.probing.comparing import fingerprint
 from shardhet.fsdp.probing.module_state import counters
 from shardhet.fsdp.probing.watch import Refusal, Watcher
+from shardhet.fsdp.sharding.build import changes_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,14 @@ class CallRunner:
             raise Refusal(RuntimeError(writes_on_input(call.fqn)))
         for each, known in zip(objects, before, strict=True):
             if fingerprint(each) != known:
-                raise Refusal(ValueError(_changes(call.fqn, f"a {type(each).__name__}")))
+                raise Refusal(
+                    ValueError(changes_arguments(call.fqn, f"a {type(each).__name__}"))
+                )
         after, spec = flatten((args, kwargs))
         if spec != call.arguments.spec or any(
             a is not b for a, b in zip(after, leaves, strict=True)
         ):
-            raise Refusal(ValueError(_changes(call.fqn, "a list or dict")))
+            raise Refusal(ValueError(changes_arguments(call.fqn, "a list or dict")))
         _check_plain(call.fqn, output)
         return output
 
@@ -160,11 +163,3 @@ def _check_plain(fqn: str, output: Any) -> None:
                     "torch.export.register_dataclass."
                 )
             )
-
-
-def _changes(fqn: str, what: str) -> str:
-    return (
-        f"unit {fqn!r} changes {what} that it is passed, which every microbatch and every "
-        "recomputation would change again. Switch that off (use_cache=False for a KV cache), "
-        "or return the new values instead."
-    )

@@ -25,6 +25,7 @@ class RuleFinder:
 
     def __init__(self, *, splits: bool) -> None:
         self.is_unpredictable = False  # the call draws random numbers that cannot be fixed
+        self.eps = 0.0  # of the narrowest dtype that the compared tensors were computed in
         self.has_mask = False  # an input of the call may choose which positions count
         self.undecided: list[int] = []  # indices of outputs of the call that are zero
         self._splits = splits
@@ -120,10 +121,10 @@ class RuleFinder:
     def _fits(self, whole: Tensor, parts: Sequence[Tensor], rule: Rule) -> bool:
         if self.is_unpredictable:
             return isinstance(rule, BatchAxis) and rule.outer == 1
-        return are_close(joined_like(whole, parts, PARTS, rule), whole)
+        return are_close(joined_like(whole, parts, PARTS, rule), whole, self.eps)
 
     def _are_equal(self, one: Tensor, other: Tensor) -> bool:
-        return self.is_unpredictable or are_close(one, other)
+        return self.is_unpredictable or are_close(one, other, self.eps)
 
     def _undecidable(self, message: str) -> Rule:
         if self._splits:

@@ -29,6 +29,8 @@ _FACTORIES = frozenset(
     ("new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "zeros_like", "ones_like",
      "full_like", "new_empty_strided", "sym_size", "sym_stride")
 )  # fmt: skip
+# Parts of the names of operations whose kernels sum in another order for another batch.
+_SUMS = ("mm", "mv", "dot", "conv", "attention", "linear", "sum", "mean", "nll_loss")
 # Replace random numbers: in a probe a sample's values must not depend on the other samples.
 _CONSTANTS = {"bernoulli_": 1.0, "uniform_": 0.5, "normal_": 0.5, "random_": 0.0,
               "exponential_": 1.0}  # fmt: skip
@@ -49,6 +51,8 @@ class Watcher(OperationMode):
         super().__init__()
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
+        self.eps = 0.0  # of the narrowest dtype that anything was computed in
+        self.eps_outside = 0.0  # the same, of sums that code outside of units computed
         self.rows: Mapping[int, str] = {}  # fqns of the sharded parameters of units, by id
         self._place = OUTSIDE
         self._num_calls = 0
@@ -116,7 +120,16 @@ class Watcher(OperationMode):
         if depends:
             for each in tensors_among(result):
                 self._note(each)
+                self._note_precision(func, each)
         return result
+
+    def _note_precision(self, func: Callable[..., Any], made: Tensor) -> None:
+        if made.is_floating_point() or made.is_complex():
+            eps = torch.finfo(made.dtype).eps
+            self.eps = max(self.eps, eps)
+            name = func.__name__.split(".")[0]
+            if self._place == OUTSIDE and any(part in name for part in _SUMS):
+                self.eps_outside = max(self.eps_outside, eps)
 
     def _note(self, tensor: Tensor) -> None:
         self._made_at.setdefault(tensor, self._place)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.fsdp.sharding.comm import CommContext
@@ -130,7 +130,7 @@ def build_units(
 def unit_module(fqn: str, module: nn.Module, param_dtype: torch.dtype | None) -> UnitModule:
     """The record of a module whose calls the runtime intercepts."""
     is_trainable = any(param.requires_grad for param in module.parameters())
-    return UnitModule(fqn, module, casting(module.forward, param_dtype), is_trainable)
+    return UnitModule(fqn, module, casting(module.forward, param_dtype, fqn=fqn), is_trainable)
 
 
 def find_pieces(
@@ -195,8 +195,13 @@ def _describe(drafts: Sequence[UnitDraft]) -> list[Any]:
     ]
 
 
-def casting(forward: Callable[..., Any], param_dtype: torch.dtype | None) -> Callable[..., Any]:
-    """``forward`` with its floating-point inputs cast to the dtype of gathered parameters."""
+def casting(
+    forward: Callable[..., Any], param_dtype: torch.dtype | None, *, fqn: str = ""
+) -> Callable[..., Any]:
+    """``forward`` with its floating-point inputs cast to the dtype of gathered parameters.
+
+    Raises ``ValueError`` if it changes a list or dict of arguments, of which it gets a copy.
+    """
     if param_dtype is None:
         return forward
 
@@ -205,10 +210,24 @@ def casting(forward: Callable[..., Any], param_dtype: torch.dtype | None) -> Cal
 
     @wraps(forward)
     def cast_and_forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-        return forward(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        leaves = [cast(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, spec)
+        output = forward(*args, **kwargs)
+        after, spec_after = tree_flatten((args, kwargs))
+        if spec_after != spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
+            raise ValueError(changes_arguments(fqn, "a list or dict"))
+        return output
 
     return cast_and_forward
+
+
+def changes_arguments(unit_fqn: str, what: str) -> str:
+    return (
+        f"unit {unit_fqn!r} changes {what} that it is passed, which every microbatch and every "
+        "recomputation would change again. Switch that off (use_cache=False for a KV cache), "
+        "or return the new values instead."
+    )
 
 
 def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
