@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardhet.checkpoint import redistribute
     from shardhet.comm.liveness import phase, watch_ranks
     from shardhet.fsdp import HetFSDP
+    from shardhet.fsdp.step.features import gather_features
     from shardhet.planner import PlanError, find_plan
     from shardhet.pricing.setting import Setting
     from shardhet.profiler.batch import ExampleBatch
@@ -36,6 +37,7 @@ _MODULE_BY_NAME = {
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
+    "gather_features": "shardhet.fsdp.step.features",
     "phase": "shardhet.comm.liveness",
     "redistribute": "shardhet.checkpoint",
     "simulate": "shardhet.simulator.simulation",
@@ -56,6 +58,7 @@ __all__ = [
     "Workload",
     "describe",
     "find_plan",
+    "gather_features",
     "phase",
     "redistribute",
     "simulate",

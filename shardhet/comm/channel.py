@@ -39,6 +39,7 @@ COLLECTIVE_CALLS = (
     "unit_by_unit",
     "checkpoint.save",
     "checkpoint.load",
+    "gather_features",
     "redistribute",
 )
 

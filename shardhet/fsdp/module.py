@@ -128,8 +128,8 @@ class HetFSDP(ModuleWithState):
         self.module = module
         self._loss = HeadLoss(loss_fn)
         self._batch_dim = batch_dim
-        self._cache_switch = CacheSwitch(module)
         self._forward = module.forward
+        self._caches = CacheSwitch(module)
         self._runtime = Runtime(
             built,
             root,
@@ -140,6 +140,7 @@ class HetFSDP(ModuleWithState):
             seed=seed,
             module=module,
             norms=norms,
+            caches=self._caches,
         )
         self._backward = MeanBackward(
             self._runtime,
@@ -153,6 +154,7 @@ class HetFSDP(ModuleWithState):
         intercept(module, self._runtime, self._loss, pieces)
         guard_root(module, root, built, self._lifeline)
         refuse_to_save_rows(module)
+        self._is_built = True
 
     # Training #
 
@@ -167,7 +169,10 @@ class HetFSDP(ModuleWithState):
         with self._lifeline.guard("model(...)"):
             check_is_not_open(self._runtime)
             self._check_intact()
-            call = ModelCall.of(self._forward, args, kwargs, loss_inputs, self._batch_dim)
+            planned = self.plan.ranks[self.position].rank_batch_size
+            call = ModelCall.of(
+                self._forward, args, kwargs, loss_inputs, self._batch_dim, planned=planned
+            )
             output = self._runtime.forward(self._run_module, call, self.module.training)
         self._backward.num_forwards += 1
         if output is None:
@@ -180,7 +185,7 @@ class HetFSDP(ModuleWithState):
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
-        with self._loss.of(loss_inputs), self._cache_switch.off():
+        with self._loss.of(loss_inputs), self._caches.off():
             return self.module(*args, **kwargs)
 
     def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
@@ -224,6 +229,11 @@ class HetFSDP(ModuleWithState):
     def rank(self) -> int:
         """This process's rank in the group; state dicts are whole on rank zero."""
         return self._control.rank_by_position[self.position]
+
+    @property
+    def own_samples(self) -> range:
+        """The places of this rank's samples in the global batch of the last ``model(...)``."""
+        return self._runtime.own_samples
 
     @property
     def step(self) -> int:

@@ -33,6 +33,7 @@ class ModuleOfRows(nn.Module):
     _flats: Sequence[FlatTensor]
     _param_by_fqn: Mapping[str, nn.Parameter]
     _lifeline: Lifeline
+    _is_built: bool  # from then on, attributes that are set are those of the wrapped module
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -72,6 +73,33 @@ class ModuleOfRows(nn.Module):
             if module is None or name.startswith("__") or not hasattr(module, name):
                 raise
         return through(module, name, self._flats, self._lifeline.guard)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the wrapped module, which reads it in forward, unless HetFSDP has
+        it itself.
+        """
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        if module is None or not self.__dict__.get("_is_built") or is_own:
+            super().__setattr__(name, value)
+            return
+        if isinstance(value, nn.Module | nn.Parameter) or any(
+            name in held for held in (module._parameters, module._modules, module._buffers)
+        ):
+            self._refuse(
+                f"{name!r} is a parameter, buffer or module of the wrapped model, which is "
+                f"sharded as it was. Set it before wrapping; model.module.{name} has the one "
+                "that is used"
+            )
+        setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """The inverse of setting an attribute."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None and name not in self.__dict__ and name in module.__dict__:
+            delattr(module, name)
+            return
+        super().__delattr__(name)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module; it may change anything but parameters."""

@@ -49,16 +49,32 @@ class ModelCall:
         kwargs: Mapping[str, Any],
         loss_inputs: tuple[Any, ...],
         batch_dim: BatchDims,
+        *,
+        planned: int,
     ) -> "ModelCall":
-        """The call of ``forward``; its first tensor determines the number of samples."""
+        """The call of ``forward``; its first tensor determines the number of samples.
+
+        Tensors without rows mean that there are no samples.  ``planned`` is what the plan gives
+        this rank.  Raises ``ValueError`` if only some have no rows and it is not clear.
+        """
         leaves, spec = flatten((args, dict(kwargs), loss_inputs))
         names = _names(forward, args, kwargs, loss_inputs)
         dims = [_dim_of(name, batch_dim) for name in names]
-        num_samples = 0
-        for leaf, dim in zip(leaves, dims, strict=True):
-            if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
-                num_samples = leaf.shape[dim]
-                break
+        lengths = [
+            (name, leaf.shape[dim])
+            for name, leaf, dim in zip(names, leaves, dims, strict=True)
+            if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim
+        ]
+        num_samples = lengths[0][1] if lengths else 0
+        empty = next((name for name, length in lengths if not length), None)
+        if empty is not None and num_samples > planned:
+            num_samples = 0  # the first one has no samples at all
+        if empty is not None and num_samples:
+            raise ValueError(
+                f"model(...): argument {empty!r} has no rows but {lengths[0][0]!r} has "
+                f"{num_samples}. If this rank has no samples, give no argument any; if one of "
+                f"them never has samples, say HetFSDP(batch_dim={{{empty!r}: None}})."
+            )
         named = [isinstance(batch_dim, Mapping) and name in batch_dim for name in names]
         return cls(tuple(leaves), spec, tuple(names), tuple(dims), tuple(named), num_samples)
 
@@ -85,6 +101,15 @@ class ModelCall:
             f"{name} ({type(leaf).__name__})"
             for name, leaf in zip(self.names, self.leaves, strict=True)
             if not isinstance(leaf, Tensor) and not is_plain(leaf)
+        ]
+
+    def digests(self) -> list[Any]:
+        """By leaf: a hash of the values of a tensor, and None for anything else."""
+        return [
+            torch.hash_tensor(leaf.detach().contiguous()).tolist()
+            if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided
+            else None
+            for leaf in self.leaves
         ]
 
     def with_all(self) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.probing.order import PeerFailed
 from shardhet.fsdp.probing.probe import Probe
-from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL
+from shardhet.fsdp.probing.rules import LARGE, PARTS, SIZES, SMALL
 from shardhet.fsdp.probing.watch import Refusal
 from shardhet.fsdp.sharding.seeds import restored_random_state
 
@@ -68,6 +68,8 @@ class Attempt:
         self._axes = axes
         self._run_module = run_module
         self.splits = splits
+        self.is_alone = False  # whether no other rank computes
+        self._has_gradients = has_gradients
         self._outputs: dict[str, Any] = {}
         self._generators = HostGenerators()
         if call is not None:
@@ -88,6 +90,9 @@ class Attempt:
                 _, self.segments = self._forward("small", range(SMALL))
                 self._check_draws()
                 self._forward("large", range(LARGE))
+                self._raise_together(self._problem_of_outputs())
+                if self._prober.caches.is_asked_for:
+                    self._raise_together(self._problem_of_caches())
                 if self._any_rank(self.splits and bool(self._losses("large"))):
                     self._check_losses()
         except PeerFailed:
@@ -114,7 +119,7 @@ class Attempt:
 
         Generators of the host draw numbers near that of ``word``.
         """
-        kind = name if name in ("small", "large") else "rest"
+        kind = name if name in ("small", "large", "plain") else "rest"
 
         def run() -> Any:
             assert self._call is not None
@@ -129,7 +134,8 @@ class Attempt:
             given = tensors_in((args, kwargs, loss_inputs))
             with self.probe.running(kind, given, num_samples=len(samples)):
                 output = self._run_module(args, kwargs, loss_inputs)
-                self.probe.check_output(output)
+                if kind != "plain":
+                    self.probe.check_output(output)
             return output
 
         self._outputs[name], segments = self._prober.run_once(self.probe, run)
@@ -141,19 +147,68 @@ class Attempt:
         if not self._any_rank(bool(drawn)):
             return
         expected, segments = tensors_in(self._outputs["small"]), self.segments
+        problem = None
         for word in (MIDDLE, HIGH):
             output, found = self._forward("small", range(SMALL), word=word)
             tensors = tensors_in(output)
+            if self.probe is None:
+                continue
             is_same = found == segments and len(tensors) == len(expected)
-            if self._call is not None and not (
-                is_same
-                and self.probe is not None
-                and all(
-                    are_close(one, other, self.probe.eps)
-                    for one, other in zip(tensors, expected, strict=True)
-                )
-            ):
-                raise Refusal(ValueError(_draws(drawn)))
+            pairs = zip(tensors, expected, strict=False)
+            if not is_same or not all(are_close(*pair, self.probe.eps) for pair in pairs):
+                problem = _draws(drawn)
+        self._raise_together(problem)
+
+    def _raise_together(self, problem: str | None) -> None:
+        """Raise on all ranks if one has a problem.  Collective."""
+        if self._any_rank(problem is not None):
+            raise PeerFailed if problem is None else Refusal(ValueError(problem))
+
+    def _problem_of_outputs(self) -> str | None:
+        """A row of an output that depends for a sample on the rank's other samples."""
+        if self._call is None or self.probe is None:
+            return None
+        must_be_apart = self.splits and self._has_gradients
+        pairs = zip(*(tensors_in(self._outputs[n]) for n in ("small", "large")), strict=False)
+        for i, (small, large) in enumerate(pairs):
+            growing = [
+                sizes
+                for sizes in zip(small.shape, large.shape, strict=False)
+                if sizes[0] * LARGE == sizes[1] * SMALL and all(sizes)
+            ]
+            if len(growing) > 1 and not self.is_alone:
+                return _pairs(i, small, large)
+            if not (must_be_apart and small.requires_grad) or len(growing) != 1:
+                continue
+            [axis, *others] = find_axis(small, large, SIZES)
+            first = axis.narrow(large, PARTS[0], LARGE)
+            if not others and not are_close(first, small, self.probe.eps):
+                return _mixed(i, large)
+        return None
+
+    def _problem_of_caches(self) -> str | None:
+        """Whether the model computes something else with the caches that are switched off.
+
+        It is called with samples rolled along their other dimension: positions that begin anew
+        within a row are among them if positions are passed at all.
+        """
+        first = 0 if self._call is None else self._call.num_samples
+        rolled = range(first, first + SMALL)
+        self._forward("rolled", rolled)
+        with self._prober.caches.on():
+            self._forward("plain", rolled)
+        if self._call is None or self.probe is None:
+            return None
+        without, with_caches = (
+            [each for each in tensors_in(self._outputs[name]) if each.is_floating_point()]
+            for name in ("rolled", "plain")
+        )
+        remaining = iter(with_caches)  # among them the cache's own, if the model returns it
+        for one in without:
+            other = next((each for each in remaining if each.shape == one.shape), None)
+            if other is None or not are_close(one, other, self.probe.eps):
+                return _CACHED
+        return None
 
     def _any_rank(self, flag: bool) -> bool:
         return any(row[0] for row in self._prober.control.exchange([float(flag)]))
@@ -209,10 +264,9 @@ class Attempt:
 
     def _are_equal(self, one: Tensor, other: Tensor, amplified: float = 1.0) -> bool:
         """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
-        dtypes = [t.dtype for t in tensors_in(self._outputs["large"]) if t.is_floating_point()]
-        outside = 0.0 if self.probe is None else self.probe.eps_outside
+        outputs = [t for t in tensors_in(self._outputs["large"]) if t.dim() == 0]
+        dtypes = [t.dtype for t in outputs if t.is_floating_point()]
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        eps = max(eps, outside)
         scale = max(abs(float(one)), abs(float(other)))
         bar = min(64 * eps * amplified, 1e-2)
         return abs(float(one - other)) <= bar * scale or not math.isfinite(scale)
@@ -238,6 +292,33 @@ class Attempt:
             return pickle.dumps(unflatten(leaves, spec))
         except (pickle.PicklingError, AttributeError, TypeError):
             return None
+
+
+_CACHED = (
+    "model(...): with a KV cache (config.use_cache=True) it computes something else than "
+    "without, for instance for position_ids that begin anew within a row: without a cache "
+    "they mean packed sequences that do not see each other. HetFSDP trains without caches. Say "
+    "that you mean it, for plain PyTorch too: model.config.use_cache = False before wrapping; "
+    "or leave out the argument that makes the difference."
+)
+
+
+def _pairs(index: int, small: Tensor, large: Tensor) -> str:
+    return (
+        f"model(...): output {index} of shape {tuple(small.shape)} for {SMALL} samples and "
+        f"{tuple(large.shape)} for {LARGE} compares the samples of a rank's batch with each "
+        "other, as contrastive losses do, so it would depend on the plan. Return the features "
+        "of each sample, and compute the loss from those of all ranks: "
+        "shardhet.gather_features(features)."
+    )
+
+
+def _mixed(index: int, large: Tensor) -> str:
+    return (
+        f"model(...): output {index} of shape {tuple(large.shape)}, computed outside of units, "
+        "depends for one sample on the other samples of the rank's batch, so it would depend "
+        "on the plan. Mix samples inside a unit, or give every rank one microbatch."
+    )
 
 
 def _draws(names: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 Their configurations enable ``use_cache`` by default, also in training.  Each microbatch and
 each recomputation would append to the cache again, so it is off while a HetFSDP model runs,
-as it is under their own gradient checkpointing.
+as it is under their own gradient checkpointing.  A model that computes something else with a
+cache than without (some tell packed sequences by their positions only without) is refused.
 """
 
 from collections.abc import Iterator
@@ -22,11 +23,26 @@ class CacheSwitch:
             for config in _configs(getattr(each, "config", None))
         }
         self._configs = tuple(found.values())
+        self._stays_on = False
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether any configuration asks for a cache."""
+        return any(config.use_cache for config in self._configs)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """A context in which ``off`` leaves the caches on."""
+        self._stays_on = True
+        try:
+            yield
+        finally:
+            self._stays_on = False
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """A context in which no configuration asks for a cache."""
-        asking = [config for config in self._configs if config.use_cache]
+        asking = [each for each in self._configs if each.use_cache and not self._stays_on]
         for config in asking:
             config.use_cache = False
         try:

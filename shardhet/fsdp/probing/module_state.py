@@ -27,7 +27,7 @@ def restored_modules(module: nn.Module) -> Iterator[None]:
         (value, copy.copy(value))
         for saved in attributes
         for value in saved.values()
-        if type(value) in _CONTAINERS
+        if isinstance(value, _CONTAINERS)  # hooks too, which some models add when first called
     ]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     try:

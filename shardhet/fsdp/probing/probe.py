@@ -83,16 +83,13 @@ class Probe:
         """Epsilon of the narrowest dtype in which anything was computed."""
         return self._watcher.eps
 
-    @property
-    def eps_outside(self) -> float:
-        """The same, of what code outside of units has summed."""
-        return self._watcher.eps_outside
-
     @contextmanager
     def running(
         self, name: str, inputs: Sequence[Tensor], *, num_samples: int
     ) -> Iterator[None]:
-        """A context for one forward on ``inputs``; ``name`` is "small", "large" or "rest"."""
+        """A context for one forward on ``inputs``; ``name`` is that of a row of the table
+        above, or "plain".
+        """
         self._run = getattr(Probe, f"_run_{name}")
         self._num_samples = num_samples
         self._num_calls.clear()
@@ -165,6 +162,14 @@ class Probe:
         if key not in self.rules:
             raise Refusal(ValueError(_calls_others(call.fqn)))
         return self._repeated(call, self.rules[key])
+
+    def _run_plain(self, key: CallKey, call: ProbedCall) -> Any:
+        """As it is, with a cache that it changes, for a comparison of outputs alone."""
+        args, kwargs = unflatten(list(call.leaves), call.arguments.spec)
+        with self._watcher.call(call.fqn, call.tensors), torch.no_grad():
+            output = call.function(*args, **kwargs)
+        tensors = tensors_in(output)
+        return self._returned(output, tensors, [False] * len(tensors))
 
     def _repeated(self, call: ProbedCall, rules: VisitRules) -> Any:
         flags = rules.is_differentiable

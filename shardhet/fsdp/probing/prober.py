@@ -27,6 +27,7 @@ from shardhet.fsdp.microbatch.batching import (
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import Attempt, Axes, RunModule, Zeros
+from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.module_state import Number
 from shardhet.fsdp.probing.order import OrderFinder, PeerFailed
 from shardhet.fsdp.probing.probe import CallKey, Probe
@@ -71,6 +72,7 @@ class Prober:
         module: nn.Module,
         units: Sequence[FSDPUnit],
         norms: BatchNorms,
+        caches: CacheSwitch,
         *,
         control: Channel,
         device: torch.device,
@@ -80,6 +82,7 @@ class Prober:
         self.module = module
         self._units = tuple(units)
         self.norms = norms
+        self.caches = caches
         self.control = control
         self.device = device
         self._reshard_after_forward = reshard_after_forward
@@ -109,8 +112,10 @@ class Prober:
         attempts = self._attempts(call)
         problem: Exception | None = None
         is_refused = False
+        num_computing = sum(row[0] for row in self.control.exchange([float(call is not None)]))
         for i, axes in enumerate(attempts):
             attempt = Attempt(self, call, axes, run_module, has_gradients, splits)
+            attempt.is_alone = num_computing == 1
             found = attempt.run()
             has_failed = self.control.exchange([float(found is not None)])
             if not any(row[0] for row in has_failed):
@@ -126,7 +131,11 @@ class Prober:
         """Which arguments may hold samples: first as their lengths suggest, then with one or
         two of them changed.
         """
-        mine = None if call is None else (call.candidates(), call.batch_dims, call.are_named)
+        mine = (
+            None
+            if call is None
+            else (call.candidates(), call.batch_dims, call.are_named, call.digests())
+        )
         known = [each for each in self.control.exchange_objects(mine) if each is not None]
         dims, named = known[0][1], known[0][2]
         if len({len(each[0]) for each in known}) > 1:
@@ -134,6 +143,8 @@ class Prober:
                 f"model(...): ranks pass {[len(each[0]) for each in known]} arguments. Call "
                 "the model in the same way on every rank."
             )
+        # Without samples an argument is the same everywhere.
+        differs = [len(set(column)) > 1 for column in zip(*(e[3] for e in known), strict=True)]
         factors = [set(column) for column in zip(*(each[0] for each in known), strict=True)]
         likely = [
             BatchAxis(dim) if factor == {1} and dim is not None else None
@@ -144,9 +155,9 @@ class Prober:
         for i, (axis, dim, factor) in enumerate(zip(likely, dims, factors, strict=True)):
             if i == first or named[i] or dim is None:
                 continue
-            if axis is not None:
+            if axis is not None and not differs[i]:
                 others.append((i, None))
-            elif len(factor) == 1 and min(factor) > 1:
+            elif axis is None and len(factor) == 1 and min(factor) > 1:
                 others.append((i, BatchAxis(dim, 1, min(factor))))
         changes = [*combinations(others, 1), *combinations(others, 2)][: MAX_ATTEMPTS - 1]
         return [

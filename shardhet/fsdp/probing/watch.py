@@ -18,19 +18,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 
 OUTSIDE = 0
 
+_NARROW = (torch.float16, torch.bfloat16)
+
 # These use only dtype, device and shape of their tensor.
 _FACTORIES = frozenset(
     ("new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "zeros_like", "ones_like",
      "full_like", "new_empty_strided", "sym_size", "sym_stride")
 )  # fmt: skip
-# Parts of the names of operations whose kernels sum in another order for another batch.
-_SUMS = ("mm", "mv", "dot", "conv", "attention", "linear", "sum", "mean", "nll_loss")
+# Their kernels may sum in another order for another number of samples.
+_SUMS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "convolution", "sum",
+     "mean", "nll_loss_forward", "nll_loss2d_forward")
+)  # fmt: skip
 # Replace random numbers: in a probe a sample's values must not depend on the other samples.
 _CONSTANTS = {"bernoulli_": 1.0, "uniform_": 0.5, "normal_": 0.5, "random_": 0.0,
               "exponential_": 1.0}  # fmt: skip
@@ -52,7 +58,6 @@ class Watcher(OperationMode):
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
         self.eps = 0.0  # of the narrowest dtype that anything was computed in
-        self.eps_outside = 0.0  # the same, of sums that code outside of units computed
         self.rows: Mapping[int, str] = {}  # fqns of the sharded parameters of units, by id
         self._place = OUTSIDE
         self._num_calls = 0
@@ -120,16 +125,9 @@ class Watcher(OperationMode):
         if depends:
             for each in tensors_among(result):
                 self._note(each)
-                self._note_precision(func, each)
+                if each.is_floating_point() or each.is_complex():
+                    self.eps = max(self.eps, torch.finfo(each.dtype).eps)
         return result
-
-    def _note_precision(self, func: Callable[..., Any], made: Tensor) -> None:
-        if made.is_floating_point() or made.is_complex():
-            eps = torch.finfo(made.dtype).eps
-            self.eps = max(self.eps, eps)
-            name = func.__name__.split(".")[0]
-            if self._place == OUTSIDE and any(part in name for part in _SUMS):
-                self.eps_outside = max(self.eps_outside, eps)
 
     def _note(self, tensor: Tensor) -> None:
         self._made_at.setdefault(tensor, self._place)
@@ -187,6 +185,8 @@ class Watcher(OperationMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            if self._place == OUTSIDE and name in _SUMS:
+                return _rounded_sum(func, args, kwargs)
             return func(*args, **kwargs)
         schema = [argument.name for argument in func._schema.arguments]  # type: ignore[attr-defined]
         if "dropout_p" in schema or "dropout" in schema:
@@ -222,6 +222,30 @@ class Watcher(OperationMode):
         if index < len(args):
             return func(*args[:index], type(given)(0), *args[index + 1 :], **kwargs)
         return func(*args, **(kwargs | ({schema[index]: 0.0} if given else {})))
+
+
+def _rounded_sum(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The operation in float32, rounded to its own dtype if that is narrower.
+
+    So a sample's values are the same, bit by bit, whichever other samples are in the batch.  A
+    single number, such as a loss, is not rounded: it is compared more strictly.
+    """
+    narrow = {t.dtype for t in tensors_among((args, kwargs)) if t.dtype in _NARROW}
+    if len(narrow) != 1 or kwargs.get("dtype") is not None:
+        return func(*args, **kwargs)
+    [dtype] = narrow
+
+    def widened(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype == dtype else leaf
+
+    def rounded(leaf: Any) -> Any:
+        is_wide = isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim()
+        return leaf.to(dtype) if is_wide else leaf
+
+    args, kwargs = tree_map(widened, (args, kwargs))
+    return tree_map(rounded, func(*args, **kwargs))
 
 
 def _address(tensor: Tensor) -> int:

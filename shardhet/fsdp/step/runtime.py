@@ -17,6 +17,7 @@ from shardhet.fsdp.microbatch.layered import run_visit
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.known_calls import UNKNOWN, KnownCalls
 from shardhet.fsdp.probing.module_state import CountedNumbers
 from shardhet.fsdp.probing.prober import Findings, Prober
@@ -24,6 +25,7 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
+from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rank_batch import RankBatch, agree_on_batch
 from shardhet.fsdp.step.turn_walk import TurnWalk
@@ -46,6 +48,7 @@ class Runtime:
         seed: int,
         module: nn.Module,
         norms: BatchNorms,
+        caches: CacheSwitch,
     ) -> None:
         self.units = tuple(units)
         self.root = root  # parameters that no unit owns; unsharded for the whole step
@@ -60,10 +63,13 @@ class Runtime:
         self._random = RandomStates(seed, comm.device)
         self._module = module
         self._norms = norms
+        self._caches = caches
         self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
         self._walk = TurnWalk(
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
         )
+        self.features = FeatureGathers(comm, control, lifeline)
+        self.own_samples = range(0)  # of the last forward, in the global batch
         self.follow(plan)
         self._dropout = RootDropout(module, self.visit_piece)
         self.unit_by_unit: UnitByUnit | None = None  # inside that context
@@ -90,6 +96,7 @@ class Runtime:
             self._module,
             self.units,
             self._norms,
+            self._caches,
             control=self._control,
             device=self._comm.device,
             reshard_after_forward=plan.reshard_after_forward,
@@ -104,13 +111,17 @@ class Runtime:
         Returns None if no rank has samples.
         """
         self.abandon()
+        self.features.begin()
         self._has_gradients = torch.is_grad_enabled()
         splits = call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         with self.observers.watch("", Activity.AGREE):
             counted = {"num_samples": call.num_samples, "index": index, "step": self.step}
             self.batch, index = agree_on_batch(self._plan, self._control, **counted)
+        first = self.batch.first_sample
+        self.own_samples = range(first, first + self.batch.num_samples)
         if not self.batch.computing:
+            self.features.is_in_forward = False
             return None
         self._comm.receivers = self.batch.computing
         self._comm.mark_compute()  # gathers read shards that the optimizer wrote
@@ -235,6 +246,7 @@ class Runtime:
                 )
 
     def _end_forward(self, is_training: bool) -> None:
+        self.features.is_in_forward = False
         if is_training:
             self._norms.apply(self._control)
         self.awaits_backward = torch.is_grad_enabled()
@@ -257,6 +269,7 @@ class Runtime:
                 run_autograd()
             finally:
                 self._is_in_autograd = False
+        self.features.finish()
         self._walk.end_backward()
         self._walk.end_step()
         self.batch = None
@@ -270,6 +283,7 @@ class Runtime:
                     "model.backward(loss_sum, num_tokens) once after each model(...), before "
                     "the next, instead of loss.backward()."
                 )
+        self.features.finish()
         self._walk.reach(segment)
 
     def abandon(self) -> None:

@@ -1,0 +1,173 @@
+"""Features of the samples of all ranks, with gradients, for losses that compare samples.
+
+A contrastive loss compares each sample with all others, so it cannot be computed from a rank's
+own.  Each rank computes the terms of its own samples from the features of all:
+
+    image, text = model(pixels, tokens)            # [own, D] each
+    images, texts = map(shardhet.gather_features, (image, text))  # [all, D], in plan order
+    own = model.own_samples                        # their places among all
+    targets = torch.arange(own.start, own.stop)
+    loss_sum = cross_entropy(image @ texts.T, targets, reduction="sum") + ...
+    model.backward(loss_sum, len(own))
+
+In backward the gradients for all features are summed over ranks and each rank takes its rows:
+a reduce-scatter, which a rank without samples takes part in too.  Autograd runs the nodes of
+gathers in the reverse order of their calls, before any unit's, so all ranks do.
+"""
+
+from math import prod
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from shardhet.comm.channel import Channel
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.sharding.comm import CommContext
+
+
+class _Shape(NamedTuple):
+    """What one gather moves."""
+
+    rows: tuple[int, ...]  # by position
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numels(self) -> list[int]:
+        return [rows * prod(self.row_shape) for rows in self.rows]
+
+
+class FeatureGathers:
+    """The gathers of features since the last forward of one model."""
+
+    def __init__(self, comm: CommContext, control: Channel, lifeline: Lifeline) -> None:
+        self.is_in_forward = False
+        self._comm = comm
+        self._control = control
+        self._lifeline = lifeline
+        self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
+        self._open: list[_Shape] = []  # whose gradients have not been reduced
+
+    def begin(self) -> None:
+        """Begin a forward, whose features are gathered next."""
+        global _latest
+        _latest = ref(self)
+        self._open.clear()
+        self.is_in_forward = True
+
+    def gather(self, features: Tensor) -> Tensor:
+        """See ``gather_features``."""
+        with self._lifeline.guard("gather_features"):
+            if self.is_in_forward:
+                raise RuntimeError(
+                    "gather_features was called inside the model, where a rank without samples "
+                    "computes nothing. Return the features, and call it between model(...) and "
+                    "model.backward."
+                )
+            if not features.dim():
+                raise ValueError(
+                    "gather_features: a single number has no rows. Pass a tensor with one row "
+                    "per sample."
+                )
+            self._control.enter("gather_features")
+            needs_grad = torch.is_grad_enabled() and features.requires_grad
+            mine = (features.shape[0], tuple(features.shape[1:]), features.dtype, needs_grad)
+            rows, shapes, dtypes, flags = zip(
+                *self._control.exchange_objects(mine), strict=True
+            )
+            if len({*shapes}) > 1 or len({*dtypes}) > 1:
+                raise ValueError(
+                    f"gather_features: ranks pass rows of shapes {shapes} and dtypes {dtypes}. "
+                    "Pass rows of one shape and dtype on every rank."
+                )
+            shape = _Shape(rows, features.shape[1:], features.dtype)
+            if not any(flags):
+                return self.all_gather(shape, features)
+            self._open.append(shape)
+            gathered: Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
+                self._anchor, features, self, len(self._open) - 1
+            )
+            return gathered
+
+    def all_gather(self, shape: _Shape, features: Tensor) -> Tensor:
+        """The rows of all ranks, [sum(shape.rows), *shape.row_shape].  Collective."""
+        own = features.detach().contiguous().view(-1)
+        whole = own.new_empty(sum(shape.numels))
+        everyone = range(self._control.world_size)
+        gather = all_gather_uneven(
+            whole, own, shape.numels, channel=self._comm.gather_channel, receivers=everyone
+        )
+        gather.wait()
+        gather.wait_sent()
+        return whole.view(-1, *shape.row_shape)
+
+    def reduce(self, index: int, grad: Tensor) -> Tensor:
+        """This rank's rows of the sum of all ranks' ``grad``.  Collective."""
+        self._finish_after(index)
+        return self._reduce(self._open.pop(), grad)
+
+    def finish(self) -> None:
+        """Take part in the reductions for which this rank has no gradients.  Collective."""
+        self._finish_after(-1)
+
+    def _finish_after(self, index: int) -> None:
+        while len(self._open) > index + 1:
+            self._reduce(self._open.pop(), None)
+
+    def _reduce(self, shape: _Shape, grad: Tensor | None) -> Tensor:
+        comm, position = self._comm, self._control.position
+        if grad is None:
+            grad = torch.zeros(sum(shape.numels), dtype=shape.dtype, device=comm.device)
+        own = grad.new_empty(shape.numels[position])
+        reduction = reduce_scatter_uneven(
+            own,
+            grad.contiguous().view(-1),
+            shape.numels,
+            channel=comm.reduce_channel,
+            contributors=range(self._control.world_size),
+            scratch=comm.buffers,
+        )
+        reduction.wait()
+        reduction.wait_sent()
+        return own.view(-1, *shape.row_shape)
+
+
+class _Gathered(torch.autograd.Function):
+    """A gather as a node of the graph, also where this rank's features need no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, features: Tensor, gathers: FeatureGathers, index: int
+    ) -> Tensor:
+        ctx.gathers, ctx.index = gathers, index
+        return gathers.all_gather(gathers._open[index], features)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, ctx.gathers.reduce(ctx.index, grads[0]), None, None
+
+
+_latest: ref[FeatureGathers] | None = None  # those of the model that was called last
+
+
+def gather_features(features: Tensor) -> Tensor:
+    """Return the rows of all ranks' ``features``, [all samples, ...], in the plan's order.
+
+    For losses that compare samples with each other.  Gradients flow back to every rank's own
+    rows.  Collective: call it between ``model(...)`` and ``model.backward`` on every rank, also
+    on those without samples, which pass the empty features that the model has returned.
+    ``model.own_samples`` says which rows are this rank's.
+
+    Args:
+        features: [own samples, ...], of one dtype and row shape on every rank.
+
+    Raises ``RuntimeError`` on every rank if no model was called before, or from inside of one,
+    and ``ValueError`` if rows of ranks differ in shape or dtype.
+    """
+    gathers = None if _latest is None else _latest()
+    if gathers is None:
+        raise RuntimeError("gather_features: no HetFSDP model was called yet. Call it first.")
+    return gathers.gather(features)

@@ -1,0 +1,123 @@
+"""Losses that compare samples of all ranks, and models that compare those of one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardhet
+from shardhet import HetFSDP, Plan
+from tests.test_probe import compare_grads
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+PLAN = Plan.by_hand(
+    microbatch_sizes=[2, 1, 0], rank_batch_sizes=[3, 2, 0], state_shares=[0.5, 0.2, 0.3]
+)
+WIDTH = 4
+
+
+class Towers(nn.Module):
+    """Two towers; gives features, or their products with each other."""
+
+    def __init__(self, *, gives_pairs: bool = False) -> None:
+        super().__init__()
+        self.image, self.text = (nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+        self.gives_pairs = gives_pairs
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        image, text = (
+            F.normalize(tower(each).tanh(), dim=-1)
+            for tower, each in ((self.image, x), (self.text, y))
+        )
+        return self.scale * image @ text.T if self.gives_pairs else (self.scale * image, text)
+
+
+def contrastive(
+    images: Tensor, texts: Tensor, own: range, all_images: Tensor, all_texts: Tensor
+) -> Tensor:
+    """The terms of the samples ``own``, of both directions."""
+    targets = torch.arange(own.start, own.stop)
+    one = F.cross_entropy(images @ all_texts.T, targets, reduction="sum")
+    return one + F.cross_entropy(texts @ all_images.T, targets, reduction="sum")
+
+
+def _train(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = Towers()
+    model = HetFSDP(copy.deepcopy(reference), PLAN, units=["image", "text"])
+    for _ in range(2):
+        x, y = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+        images, texts = reference(x, y)
+        reference.zero_grad()
+        model.zero_grad()
+        expected = contrastive(images, texts, range(5), images, texts) / 5
+        expected.backward()
+        first = PLAN.first_sample(model.position)
+        mine = slice(first, first + PLAN.ranks[model.position].rank_batch_size)
+        image, text = model(x[mine], y[mine])
+        assert list(model.own_samples) == list(range(5))[mine]
+        all_images, all_texts = map(shardhet.gather_features, (image, text))
+        unused = shardhet.gather_features(image)  # no rank's loss depends on it
+        assert torch.equal(unused, all_images)
+        torch.testing.assert_close(all_texts, texts, rtol=1e-12, atol=0)
+        loss_sum = contrastive(image, text, model.own_samples, all_images, all_texts)
+        mean = model.backward(loss_sum, len(image))
+        assert mean == pytest.approx(float(expected.detach()), rel=1e-12)
+        compare_grads(model, reference)
+        model.eval()
+        with torch.no_grad():
+            assert len(shardhet.gather_features(model(x[mine], y[mine])[0])) == 5
+        model.train()
+
+
+def test_a_contrastive_loss_is_that_of_one_process() -> None:
+    run_ranks(_train, 3)
+
+
+def _pairs(rank: int, world_size: int) -> Any:
+    plan = (
+        PLAN
+        if world_size > 1
+        else Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[5], state_shares=[1.0])
+    )
+    model = HetFSDP(Towers(gives_pairs=True), plan, units=["image", "text"])
+    x = torch.randn(plan.ranks[model.position].rank_batch_size, WIDTH, dtype=torch.float64)
+    return tuple(model(x, x).shape)
+
+
+def test_a_model_that_compares_a_ranks_samples_is_refused_unless_one_rank_has_all() -> None:
+    for outcome in run_ranks_expecting_failure(_pairs, 3, 3):
+        assert "gather_features" in outcome.message
+    assert run_ranks(_pairs, 1, 1) == [(5, 5)]
+
+
+def _within(rank: int) -> None:
+    class Inside(Towers):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return shardhet.gather_features(super().forward(x, y)[0])
+
+    model = HetFSDP(Inside(), PLAN, units=["image", "text"])
+    x = torch.randn(PLAN.ranks[model.position].rank_batch_size, WIDTH, dtype=torch.float64)
+    model(x, x)
+
+
+def test_gathering_inside_of_a_model_is_refused() -> None:
+    for outcome in run_ranks_expecting_failure(_within, 3):
+        assert "between model(...) and model.backward" in outcome.message
+
+
+def _unlike(rank: int) -> None:
+    model = HetFSDP(Towers(), PLAN, units=["image", "text"])
+    x = torch.randn(PLAN.ranks[model.position].rank_batch_size, WIDTH, dtype=torch.float64)
+    features = model(x, x)[0]
+    shardhet.gather_features(features[:, rank:] if rank == 1 else features)
+
+
+def test_features_of_other_shapes_are_refused_on_every_rank() -> None:
+    for outcome in run_ranks_expecting_failure(_unlike, 3):
+        assert "rows of shapes ((4,), (3,), (4,))" in outcome.message
