@@ -186,3 +186,71 @@ def _half_empty(rank: int) -> None:
 def test_some_arguments_without_rows_are_refused() -> None:
     for outcome in run_ranks_expecting_failure(_half_empty, 3):
         assert "'labels' has no rows but 'pixels' has 2" in outcome.message
+
+
+# What has no rows, or no gradient
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    module = nn.Sequential(linear(), linear())
+    module.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    with pytest.raises(ValueError, match=r"phase: it is torch.complex64.*view_as_real"):
+        HetFSDP(module, ALONE, units=[nn.Linear])
+
+
+class Words(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, sparse=sparse)
+        self.head = linear()
+        self.double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words)).square().sum()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_sparse_gradients_are_the_dense_ones(recomputes: bool) -> None:
+    torch.manual_seed(0)
+    reference = Words(sparse=False)
+    module = Words(sparse=True)
+    module.load_state_dict(reference.state_dict())
+    model = HetFSDP(module, plan_for(recomputes), units=["table", "head"])
+    words = torch.randint(7, (5, 3))
+    (reference(words) / 5).backward()
+    model.backward(model(words), 5)
+    compare_grads(model, reference)
+
+
+def test_nested_tensors_are_refused() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+    model = HetFSDP(nn.TransformerEncoder(layer, 2), ALONE)
+    padding = torch.tensor([False, False, True]).repeat(5, 1)
+    model.eval()
+    with torch.no_grad(), pytest.raises(ValueError, match="enable_nested_tensor=False"):
+        model(torch.randn(5, 3, WIDTH), src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda loss: SimpleNamespace(loss=loss), TypeError, "Pass output.loss"),
+        (lambda loss: {"loss": loss}, TypeError, "Pass output.loss"),
+        (lambda loss: (loss, loss), TypeError, "is a tuple but must be a tensor"),
+        (lambda loss: loss[None], ValueError, r"has shape \(1,\).*Call .sum\(\)"),
+    ],
+)
+def test_a_loss_is_one_number(make: Any, error: type[Exception], words: str) -> None:
+    model = HetFSDP(Net(linear), ALONE)
+    with pytest.raises(error, match=words):
+        model.backward(make(squared(model, draw(5, WIDTH))), 5)
+
+
+def test_what_a_model_without_samples_and_a_gradient_penalty_are_told() -> None:
+    model = HetFSDP(Net(linear), ALONE)
+    with pytest.raises(RuntimeError, match="no rank has given the model samples"):
+        model.backward(model()[0], 1)
+    model = HetFSDP(Net(linear), ALONE)
+    x = draw(5, WIDTH).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"gradients of gradients.*gradient penalty"):
+        torch.autograd.grad(squared(model, x), x, create_graph=True)

@@ -79,10 +79,16 @@ class KnownCalls:
     def prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], VisitRules]:
         """The flattened arguments of the module's next call, and the rules of that call."""
         leaves, spec = flatten(arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(each.is_nested for each in tensors):
+            raise ValueError(
+                f"unit {module.fqn!r} is passed a nested tensor, which cannot be cut into "
+                "samples. nn.TransformerEncoder makes them in evaluation: pass it "
+                "enable_nested_tensor=False."
+            )
         key = CallKey(module.fqn, self._num_calls[module.fqn])
         self._num_calls[module.fqn] += 1
         rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor, rule in zip(tensors, rules.inputs, strict=True):
             if isinstance(rule, BatchAxis) and not rule.fits(tensor, self._num_samples):
                 raise ValueError(

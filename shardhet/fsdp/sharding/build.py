@@ -171,6 +171,12 @@ def draft_units(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> l
     root = len(modules_of_units)
     slots: list[list[ParamSlot]] = [[] for _ in range(root + 1)]
     for param, found in places.items():
+        if param.is_complex():
+            raise ValueError(
+                f"{found[0][0]}: it is {param.dtype}, but rows, reductions and clipping are of "
+                "real numbers. Store torch.view_as_real(value) as the parameter, and use "
+                "torch.view_as_complex(param) in forward."
+            )
         owners = {unit_by_module.get(inner, root) for _, inner, _ in found}
         slot = ParamSlot(
             fqns=tuple(fqn for fqn, _, _ in found),

@@ -75,6 +75,8 @@ class FlatGradient:
         grad = param.grad
         if grad is None:  # the operation that used it returned no gradient
             return
+        if grad.is_sparse:  # nn.Embedding(sparse=True); other ranks have other rows
+            grad = param.grad = grad.to_dense()
         total = self._sums.get(index)
         if total is None:
             if self._whole is None:

@@ -57,7 +57,11 @@ class MeanBackward:
                 raise RuntimeError(
                     "model.backward: there was no model(...) with gradients enabled since the "
                     "last one. Call the model first."
+                    if self._runtime.had_samples
+                    else "model.backward: no rank has given the model samples. Pass the batch "
+                    "as tensors with one row per sample; a model without arguments has none."
                 )
+            _check_is_number(loss_sum)
             if self._is_float16:
                 self._check_scaled(loss_sum)
             with self._runtime.observers.watch("", Activity.AGREE):
@@ -116,6 +120,12 @@ class MeanBackward:
             if self._is_in_backward and self.num_forwards == number:
                 return
             with self._lifeline.guard():
+                if torch.is_grad_enabled():  # only under create_graph=True
+                    raise RuntimeError(
+                        "gradients of gradients (create_graph=True, as for a gradient penalty) "
+                        "are not computed through a HetFSDP model, whose backward is no graph. "
+                        "Leave the penalty out, or train this model with plain PyTorch."
+                    )
                 raise RuntimeError(
                     "a gradient arrived for the output of "
                     + ("an earlier model(...)" if self._is_in_backward else "model(...)")
@@ -175,3 +185,22 @@ def warn_of_large_output(output: Any) -> None:
             "of one microbatch is alive at a time.",
             stacklevel=3,
         )
+
+
+def _check_is_number(loss_sum: Any) -> None:
+    """Raise unless the loss is a tensor with one element."""
+    if isinstance(loss_sum, Tensor) and loss_sum.dim() == 0:
+        return
+    if isinstance(loss_sum, Tensor):
+        raise ValueError(
+            f"model.backward: the loss has shape {tuple(loss_sum.shape)} but must be a single "
+            "number, the sum over this rank's tokens. Call .sum() on it."
+        )
+    has_loss = hasattr(loss_sum, "loss") or (
+        isinstance(loss_sum, Mapping) and "loss" in loss_sum
+    )
+    raise TypeError(
+        f"model.backward: the loss is a {type(loss_sum).__name__} but must be a tensor, the "
+        "sum over this rank's tokens. "
+        + ("Pass output.loss * num_tokens." if has_loss else "Pass the loss itself.")
+    )

@@ -69,6 +69,7 @@ class Runtime:
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
         )
         self.features = FeatureGathers(comm, control, lifeline)
+        self.had_samples = True  # on any rank, in the last forward
         self.own_samples = range(0)  # of the last forward, in the global batch
         self.follow(plan)
         self._dropout = RootDropout(module, self.visit_piece)
@@ -120,6 +121,7 @@ class Runtime:
             self.batch, index = agree_on_batch(self._plan, self._control, **counted)
         first = self.batch.first_sample
         self.own_samples = range(first, first + self.batch.num_samples)
+        self.had_samples = bool(self.batch.computing)
         if not self.batch.computing:
             self.features.is_in_forward = False
             return None
