@@ -19,6 +19,7 @@ from shardhet.config.compose import (
     check_choices,
     conf_dir,
     hints,
+    implied_choices,
     load_resolved,
     non_default_sources,
     register_schemas,
@@ -71,6 +72,8 @@ BAD = {
     # values that are missing
     "plan=by_hand": ("plan.microbatch_sizes=...",),
     "plan=proportional": ("plan.speeds=...",),
+    "plan.microbatch_sizes=2,2,15": ("Write 'plan.microbatch_sizes=[2,2,15]'",),
+    "plan=proportional plan.speeds=1,.5": ("Write 'plan.speeds=[1,0.5]'",),
     "plan=file": ("plan.path=...",),
     "data=text_dir": ("data.path=...",),
     # values that make no sense
@@ -155,6 +158,15 @@ def test_a_bad_configuration_is_refused_by_name(
     message = complaint(typed.split(), monkeypatch)
     for part in BAD[typed]:
         assert part in message
+
+
+def test_batch_sizes_alone_are_a_plan_by_hand() -> None:
+    typed = ["plan.microbatch_sizes=[2,2,2,15]"]
+    check_choices(["plan.microbatch_sizes=[1,2],[2,1]"])  # a sweep over two lists
+    conf = conf_with(*typed, *implied_choices(typed))
+    assert conf.to_plan(4) == Plan.by_hand(microbatch_sizes=[2, 2, 2, 15])
+    assert not implied_choices([*typed, "experiment=demo"])
+    assert not implied_choices([*typed, "plan=demo_4"])
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
