@@ -28,7 +28,8 @@ from shardhet.pricing.roofline import (
     MEMORY_FRACTION,
     Roofline,
 )
-from shardhet.records.cluster import Cluster, DeviceKind, DeviceSpec, Link, Node
+from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
+from shardhet.records.kinds import DeviceKind
 from shardhet.records.workload import UnitKind, Workload
 
 KIND = DeviceKind(

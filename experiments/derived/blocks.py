@@ -15,7 +15,8 @@ from pathlib import Path
 
 from experiments.common.machine import REPOSITORY
 from shardhet.pricing.roofline import ACTIVATION_PASSES
-from shardhet.records.cluster import Cluster, DeviceKind
+from shardhet.records.cluster import Cluster
+from shardhet.records.kinds import DeviceKind
 from shardhet.records.workload import FLOAT32_BYTES, ITEMSIZE_BY_DTYPE, UnitKind, Workload
 
 KINDS = REPOSITORY / "conf" / "cluster" / "described" / "kinds" / "nvidia.yaml"

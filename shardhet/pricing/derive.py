@@ -18,7 +18,8 @@ from math import inf, log, sqrt
 
 from shardhet.pricing.efficiency import Efficiency, efficiency_of
 from shardhet.pricing.roofline import MEMORY_FRACTION, Roofline
-from shardhet.records.cluster import Cluster, DeviceKind, Link
+from shardhet.records.cluster import Cluster, Link
+from shardhet.records.kinds import DeviceKind
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,

@@ -31,7 +31,7 @@ from math import prod
 from typing import Self
 
 from shardhet.pricing.efficiency import HALVES, Efficiency
-from shardhet.records.cluster import DeviceKind
+from shardhet.records.kinds import DeviceKind
 from shardhet.records.workload import ITEMSIZE_BY_DTYPE, UnitKind
 
 MEMORY_FRACTION = 0.8  # of the memory's bandwidth that streaming kernels reach
