@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardhet.planner import PlanError, find_plan
     from shardhet.pricing.setting import Setting
     from shardhet.profiler.batch import ExampleBatch
-    from shardhet.profiler.describe import describe
+    from shardhet.profiler.describe import describe, plan_for
     from shardhet.records.cluster import Cluster, DeviceSpec
     from shardhet.records.plan import Plan, RankPlan
     from shardhet.records.profiles import Profile
@@ -37,6 +37,7 @@ _MODULE_BY_NAME = {
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
     "phase": "shardhet.comm.liveness",
+    "plan_for": "shardhet.profiler.describe",
     "redistribute": "shardhet.checkpoint",
     "simulate": "shardhet.simulator.simulation",
     "watch_ranks": "shardhet.comm.liveness",
@@ -57,6 +58,7 @@ __all__ = [
     "describe",
     "find_plan",
     "phase",
+    "plan_for",
     "redistribute",
     "simulate",
     "watch_ranks",

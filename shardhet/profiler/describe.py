@@ -1,19 +1,29 @@
-"""``describe``: count a model's FLOPs and bytes without allocating it; takes seconds."""
+"""``describe``: count a model's FLOPs and bytes without allocating it; takes seconds.
+
+``plan_for`` goes on from there to a plan for hardware that need not be at hand.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.sketch import LossFn, ModelSketch, UnitSketch, sketch_model
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan
+from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload
 
+Example = ExampleBatch | Mapping[str, Any] | Sequence[Any] | Tensor
 CPU = torch.device("cpu")
 ADAM_MOMENTS = 2
 
@@ -68,6 +78,48 @@ def describe(
         num_moments=num_moments,
         device=device,
     )
+
+
+def plan_for(
+    model: nn.Module,
+    batch: Example,
+    cluster: Cluster | str | Path,
+    *,
+    global_batch_size: int,
+    units: Sequence[type[nn.Module] | str] | None = None,
+    loss_fn: LossFn | None = None,
+    param_dtype: torch.dtype | None = None,
+    profile: Profile | None = None,
+) -> Plan:
+    """The fastest plan for training ``model`` on ``cluster``, which need not be at hand.
+
+        with torch.device("meta"):
+            model = MyModel()
+        plan = plan_for(model, (images, labels), "my_cluster.yaml", global_batch_size=64)
+
+    ``batch`` is an example of the model's inputs: a tuple of positional arguments, a mapping of
+    keyword arguments, or an ``ExampleBatch``, which also holds what ``loss_fn`` needs.
+    ``units``, ``loss_fn`` and ``param_dtype`` are those of HetFSDP.  Times follow from the
+    devices' specifications unless a measured ``profile`` is given.
+    """
+    from shardhet.planner import find_plan  # imports scipy
+
+    if not isinstance(cluster, Cluster):
+        cluster = Cluster.load(cluster)
+    workload = describe(
+        model, as_example(batch), units=units, loss_fn=loss_fn, param_dtype=param_dtype
+    )
+    setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))
+    return find_plan(setting, global_batch_size=global_batch_size)
+
+
+def as_example(batch: Example) -> ExampleBatch:
+    """The inputs of a model as an example batch."""
+    if isinstance(batch, ExampleBatch):
+        return batch
+    if isinstance(batch, Mapping):
+        return ExampleBatch(kwargs=batch)
+    return ExampleBatch(args=(batch,) if isinstance(batch, Tensor) else tuple(batch))
 
 
 def describe_sketch(
