@@ -5,6 +5,7 @@ from math import inf, log
 
 import pytest
 
+from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import LINK_FRACTION, STRAGGLING, derive_profile, slowest_of
 from shardhet.pricing.efficiency import (
     FITTED,
@@ -28,9 +29,12 @@ from shardhet.pricing.roofline import (
     MEMORY_FRACTION,
     Roofline,
 )
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.kinds import DeviceKind
-from shardhet.records.workload import UnitKind, Workload
+from shardhet.records.plan import Plan
+from shardhet.records.schedule import GATHER, REDUCE
+from shardhet.records.workload import Unit, UnitKind, Workload
 
 KIND = DeviceKind(
     kind="made up",
@@ -198,3 +202,29 @@ def test_a_stated_part_of_the_peak_replaces_the_fitted_ones() -> None:
     block = WORKLOAD.kind_by_name["block"]
     expected_s = Roofline.of(KIND, "float32").forward_s(block, 16, stated)
     assert profile.unit("NVIDIA L4", "block").forward_s.at(16) == expected_s
+
+
+def test_frozen_matrices_have_no_gradient_to_compute_or_to_reduce() -> None:
+    roofline = Roofline.of(KIND, "float32")
+    frozen = replace(UNIT, frozen_params=(0, 1))
+    assert frozen.trained_numel == 0
+    assert roofline.forward_s(frozen, 4, HALF) == roofline.forward_s(UNIT, 4, HALF)
+    backward_s, whole_s = (roofline.backward_s(each, 4, HALF) for each in (frozen, UNIT))
+    assert 0.49 < backward_s / whole_s < 0.51
+    pair = cluster(2)
+    whole, half = (
+        Workload(
+            kinds=(kind,), units=(Unit(fqn="a", kind="block"), Unit(fqn="b", kind="block"))
+        )
+        for kind in (UNIT, replace(UNIT, frozen_params=(0,)))
+    )
+    models = [
+        CostModel(Setting(pair, each, derive_profile(pair, each))) for each in (whole, half)
+    ]
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], devices=pair.devices)
+    reduced = [model.launch_seconds(plan)[REDUCE][0] for model in models]
+    assert reduced[1] < 0.1 * reduced[0]
+    assert models[1].launch_seconds(plan)[GATHER] == models[0].launch_seconds(plan)[GATHER]
+    assert models[1].grad_bytes == 2 * DEPTH * 4 < models[0].grad_bytes
+    packed = replace(half, kinds=(replace(half.kinds[0], gathered_bytes=1000),))
+    assert CostModel(Setting(pair, packed, models[1].profile)).unsharded_bytes == 2000

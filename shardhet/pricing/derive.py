@@ -87,6 +87,7 @@ def _device_profile(
 ) -> DeviceProfile:
     roofline = Roofline.of(kind, workload.param_dtype)
     bytes_per_s = MEMORY_FRACTION * kind.memory_bandwidth_bytes_per_s
+    trained_part = workload.trained_numel / workload.numel
     return DeviceProfile(
         device_kind=kind.kind,
         source=Source.DERIVED,
@@ -95,7 +96,7 @@ def _device_profile(
             for unit in workload.kinds
             if workload.num_units_by_kind[unit.name]
         ),
-        optimizer_seconds_per_element=ADAM_PASSES * STATE_ITEMSIZE / bytes_per_s,
+        optimizer_seconds_per_element=trained_part * ADAM_PASSES * STATE_ITEMSIZE / bytes_per_s,
         overlap_excess=OVERLAP_EXCESS,
         reserved_bytes=RESERVED_BYTES,
         note=kind.source,
