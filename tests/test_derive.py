@@ -228,3 +228,21 @@ def test_frozen_matrices_have_no_gradient_to_compute_or_to_reduce() -> None:
     assert models[1].grad_bytes == 2 * DEPTH * 4 < models[0].grad_bytes
     packed = replace(half, kinds=(replace(half.kinds[0], gathered_bytes=1000),))
     assert CostModel(Setting(pair, packed, models[1].profile)).unsharded_bytes == 2000
+
+
+def test_geforce_cards_that_share_a_host_get_less_of_its_link() -> None:
+    def moved_s(count: int, kind: str, link_fraction: float | None = None) -> float:
+        described = cluster(count, kind=kind)
+        profile = derive_profile(described, WORKLOAD, link_fraction=link_fraction)
+        few, *_, many = profile.collectives.points
+        seconds = many.gather.mean_s - few.gather.mean_s
+        return (many.nbytes - few.nbytes) * (count - 1) / count / 1e9 / seconds
+
+    reached = [moved_s(count, "NVIDIA GeForce RTX 4090") for count in (2, 3, 4, 8)]
+    assert reached[0] == pytest.approx(0.37) == reached[1]
+    assert 0.2 < reached[2] < 0.3
+    assert 0.08 < reached[3] < 0.09
+    assert moved_s(8, "NVIDIA H100 80GB HBM3") == pytest.approx(0.37)
+    assert moved_s(8, "NVIDIA GeForce RTX 4090", 0.5) == pytest.approx(0.5)
+    note = derive_profile(cluster(8, kind="NVIDIA GeForce RTX 4090"), WORKLOAD).note
+    assert "0.085 of links" in note

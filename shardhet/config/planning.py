@@ -68,7 +68,7 @@ class InputsConf:
     precision: PlannedPrecision = PlannedPrecision.AUTO
     # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
     compute_fraction: float | None = None
-    link_fraction: float = derive.LINK_FRACTION  # of links' bandwidth, in derived profiles
+    link_fraction: float | None = None  # of links' bandwidth, likewise; null: by crowding
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "seq_len"):

@@ -2,7 +2,9 @@
 
 All figures are labelled as derived.  Units are priced by ``shardhet.pricing.roofline``.
 
-A collective is a ring over all devices, in plan order.  Its bytes pass the slowest link.
+A collective is a ring over all devices, in plan order.  Its bytes pass the slowest link, of
+whose bandwidth they get LINK_FRACTION.  GeForce cards have no peer-to-peer transfers: all that
+share a host copy through its memory at once, so of n > 3 they get LINK_FRACTION (3 / n)^1.5.
 Besides, the first byte takes R - 1 hops to reach the last of R devices, each with the latency
 of its link, as in NCCL's own model of a ring (NVIDIA/nccl, src/graph/tuning.cc) and in Thakur,
 Rabenseifner and Gropp (2005), section 4.1.  So a collective of 512 devices takes longer than
@@ -18,7 +20,7 @@ from math import inf, log, sqrt
 
 from shardhet.pricing.efficiency import Efficiency, efficiency_of
 from shardhet.pricing.roofline import MEMORY_FRACTION, Roofline
-from shardhet.records.cluster import Cluster, Link
+from shardhet.records.cluster import Cluster, Link, Node
 from shardhet.records.kinds import DeviceKind
 from shardhet.records.profiles import (
     CollectivePoint,
@@ -34,6 +36,10 @@ from shardhet.records.workload import UnitKind, Workload
 
 # On PCIe hosts a ring reaches 1 / 2.7 of the point-to-point bandwidth (measured on Cephalo's).
 LINK_FRACTION = 0.37
+# Two or three GeForce cards on a host reach 0.3 to 0.4 of the specification of PCIe, eight
+# RTX 4090 0.08 to 0.09 (FSDP in the published artifact of RoundPipe): 0.37 (3 / 8)^1.5 = 0.085.
+WITHOUT_PEER_TO_PEER = "GeForce"
+UNCROWDED, CROWDING = 3, 1.5
 # Compute that overlaps collectives takes 1.126 times as long: Cephalo's published coefficient.
 OVERLAP_EXCESS = 1 - 1 / 1.126
 ADAM_PASSES = 7  # reads of parameter, gradient and two moments; writes of all but the gradient
@@ -51,11 +57,12 @@ def derive_profile(
     workload: Workload,
     *,
     compute_fraction: float | None = None,
-    link_fraction: float = LINK_FRACTION,
+    link_fraction: float | None = None,
 ) -> Profile:
     """The profile that follows from the cluster's specifications.
 
-    ``compute_fraction`` of the peak FLOP/s replaces the efficiency of every kind.
+    ``compute_fraction`` of the peak FLOP/s replaces the efficiency of every kind, and
+    ``link_fraction`` of the bandwidth what follows for every link.
     """
     kinds = [cluster.kind(name) for name in dict.fromkeys(d.kind for d in cluster.devices)]
     dtype = workload.param_dtype
@@ -73,7 +80,7 @@ def derive_profile(
             for kind, efficiency in zip(kinds, efficiencies, strict=True)
         ),
         collectives=_collectives(cluster, link_fraction),
-        note=f"derived: {said}, {link_fraction:.2f} of links",
+        note=f"derived: {said}, {_said_of_links(cluster, link_fraction)}",
     )
 
 
@@ -119,12 +126,40 @@ def _unit_profile(
     )
 
 
-def _collectives(cluster: Cluster, link_fraction: float) -> Collectives:
+def _link_paces(cluster: Cluster, stated: float | None) -> list[tuple[float, float]]:
+    """Of every link of the ring, the part of its bandwidth that is reached, and bytes/s.
+
+    Raises ``ValueError`` naming a link that is not stated.
+    """
+    # A link that joins nodes may equal one within a node; the part within is never larger.
+    parts = dict.fromkeys(cluster.links, LINK_FRACTION)
+    for node in cluster.nodes:
+        if len(node.devices) > 1:
+            assert node.link is not None  # or there are no ``cluster.links``
+            parts[node.link] = min(parts[node.link], _part_within(node))
+    return [
+        (part, part * link.bandwidth_bytes_per_s)
+        for link, part in ((link, stated or part) for link, part in parts.items())
+    ]
+
+
+def _part_within(node: Node) -> float:
+    """What the devices of a node reach of the link between them."""
+    crowd = sum(WITHOUT_PEER_TO_PEER in str(device.kind) for device in node.devices)
+    return LINK_FRACTION * min(1.0, UNCROWDED / max(1, crowd)) ** CROWDING
+
+
+def _said_of_links(cluster: Cluster, stated: float | None) -> str:
+    paces = _link_paces(cluster, stated) or [(stated or LINK_FRACTION, inf)]
+    return f"{min(paces, key=lambda pace: pace[1])[0]:.2g} of links"
+
+
+def _collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
     """Times of a ring over all devices."""
     world_size = cluster.world_size
     if world_size == 1:
         return Collectives(source=Source.DERIVED, points=(), note="one device")
-    bytes_per_s = link_fraction * min(link.bandwidth_bytes_per_s for link in cluster.links)
+    bytes_per_s = min(pace for _, pace in _link_paces(cluster, link_fraction))
     hops = [link.latency_s for link in _hops(cluster)]
     latency_s = sum(hops) - min(hops)  # the ring is not closed
     points = []
