@@ -60,6 +60,7 @@ BAD = {
     "logger=mlflow": ("logger/mlflow", "csv", "tensorboard"),
     "data=imagenet": ("data/imagenet", "pysource"),
     "precision=FP8": ("precision", "FP64", "FP32", "BF16"),
+    "fp16_accumulation=true": ("fp16_accumulation: true but precision is FP32",),
     "precision=fp32": ("precision: 'fp32'", "did you mean 'FP32'?"),
     "guard.on_bad_step=skip": ("guard.on_bad_step", "did you mean 'SKIP'?"),
     "cluster.device=TPU": ("cluster.device", "AUTO", "CPU", "CUDA"),

@@ -6,7 +6,13 @@ from math import inf, log
 import pytest
 
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.derive import LINK_FRACTION, STRAGGLING, derive_profile, slowest_of
+from shardhet.pricing.derive import (
+    LINK_FRACTION,
+    STRAGGLING,
+    derive_profile,
+    slowest_of,
+    summing_in_float16,
+)
 from shardhet.pricing.efficiency import (
     FITTED,
     MOST,
@@ -31,7 +37,7 @@ from shardhet.pricing.roofline import (
 )
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
-from shardhet.records.kinds import DeviceKind
+from shardhet.records.kinds import DeviceKind, built_in_kinds
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import GATHER, REDUCE
 from shardhet.records.workload import Unit, UnitKind, Workload
@@ -246,3 +252,27 @@ def test_geforce_cards_that_share_a_host_get_less_of_its_link() -> None:
     assert moved_s(8, "NVIDIA GeForce RTX 4090", 0.5) == pytest.approx(0.5)
     note = derive_profile(cluster(8, kind="NVIDIA GeForce RTX 4090"), WORKLOAD).note
     assert "0.085 of links" in note
+
+
+def test_sums_in_float16_double_the_peak_of_kinds_that_list_it() -> None:
+    kind = built_in_kinds()["NVIDIA GeForce RTX 3090"]
+    fast = summing_in_float16(kind)
+    assert fast.peak("float16") == 2 * kind.peak("float16")
+    assert fast.peak("bfloat16") == kind.peak("bfloat16")
+    assert summing_in_float16(KIND) == KIND
+    large = Workload.transformer(
+        num_layers=1,
+        width=4096,
+        num_heads=32,
+        vocab_size=99,
+        seq_len=512,
+        param_dtype="float16",
+    )
+    described = replace(cluster(1, kind=kind.kind), kinds=(kind,))
+    slow_s, fast_s = [
+        derive_profile(described, large, fp16_accumulation=sums)
+        .unit(kind.kind, "block")
+        .forward_s.at(8)
+        for sums in (False, True)
+    ]
+    assert 1.3 < slow_s / fast_s < 2

@@ -16,12 +16,13 @@ about 1 + s sqrt(2 ln R) times the mean.  s is STRAGGLING.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf, log, sqrt
 
 from shardhet.pricing.efficiency import Efficiency, efficiency_of
 from shardhet.pricing.roofline import MEMORY_FRACTION, Roofline
 from shardhet.records.cluster import Cluster, Link, Node
-from shardhet.records.kinds import DeviceKind
+from shardhet.records.kinds import FP16_ACCUMULATION, DeviceKind
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
@@ -58,14 +59,19 @@ def derive_profile(
     *,
     compute_fraction: float | None = None,
     link_fraction: float | None = None,
+    fp16_accumulation: bool = False,
 ) -> Profile:
     """The profile that follows from the cluster's specifications.
 
     ``compute_fraction`` of the peak FLOP/s replaces the efficiency of every kind, and
     ``link_fraction`` of the bandwidth what follows for every link.
+    With ``fp16_accumulation`` products in float16 are summed in float16, which is faster on
+    kinds that list a peak for it.
     """
     kinds = [cluster.kind(name) for name in dict.fromkeys(d.kind for d in cluster.devices)]
     dtype = workload.param_dtype
+    if fp16_accumulation and dtype == "float16":
+        kinds = [summing_in_float16(kind) for kind in kinds]
     if compute_fraction is None:
         efficiencies = [efficiency_of(kind, dtype) for kind in kinds]
         spread = max(each.spread for each in efficiencies)
@@ -82,6 +88,13 @@ def derive_profile(
         collectives=_collectives(cluster, link_fraction),
         note=f"derived: {said}, {_said_of_links(cluster, link_fraction)}",
     )
+
+
+def summing_in_float16(kind: DeviceKind) -> DeviceKind:
+    """The kind with its peak in float16 replaced by that with sums in float16, if listed."""
+    peaks = dict(kind.peak_flops_per_s)
+    peaks["float16"] = peaks.get(FP16_ACCUMULATION) or peaks.get("float16", 0.0)
+    return replace(kind, peak_flops_per_s=tuple(peaks.items()))
 
 
 def slowest_of(number: int) -> float:
