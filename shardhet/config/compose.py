@@ -25,6 +25,7 @@ from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardhet.config.checks import ConfigError
+from shardhet.config.imported import ImportedConf
 from shardhet.config.models import (
     DataKind,
     DecoderConf,
@@ -84,6 +85,7 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
         ModelKind.MASKED_LM: MaskedLmConf,
         ModelKind.VIT: VitConf,
         ModelKind.HF: HfConf,
+        ModelKind.IMPORTED: ImportedConf,
     },
     "data": {
         DataKind.PYSOURCE: PySourceConf,

@@ -16,6 +16,7 @@ from shardhet.config.models import (
     EncoderConf,
     MaskedLmConf,
     ModelConf,
+    ModelKind,
     TextConf,
     TokenizerKind,
     VitConf,
@@ -236,6 +237,11 @@ class TrainConf:
     def check_model_fits_data(self) -> None:
         """Raise if the model cannot be built or cannot be trained on the data."""
         check_model_fits_data(self.model, self.data)
+        if self.model.kind is ModelKind.IMPORTED:
+            raise ConfigError(
+                "model: imported is for measure and plan. Train it in a loop of your own, with "
+                "HetFSDP(model, Plan.load('plan.json')), or choose another model."
+            )
         if isinstance(self.model, HfConf):
             self.model.check_weights()
         if self.num_sampled_tokens and not isinstance(self.model, DecoderConf):
