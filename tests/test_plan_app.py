@@ -10,12 +10,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from shardhet.apps.plan import main as plan_main
+from shardhet.apps.planning.report import recomputed
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
 from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.pricing.derive import derive_profile
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
 from tests.test_imports import ROOT
 
@@ -491,3 +492,10 @@ def test_the_price_of_replicas_is_shown_if_it_is_asked_for(
     assert "Replicas every step: " in text
     assert "on each of 2 nodes for 2 versions" in text
     assert "it is 5% at most" in text
+
+
+def test_units_are_named_by_the_last_part_of_their_names() -> None:
+    rank = RankPlan(microbatch_sizes=(1,), state_share=1, recomputed_units=("*.0", "*head"))
+    adapted = ["base.model.layers.0", "base.model.layers.1", "base.model.head"]
+    assert recomputed(rank, adapted) == "1 of 2 layers, head"
+    assert recomputed(rank, ["en.layers.0", "de.layers.0"]) == "en.layers, de.layers"
