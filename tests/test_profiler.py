@@ -261,3 +261,33 @@ def test_a_model_a_batch_and_a_cluster_make_a_plan(tmp_path: Path) -> None:
     assert plan == find_plan(setting, global_batch_size=24)
     assert as_example(tokens) == ExampleBatch(args=(tokens,))
     assert as_example({"input_ids": tokens}) == ExampleBatch(kwargs={"input_ids": tokens})
+
+
+class Adapted(nn.Module):
+    """A matrix of bytes that stays as it is, beside one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        packed = torch.zeros(64, 64, dtype=torch.uint8, device="meta")
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.frozen = nn.Linear(64, 64, device="meta", dtype=torch.bfloat16).requires_grad_(
+            False
+        )
+        self.adapter = nn.Linear(64, 64, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.adapter(x) + x @ self.packed.to(x.dtype)
+
+
+def test_frozen_parameters_count_as_they_are_stored() -> None:
+    model = nn.Sequential(Adapted(), Adapted())
+    workload = describe(
+        model, as_example(torch.rand(2, 64)), units=[Adapted], param_dtype=torch.bfloat16
+    )
+    kind = workload.kinds[0]  # the second also has a gradient of its input
+    bias, matrix = 64, 64 * 64
+    assert kind.trained_numel == matrix
+    assert workload.gathered_bytes(kind) == matrix + 2 * (2 * matrix + bias)
+    stored = matrix + 2 * (matrix + bias) + 16 * matrix  # bytes, bfloat16, float32 with Adam
+    assert workload.state_bytes_per_element * kind.numel == pytest.approx(stored)
+    assert Workload.from_json(workload.to_json()) == workload
