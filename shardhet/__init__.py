@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardhet.planner import PlanError, find_plan
     from shardhet.pricing.setting import Setting
     from shardhet.profiler.batch import ExampleBatch
-    from shardhet.profiler.describe import describe
+    from shardhet.profiler.describe import describe, plan_for
     from shardhet.records.cluster import Cluster, DeviceSpec
     from shardhet.records.plan import Plan, RankPlan
     from shardhet.records.profiles import Profile
@@ -39,6 +39,7 @@ _MODULE_BY_NAME = {
     "find_plan": "shardhet.planner",
     "gather_features": "shardhet.fsdp.step.features",
     "phase": "shardhet.comm.liveness",
+    "plan_for": "shardhet.profiler.describe",
     "redistribute": "shardhet.checkpoint",
     "simulate": "shardhet.simulator.simulation",
     "watch_ranks": "shardhet.comm.liveness",
@@ -60,6 +61,7 @@ __all__ = [
     "find_plan",
     "gather_features",
     "phase",
+    "plan_for",
     "redistribute",
     "simulate",
     "watch_ranks",

@@ -8,6 +8,7 @@ from shardhet.planner import solve
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
+from shardhet.records.kinds import built_in_kinds
 from shardhet.records.workload import Workload
 
 pytest.importorskip("yaml", reason="descriptions by hand are YAML")
@@ -103,6 +104,48 @@ def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
     )
     assert solution.relative_gap < 0.01
     assert all(rank.fits for rank in solution.predicted.ranks)
+
+
+OWN_KINDS = """
+version: 1
+kinds:
+  - {kind: My Card, source: tried, memory_capacity_bytes: 12884901888,
+     memory_bandwidth_bytes_per_s: 360.0e+9,
+     peak_flops_per_s: {float32: 12.7e+12}}
+nodes:
+  - host: box
+    link: {latency_s: 1.0e-5, bandwidth_bytes_per_s: 1.0e+10}
+    devices: [{kind: My Card}, {kind: NVIDIA GeForce RTX 3060}, {kind: NVIDIA GeForce RTX 4090}]
+"""
+
+
+def test_own_kinds_stand_beside_those_that_come_along(tmp_path: Path) -> None:
+    cluster = described(tmp_path, OWN_KINDS)
+    assert [kind.source == "tried" for kind in cluster.kinds] == [True, False, False]
+    assert cluster.devices[1].memory_capacity_bytes == 11980 * 2**20
+    assert dict(cluster.kinds[2].peak_flops_per_s)["fp16_accumulation"] == 330.4e12
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_an_unknown_kind_is_told_of_the_nearest_and_of_four_lines(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"devices\[1\]: kind 'RTX 3060' is not known") as told:
+        described(tmp_path, OWN_KINDS.replace("NVIDIA GeForce RTX 3060", "RTX 3060"))
+    assert "'NVIDIA GeForce RTX 3060', 'NVIDIA GeForce RTX 3060 Ti'" in str(told.value)
+    lines = str(told.value).partition("\n")[2]
+    assert len(lines.splitlines()) == 4
+    cluster = described(
+        tmp_path, f"{lines}\nversion: 1\nnodes: [{{host: a, devices: [{{kind: RTX 3060}}]}}]"
+    )
+    assert cluster.kinds[0].source == "where from"
+
+
+def test_every_kind_that_comes_along_has_a_source_and_can_be_trained_on() -> None:
+    kinds = built_in_kinds().values()
+    assert len(kinds) >= 60
+    for kind in kinds:
+        assert kind.source
+        assert kind.peak("float32") >= 1e12
+        assert 2**32 < kind.memory_capacity_bytes < 2**39
 
 
 def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from shardhet.config.compose import (
     check_choices,
     conf_dir,
     hints,
+    implied_choices,
     load_resolved,
     non_default_sources,
     register_schemas,
@@ -26,8 +27,10 @@ from shardhet.config.compose import (
     searching_first,
     to_conf,
 )
-from shardhet.config.models import TextConf
+from shardhet.config.imported import ImportedConf
+from shardhet.config.models import SampleShape, TextConf
 from shardhet.config.train import Precision, TrainConf
+from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import Plan
 from shardhet.training.optim import AdamW, Sgd, WarmupStableDecay
 from tests.test_fewer import setting_of
@@ -59,6 +62,7 @@ BAD = {
     "logger=mlflow": ("logger/mlflow", "csv", "tensorboard"),
     "data=imagenet": ("data/imagenet", "pysource"),
     "precision=FP8": ("precision", "FP64", "FP32", "BF16"),
+    "fp16_accumulation=true": ("fp16_accumulation: true but precision is FP32",),
     "precision=fp32": ("precision: 'fp32'", "did you mean 'FP32'?"),
     "guard.on_bad_step=skip": ("guard.on_bad_step", "did you mean 'SKIP'?"),
     "cluster.device=TPU": ("cluster.device", "AUTO", "CPU", "CUDA"),
@@ -71,6 +75,10 @@ BAD = {
     # values that are missing
     "plan=by_hand": ("plan.microbatch_sizes=...",),
     "plan=proportional": ("plan.speeds=...",),
+    "model=imported": ("model.target=...",),
+    "model=imported model.target=a:B model.batch=a:b": ("is for measure and plan", "HetFSDP"),
+    "plan.microbatch_sizes=2,2,15": ("Write 'plan.microbatch_sizes=[2,2,15]'",),
+    "plan=proportional plan.speeds=1,.5": ("Write 'plan.speeds=[1,0.5]'",),
     "plan=file": ("plan.path=...",),
     "data=text_dir": ("data.path=...",),
     # values that make no sense
@@ -157,6 +165,15 @@ def test_a_bad_configuration_is_refused_by_name(
         assert part in message
 
 
+def test_batch_sizes_alone_are_a_plan_by_hand() -> None:
+    typed = ["plan.microbatch_sizes=[2,2,2,15]"]
+    check_choices(["plan.microbatch_sizes=[1,2],[2,1]"])  # a sweep over two lists
+    conf = conf_with(*typed, *implied_choices(typed))
+    assert conf.to_plan(4) == Plan.by_hand(microbatch_sizes=[2, 2, 2, 15])
+    assert not implied_choices([*typed, "experiment=demo"])
+    assert not implied_choices([*typed, "plan=demo_4"])
+
+
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_byte_pairs_need_their_package_and_a_decoder(
     is_installed: bool, monkeypatch: pytest.MonkeyPatch
@@ -187,6 +204,7 @@ CHOICES = [
     f"{group}={choice}"
     for group, choices in choices_by_group(conf_dir()).items()
     for choice in choices
+    if choice != "imported"  # not for train
 ]
 LLAMA = {"model_type": "llama", "vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2,
          "intermediate_size": 24, "num_attention_heads": 2}  # fmt: skip
@@ -298,3 +316,50 @@ def test_every_pair_of_optimizer_and_schedule_composes() -> None:
     for optim, schedule in itertools.product(groups["optim"], groups["lr_scheduler"]):
         conf = conf_with(f"optim={optim}", f"lr_scheduler={schedule}")
         assert conf.lr_scheduler.to_record(conf.num_steps)(0) > 0
+
+
+QUICK = MeasuringEffort(max_microbatch_size=2, num_repeats=3, time_limit_s=0.2)
+MINE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(width))  # no reset_parameters() gives it values
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+def batch():
+    return torch.rand(2, 6)
+
+nothing = None
+"""
+
+
+def test_a_class_by_its_import_path_is_described_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_to_import.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    conf = ImportedConf(
+        target="mine_to_import:Model", batch="mine_to_import:batch", arguments={"width": 6}
+    )
+    workload = conf.to_workload(SampleShape(), param_dtype="bfloat16")
+    assert workload.numel == 3 * (36 + 6) + 6
+    assert workload.param_dtype == "bfloat16"
+    assert measure(conf.trained(), effort=QUICK).setting.workload.numel == workload.numel
+    for target, words in {
+        "nowhere:Model": "model.target: 'nowhere:Model' cannot be imported",
+        "mine_to_import:nothing": "nothing callable named 'nothing'",
+        "mine_to_import:batch": "returned Tensor, but a model is needed",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            ImportedConf(target=target, batch="mine_to_import:batch").trained()
+    with pytest.raises(ConfigError, match=r"seq_len: the samples are those of model\.batch"):
+        conf.to_workload(SampleShape(seq_len=3), param_dtype="float32")

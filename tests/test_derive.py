@@ -5,7 +5,14 @@ from math import inf, log
 
 import pytest
 
-from shardhet.pricing.derive import LINK_FRACTION, STRAGGLING, derive_profile, slowest_of
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.derive import (
+    LINK_FRACTION,
+    STRAGGLING,
+    derive_profile,
+    slowest_of,
+    summing_in_float16,
+)
 from shardhet.pricing.efficiency import (
     FITTED,
     MOST,
@@ -28,8 +35,12 @@ from shardhet.pricing.roofline import (
     MEMORY_FRACTION,
     Roofline,
 )
-from shardhet.records.cluster import Cluster, DeviceKind, DeviceSpec, Link, Node
-from shardhet.records.workload import UnitKind, Workload
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
+from shardhet.records.kinds import DeviceKind, built_in_kinds
+from shardhet.records.plan import Plan
+from shardhet.records.schedule import GATHER, REDUCE
+from shardhet.records.workload import Unit, UnitKind, Workload
 
 KIND = DeviceKind(
     kind="made up",
@@ -197,3 +208,71 @@ def test_a_stated_part_of_the_peak_replaces_the_fitted_ones() -> None:
     block = WORKLOAD.kind_by_name["block"]
     expected_s = Roofline.of(KIND, "float32").forward_s(block, 16, stated)
     assert profile.unit("NVIDIA L4", "block").forward_s.at(16) == expected_s
+
+
+def test_frozen_matrices_have_no_gradient_to_compute_or_to_reduce() -> None:
+    roofline = Roofline.of(KIND, "float32")
+    frozen = replace(UNIT, frozen_params=(0, 1))
+    assert frozen.trained_numel == 0
+    assert roofline.forward_s(frozen, 4, HALF) == roofline.forward_s(UNIT, 4, HALF)
+    backward_s, whole_s = (roofline.backward_s(each, 4, HALF) for each in (frozen, UNIT))
+    assert 0.49 < backward_s / whole_s < 0.51
+    pair = cluster(2)
+    whole, half = (
+        Workload(
+            kinds=(kind,), units=(Unit(fqn="a", kind="block"), Unit(fqn="b", kind="block"))
+        )
+        for kind in (UNIT, replace(UNIT, frozen_params=(0,)))
+    )
+    models = [
+        CostModel(Setting(pair, each, derive_profile(pair, each))) for each in (whole, half)
+    ]
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], devices=pair.devices)
+    reduced = [model.launch_seconds(plan)[REDUCE][0] for model in models]
+    assert reduced[1] < 0.1 * reduced[0]
+    assert models[1].launch_seconds(plan)[GATHER] == models[0].launch_seconds(plan)[GATHER]
+    assert models[1].grad_bytes == 2 * DEPTH * 4 < models[0].grad_bytes
+    packed = replace(half, kinds=(replace(half.kinds[0], gathered_bytes=1000),))
+    assert CostModel(Setting(pair, packed, models[1].profile)).unsharded_bytes == 2000
+
+
+def test_geforce_cards_that_share_a_host_get_less_of_its_link() -> None:
+    def moved_s(count: int, kind: str, link_fraction: float | None = None) -> float:
+        described = cluster(count, kind=kind)
+        profile = derive_profile(described, WORKLOAD, link_fraction=link_fraction)
+        few, *_, many = profile.collectives.points
+        seconds = many.gather.mean_s - few.gather.mean_s
+        return (many.nbytes - few.nbytes) * (count - 1) / count / 1e9 / seconds
+
+    reached = [moved_s(count, "NVIDIA GeForce RTX 4090") for count in (2, 3, 4, 8)]
+    assert reached[0] == pytest.approx(0.37) == reached[1]
+    assert 0.2 < reached[2] < 0.3
+    assert 0.08 < reached[3] < 0.09
+    assert moved_s(8, "NVIDIA H100 80GB HBM3") == pytest.approx(0.37)
+    assert moved_s(8, "NVIDIA GeForce RTX 4090", 0.5) == pytest.approx(0.5)
+    note = derive_profile(cluster(8, kind="NVIDIA GeForce RTX 4090"), WORKLOAD).note
+    assert "0.085 of links" in note
+
+
+def test_sums_in_float16_double_the_peak_of_kinds_that_list_it() -> None:
+    kind = built_in_kinds()["NVIDIA GeForce RTX 3090"]
+    fast = summing_in_float16(kind)
+    assert fast.peak("float16") == 2 * kind.peak("float16")
+    assert fast.peak("bfloat16") == kind.peak("bfloat16")
+    assert summing_in_float16(KIND) == KIND
+    large = Workload.transformer(
+        num_layers=1,
+        width=4096,
+        num_heads=32,
+        vocab_size=99,
+        seq_len=512,
+        param_dtype="float16",
+    )
+    described = replace(cluster(1, kind=kind.kind), kinds=(kind,))
+    slow_s, fast_s = [
+        derive_profile(described, large, fp16_accumulation=sums)
+        .unit(kind.kind, "block")
+        .forward_s.at(8)
+        for sums in (False, True)
+    ]
+    assert 1.3 < slow_s / fast_s < 2

@@ -319,6 +319,13 @@ def test_what_a_plan_cannot_honour_is_refused_by_name(case: str, tmp_path: Path)
         HetTrainer(llama(), args, plan=ONE, train_dataset=texts(8, seed=1))
 
 
+def test_batch_sizes_alone_are_a_plan(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    trainer = HetTrainer(llama(), arguments(tmp_path), plan=[8], train_dataset=texts(8, seed=1))
+    assert trainer.plan == Plan.by_hand(microbatch_sizes=[8])
+
+
 def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 

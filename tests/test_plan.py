@@ -57,6 +57,16 @@ def test_batches_end_in_a_smaller_microbatch_where_they_do_not_divide() -> None:
     assert sizes(plan) == [(4, 4, 3), (1,), (), (5,)]
 
 
+def test_batch_sizes_alone_are_a_plan() -> None:
+    assert Plan.by_hand(microbatch_sizes=[2, 2, 2, 15]).state_shares == (0.25,) * 4
+    devices = [DeviceSpec(memory_capacity_bytes=size * 2**30) for size in (24, 12, 12)]
+    plan = Plan.by_hand(microbatch_sizes=[4, 2, 0], devices=devices)
+    assert plan.state_shares == (0.5, 0.25, 0.25)
+    unlike = [*devices[:2], DeviceSpec(kind="of unknown memory")]
+    plan = Plan.by_hand(microbatch_sizes=[4, 2, 0], devices=unlike)
+    assert plan.state_shares == (1 / 3,) * 3
+
+
 def test_without_counts_a_device_with_a_microbatch_size_runs_one() -> None:
     plan = Plan.by_hand(microbatch_sizes=[3, 0], state_shares=[0.0, 1.0])
     assert sizes(plan) == [(3,), ()]

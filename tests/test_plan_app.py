@@ -10,12 +10,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from shardhet.apps.plan import main as plan_main
+from shardhet.apps.planning.report import recomputed
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
 from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.pricing.derive import derive_profile
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
 from tests.test_imports import ROOT
 
@@ -342,11 +343,9 @@ def test_every_key_is_explained_in_help(
 
 def test_own_descriptions_are_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = (DESCRIBED / "rtx4090_2x3090.yaml").read_text()
-    kinds = (DESCRIBED / "kinds" / "nvidia.yaml").read_text()
     folder = tmp_path / "cluster" / "described"
-    (folder / "kinds").mkdir(parents=True)
+    folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(text.replace("count: 2", "count: 4"))
-    (folder / "kinds" / "nvidia.yaml").write_text(kinds)
     own = ["--config-dir", str(tmp_path), "cluster=described/mine"]
     assert "5 devices of 2 kinds" in said(capsys, *own, *QUICK)
     assert "5 devices of 2 kinds" in said(capsys, f"cluster={folder}/mine.yaml", *QUICK)
@@ -441,7 +440,7 @@ LINK = "latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9"
 @pytest.mark.parametrize(
     ("right", "wrong", "words"),
     [
-        ("NVIDIA L4", "NVIDIA L5", "is not described (did you mean 'NVIDIA L4'?). Kinds: "),
+        ("NVIDIA L4", "NVIDIA L5", "is not known; the nearest are 'NVIDIA L4', "),
         (f"    link: {{{LINK}}}\n", "", "nodes[0].link, between the devices of 'a', is not"),
         ("2.0e-5", "20", "link: latency_s is 20.0 but must be"),
         ("12.0e+9", "12", "link: bandwidth_bytes_per_s is 12.0 but must be"),
@@ -454,9 +453,8 @@ LINK = "latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9"
 def test_a_mistake_in_a_cluster_file_is_answered_by_its_place(
     right: str, wrong: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds = DESCRIBED / "kinds" / "nvidia.yaml"
     text = (
-        f"version: 1\nkinds: {kinds}\nnodes:\n  - host: a\n    link: {{{LINK}}}\n"
+        f"version: 1\nnodes:\n  - host: a\n    link: {{{LINK}}}\n"
         "    devices:\n      - {kind: NVIDIA L4, count: 2}\n"
     )
     path = tmp_path / "mine.yaml"
@@ -470,12 +468,14 @@ def test_a_mistake_in_a_cluster_file_is_answered_by_its_place(
 def test_a_peak_in_teraflops_is_told_from_flops(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (DESCRIBED / "kinds" / "nvidia.yaml").read_text()
-    (tmp_path / "kinds.yaml").write_text(text.replace("float32: 67.0e+12", "float32: 67"))
+    (tmp_path / "kinds.yaml").write_text(
+        "[{kind: Mine, source: tried, memory_capacity_bytes: 1000000000,\n"
+        "  memory_bandwidth_bytes_per_s: 1.0e+11, peak_flops_per_s: {float32: 67}}]\n"
+    )
     path = tmp_path / "mine.yaml"
     path.write_text(
         "version: 1\nkinds: kinds.yaml\nnodes:\n  - host: a\n    devices:\n"
-        "      - {kind: NVIDIA H100 80GB HBM3}\n"
+        "      - {kind: Mine}\n"
     )
     _, text = refused(capsys, f"cluster={path}", *QUICK)
     assert "Write 67.0e+12 if TFLOP/s are meant." in text
@@ -492,3 +492,10 @@ def test_the_price_of_replicas_is_shown_if_it_is_asked_for(
     assert "Replicas every step: " in text
     assert "on each of 2 nodes for 2 versions" in text
     assert "it is 5% at most" in text
+
+
+def test_units_are_named_by_the_last_part_of_their_names() -> None:
+    rank = RankPlan(microbatch_sizes=(1,), state_share=1, recomputed_units=("*.0", "*head"))
+    adapted = ["base.model.layers.0", "base.model.layers.1", "base.model.head"]
+    assert recomputed(rank, adapted) == "1 of 2 layers, head"
+    assert recomputed(rank, ["en.layers.0", "de.layers.0"]) == "en.layers, de.layers"

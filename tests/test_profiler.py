@@ -2,6 +2,7 @@
 
 import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor, nn
 from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.models.decoder import Decoder, DecoderConfig, flops_per_token
 from shardhet.models.encoder import EncoderConfig, MaskedLm, Vit
+from shardhet.planner import find_plan
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.counting import MAX_COUNTS, LiveBytes, steady
-from shardhet.profiler.describe import describe
+from shardhet.profiler.describe import as_example, describe, plan_for
+from shardhet.records.cluster import Cluster
 from shardhet.records.workload import Unit, Workload
 
 TINY = {
@@ -237,3 +242,52 @@ def test_a_count_that_another_thread_has_disturbed_is_made_again(
 def test_a_count_that_is_never_steady_ends() -> None:
     numbers = iter(range(100))
     assert steady(lambda: next(numbers)) == MAX_COUNTS - 1
+
+
+def test_a_model_a_batch_and_a_cluster_make_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "version: 1\nnodes:\n  - host: a\n"
+        "    link: {latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9}\n"
+        "    devices: [{kind: NVIDIA GeForce RTX 4090}, {kind: NVIDIA GeForce RTX 3060}]\n"
+    )
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    plan = plan_for(
+        decoder(TINY), (tokens, tokens), path, global_batch_size=24, param_dtype=torch.bfloat16
+    )
+    workload = describe(decoder(TINY), text(64), param_dtype=torch.bfloat16)
+    cluster = Cluster.load(path)
+    setting = Setting(cluster, workload, derive_profile(cluster, workload))
+    assert plan == find_plan(setting, global_batch_size=24)
+    assert as_example(tokens) == ExampleBatch(args=(tokens,))
+    assert as_example({"input_ids": tokens}) == ExampleBatch(kwargs={"input_ids": tokens})
+
+
+class Adapted(nn.Module):
+    """A matrix of bytes that stays as it is, beside one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        packed = torch.zeros(64, 64, dtype=torch.uint8, device="meta")
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.frozen = nn.Linear(64, 64, device="meta", dtype=torch.bfloat16).requires_grad_(
+            False
+        )
+        self.adapter = nn.Linear(64, 64, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.adapter(x) + x @ self.packed.to(x.dtype)
+
+
+def test_frozen_parameters_count_as_they_are_stored() -> None:
+    model = nn.Sequential(Adapted(), Adapted())
+    workload = describe(
+        model, as_example(torch.rand(2, 64)), units=[Adapted], param_dtype=torch.bfloat16
+    )
+    kind = workload.kinds[0]  # the second also has a gradient of its input
+    bias, matrix = 64, 64 * 64
+    assert kind.trained_numel == matrix
+    assert workload.gathered_bytes(kind) == matrix + 2 * (2 * matrix + bias)
+    stored = matrix + 2 * (matrix + bias) + 16 * matrix  # bytes, bfloat16, float32 with Adam
+    assert workload.state_bytes_per_element * kind.numel == pytest.approx(stored)
+    assert Workload.from_json(workload.to_json()) == workload

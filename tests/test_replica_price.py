@@ -12,7 +12,8 @@ from shardhet.pricing.replicas import (
     replica_price,
 )
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster, DeviceKind, DeviceSpec, Link, Node
+from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
+from shardhet.records.kinds import DeviceKind
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Unit, UnitKind, Workload
 

@@ -113,7 +113,7 @@ def fused_norm(module: Any) -> Callable[[Any], Any]:
         ({"units": [{"fqn": "a", "kind": "nothing"}]}, "nothing"),
         ({"param_dtype": "int8"}, "param_dtype"),
         ({"tokens_per_sample": 0}, "tokens_per_sample"),
-        ({"state_bytes_per_element": 1.5}, "state_bytes_per_element"),
+        ({"state_bytes_per_element": 0.1}, "state_bytes_per_element"),
         ({"kinds": 3}, "kinds"),
         ({"extra": 1}, "extra"),
     ],

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from experiments.common.machine import REPOSITORY
 from shardhet.pricing.roofline import ACTIVATION_PASSES
-from shardhet.records.cluster import Cluster, DeviceKind
+from shardhet.records.kinds import DeviceKind, built_in_kinds
 from shardhet.records.workload import FLOAT32_BYTES, ITEMSIZE_BY_DTYPE, UnitKind, Workload
 
-KINDS = REPOSITORY / "conf" / "cluster" / "described" / "kinds" / "nvidia.yaml"
 KIND_BY_GPU = {  # the tables' names, as the driver spells them
     "a100x40": "NVIDIA A100-SXM4-40GB",
     "a100x80": "NVIDIA A100-SXM4-80GB",
@@ -220,13 +218,4 @@ def _bytes_per_token(shape: Shape, dtype: str) -> float:
 def kinds_by_name() -> dict[str, DeviceKind]:
     """The specifications that come with shardhet, of the GPUs in the tables."""
     names: Iterable[str] = KIND_BY_GPU.values()
-    cluster = Cluster.from_description(
-        {
-            "version": 1,
-            "kinds": KINDS.name,
-            "nodes": [{"host": "all", "devices": [{"kind": name} for name in names]}],
-        },
-        source=KINDS.name,
-        folder=KINDS.parent,
-    )
-    return {kind.kind: kind for kind in cluster.kinds}
+    return {name: built_in_kinds()[name] for name in names}

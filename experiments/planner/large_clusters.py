@@ -22,10 +22,10 @@ LINK = '{latency_s: 2.0e-5, bandwidth_bytes_per_s: 20.0e+9, source: "made up"}'
 BETWEEN = '{latency_s: 2.0e-5, bandwidth_bytes_per_s: 50.0e+9, source: "made up"}'
 
 
-def write_eight_kinds(path: Path, num_devices: int, kinds_file: Path) -> None:
+def write_eight_kinds(path: Path, num_devices: int) -> None:
     """As many devices of each of eight kinds, eight of them on a host."""
     hosts = num_devices // (PER_HOST * len(EIGHT_KINDS))
-    lines = ["version: 1", f"kinds: {kinds_file}", "nodes:"]
+    lines = ["version: 1", "nodes:"]
     for i, kind in enumerate(EIGHT_KINDS):
         lines += [
             f"  - host: type{i}",

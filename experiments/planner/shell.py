@@ -70,7 +70,7 @@ def cases(folder: Path) -> Iterator[tuple[str, int, str, int, list[str]]]:
         yield path.stem, size, model, SAMPLES_PER_DEVICE * size, [f"cluster={path.stem}"]
     for size in (1024, 16384):
         path = folder / f"eight_kinds_{size}.yaml"
-        write_eight_kinds(path, size, described / "kinds" / "nvidia.yaml")
+        write_eight_kinds(path, size)
         batch = SAMPLES_PER_DEVICE * size
         yield path.stem, size, MODEL, batch, [f"cluster_file={path}"]
     for size in (64, 256):

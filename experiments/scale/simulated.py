@@ -13,7 +13,8 @@ from shardhet import Cluster, Plan, Workload, simulate
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import DeviceKind, DeviceSpec, Link, Node
+from shardhet.records.cluster import DeviceSpec, Link, Node
+from shardhet.records.kinds import DeviceKind
 
 NAME = "simulated"
 SIZES = (64, 256, 1024, 4096, 16384)

@@ -54,6 +54,7 @@ from shardhet.planner.objectives import largest_batch, largest_batch_size, least
 from shardhet.planner.search.search import Effort, Found
 from shardhet.planner.shares import NEAR_MARGIN
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.derive import LINK_FRACTION
 from shardhet.pricing.replicas import replica_price
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
@@ -165,7 +166,7 @@ def _replicas(conf: PlannerConf, report: PlanReport) -> str:
     price = replica_price(
         report.solution.plan,
         report.inputs.setting,
-        link_fraction=1.0 if conf.measured else conf.link_fraction,
+        link_fraction=1.0 if conf.measured else conf.link_fraction or LINK_FRACTION,
         write_bytes_per_s=conf.replicas.write_gb_per_s * 1e9,
     )
     return told_price(price, report.times.step_time_s, conf.replicas.every)

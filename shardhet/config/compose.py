@@ -25,6 +25,7 @@ from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardhet.config.checks import ConfigError
+from shardhet.config.imported import ImportedConf
 from shardhet.config.models import (
     DataKind,
     DecoderConf,
@@ -68,6 +69,8 @@ HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
     "plan.path",
     "plan.measured",
 )
+BATCH_SIZES_KEY = "plan.microbatch_sizes"
+LIST_KEYS = (BATCH_SIZES_KEY, "plan.num_microbatches", "plan.state_shares", "plan.speeds")
 
 PROGRAM = "shardhet"  # source of values that are computed at the start
 MAIN_PROVIDER = "main"  # Hydra's name for the folder that a program comes with
@@ -82,6 +85,7 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
         ModelKind.MASKED_LM: MaskedLmConf,
         ModelKind.VIT: VitConf,
         ModelKind.HF: HfConf,
+        ModelKind.IMPORTED: ImportedConf,
     },
     "data": {
         DataKind.PYSOURCE: PySourceConf,
@@ -278,10 +282,17 @@ def _leaf_keys_below(cfg: DictConfig, key: str) -> list[str]:
     return [] if node is None or isinstance(node, DictConfig) else [key]
 
 
-def check_choices(overrides: Iterable[str]) -> None:
-    """Raise if a group is set to null or run_dir to an impossible folder.
+def implied_choices(overrides: Iterable[str]) -> list[str]:
+    """The choices that other overrides imply: whoever types batch sizes plans by hand."""
+    keys = {each.partition("=")[0] for each in overrides}
+    is_implied = BATCH_SIZES_KEY in keys and not keys & {"plan", "experiment"}
+    return ["plan=by_hand"] if is_implied else []
 
-    Hydra itself would print a traceback.
+
+def check_choices(overrides: Iterable[str]) -> None:
+    """Raise if a group is null, run_dir an impossible folder or a list without brackets.
+
+    Hydra itself would print a traceback, or ask for --multirun.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -294,6 +305,14 @@ def check_choices(overrides: Iterable[str]) -> None:
             raise ConfigError(
                 f"{each.key_or_group}: null but it must be one of {', '.join(choices)}."
             )
+        if each.key_or_group in LIST_KEYS and each.is_choice_sweep():
+            values = list(each.sweep_iterator())
+            if not any(isinstance(value, list) for value in values):
+                listed = ",".join(map(str, values))
+                raise ConfigError(
+                    f"{each.key_or_group}: {listed} is a sweep but one list is needed. Write "
+                    f"'{each.key_or_group}=[{listed}]', with the quotes."
+                )
         if each.key_or_group == "run_dir" and not each.is_sweep_override():
             _check_can_be_folder("run_dir", str(each.value()))
 

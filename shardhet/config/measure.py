@@ -14,6 +14,7 @@ from shardhet.config.train import (
     Precision,
     agreed_world_size,
     check_device,
+    check_fp16_accumulation,
     check_model_fits_data,
 )
 from shardhet.config.training import ClusterConf, OptimConf
@@ -29,6 +30,7 @@ class MeasureConf:
     out: str = MISSING  # the folder to write to
     seed: int = 0  # of weights, tokens and dropout; the values hardly matter
     precision: Precision = Precision.FP32
+    fp16_accumulation: bool = False  # as in training; the profile is of what is set here
     max_microbatch_size: int = 32  # larger ones are extrapolated
     num_repeats: int = 10  # of every measurement, if the time allows
     time_limit_s: float = 60.0  # approximate, for compute; collectives and links come on top
@@ -44,6 +46,7 @@ class MeasureConf:
     def __post_init__(self) -> None:
         check_at_least("seed", self.seed, 0)
         check_is_one_of("transport", self.transport, TRANSPORTS)
+        check_fp16_accumulation(self.fp16_accumulation, self.precision)
         check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         check_at_least("num_repeats", self.num_repeats, 3)
         check_above("time_limit_s", self.time_limit_s, 0)

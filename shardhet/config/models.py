@@ -32,6 +32,7 @@ class ModelKind(Enum):
     MASKED_LM = "masked_lm"
     VIT = "vit"
     HF = "hf"
+    IMPORTED = "imported"
 
 
 class DataKind(Enum):

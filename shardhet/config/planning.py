@@ -23,6 +23,7 @@ from shardhet.config.checks import (
 )
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
+from shardhet.config.train import check_fp16_accumulation
 from shardhet.planner.problem.demands import Demands, DeviceLimits
 from shardhet.pricing import derive
 from shardhet.pricing.replicas import WRITE_BYTES_PER_S
@@ -66,15 +67,17 @@ class InputsConf:
     vocab_size: int | None = None  # null: the model's usual one
     seq_len: int | None = None  # tokens of a sample; null: the model's usual ones
     precision: PlannedPrecision = PlannedPrecision.AUTO
+    fp16_accumulation: bool = False  # with FP16: derived times are of sums in float16, too
     # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
     compute_fraction: float | None = None
-    link_fraction: float = derive.LINK_FRACTION  # of links' bandwidth, in derived profiles
+    link_fraction: float | None = None  # of links' bandwidth, likewise; null: by crowding
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "seq_len"):
             value = getattr(self, key)
             if value is not None:
                 check_at_least(key, value, 1)
+        check_fp16_accumulation(self.fp16_accumulation, self.precision)
         for key in ("compute_fraction", "link_fraction"):
             if getattr(self, key) is not None:
                 check_above(key, getattr(self, key), 0)
@@ -109,6 +112,7 @@ class InputsConf:
                 workload,
                 compute_fraction=self.compute_fraction,
                 link_fraction=self.link_fraction,
+                fp16_accumulation=self.fp16_accumulation,
             )
         )
         name = self.model.title(model_name)

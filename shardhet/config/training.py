@@ -312,8 +312,8 @@ class ByHandPlanConf(PlanConf):
 
     kind: PlanKind = PlanKind.BY_HAND
     microbatch_sizes: list[int] = MISSING
-    num_microbatches: list[int] = MISSING
-    state_shares: list[float] = MISSING
+    num_microbatches: list[int] = field(default_factory=list)  # empty: one microbatch each
+    state_shares: list[float] = field(default_factory=list)  # empty: even
     recompute: list[bool] = field(default_factory=list)  # empty: no recomputation
     reshard_after_forward: bool = True
 
@@ -328,8 +328,8 @@ class ByHandPlanConf(PlanConf):
             lambda: Plan.by_hand(
                 devices=devices,
                 microbatch_sizes=self.microbatch_sizes,
-                num_microbatches=self.num_microbatches,
-                state_shares=self.state_shares,
+                num_microbatches=self.num_microbatches or None,
+                state_shares=self.state_shares or None,
                 recompute=self.recompute or False,
                 reshard_after_forward=self.reshard_after_forward,
             )

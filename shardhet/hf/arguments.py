@@ -77,7 +77,8 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         if found not in (DEFAULT_BATCH_SIZE, plan.global_batch_size):
             raise ValueError(
                 f"TrainingArguments: {name}={found}, but the plan deals out "
-                f"{plan.global_batch_size} samples a step. Leave {name} out."
+                f"{plan.global_batch_size} samples a step. Leave {name} out; a batch for each "
+                "device is plan=[2, 2, 15]."
             )
     args = copy.copy(args)
     args.per_device_train_batch_size = plan.global_batch_size

@@ -7,7 +7,7 @@ saving).
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class HetTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Plan | Sequence[int] | None = None,
         collates_whole_batch: bool | None = None,
         options: Mapping[str, Any] | None = None,
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
@@ -64,7 +64,8 @@ class HetTrainer(Trainer):
         Args:
             model: a transformers model, equal on all ranks, or a HetFSDP of one.
             args: training arguments; those that a plan cannot honour are refused by name.
-            plan: required unless ``model`` is a HetFSDP.
+            plan: required unless ``model`` is a HetFSDP.  ``[2, 2, 15]`` is short for
+                ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
                 if the collator masks at random.
@@ -292,7 +293,7 @@ class HetTrainer(Trainer):
 
 def _checked_plan(
     model: nn.Module,
-    plan: Plan | None,
+    plan: Plan | Sequence[int] | None,
     options: Mapping[str, Any] | None,
     kwargs: Mapping[str, Any],  # of Trainer
 ) -> Plan:
@@ -312,8 +313,11 @@ def _checked_plan(
             )
         return model.plan
     if plan is None:
-        raise ValueError("HetTrainer: no plan. Pass plan=, or a HetFSDP as the model.")
-    return plan
+        raise ValueError(
+            "HetTrainer: no plan. Pass plan=, which may be a list of batch sizes such as "
+            "[2, 2, 15], or a HetFSDP as the model."
+        )
+    return plan if isinstance(plan, Plan) else Plan.by_hand(microbatch_sizes=plan)
 
 
 def _wrapped(

@@ -2,7 +2,9 @@
 
 All figures are labelled as derived.  Units are priced by ``shardhet.pricing.roofline``.
 
-A collective is a ring over all devices, in plan order.  Its bytes pass the slowest link.
+A collective is a ring over all devices, in plan order.  Its bytes pass the slowest link, of
+whose bandwidth they get LINK_FRACTION.  GeForce cards have no peer-to-peer transfers: all that
+share a host copy through its memory at once, so of n > 3 they get LINK_FRACTION (3 / n)^1.5.
 Besides, the first byte takes R - 1 hops to reach the last of R devices, each with the latency
 of its link, as in NCCL's own model of a ring (NVIDIA/nccl, src/graph/tuning.cc) and in Thakur,
 Rabenseifner and Gropp (2005), section 4.1.  So a collective of 512 devices takes longer than
@@ -14,11 +16,13 @@ about 1 + s sqrt(2 ln R) times the mean.  s is STRAGGLING.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf, log, sqrt
 
 from shardhet.pricing.efficiency import Efficiency, efficiency_of
 from shardhet.pricing.roofline import MEMORY_FRACTION, Roofline
-from shardhet.records.cluster import Cluster, DeviceKind, Link
+from shardhet.records.cluster import Cluster, Link, Node
+from shardhet.records.kinds import FP16_ACCUMULATION, DeviceKind
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
@@ -33,6 +37,10 @@ from shardhet.records.workload import UnitKind, Workload
 
 # On PCIe hosts a ring reaches 1 / 2.7 of the point-to-point bandwidth (measured on Cephalo's).
 LINK_FRACTION = 0.37
+# Two or three GeForce cards on a host reach 0.3 to 0.4 of the specification of PCIe, eight
+# RTX 4090 0.08 to 0.09 (FSDP in the published artifact of RoundPipe): 0.37 (3 / 8)^1.5 = 0.085.
+WITHOUT_PEER_TO_PEER = "GeForce"
+UNCROWDED, CROWDING = 3, 1.5
 # Compute that overlaps collectives takes 1.126 times as long: Cephalo's published coefficient.
 OVERLAP_EXCESS = 1 - 1 / 1.126
 ADAM_PASSES = 7  # reads of parameter, gradient and two moments; writes of all but the gradient
@@ -50,14 +58,20 @@ def derive_profile(
     workload: Workload,
     *,
     compute_fraction: float | None = None,
-    link_fraction: float = LINK_FRACTION,
+    link_fraction: float | None = None,
+    fp16_accumulation: bool = False,
 ) -> Profile:
     """The profile that follows from the cluster's specifications.
 
-    ``compute_fraction`` of the peak FLOP/s replaces the efficiency of every kind.
+    ``compute_fraction`` of the peak FLOP/s replaces the efficiency of every kind, and
+    ``link_fraction`` of the bandwidth what follows for every link.
+    With ``fp16_accumulation`` products in float16 are summed in float16, which is faster on
+    kinds that list a peak for it.
     """
     kinds = [cluster.kind(name) for name in dict.fromkeys(d.kind for d in cluster.devices)]
     dtype = workload.param_dtype
+    if fp16_accumulation and dtype == "float16":
+        kinds = [summing_in_float16(kind) for kind in kinds]
     if compute_fraction is None:
         efficiencies = [efficiency_of(kind, dtype) for kind in kinds]
         spread = max(each.spread for each in efficiencies)
@@ -72,8 +86,15 @@ def derive_profile(
             for kind, efficiency in zip(kinds, efficiencies, strict=True)
         ),
         collectives=_collectives(cluster, link_fraction),
-        note=f"derived: {said}, {link_fraction:.2f} of links",
+        note=f"derived: {said}, {_said_of_links(cluster, link_fraction)}",
     )
+
+
+def summing_in_float16(kind: DeviceKind) -> DeviceKind:
+    """The kind with its peak in float16 replaced by that with sums in float16, if listed."""
+    peaks = dict(kind.peak_flops_per_s)
+    peaks["float16"] = peaks.get(FP16_ACCUMULATION) or peaks.get("float16", 0.0)
+    return replace(kind, peak_flops_per_s=tuple(peaks.items()))
 
 
 def slowest_of(number: int) -> float:
@@ -86,6 +107,7 @@ def _device_profile(
 ) -> DeviceProfile:
     roofline = Roofline.of(kind, workload.param_dtype)
     bytes_per_s = MEMORY_FRACTION * kind.memory_bandwidth_bytes_per_s
+    trained_part = workload.trained_numel / workload.numel
     return DeviceProfile(
         device_kind=kind.kind,
         source=Source.DERIVED,
@@ -94,7 +116,7 @@ def _device_profile(
             for unit in workload.kinds
             if workload.num_units_by_kind[unit.name]
         ),
-        optimizer_seconds_per_element=ADAM_PASSES * STATE_ITEMSIZE / bytes_per_s,
+        optimizer_seconds_per_element=trained_part * ADAM_PASSES * STATE_ITEMSIZE / bytes_per_s,
         overlap_excess=OVERLAP_EXCESS,
         reserved_bytes=RESERVED_BYTES,
         note=kind.source,
@@ -117,12 +139,40 @@ def _unit_profile(
     )
 
 
-def _collectives(cluster: Cluster, link_fraction: float) -> Collectives:
+def _link_paces(cluster: Cluster, stated: float | None) -> list[tuple[float, float]]:
+    """Of every link of the ring, the part of its bandwidth that is reached, and bytes/s.
+
+    Raises ``ValueError`` naming a link that is not stated.
+    """
+    # A link that joins nodes may equal one within a node; the part within is never larger.
+    parts = dict.fromkeys(cluster.links, LINK_FRACTION)
+    for node in cluster.nodes:
+        if len(node.devices) > 1:
+            assert node.link is not None  # or there are no ``cluster.links``
+            parts[node.link] = min(parts[node.link], _part_within(node))
+    return [
+        (part, part * link.bandwidth_bytes_per_s)
+        for link, part in ((link, stated or part) for link, part in parts.items())
+    ]
+
+
+def _part_within(node: Node) -> float:
+    """What the devices of a node reach of the link between them."""
+    crowd = sum(WITHOUT_PEER_TO_PEER in str(device.kind) for device in node.devices)
+    return LINK_FRACTION * min(1.0, UNCROWDED / max(1, crowd)) ** CROWDING
+
+
+def _said_of_links(cluster: Cluster, stated: float | None) -> str:
+    paces = _link_paces(cluster, stated) or [(stated or LINK_FRACTION, inf)]
+    return f"{min(paces, key=lambda pace: pace[1])[0]:.2g} of links"
+
+
+def _collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
     """Times of a ring over all devices."""
     world_size = cluster.world_size
     if world_size == 1:
         return Collectives(source=Source.DERIVED, points=(), note="one device")
-    bytes_per_s = link_fraction * min(link.bandwidth_bytes_per_s for link in cluster.links)
+    bytes_per_s = min(pace for _, pace in _link_paces(cluster, link_fraction))
     hops = [link.latency_s for link in _hops(cluster)]
     latency_s = sum(hops) - min(hops)  # the ring is not closed
     points = []

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from shardhet.records.cluster import DeviceKind
+from shardhet.records.kinds import DeviceKind
 
 HALVES = ("float16", "bfloat16")
 MOST = 0.97

@@ -8,24 +8,28 @@ from collections.abc import Callable
 from shardhet.pricing.priced import Priced
 from shardhet.records.profiles import Curve
 from shardhet.records.schedule import GATHER, REDUCE, LaunchKind
+from shardhet.records.workload import UnitKind
 
-# Seconds for ``numel`` elements of a unit, with the unevenness of ``TurnPrices.unevenness``.
-LaunchPrice = Callable[[Priced, int, float], float]
+# Seconds for one unit, with the unevenness of ``TurnPrices.unevenness``.
+LaunchPrice = Callable[[Priced, UnitKind, float], float]
 
 
-def gather_s(priced: Priced, numel: int, unevenness: float) -> float:
+def gather_s(priced: Priced, unit: UnitKind, unevenness: float) -> float:
     """Seconds of gathering the parameters."""
     collectives = priced.profile.collectives
     weight = collectives.gather_unevenness_weight
-    nbytes = numel * priced.workload.param_itemsize * (1 - weight + weight * unevenness)
+    nbytes = priced.workload.gathered_bytes(unit) * (1 - weight + weight * unevenness)
     return _collective_s(priced, collectives.gather_s, nbytes)
 
 
-def reduce_s(priced: Priced, numel: int, unevenness: float) -> float:
-    """Seconds of reducing the gradients."""
+def reduce_s(priced: Priced, unit: UnitKind, unevenness: float) -> float:
+    """Seconds of reducing the gradients, which frozen parameters do not have."""
+    if not unit.trained_numel:
+        return 0.0  # nothing is launched
     collectives = priced.profile.collectives
     weight = collectives.reduce_unevenness_weight
-    nbytes = numel * priced.workload.reduce_itemsize * (1 - weight + weight * unevenness)
+    whole_bytes = unit.trained_numel * priced.workload.reduce_itemsize
+    nbytes = whole_bytes * (1 - weight + weight * unevenness)
     return _collective_s(priced, collectives.reduce_s, nbytes)
 
 

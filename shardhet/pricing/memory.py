@@ -10,7 +10,7 @@ in addition.  Arrays of b and m give arrays of bytes.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shardhet.pricing.priced import Priced
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import RankPlan
-from shardhet.records.workload import Unit
+from shardhet.records.workload import Unit, UnitKind
 
 LEAST_KNOWN_SIZES = 33  # of microbatches, whose bytes are computed at once
 Floats = NDArray[np.float64]
@@ -39,10 +39,13 @@ class MemoryPrices(Priced):
         a dtype other than float32, and one more if gradients are reduced in one.
         """
         workload = self.workload
-        numels = [workload.kind_of(unit).numel for unit in workload.units]
-        copies = 2 * workload.param_itemsize * (workload.param_dtype != "float32")
-        copies += workload.reduce_itemsize * (workload.reduce_dtype != "float32")
-        return workload.state_bytes_per_element + copies * max(numels) / workload.numel
+        copies = 0.0
+        if workload.param_dtype != "float32":
+            copies += 2 * max(map(workload.gathered_bytes, workload.kinds))
+        if workload.reduce_dtype != "float32":
+            trained = max(kind.trained_numel for kind in workload.kinds)
+            copies += trained * workload.reduce_itemsize
+        return workload.state_bytes_per_element + copies / workload.numel
 
     @cached_property
     def unsharded_bytes(self) -> int:
@@ -50,21 +53,26 @@ class MemoryPrices(Priced):
 
         Of all units if they stay unsharded after forward.
         """
+        nbytes = self.workload.gathered_bytes
         if self.reshard_after_forward or self.cluster.world_size == 1:
-            return (self._max_of_neighbours + self.root_numel) * self.workload.param_itemsize
-        return self.workload.numel * self.workload.param_itemsize
+            return self._max_of_neighbours(nbytes) + sum(map(nbytes, self.root_kinds))
+        return sum(nbytes(self.workload.kind_of(unit)) for unit in self.workload.units)
 
     @cached_property
     def grad_bytes(self) -> int:
         """Unsharded gradients of the unit in backward and of the one being reduced."""
-        return (self._max_of_neighbours + self.root_numel) * self.workload.reduce_itemsize
 
-    @cached_property
-    def _max_of_neighbours(self) -> int:
+        def nbytes(kind: UnitKind) -> int:
+            return kind.trained_numel * self.workload.reduce_itemsize
+
+        return self._max_of_neighbours(nbytes) + sum(map(nbytes, self.root_kinds))
+
+    def _max_of_neighbours(self, nbytes: Callable[[UnitKind], int]) -> int:
+        """The most bytes of two units that run one after the other."""
         if self.cluster.world_size == 1:
             return 0  # the shard is the storage
-        numels = [self.workload.kind_of(unit).numel for unit in self.visited_units]
-        return max(a + b for a, b in zip(numels, [*numels[1:], 0], strict=True))
+        sizes = [nbytes(self.workload.kind_of(unit)) for unit in self.visited_units]
+        return max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
 
     @cached_property
     def boundary_bytes_per_sample(self) -> int:
@@ -188,7 +196,7 @@ class MemoryPrices(Priced):
         buffers = self.bytes_per_stored_numel - workload.state_bytes_per_element
         kept = batch * self.kept_bytes_per_sample(rank)
         return MemoryParts(
-            state_bytes=stored_numel * workload.state_bytes_per_element,
+            state_bytes=int(stored_numel * workload.state_bytes_per_element),
             shard_buffer_bytes=int(stored_numel * buffers),
             unsharded_bytes=self.unsharded_bytes if batch else 0,
             grad_bytes=self.grad_bytes if batch else 0,

@@ -6,7 +6,7 @@ from functools import cached_property
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.profiles import Profile
-from shardhet.records.workload import Unit, Workload
+from shardhet.records.workload import Unit, UnitKind, Workload
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Priced:
         return tuple(unit for unit in self.workload.units if unit.fqn)
 
     @cached_property
-    def root_numel(self) -> int:
-        """Elements of the root, which is unsharded for the whole step."""
-        kinds = [self.workload.kind_of(unit) for unit in self.workload.units if not unit.fqn]
-        return sum(kind.numel for kind in kinds)
+    def root_kinds(self) -> tuple[UnitKind, ...]:
+        """The root, which is unsharded for the whole step, if the model has one."""
+        workload = self.workload
+        return tuple(workload.kind_of(unit) for unit in workload.units if not unit.fqn)

@@ -16,7 +16,7 @@ bandwidth of its memory:
 - R follows from the FLOPs: the FLOPs of forward are 2 R N K, summed over the unit's matrices.
   The products of attention, in which there is no parameter, count as rows too.
 - Backward computes two products for each one of forward: the gradient of the rows and that
-  of the matrix.
+  of the matrix, which a frozen matrix does not have.
 - All other kernels read and write memory.  Forward writes and reads once what the unit keeps
   for backward; backward moves twice as much.  Backward also adds the gradient of every
   parameter to a sum in float32.
@@ -31,7 +31,7 @@ from math import prod
 from typing import Self
 
 from shardhet.pricing.efficiency import HALVES, Efficiency
-from shardhet.records.cluster import DeviceKind
+from shardhet.records.kinds import DeviceKind
 from shardhet.records.workload import ITEMSIZE_BY_DTYPE, UnitKind
 
 MEMORY_FRACTION = 0.8  # of the memory's bandwidth that streaming kernels reach
@@ -73,7 +73,7 @@ class Roofline:
         rows, matrices = _rows(unit, size), _matrices(unit)
         products_s = sum(
             self._product_s(rows, depth=depth, width=width, part=efficiency.forward)
-            for width, depth in matrices
+            for width, depth, _ in matrices
         )
         return self._visit_s(products_s + self._moved_s(unit, size), 1, efficiency)
 
@@ -83,11 +83,12 @@ class Roofline:
         part = efficiency.backward
         products_s = sum(
             self._product_s(rows, depth=width, width=depth, part=part)
-            + self._product_s(width, depth=rows, width=depth, part=part)
-            for width, depth in matrices
+            + is_trained * self._product_s(width, depth=rows, width=depth, part=part)
+            for width, depth, is_trained in matrices
+            if unit.backward_flops
         )
         moved_s = BACKWARD_FACTOR * self._moved_s(unit, size)
-        moved_s += unit.numel * self.grad_bytes / self.bytes_per_s
+        moved_s += unit.trained_numel * self.grad_bytes / self.bytes_per_s
         return self._visit_s(products_s + moved_s, BACKWARD_FACTOR, efficiency)
 
     def _product_s(self, rows: float, *, depth: float, width: float, part: float) -> float:
@@ -107,13 +108,21 @@ class Roofline:
         return max(slowed_s, factor * KERNELS_PER_UNIT * LAUNCH_S)
 
 
-def _matrices(unit: UnitKind) -> list[tuple[int, int]]:
-    """Width and depth of every product with a parameter, if the unit multiplies at all."""
+def _matrices(unit: UnitKind) -> list[tuple[int, int, bool]]:
+    """Width and depth of every product with a parameter, and whether the parameter is trained.
+
+    Empty if the unit does not multiply at all.
+    """
     if not unit.forward_flops:
         return []
-    return [(shape[0], prod(shape[1:])) for shape in unit.param_shapes if len(shape) > 1]
+    frozen = frozenset(unit.frozen_params)
+    return [
+        (shape[0], prod(shape[1:]), i not in frozen)
+        for i, shape in enumerate(unit.param_shapes)
+        if len(shape) > 1
+    ]
 
 
 def _rows(unit: UnitKind, size: int) -> float:
-    numel = sum(width * depth for width, depth in _matrices(unit))
+    numel = sum(width * depth for width, depth, _ in _matrices(unit))
     return size * unit.forward_flops / (2 * numel) if numel else 0.0

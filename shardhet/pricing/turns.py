@@ -112,9 +112,10 @@ class TurnPrices(Priced):
         beside_s, exposed_s = self._beside(self._launch_seconds(unevenness))
         forward_s, backward_s = (self._mean_by_kind(beside_s[phase]) for phase in Phase)
         root_s = sum(
-            price(self, self.root_numel, unevenness)
+            price(self, kind, unevenness)
             for price in PRICES.values()
-            if self.root_numel
+            for kind in self.root_kinds
+            if kind.numel
         )
         return Turns(
             classes=tuple(
@@ -161,9 +162,9 @@ class TurnPrices(Priced):
         return [fmean(by_kind[unit.kind]) for unit in self.visited_units]
 
     def _launch_seconds(self, unevenness: float) -> dict[LaunchKind, list[float]]:
-        numels = [self.workload.kind_of(unit).numel for unit in self.visited_units]
+        units = [self.workload.kind_of(unit) for unit in self.visited_units]
         return {
-            kind: [price(self, numel, unevenness) for numel in numels]
+            kind: [price(self, unit, unevenness) for unit in units]
             for kind, price in PRICES.items()
         }
 

@@ -265,14 +265,19 @@ class ComputeMeasurement:
             with self._stopwatch.running():
                 stepper.step()
             seconds.append(self._stopwatch.seconds / numel)
-        return seconds[2:]  # the first steps create the state
+        trained_part = self._workload.trained_numel / self._workload.numel
+        return [trained_part * each for each in seconds[2:]]  # the first steps create the state
 
 
 def _shard_shapes(workload: Workload, share: float, max_numel: int) -> list[tuple[int, ...]]:
+    """Shapes of what is stored of the parameters that are trained."""
     shapes: list[tuple[int, ...]] = []
     numel = 0
     for unit in workload.units:
-        for shape in workload.kind_of(unit).param_shapes:
+        kind = workload.kind_of(unit)
+        for i, shape in enumerate(kind.param_shapes):
+            if i in kind.frozen_params:
+                continue
             rows = max(1, round(shape[0] * share)) if shape else 1
             box = (rows, *shape[1:])
             if numel and numel + torch.Size(box).numel() > max_numel:

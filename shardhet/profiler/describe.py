@@ -1,19 +1,28 @@
-"""``describe``: count a model's FLOPs and bytes without allocating it; takes seconds."""
+"""``describe``: count a model's FLOPs and bytes without allocating it; takes seconds.
 
-import math
-from collections.abc import Sequence
+``plan_for`` goes on from there to a plan for hardware that need not be at hand.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.sketch import LossFn, ModelSketch, UnitSketch, sketch_model
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan
+from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload
 
+Example = ExampleBatch | Mapping[str, Any] | Sequence[Any] | Tensor
 CPU = torch.device("cpu")
 ADAM_MOMENTS = 2
 
@@ -70,6 +79,48 @@ def describe(
     )
 
 
+def plan_for(
+    model: nn.Module,
+    batch: Example,
+    cluster: Cluster | str | Path,
+    *,
+    global_batch_size: int,
+    units: Sequence[type[nn.Module] | str] | None = None,
+    loss_fn: LossFn | None = None,
+    param_dtype: torch.dtype | None = None,
+    profile: Profile | None = None,
+) -> Plan:
+    """The fastest plan for training ``model`` on ``cluster``, which need not be at hand.
+
+        with torch.device("meta"):
+            model = MyModel()
+        plan = plan_for(model, (images, labels), "my_cluster.yaml", global_batch_size=64)
+
+    ``batch`` is an example of the model's inputs: a tuple of positional arguments, a mapping of
+    keyword arguments, or an ``ExampleBatch``, which also holds what ``loss_fn`` needs.
+    ``units``, ``loss_fn`` and ``param_dtype`` are those of HetFSDP.  Times follow from the
+    devices' specifications unless a measured ``profile`` is given.
+    """
+    from shardhet.planner import find_plan  # imports scipy
+
+    if not isinstance(cluster, Cluster):
+        cluster = Cluster.load(cluster)
+    workload = describe(
+        model, as_example(batch), units=units, loss_fn=loss_fn, param_dtype=param_dtype
+    )
+    setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))
+    return find_plan(setting, global_batch_size=global_batch_size)
+
+
+def as_example(batch: Example) -> ExampleBatch:
+    """The inputs of a model as an example batch."""
+    if isinstance(batch, ExampleBatch):
+        return batch
+    if isinstance(batch, Mapping):
+        return ExampleBatch(kwargs=batch)
+    return ExampleBatch(args=(batch,) if isinstance(batch, Tensor) else tuple(batch))
+
+
 def describe_sketch(
     sketch: ModelSketch,
     batch: ExampleBatch,
@@ -85,6 +136,7 @@ def describe_sketch(
 ) -> Workload:
     """The workload of a model whose units are known."""
     kinds = []
+    in_flight = param_dtype or orig_dtype
     in_head = _pass_on if loss_is_outside else loss_fn
     for name, unit in sketch.unit_by_kind.items():
         counted = partial(
@@ -104,8 +156,7 @@ def describe_sketch(
             few, more = [steady(partial(outside, batch.of_size(size))) for size in SIZES]
             # Like a unit's inputs, it is kept for the whole rank batch even with recomputation.
             kind = replace(kind, input_bytes=kind.input_bytes + more - few)
-        kinds.append(kind)
-    in_flight = param_dtype or orig_dtype
+        kinds.append(replace(kind, gathered_bytes=_gathered_bytes(unit, in_flight)))
     order = [unit.kind for unit in sketch.units]
     return Workload(
         kinds=tuple(sorted(kinds, key=lambda kind: order.index(kind.name))),
@@ -113,7 +164,7 @@ def describe_sketch(
         tokens_per_sample=tokens_per_sample or _tokens_per_sample(batch),
         param_dtype=_name(in_flight),
         reduce_dtype=_name(reduce_dtype or orig_dtype),
-        state_bytes_per_element=_state_bytes_per_element(sketch, orig_dtype, num_moments),
+        state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
     )
 
 
@@ -121,14 +172,31 @@ def _pass_on(output: Any, *_loss_inputs: Any) -> Any:
     return output
 
 
-def _state_bytes_per_element(
-    sketch: ModelSketch, orig_dtype: torch.dtype, num_moments: int
-) -> int:
+def _state_bytes_per_element(sketch: ModelSketch, num_moments: int) -> float:
     """Mean bytes of parameter, gradient and moments; a frozen parameter has only itself."""
     slots = [slot for unit in sketch.units for slot in unit.draft.slots]
     numel = sum(slot.shape.numel() for slot in slots)
-    trained = sum(slot.shape.numel() for slot in slots if slot.is_trainable)
-    return math.ceil(orig_dtype.itemsize * (1 + (1 + num_moments) * trained / max(1, numel)))
+    nbytes = sum(
+        slot.shape.numel()
+        * sketch.stored_itemsizes[slot.fqn]
+        * (1 + (1 + num_moments) * slot.is_trainable)
+        for slot in slots
+    )
+    return nbytes / max(1, numel)
+
+
+def _gathered_bytes(unit: UnitSketch, in_flight: torch.dtype) -> int | None:
+    """Bytes of the gathered parameters, if not all of them are in the dtype ``in_flight``."""
+    dtypes = [
+        in_flight if slot.current.is_floating_point() else slot.current.dtype
+        for slot in unit.draft.slots
+    ]
+    if all(dtype is in_flight for dtype in dtypes):
+        return None
+    return sum(
+        slot.shape.numel() * dtype.itemsize
+        for slot, dtype in zip(unit.draft.slots, dtypes, strict=True)
+    )
 
 
 def orig_dtype(model: nn.Module) -> torch.dtype:
@@ -158,6 +226,9 @@ def _kind(name: str, unit: UnitSketch, smaller: Counts, larger: Counts) -> UnitK
         input_bytes=per_sample("input_bytes"),
         activation_bytes=graph_bytes,
         transient_bytes=max(0, per_sample("peak_bytes") - graph_bytes),
+        frozen_params=tuple(
+            i for i, slot in enumerate(unit.draft.slots) if not slot.is_trainable
+        ),
     )
 
 

@@ -7,7 +7,7 @@ kernels as on that device; on plain meta tensors, attention would keep its score
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -121,6 +121,7 @@ class ModelSketch:
     fake_mode: FakeTensorMode
     units: tuple[UnitSketch, ...]
     head_fqn: str | None  # the module that the loss follows, if there is a ``loss_fn``
+    stored_itemsizes: Mapping[str, int]  # of every parameter by name, before any cast
 
     @property
     def unit_by_kind(self) -> dict[str, UnitSketch]:
@@ -171,6 +172,10 @@ def sketch_model(
         fake_mode=fake_mode,
         units=_named_by_kind(drafts, calls_by_unit),
         head_fqn=recorder.head_fqn,
+        stored_itemsizes={
+            fqn: param.element_size()
+            for fqn, param in model.named_parameters(remove_duplicate=False)
+        },
     )
 
 

@@ -107,8 +107,8 @@ def uneven_shares(world_size: int) -> list[float]:
 def sizes_to_measure(workload: Workload) -> list[int]:
     """Bytes of the collectives to measure: those of the units, and some around and between."""
     kinds = [kind for kind in workload.kinds if kind.numel]
-    of_units = {kind.numel * workload.param_itemsize for kind in kinds}
-    of_units |= {kind.numel * workload.reduce_itemsize for kind in kinds}
+    of_units = {workload.gathered_bytes(kind) for kind in kinds}
+    of_units |= {kind.trained_numel * workload.reduce_itemsize for kind in kinds} - {0}
     nbytes, sizes = SMALLEST_NBYTES, set(of_units)
     while nbytes < 2 * max(of_units):
         if nbytes >= min(of_units) / 4:

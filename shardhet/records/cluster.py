@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from shardhet.records.codec import (
-    OBJECT,
     OMITTABLE,
     Bounds,
     Count,
     Document,
-    NonNegative,
-    PositiveInt,
     from_document,
-    meant,
     read_document,
 )
+from shardhet.records.kinds import DeviceKind, built_in_kinds, unknown_kind
 
 MAX_COUNT = 100_000  # nodes or devices in one entry of a description
 USABLE_MEMORY_FRACTION = 0.9  # of the capacity; the rest is the allocator's slack
-LEAST_PEAK_FLOPS_PER_S = 1e9  # a single core of any processor does more
 MEMORY_TOLERANCE = 0.02  # drivers of different versions reserve different amounts
 _Number = Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT), OMITTABLE]
 
@@ -54,38 +50,6 @@ class DeviceSpec:
         if self.uuid is not None:
             parts.append(f"({self.uuid})")
         return " ".join(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceKind:
-    """The specification of one kind of device, and the source of its figures."""
-
-    kind: str
-    memory_capacity_bytes: PositiveInt
-    memory_bandwidth_bytes_per_s: Annotated[float, Bounds(minimum=1e8)]
-    peak_flops_per_s: Annotated[tuple[tuple[str, NonNegative], ...], OBJECT]  # by dtype
-    source: str
-    board_power_w: Annotated[float, Bounds(minimum=1.0, maximum=1e4)] | None = None
-
-    def __post_init__(self) -> None:
-        for dtype, flops in self.peak_flops_per_s:
-            if 0 < flops < LEAST_PEAK_FLOPS_PER_S:
-                raise ValueError(
-                    f"cluster: kind {self.kind!r} has peak_flops_per_s of {flops:g} in "
-                    f"{dtype}, but these are FLOP per second. Write {flops:.1f}e+12 if TFLOP/s "
-                    "are meant."
-                )
-
-    def peak(self, dtype: str) -> float:
-        """Peak FLOP/s in ``dtype``; raises ``ValueError`` if the device does not support it."""
-        peaks = dict(self.peak_flops_per_s)
-        if not peaks.get(dtype):
-            has = ", ".join(name for name, flops in peaks.items() if flops)
-            raise ValueError(
-                f"cluster: device kind {self.kind!r} has no peak_flops_per_s for {dtype}; it "
-                f"has {has}. Plan in one of these, or leave the device out."
-            )
-        return peaks[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +117,12 @@ class Cluster(Document):
         return int(device.memory_capacity_bytes * self.usable_memory_fraction)
 
     def kind(self, name: str | None) -> DeviceKind:
-        """The specification of a kind; raises ``ValueError`` listing the known kinds."""
+        """The specification of a kind; raises ``ValueError`` with the nearest ones."""
         for kind in self.kinds:
             if kind.kind == name:
                 return kind
-        raise ValueError(
-            f"cluster: device kind {name!r} is not described; there are "
-            f"{[kind.kind for kind in self.kinds]}. Describe it in kinds, or measure it."
-        )
+        known = dict.fromkeys([*(kind.kind for kind in self.kinds), *built_in_kinds()])
+        raise ValueError(f"cluster: {unknown_kind(str(name), known)}")
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -206,8 +168,8 @@ class Cluster(Document):
     def load(cls, path: str | Path) -> Self:
         """Read what ``save`` wrote, or a shorter description in YAML.
 
-        In a YAML description, ``kinds`` may name another file, relative to this one, that
-        lists kinds for several clusters; only the kinds that this cluster uses are read.
+        A description may name the kinds of ``kinds.csv``.  Its own ``kinds`` come first; they
+        are a list, or the path of another file, relative to this one, with such a list.
         """
         return cls.from_description(
             read_document(path), source=str(path), folder=Path(path).parent
@@ -232,6 +194,8 @@ class Cluster(Document):
             _Description, document, source=source, version=cls.document_version
         )
         described = {kind.kind: kind for kind in (*kinds, *description.kinds)}
+        if listed != []:  # a cluster that was measured and saved has an empty list
+            described = {**built_in_kinds(), **described}
         _check_described(description, described, source=source)
         try:
             return cls(**description.expanded(described))
@@ -314,11 +278,8 @@ def _check_described(
         for j, device in enumerate(node.devices):
             is_known = device.kind in described or device.memory_capacity_bytes is not None
             if described and device.kind is not None and not is_known:
-                raise ValueError(
-                    f"{source}: nodes[{i}]: devices[{j}]: kind {device.kind!r} is not "
-                    f"described{meant(device.kind, described)}. Kinds: {', '.join(described)}. "
-                    "Take one of them, or describe it in kinds."
-                )
+                unknown = unknown_kind(device.kind, described)
+                raise ValueError(f"{source}: nodes[{i}]: devices[{j}]: {unknown}")
 
 
 def _device(

@@ -122,7 +122,7 @@ class Plan(Document):
         cls,
         *,
         microbatch_sizes: Sequence[int],
-        state_shares: Sequence[float],
+        state_shares: Sequence[float] | None = None,
         num_microbatches: Sequence[int] | None = None,
         rank_batch_sizes: Sequence[int] | None = None,
         recompute: bool | Sequence[bool | Sequence[str]] = False,
@@ -133,8 +133,9 @@ class Plan(Document):
 
         Give either ``num_microbatches`` (all microbatches are full) or ``rank_batch_sizes``
         (the last microbatch may be smaller); with neither, every device with a microbatch size
-        runs one microbatch.  ``recompute`` is one bool for all devices, or one bool or list of
-        unit patterns per device.
+        runs one microbatch.  Without ``state_shares`` each device stores by its memory if all
+        ``devices`` state theirs, and otherwise as much as any other.  ``recompute`` is one bool
+        for all devices, or one bool or list of unit patterns per device.
         """
         world_size = len(microbatch_sizes)
         if num_microbatches is not None and rank_batch_sizes is not None:
@@ -152,6 +153,8 @@ class Plan(Document):
             ]
         claims = [recompute] * world_size if isinstance(recompute, bool) else list(recompute)
         devices = devices or [DeviceSpec()] * world_size
+        if state_shares is None:
+            state_shares = _shares_by_memory(devices)
         _check_lengths(world_size, state_shares=state_shares, recompute=claims, devices=devices)
         return cls(
             ranks=tuple(
@@ -179,7 +182,6 @@ class Plan(Document):
         return cls.by_hand(
             microbatch_sizes=[microbatch_size] * world_size,
             num_microbatches=[num_microbatches] * world_size,
-            state_shares=[1 / max(1, world_size)] * world_size,
             recompute=recompute,
         )
 
@@ -210,7 +212,7 @@ class Plan(Document):
         return cls.by_hand(
             microbatch_sizes=[microbatch_size] * world_size,
             rank_batch_sizes=batches,
-            state_shares=state_shares or [1 / world_size] * world_size,
+            state_shares=state_shares or None,
             recompute=recompute,
         )
 
@@ -245,6 +247,14 @@ def _check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
                 f"plan: {name} has {len(entries)} entries but microbatch_sizes has "
                 f"{world_size}. Give one entry per device."
             )
+
+
+def _shares_by_memory(devices: Sequence[DeviceSpec]) -> list[float]:
+    """In proportion to the devices' memory if all state it, and otherwise even."""
+    weights = [device.memory_capacity_bytes or 0 for device in devices]
+    if not all(weights):
+        weights = [1] * len(devices)
+    return [weight / sum(weights) for weight in weights]
 
 
 def _repeated(microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:

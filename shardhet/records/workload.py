@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from shardhet.records.codec import Count, Document, PositiveInt
+from shardhet.records.codec import OMITTABLE, Bounds, Count, Document, PositiveInt
 from shardhet.records.layout import FlatLayout
 
 _FIGURES = (
@@ -38,6 +38,10 @@ class UnitKind:
     input_bytes: Count  # per sample: kept from forward to backward even if recomputed
     activation_bytes: Count  # per sample: what the unit's graph holds besides its inputs
     transient_bytes: Count  # per sample: what a running microbatch needs besides its graph
+    frozen_params: Annotated[tuple[Count, ...], OMITTABLE] = ()  # indices into param_shapes
+    # Of all parameters when gathered; None: each element in the workload's param_dtype.  Packed
+    # weights of 4 bits, for instance, are gathered as they are stored.
+    gathered_bytes: Count | None = None
 
     def __post_init__(self) -> None:
         for shape in self.param_shapes:
@@ -47,6 +51,11 @@ class UnitKind:
                     f"dimension may be negative, and at most {MAX_PARAM_NUMEL} elements are in "
                     "one parameter. Fix the shape."
                 )
+        if unknown := [i for i in self.frozen_params if not 0 <= i < len(self.param_shapes)]:
+            raise ValueError(
+                f"workload: kind {self.name!r} has frozen_params {unknown} but "
+                f"{len(self.param_shapes)} parameters. Give indices of param_shapes."
+            )
         for key in _FIGURES:
             if getattr(self, key) < 0:
                 raise ValueError(
@@ -58,6 +67,11 @@ class UnitKind:
     def numel(self) -> int:
         """The number of elements in all parameters of one unit."""
         return sum(prod(shape) for shape in self.param_shapes)
+
+    @property
+    def trained_numel(self) -> int:
+        """The number of elements in the parameters that have gradients."""
+        return self.numel - sum(prod(self.param_shapes[i]) for i in self.frozen_params)
 
     @property
     def max_row_numel(self) -> int:
@@ -84,9 +98,8 @@ class Workload(Document):
     tokens_per_sample: PositiveInt = 1  # for throughput
     param_dtype: str = "float32"  # of parameters in flight and of compute
     reduce_dtype: str = "float32"  # of gradients while they are reduced
-    state_bytes_per_element: PositiveInt = (
-        16  # float32 parameter and gradient, two Adam moments
-    )
+    # The mean over all elements: 16 is a float32 parameter, its gradient and two Adam moments.
+    state_bytes_per_element: Annotated[float, Bounds(minimum=0.5)] = 16.0
 
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.kinds]
@@ -134,6 +147,17 @@ class Workload(Document):
         """The number of elements in all parameters of the model."""
         return sum(self.kind_of(unit).numel for unit in self.units)
 
+    @cached_property
+    def trained_numel(self) -> int:
+        """The number of elements in the parameters that have gradients."""
+        return sum(self.kind_of(unit).trained_numel for unit in self.units)
+
+    def gathered_bytes(self, kind: UnitKind) -> int:
+        """Bytes of all parameters of one unit when they are communicated."""
+        if kind.gathered_bytes is not None:
+            return kind.gathered_bytes
+        return kind.numel * self.param_itemsize
+
     @property
     def param_itemsize(self) -> int:
         """Bytes of a parameter element when it is communicated."""
@@ -165,7 +189,7 @@ class Workload(Document):
         fuses_norms: bool = False,
         param_dtype: str = "float32",
         reduce_dtype: str = "float32",
-        state_bytes_per_element: int = 16,
+        state_bytes_per_element: float = 16.0,
     ) -> Self:
         """A decoder as ``shardhet.models.decoder`` builds it: embedding, blocks, head.
 

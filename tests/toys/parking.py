@@ -8,6 +8,7 @@ from shardhet.fsdp.step.observer import Activity
 from shardhet.pricing.priced import Priced
 from shardhet.records.schedule import LaunchKind, Phase
 from shardhet.records.schedule.passes import Shape, Turns
+from shardhet.records.workload import UnitKind
 
 PARK = LaunchKind("park", "host link", max_in_flight=2)
 SECONDS = 3.0
@@ -23,7 +24,7 @@ def mark(turns: Turns, shape: Shape) -> Turns:
     )
 
 
-def price(priced: Priced, numel: int, unevenness: float) -> float:
+def price(priced: Priced, unit: UnitKind, unevenness: float) -> float:
     return SECONDS
 
 

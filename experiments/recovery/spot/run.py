@@ -29,7 +29,6 @@ from shardhet.planner import solve
 from shardhet.pricing.derive import derive_profile
 
 HERE = Path(__file__).parent
-KINDS = HERE.parents[2] / "conf/cluster/described/kinds/nvidia.yaml"
 TRACES = {"p3": "Tesla V100-SXM2-16GB", "g4dn": "Tesla T4"}  # one card a node
 HOURS = 10.75  # both traces
 GLOBAL_BATCH_SIZE = 512
@@ -77,7 +76,7 @@ def workload() -> Workload:
 
 def cluster_of(names: Sequence[str]) -> Cluster:
     """One card on each node."""
-    lines = ["version: 1", f"kinds: {KINDS}", "nodes:"]
+    lines = ["version: 1", "nodes:"]
     rate = f"bandwidth_bytes_per_s: {LINK_BYTES_PER_S:.3e}"
     link = f'{{latency_s: 5.0e-5, {rate}, source: "AWS, instance pages"}}'
     for name in names:

@@ -22,6 +22,8 @@ USAGE = """\
 REMARKS = """\
 precision          BF16 or FP16 (for cards without bfloat16; the loss is scaled): gathered
                    parameters and activations take two bytes; what is stored stays in float32
+fp16_accumulation  with FP16: sum in float16, too; GeForce cards multiply twice as fast, but
+                   sums keep 11 bits instead of 24: of K terms they are off by sqrt(K) / 2^11
 hang_timeout_s     a rank that stands still for as long while others wait for it ends the run,
                    and is named; before the first step, while torch compiles and while
                    checkpoints are written ten times as long; 0 or null: never

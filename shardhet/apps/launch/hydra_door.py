@@ -21,7 +21,13 @@ from shardhet.apps.launch.launch import RunFailedExit
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.rank_env import RankEnv, agree_on_stamp
 from shardhet.config.checks import ConfigError
-from shardhet.config.compose import check_choices, hints, searching_first
+from shardhet.config.compose import (
+    CONFIG_NAME,
+    check_choices,
+    hints,
+    implied_choices,
+    searching_first,
+)
 
 
 class _Refused(SystemExit):
@@ -45,6 +51,10 @@ def enter(
     own_dir = own_config_dir(sys.argv[1:])
     sys.argv[1:] = flags_first(sys.argv[1:])
     overrides = [each for each in sys.argv[1:] if is_override(each)]
+    if config_name == CONFIG_NAME:
+        implied = implied_choices(overrides)
+        sys.argv += implied
+        overrides += implied
     with searching_first(own_dir):
         try:
             check_choices(overrides)

@@ -41,6 +41,7 @@ def joined(
     transport: str = "auto",
     hang_timeout_s: float | None = HANG_TIMEOUT_S,
     needs_bfloat16: bool = False,
+    fp16_accumulation: bool = False,
 ) -> Iterator[torch.device]:
     """Context of one rank, with its log, device, process group and watch over all ranks.
 
@@ -53,6 +54,7 @@ def joined(
             check_serves(device, needs_bfloat16=needs_bfloat16)
         with _report_failure(folder, env, name):
             torch.set_num_threads(cluster.num_threads)
+            torch.backends.cuda.matmul.allow_fp16_accumulation = fp16_accumulation
             if cluster.speeds:
                 stay_on(cores_for(cluster.speeds)[env.rank])
             if transport != "auto":  # otherwise the environment decides

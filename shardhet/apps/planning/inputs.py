@@ -226,7 +226,7 @@ def _refuse_ignored(request: Request, cfg: DictConfig) -> None:
     """Refuse what measured files or a cluster's own file would silently replace."""
     hardware, numbers = ("cluster", "cluster_file"), ("compute_fraction", "link_fraction")
     here = (*hardware, "hosts")
-    samples = ("model", "vocab_size", "seq_len", "precision")
+    samples = ("model", "vocab_size", "seq_len", "precision", "fp16_accumulation")
     replaced_by = {
         "cluster_file": hardware[:1],
         "measured": (*here, *samples, *numbers),

@@ -140,8 +140,11 @@ def _heading(report: PlanReport) -> Iterator[str]:
     workload, cluster = inputs.setting.workload, inputs.setting.cluster
     kinds = len({device.kind for device in cluster.devices})
     tokens = workload.tokens_per_sample
+    frozen = workload.trained_numel < workload.numel
+    trained = f" ({workload.trained_numel:,} trained)" if frozen else ""
     yield (
-        f"{inputs.name}: {workload.numel:,} parameters in {len(workload.units)} units, "
+        f"{inputs.name}: {workload.numel:,} parameters{trained} in "
+        f"{len(workload.units)} units, "
         f"{workload.param_dtype}; {counted(cluster.world_size, 'device')} of "
         f"{counted(kinds, 'kind')}; a step is {counted(plan.global_batch_size, 'sample')}"
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
@@ -195,8 +198,11 @@ def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
         prefix, _, last = fqn.rpartition(".")
         claims = claims_by_name.setdefault(prefix if last.isdigit() else fqn, [])
         claims.append(rank.recomputes(fqn))
+    short = {name: name.rpartition(".")[2] for name in claims_by_name}
+    if len(set(short.values())) < len(short):  # encoder.layers and decoder.layers
+        short = {name: name for name in short}
     return ", ".join(
-        name if all(claims) else f"{sum(claims)} of {len(claims)} {name}"
+        short[name] if all(claims) else f"{sum(claims)} of {len(claims)} {short[name]}"
         for name, claims in claims_by_name.items()
         if any(claims)
     )

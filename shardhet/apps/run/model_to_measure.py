@@ -1,5 +1,7 @@
 """The model of a configuration, as the profiler wants it."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -8,10 +10,11 @@ from shardhet.apps.run.task import (
     PARAM_DTYPE_BY_PRECISION,
     make_module,
 )
+from shardhet.config.imported import ImportedConf
 from shardhet.config.measure import MeasureConf
 from shardhet.config.models import DataConf, TextConf
 from shardhet.config.pretrained import HfConf
-from shardhet.config.train import TrainConf
+from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
 from shardhet.models.encoder import MaskedLm
 from shardhet.models.pretrained import LanguageModel
@@ -25,6 +28,11 @@ NUM_EXAMPLES = 32
 def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
     """The model that would be trained, without values, and a batch of random samples."""
     param_dtype = PARAM_DTYPE_BY_PRECISION.get(conf.precision)
+    if isinstance(conf.model, ImportedConf):
+        model = replace(conf.model.trained(), param_dtype=param_dtype, seed=conf.seed)
+        if conf.precision is Precision.FP64:
+            model.module.double()
+        return model
     if isinstance(conf.model, HfConf):
         assert isinstance(conf.data, TextConf)
         folder = conf.model.folder()

@@ -77,6 +77,7 @@ def run_rank(
         transport=conf.transport,
         hang_timeout_s=conf.hang_timeout_s,
         needs_bfloat16=conf.precision is Precision.BF16,
+        fp16_accumulation=conf.fp16_accumulation,
     )
     with joins as device, sole_writer(folder, env.rank):
         if env.rank == 0:

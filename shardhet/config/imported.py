@@ -1,0 +1,103 @@
+"""Schema of ``model=imported``: a model class of your own, to be measured and planned for."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING
+
+from shardhet.config.checks import ConfigError
+from shardhet.config.models import ModelConf, ModelKind, SampleShape
+from shardhet.records.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardhet.profiler.unit_runner import TrainedModel
+
+HOW = "Write package.module:name, importable from this folder"
+
+
+@dataclass(kw_only=True)
+class ImportedConf(ModelConf):
+    """A model by the import path of its class, with a function that makes an example batch."""
+
+    kind: ModelKind = ModelKind.IMPORTED
+    target: str = MISSING  # "my_model:MyModel", a class or a function that returns the model
+    batch: str = MISSING  # "my_model:batch", called without arguments; as plan_for's batch
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments of target
+    units: list[str] = field(default_factory=list)  # as HetFSDP's; empty: found by shardhet
+    loss_fn: str | None = None  # "my_model:loss", as HetFSDP's, if the model returns logits
+
+    def title(self, choice: str) -> str:
+        """The name of the class."""
+        return self.target.rpartition(":")[2]
+
+    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """The model's workload, counted on tensors without memory."""
+        import torch
+
+        from shardhet.profiler.describe import describe
+
+        for key in ("vocab_size", "seq_len"):
+            if getattr(samples, key) is not None:
+                raise ConfigError(f"{key}: the samples are those of model.batch. Leave it out.")
+        model = self.trained()
+        try:
+            return describe(
+                model.module,
+                model.batch,
+                units=model.units,
+                loss_fn=model.loss_fn,
+                param_dtype=getattr(torch, param_dtype),
+                reduce_dtype=torch.float32,
+            )
+        except ValueError as error:
+            raise ConfigError(f"model: {error}") from None
+
+    def trained(self) -> "TrainedModel":
+        """The model on the meta device, and how it is trained."""
+        import torch
+
+        from shardhet.profiler.describe import as_example
+        from shardhet.profiler.unit_runner import TrainedModel
+
+        with torch.device("meta"):
+            module = imported("model.target", self.target)(**self.arguments)
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(
+                f"model.target: {self.target} returned {type(module).__name__}, but a model is "
+                "needed. Name a subclass of nn.Module, or a function that returns one."
+            )
+        return TrainedModel(
+            module=module,
+            batch=as_example(imported("model.batch", self.batch)()),
+            units=self.units or None,
+            loss_fn=imported("model.loss_fn", self.loss_fn) if self.loss_fn else None,
+            init_fn=_fill,
+        )
+
+
+def imported(key: str, path: str) -> Callable[..., Any]:
+    """What ``path`` names; ConfigError with ``key`` if there is no such thing."""
+    module_name, _, name = path.partition(":")
+    if str(Path.cwd()) not in sys.path:  # a console script does not see its own folder
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{key}: {path!r} cannot be imported: {error}. {HOW}.") from None
+    if not callable(getattr(found, name, None)):
+        raise ConfigError(f"{key}: {module_name} has nothing callable named {name!r}. {HOW}.")
+    function: Callable[..., Any] = getattr(found, name)
+    return function
+
+
+def _fill(module: "nn.Module") -> None:
+    """Small positive values: times hardly depend on them."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.is_floating_point():
+            tensor.uniform_(0.01, 0.03)
