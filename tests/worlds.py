@@ -416,6 +416,9 @@ def _join(rank: int, world_size: int, store_port: int, stack_file: IO[str]) -> N
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+    from shardhet import watch_ranks
+
+    watch_ranks(hang_timeout_s=0)  # tests that want a watch say so
     gc.collect()
     gc.freeze()  # torch's own objects are never garbage: later collections skip them
 

@@ -164,7 +164,7 @@ class TrainConf:
     # or for five times the slowest of the last steps if that is longer; before the first step
     # has ended, while torch compiles and while a checkpoint is written, ten times as long.
     # 0 or null: never.
-    hang_timeout_s: float | None = 300.0
+    hang_timeout_s: float | None = 60.0
     transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)

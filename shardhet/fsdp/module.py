@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet.comm.groups import default_group
+from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import HeadLoss
@@ -46,7 +47,8 @@ class HetFSDP(ModuleWithState):
 
     Construction, forward, backward and the state dicts are collective.  ``parameters()``
     returns this rank's rows of each parameter.  A rank without samples calls the model with an
-    empty batch (or without arguments) and gets zeros.
+    empty batch (or without arguments) and gets zeros.  ``shardhet.watch_ranks`` begins to watch
+    over all ranks, unless the program has called it before.
 
     Args:
         module: equal on all ranks, or on the meta device.
@@ -95,6 +97,7 @@ class HetFSDP(ModuleWithState):
         super().__init__()
         group, device = default_group(group), device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
+        watch_unless_decided(plan.world_size, device)
         self._lifeline = members.lifeline
         self._control = members.control
         self._comm = CommContext(device, members.gather, members.reduce)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.host_copy import HostCopy, to_device
-from shardhet.comm.progress import progress
+from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.records.layout import Span
@@ -158,8 +158,8 @@ class Trainer:
             self._events.clear()
         self._is_in_step = True
         model = self.model
-        progress.mark("the data of the next step")
-        batch = self._batches[model.step + self.num_batches_skipped]
+        with phase("loading the next batch"):
+            batch = self._batches[model.step + self.num_batches_skipped]
         learning_rate = self._set_learning_rates()
         loss_sum, num_targets, *_ = self._run(model, self._my_part(batch))
         mean_loss, why_skipped = self._backward(loss_sum, num_targets)

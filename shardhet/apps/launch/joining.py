@@ -22,7 +22,7 @@ from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
-from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, watch_ranks
+from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, end_with_launcher, watch_ranks
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.transport import SWITCH
 from shardhet.config.training import ClusterConf, DeviceType
@@ -48,6 +48,7 @@ def joined(
     A failure is written to where the launcher looks for it.
     """
     with _log_to(folder, env.rank):
+        end_with_launcher()
         with _report_failure(folder, env, "no device"):
             device = choose_device(cluster, env)
             name = f"{device}, {announced_device(cluster, env, device)}"

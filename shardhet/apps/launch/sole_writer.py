@@ -9,16 +9,24 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.comm.liveness.orphans import STARTED_BY_AGENT
+from shardhet.comm.liveness.sign import ProcessState
 
 # For ranks of the same run that are still saving, as torchrun lets them for 30 s, and for a
 # server of files to let go of a node that is lost (NFSv4: 90 s).
 PATIENCE_S = 120.0
+NAMES_HOLDER_AFTER_S = 2.0
+# With a holder of another start that is alive; ranks end within seconds of their launcher.
+PATIENCE_WITH_ANOTHER_RUN_S = 8.0
 SECONDS_BETWEEN_TRIES = 0.2
 HELD = (errno.EACCES, errno.EAGAIN)
 
@@ -32,14 +40,15 @@ def sole_writer(
     """Context in which rank zero holds the folder; other ranks do nothing.
 
     The system lets go of it when the process ends, however it does.  Raises ``RuntimeError``
-    on rank zero if another process has held it for ``patience_s``.  Where files cannot be
-    locked, it warns and goes on.
+    on rank zero if another process has held it for ``patience_s``, or for a few seconds if it
+    is a process of this host and of another start.  Where files cannot be locked, it warns and
+    goes on.
     """
     if rank != 0:
         yield
         return
     with folder.lock_path.open("a+", encoding="utf-8") as file:
-        deadline_s = time.monotonic() + patience_s
+        begin_s, has_named = time.monotonic(), False
         while True:
             try:
                 # Of lockf, because children that are forked do not inherit it.
@@ -49,15 +58,39 @@ def sole_writer(
                 if error.errno not in HELD:
                     logger.warning("%s cannot be locked: %s", folder.lock_path, error)
                     break
-                if time.monotonic() > deadline_s:
-                    file.seek(0)
-                    holder = file.read().strip() or "another process"
+                waited_s = time.monotonic() - begin_s
+                file.seek(0)
+                holder = file.read().strip()
+                limit_s = patience_s
+                if _is_another_start_here(holder):
+                    limit_s = min(patience_s, PATIENCE_WITH_ANOTHER_RUN_S)
+                if waited_s > limit_s:
                     raise RuntimeError(
-                        f"run_dir: {folder.path} is written to by another run, {holder}. End "
-                        "that one, or name another folder."
+                        f"run_dir: {folder.path} is written to by another run, "
+                        f"{holder or 'another process'}. End that one, or name another folder."
                     ) from None
+                if waited_s > NAMES_HOLDER_AFTER_S and not has_named:
+                    has_named = True
+                    sys.stderr.write(
+                        f"run_dir: {folder.path} is held by {holder or 'another process'}; "
+                        f"waiting up to {limit_s:.0f} s for it to end\n"
+                    )
+                    sys.stderr.flush()
                 time.sleep(SECONDS_BETWEEN_TRIES)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        start = os.environ.get(STARTED_BY_AGENT, "none")
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()} since {since} (start {start})\n"
+        )
         file.flush()
         yield
+
+
+def _is_another_start_here(holder: str) -> bool:
+    """Whether the holder is a process of this host that is alive and of another start."""
+    found = re.fullmatch(r"process (\d+) on (\S+) since .* \(start (\S+)\)", holder)
+    if found is None or found[2] != socket.gethostname():
+        return False
+    is_alive = ProcessState.of(int(found[1])) is not ProcessState.GONE
+    return is_alive and found[3] != os.environ.get(STARTED_BY_AGENT, "none")

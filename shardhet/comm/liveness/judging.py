@@ -13,9 +13,9 @@ order:
 The patience is shorter while the observer waits in a call that all ranks make right after
 another, as checkpoint.save: the limit of that call.
 
-A rank that makes progress, compiles, or is in a declared phase is at work.  While one rank is
-at work, ranks that wait are right to wait, whatever the time.  Times are counted by each
-observer for itself, so that clocks need not agree.
+A rank that makes progress, compiles, is in a declared phase or in a debugger is at work.  While
+one rank is at work, ranks that wait are right to wait, whatever the time.  Times are counted by
+each observer for itself, so that clocks need not agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -127,6 +127,19 @@ def judge_store(
     return Verdict(fault=Fault.STORE, culprits=culprits, text=text, name=holder)
 
 
+def standstill(own: Sign, seen: Mapping[int, SeenPeer]) -> str:
+    """One line on a rank that stands still for a while: who waits for whom, and where."""
+    begin = f"{own.name} has made no progress for {own.still_s:.0f} s in {_whereabouts(own)}"
+    if not own.is_waiting:
+        return f"{begin}; others may wait for it."
+    others = [each.sign for each in seen.values() if not each.sign.has_left]
+    busy = [sign for sign in others if not sign.is_waiting]
+    if not busy:
+        return f"{begin}: it waits, and so do all others."
+    doing = "; ".join(f"{sign.name} is in {_whereabouts(sign)}" for sign in busy[:MAX_NAMED])
+    return f"{begin}: it waits for others. {doing}."
+
+
 def has_ended(sign: Sign, host: str) -> bool:
     """Whether a rank has failed, or is a process of this ``host`` that is gone."""
     if sign.has_left or sign.host != host:
@@ -135,7 +148,7 @@ def has_ended(sign: Sign, host: str) -> bool:
 
 
 def _is_silent(each: SeenPeer, patience_s: float) -> bool:
-    if each.sign.has_left:
+    if each.sign.has_left or each.process is ProcessState.TRACED:
         return False
     # Code that holds the interpreter's lock for long, as reading a large file may, also keeps
     # the rank from giving signs.
@@ -145,14 +158,14 @@ def _is_silent(each: SeenPeer, patience_s: float) -> bool:
 
 def _is_still(sign: Sign, patience_s: float) -> bool:
     limit_s = patience_s * (LONG_FACTOR if sign.is_long else 1.0)
-    return not sign.is_waiting and sign.still_s >= limit_s
+    return not sign.is_waiting and not sign.is_debugged and sign.still_s >= limit_s
 
 
 def _silent(silent: Sequence[SeenPeer], own: Sign) -> Verdict:
     first = silent[0]
     why = {
         ProcessState.GONE: "its process is gone",
-        ProcessState.STOPPED: "its process is stopped (SIGSTOP, or a debugger)",
+        ProcessState.STOPPED: "its process is stopped (SIGSTOP)",
         ProcessState.RUNNING: "its process exists but does not get to run Python code",
     }.get(first.process, "its process is gone or stopped, or the network to it is cut")
     sign = first.sign

@@ -27,6 +27,7 @@ class Sign:
     place: str  # file:line of the innermost frame outside of libraries
     stack: str = ""  # of the thread that trains, if it has been still for a while
     failure: str | None = None  # the rank has failed, with this message
+    is_debugged: bool = False  # at a prompt of a debugger: as slow as its user
     has_left: bool = False  # its program does not take part any more
 
     def to_json(self) -> str:
@@ -62,7 +63,8 @@ class ProcessState(Enum):
     """What the system says about the process of a rank."""
 
     RUNNING = "running"
-    STOPPED = "stopped"  # by SIGSTOP or a debugger
+    STOPPED = "stopped"  # by SIGSTOP
+    TRACED = "traced"  # by a debugger
     GONE = "gone"
     UNKNOWN = "unknown"  # it is on another host
 
@@ -78,4 +80,4 @@ class ProcessState(Enum):
         letter = status.rpartition(")")[2].split()[0]  # proc(5)
         if letter in "ZX":
             return cls.GONE
-        return cls.STOPPED if letter in "Tt" else cls.RUNNING
+        return {"T": cls.STOPPED, "t": cls.TRACED}.get(letter, cls.RUNNING)

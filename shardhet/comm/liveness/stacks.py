@@ -31,6 +31,7 @@ _COMPILING = (
     f"{_TORCH}/_inductor/async_compile.py",
     f"{_TORCH}/_inductor/codecache.py",
 )
+_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
 _TRITON_COMPILING = ("/triton/compiler/", "/triton/runtime/autotuner.py")
 
 
@@ -40,6 +41,7 @@ class Posture(NamedTuple):
     is_waiting: bool  # for other ranks, or for a device that may be waiting for them
     is_compiling: bool
     place: str  # file:line of the innermost frame outside of libraries
+    is_debugged: bool = False  # it stands at a prompt of pdb, or of another debugger
 
 
 NOWHERE = Posture(is_waiting=False, is_compiling=False, place="unknown")
@@ -52,7 +54,7 @@ def posture(thread_ids: frozenset[int]) -> Posture:
         return NOWHERE
     # While autograd runs backward on another thread, the main one is inside of its call.
     for each in found:
-        if each.is_waiting or each.is_compiling:
+        if each.is_waiting or each.is_compiling or each.is_debugged:
             return each
     return found[0]
 
@@ -86,12 +88,13 @@ def _posture(frame: FrameType) -> Posture:
     reads files and looks at clocks, and a thread is likely to be seen in just such a call,
     because it lets other threads run there.
     """
-    place, is_waiting, is_compiling = None, None, False
+    place, is_waiting, is_compiling, is_debugged = None, None, False, False
     walked: FrameType | None = frame
     while walked is not None:
         name = walked.f_code.co_filename
         is_compiling |= name.startswith(_COMPILING)
         is_compiling |= any(part in name for part in _TRITON_COMPILING)
+        is_debugged |= any(part in name for part in _DEBUGGERS)
         if is_waiting is None and name.startswith(_WAITING):
             is_waiting = True
         if is_waiting is None and (name.startswith(_OWN) or not _is_library(name)):
@@ -103,4 +106,5 @@ def _posture(frame: FrameType) -> Posture:
         is_waiting=bool(is_waiting),
         is_compiling=is_compiling,
         place=place or f"{frame.f_code.co_filename}:{frame.f_lineno}",
+        is_debugged=is_debugged,
     )

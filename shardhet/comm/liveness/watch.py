@@ -10,6 +10,7 @@ import atexit
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -34,8 +35,10 @@ from shardhet.comm.liveness.judging import (
     has_ended,
     judge,
     judge_store,
+    standstill,
 )
 from shardhet.comm.liveness.mailbox import Mailbox
+from shardhet.comm.liveness.orphans import end_with_launcher
 from shardhet.comm.liveness.pace import Pace
 from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_json
 from shardhet.comm.liveness.sign import ProcessState, Sign, no_sign
@@ -46,7 +49,8 @@ from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
 
-HANG_TIMEOUT_S = 300.0
+HANG_TIMEOUT_S = 60.0
+TELLS_AFTER_S = 20.0  # of standing still
 INTERVAL_S = 0.5
 READ_AFTER_S = 1.0  # of waiting; before that nobody needs to know what the others do
 SECONDS_BETWEEN_READS = 20.0  # while all is well, so that every rank knows all others
@@ -61,7 +65,9 @@ def watch_ranks(
 ) -> "Watch":
     """Watch over all ranks of the default process group until the program ends.
 
-    Every rank calls it once, after ``init_process_group`` and from the thread that trains.
+    ``HetFSDP`` calls it with these defaults unless the program has; a later call with other
+    values changes them.  Every rank makes the same calls, after ``init_process_group`` and from
+    the thread that trains.
     From then on a rank that is stopped, stands still, or is cut off from the network ends the
     run: every other rank raises ``RuntimeError``, or ends with exit status 75 if it cannot,
     and the first of them shows who stands still, where, and for how long.
@@ -69,7 +75,9 @@ def watch_ranks(
     A rank is accused only if others wait for it and it has made no progress for
     ``hang_timeout_s``, or for five times the slowest of the last 20 steps if that is longer;
     for ten times as long before the first step has ended, while torch compiles, and inside
-    ``with phase("evaluating")``.  None or 0 switches the watch off.
+    ``with phase("evaluating")``; never at a prompt of a debugger.  After 20 s without progress
+    a line says who waits for whom.  None or 0 switches the watch off.  A rank that torchrun or
+    ``shardhet train`` has started also ends if that process is gone, with or without a watch.
 
     Args:
         hang_timeout_s: the least time without progress, in seconds.
@@ -77,11 +85,16 @@ def watch_ranks(
         on_verdict: called with the verdict instead of showing it, on one rank.
 
     The watch ends with the program, with the process group, or with its ``stop``; it is a
-    context manager, too.  A second call returns the watch that is running.
+    context manager, too.
     """
+    end_with_launcher()
+    _is_decided.append(None)
     running = _running[0] if _running else None
-    if running is not None:
+    if running is not None and hang_timeout_s:
+        running.change(hang_timeout_s, on_verdict)
         return running
+    if running is not None:
+        running.stop()
     watch = Watch(hang_timeout_s or 0.0, torch.device(device or _own_device()), on_verdict)
     if hang_timeout_s and dist.is_initialized() and dist.get_world_size() > 1:
         try:
@@ -90,6 +103,15 @@ def watch_ranks(
             # A store that gives no second connection, or another version of torch.
             logger.warning("nobody watches over the ranks of this run: %r", error)
     return watch
+
+
+def watch_unless_decided(world_size: int, device: torch.device) -> None:
+    """``watch_ranks`` with its defaults, for a model that is on all ranks, unless the program
+    has called it.
+    """
+    if not _is_decided and dist.is_initialized() and world_size == dist.get_world_size():
+        watch_ranks(device=device)
+        _is_decided.clear()
 
 
 class _Standing(NamedTuple):
@@ -119,6 +141,7 @@ class Watch:
         # Of this rank
         self._standing = _Standing(0, 0, 0, ())
         self._pace, self._still_s = Pace(), 0.0
+        self._has_told = False  # of its present standstill
         self._own: Sign | None = None
         self._num_beats = 0
         # Of the others
@@ -128,6 +151,13 @@ class Watch:
         self._num_rounds = self._num_reads = 0
         self._ending: Ending | None = None
         self._verdict: Verdict | None = None
+
+    def change(
+        self, hang_timeout_s: float, on_verdict: Callable[[Verdict], None] | None
+    ) -> None:
+        """Go on with another patience, and another receiver of the verdict if one is given."""
+        self._hang_timeout_s = hang_timeout_s
+        self._on_verdict = on_verdict or self._on_verdict
 
     @property
     def is_running(self) -> bool:
@@ -231,6 +261,7 @@ class Watch:
             doing=_with_phase(progress.doing),
             is_waiting=found.is_waiting or self._device_is_busy(patience_s),
             is_long=is_long,
+            is_debugged=found.is_debugged,
             still_s=self._still_s,
             patience_s=patience_s,
             limit_s=progress.limit_s,
@@ -327,6 +358,7 @@ class Watch:
         waits_for_device = not devices.is_on_host(self._device)
         gone_s = SECONDS_FOR_THE_GONE_OF_NCCL if waits_for_device else SECONDS_FOR_THE_GONE
         verdict = judge(self._own, self._seen, gone_s=gone_s)
+        self._tell_of_standstill()
         if verdict is not None:
             self._mailbox.proposal = verdict_to_json(verdict)  # the first one counts
             self._mailbox.wake()
@@ -341,8 +373,22 @@ class Watch:
                 )
                 return
 
+    def _tell_of_standstill(self) -> None:
+        assert self._own is not None
+        if self._still_s < TELLS_AFTER_S:
+            self._has_told = False
+        elif not self._has_told and self._num_reads:
+            self._has_told = True
+            text = standstill(self._own, self._seen)
+            logger.warning("%s", text)
+            if self._rank == 0:  # the output of the others may go to files
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(f"{text}\n")
+                    sys.stderr.flush()
+
     def _end(self, verdict: Verdict) -> None:
         self._verdict = verdict
+        self._kill_stopped(verdict)
         is_culprit = self._rank in verdict.culprits
         reporters = [rank for rank in range(self._world_size) if rank not in verdict.culprits]
         if reporters and reporters[0] == self._rank:
@@ -352,8 +398,19 @@ class Watch:
         progress.verdict = f"{verdict.text}\nAll ranks stop."
         self._ending = Ending(progress.verdict, is_culprit=is_culprit, breaks_after_s=0.0)
 
+    def _kill_stopped(self, verdict: Verdict) -> None:
+        """End culprits of this host that are stopped: no other signal would reach them."""
+        for rank in verdict.culprits:
+            sign = self._seen[rank].sign if rank in self._seen else None
+            if sign is None or sign.host != self._host:
+                continue
+            if ProcessState.of(sign.pid) is ProcessState.STOPPED:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(sign.pid, signal.SIGKILL)
+
 
 _running: list[Watch] = []  # at most one
+_is_decided: list[None] = []  # not empty once the program itself has called watch_ranks
 
 
 def _is_of_another(error: BaseException | None) -> bool:

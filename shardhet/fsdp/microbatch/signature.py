@@ -106,7 +106,7 @@ class ModelCall:
     def digests(self) -> list[Any]:
         """By leaf: a hash of the values of a tensor, and None for anything else."""
         return [
-            torch.hash_tensor(leaf.detach().contiguous()).tolist()
+            torch.hash_tensor(_real(leaf.detach()).contiguous()).tolist()
             if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided
             else None
             for leaf in self.leaves
@@ -152,6 +152,10 @@ class ModelCall:
             rest = [d for d in range(row.dim()) if d != axis.dim and row.shape[d] > 1]
             rows.append(row.roll(shift, rest[0]) if shift and rest else row)
         return torch.cat(rows, axis.dim).requires_grad_(leaf.requires_grad)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _dim_of(name: str, batch_dim: BatchDims) -> int | None:

@@ -258,7 +258,7 @@ class Attempt:
                         "or mean over samples (perhaps a load-balancing or contrastive loss), "
                         "so it would depend on the plan. Leave it out of the loss "
                         "(output_router_logits=False), compute it from each sample inside a "
-                        "unit, or give every rank one microbatch."
+                        "unit, or let one rank compute all samples at once."
                     )
                 )
 
@@ -317,7 +317,7 @@ def _mixed(index: int, large: Tensor) -> str:
     return (
         f"model(...): output {index} of shape {tuple(large.shape)}, computed outside of units, "
         "depends for one sample on the other samples of the rank's batch, so it would depend "
-        "on the plan. Mix samples inside a unit, or give every rank one microbatch."
+        "on the plan. Mix samples inside a unit, or let one rank compute all samples at once."
     )
 
 

@@ -229,7 +229,7 @@ def _refuse_random(operation: str) -> None:
 
 
 def _accept(_operation: str) -> None:
-    """Accept it: with one microbatch per rank, drawing once per batch changes nothing."""
+    """Accept it: one rank computes all samples at once, and draws once, as one process does."""
 
 
 def _calls_others(fqn: str) -> str:

@@ -39,7 +39,7 @@ class RuleFinder:
             return self._undecidable(
                 f"{what} has shape {tuple(small.shape)} for {SMALL} samples and "
                 f"{tuple(large.shape)} for {LARGE}: {error}. Compute it inside the unit, or "
-                "give every rank one microbatch."
+                "let one rank compute all samples at once."
             )
         if not axes:
             if self._are_equal(small, large):
@@ -47,7 +47,7 @@ class RuleFinder:
             return self._undecidable(
                 f"{what} has no dimension for the samples, but its values depend on which "
                 "samples are in the batch, so it differs between microbatches. Compute it "
-                "inside the unit, or give every rank one microbatch."
+                "inside the unit, or let one rank compute all samples at once."
             )
         fitting = [
             axis for axis in axes if self._are_equal(axis.narrow(large, PARTS[0], LARGE), small)
@@ -58,13 +58,13 @@ class RuleFinder:
             return self._undecidable(
                 f"{what} of shape {tuple(large.shape)} holds {axes[-1].outer} rows per sample, "
                 "and their values do not tell in which order. Pass one row per sample and "
-                "repeat it inside the unit, or give every rank one microbatch."
+                "repeat it inside the unit, or let one rank compute all samples at once."
             )
         return self._undecidable(
             f"{what} of shape {tuple(large.shape)} depends for one sample on the other samples "
             "of the batch: code outside of units mixes samples, or the batch is in another "
-            "dimension (HetFSDP(batch_dim=...)). Mix samples inside a unit, or give every rank "
-            "one microbatch."
+            "dimension (HetFSDP(batch_dim=...)). Mix samples inside a unit, or let one rank "
+            "compute all samples at once."
         )
 
     def of_output(
@@ -78,7 +78,8 @@ class RuleFinder:
             return self._undecidable(
                 f"{what} has shape {tuple(small.shape)} for {SMALL} samples and "
                 f"{tuple(whole.shape)} for {LARGE}: {error}, so microbatches cannot be "
-                "joined. Return one row per sample, or give every rank one microbatch."
+                "joined. Return one row per sample, or let one rank compute all samples at "
+                "once."
             )
         if not parts:
             return axes[0] if axes and self._splits else Join.SHARED
@@ -94,13 +95,13 @@ class RuleFinder:
             return self._undecidable(
                 f"{what} of shape {tuple(whole.shape)} holds {len(fitting)} or more rows per "
                 "sample, and their values do not tell in which order. Return one row per "
-                "sample, or give every rank one microbatch."
+                "sample, or let one rank compute all samples at once."
             )
         if fitting and fitting[0] is Join.MEAN and self.has_mask and not _is_same(parts):
             return self._undecidable(
                 f"{what} is a mean, perhaps only over positions that a mask or targets choose, "
                 "whose number may differ between microbatches. Return the sum, and divide "
-                "outside of the unit, or give every rank one microbatch."
+                "outside of the unit, or let one rank compute all samples at once."
             )
         if fitting:
             return fitting[0]
@@ -108,14 +109,14 @@ class RuleFinder:
             return self._undecidable(
                 f"{what} of shape {tuple(whole.shape)} depends for one sample on the other "
                 "samples of the microbatch, or the batch is in another dimension "
-                "(HetFSDP(batch_dim=...)), so the result would depend on the plan. Give every "
-                "rank one microbatch if that is intended."
+                "(HetFSDP(batch_dim=...)), so the result would depend on the plan. Let one "
+                "rank compute all samples at once if that is intended."
             )
         return self._undecidable(
             f"{what} of shape {tuple(whole.shape)} has no dimension for the samples, and for "
             "several microbatches it is neither the same, nor the sum, nor the mean (a "
-            "load-balancing loss, perhaps). Return what belongs to each sample, or give every "
-            "rank one microbatch."
+            "load-balancing loss, perhaps). Return what belongs to each sample, or let one "
+            "rank compute all samples at once."
         )
 
     def _fits(self, whole: Tensor, parts: Sequence[Tensor], rule: Rule) -> bool:

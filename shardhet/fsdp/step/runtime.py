@@ -85,6 +85,7 @@ class Runtime:
         """Compute as ``plan`` says from the next forward on."""
         self._plan = plan
         self._rank_plan = plan.ranks[self._control.position]
+        self._several_compute = sum(bool(rank.rank_batch_size) for rank in plan.ranks) > 1
         self._visits = Visits(
             root=self.root,
             rank_plan=self._rank_plan,
@@ -114,7 +115,10 @@ class Runtime:
         self.abandon()
         self.features.begin()
         self._has_gradients = torch.is_grad_enabled()
-        splits = call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
+        # Whether the global batch is cut at all: between ranks, or into microbatches.
+        splits = self._several_compute or (
+            call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
+        )
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         with self.observers.watch("", Activity.AGREE):
             counted = {"num_samples": call.num_samples, "index": index, "step": self.step}
