@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from shardhet import Plan
-from tests.fuzzing.judge import Judgement, Verdict, judge, run_on_rank
+from tests.fuzzing.judge import Judgement, Report, Verdict, judge, run_on_rank
 from tests.fuzzing.shapes import FuzzCase, ModelShape, StepShape, UnitShape
 from tests.worlds import World
 
@@ -20,9 +20,10 @@ class Court:
     """Judges cases; a world in which every rank answered is kept for the next of its size."""
 
     timeout_s: float = CASE_TIMEOUT_S
+    run_on_rank: Callable[..., Report] = run_on_rank
     _world_by_size: dict[int, tuple[World, int]] = field(default_factory=dict)
 
-    def judge(self, case: FuzzCase) -> tuple[Judgement, float]:
+    def judge(self, case: Any) -> tuple[Judgement, float]:
         """The verdict, and how many seconds the case took."""
         kept = self._world_by_size.pop(case.world_size, None)
         world, generation = kept or (World(case.world_size), 0)
@@ -30,7 +31,7 @@ class Court:
         is_reusable = False
         try:
             outcomes = world.run(
-                run_on_rank, (case, generation), timeout_s=self.timeout_s, grace_s=GRACE_S
+                self.run_on_rank, (case, generation), timeout_s=self.timeout_s, grace_s=GRACE_S
             )
             judgement = judge(outcomes)
             if judgement.verdict is not Verdict.EXACT:
