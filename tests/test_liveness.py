@@ -1,9 +1,12 @@
 """Who is accused, and who is not, from the signs of all ranks alone."""
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,21 +17,29 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
-from shardhet.comm.liveness.ending import EXIT_STATUS, Ending
+from shardhet.comm.liveness.ending import (
+    EXIT_STATUS,
+    OF_THIS_RANK,
+    Ending,
+    end_with_launcher,
+    launcher_of,
+)
 from shardhet.comm.liveness.judging import (
     LONG_FACTOR,
     MUTUAL_FACTOR,
     SECONDS_FOR_THE_GONE,
+    Cadence,
     Fault,
     SeenPeer,
+    Verdict,
     judge,
     judge_store,
+    standstill,
 )
-from shardhet.comm.liveness.panel import panel, verdict_from_json, verdict_to_json
+from shardhet.comm.liveness.own import OwnRank
 from shardhet.comm.liveness.sign import ProcessState, Sign
 from shardhet.comm.liveness.stacks import posture, stack
-from shardhet.comm.liveness.watch import Watch
-from tests.worlds import run_ranks_expecting_failure
+from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 PATIENCE_S = 30.0
 LONGER_S = 31.0
@@ -69,8 +80,8 @@ def fault(*peers: SeenPeer, own: Sign = WAITING) -> tuple[Fault, tuple[int, ...]
     verdict = judge(own, {each.sign.rank: each for each in peers})
     if verdict is None:
         return None
-    assert verdict_from_json(verdict_to_json(verdict)) == verdict
-    assert verdict.text.splitlines()[0][:40].strip() in panel(verdict)
+    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert verdict.text.splitlines()[0][:40].strip() in verdict.panel()
     return verdict.fault, verdict.culprits
 
 
@@ -151,6 +162,88 @@ def test_a_process_that_is_gone_is_named_soon() -> None:
     assert fault(seen(1, process=ProcessState.GONE), own=own) is None
 
 
+def test_a_stopped_process_has_no_longer_patience_before_the_first_step() -> None:
+    own = replace(WAITING, num_steps=0)
+    assert fault(seen(1, silent_s=LONGER_S), own=own) is None  # it may be starting
+    stopped = seen(1, silent_s=LONGER_S, process=ProcessState.STOPPED)
+    assert fault(stopped, own=own) == (Fault.SILENT, (1,))
+
+
+def test_a_process_in_a_debugger_is_never_accused() -> None:
+    own = replace(WAITING, still_s=LONG_S)
+    for traced in (
+        seen(1, silent_s=LONG_S, process=ProcessState.TRACED),
+        seen(1, still_s=LONG_S, is_debugged=True),
+    ):
+        assert fault(traced, seen(2, is_waiting=True, still_s=LONG_S), own=own) is None
+
+
+def test_one_line_says_who_waits_for_whom_and_in_what() -> None:
+    own = replace(WAITING, still_s=20.0)
+    stopped = seen(1, silent_s=19.0, is_waiting=True, process=ProcessState.STOPPED)
+    busy = seen(2, doing="loading the next batch")
+    said = standstill(own, {1: stopped, 2: busy, 3: seen(3, is_waiting=True)})
+    assert said == (
+        "rank 0 (cpu) has made no progress for 20 s in forward of unit 'layers.1' of step 6, "
+        "at model.py:12: it waits for others. rank 1 (cpu) is in forward of unit 'layers.1' of "
+        "step 6, at model.py:12, and silent for 19 s: its process is stopped (SIGSTOP); rank 2 "
+        "(cpu) is in loading the next batch of step 6, at model.py:12."
+    )
+    assert standstill(replace(own, is_waiting=False), {}).endswith("others may wait for it.")
+
+
+def lose_the_launcher(rank: int, path: str, is_lost_first: bool) -> None:
+    os.environ[OF_THIS_RANK] = "a file"
+    if agent := os.fork():
+        while not Path(path).exists() or not is_lost_first:
+            if Path(path).exists() and Path(path).read_text().endswith("watched"):
+                break
+            time.sleep(0.01)
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
+    elif parent := os.fork():  # the agent
+        time.sleep(60.0 * bool(parent))
+    else:
+        Path(path).write_text(str(os.getpid()))
+        agent = os.getppid()
+        while is_lost_first and os.getppid() == agent:
+            time.sleep(0.01)
+        end_with_launcher()
+        Path(path).write_text(f"{os.getpid()} watched")
+        time.sleep(60.0)
+        os._exit(0)
+
+
+@pytest.mark.parametrize("is_lost_first", [False, True])
+def test_a_rank_ends_within_seconds_of_its_launcher(
+    is_lost_first: bool, tmp_path: Path
+) -> None:
+    run_ranks(lose_the_launcher, 1, str(tmp_path / "pid"), is_lost_first, fresh_world=True)
+    pid = int((tmp_path / "pid").read_text().split()[0])
+    deadline_s = time.monotonic() + 10.0
+    while ProcessState.of(pid) is not ProcessState.GONE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def test_a_launcher_is_found_behind_a_shell(tmp_path: Path) -> None:
+    shell = subprocess.Popen(
+        ["sh", "-c", "sleep 60; true"], env={**os.environ, OF_THIS_RANK: str(tmp_path)}
+    )
+    try:
+        children = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
+        while not (text := children.read_text()):
+            time.sleep(0.01)
+        rank = int(text)
+        assert launcher_of(rank) == launcher_of(shell.pid) == os.getpid()
+        assert launcher_of(os.getpid()) is None
+    finally:
+        shell.kill()
+        shell.wait()
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+
 def test_a_program_that_has_ended_is_accused_only_if_nobody_is_at_work() -> None:
     left = seen(1, has_left=True, process=ProcessState.GONE)
     assert fault(left) == (Fault.LEFT, (1,))
@@ -184,11 +277,12 @@ def test_a_host_that_waits_for_its_accelerator_waits_for_others(
     stream = SimpleNamespace(query=lambda: has_ended)
     module = SimpleNamespace(current_stream=lambda device: stream)
     monkeypatch.setattr(devices, "module_of", lambda device: module)
-    watch = Watch(300.0, torch.device("cuda", 0), lambda verdict: None)
-    watch._still_s = still_s
-    assert watch._device_is_busy(patience_s=300.0) is is_busy
-    on_host = Watch(300.0, torch.device("cpu"), lambda verdict: None)
-    on_host._still_s = still_s
+    monkeypatch.setattr("shardhet.comm.liveness.own.local_device_spec", str)
+    rank = OwnRank(0, torch.device("cuda", 0), Cadence())
+    rank.still_s = still_s
+    assert rank._device_is_busy(patience_s=300.0) is is_busy
+    on_host = OwnRank(0, torch.device("cpu"), Cadence())
+    on_host.still_s = still_s
     assert not on_host._device_is_busy(patience_s=300.0)
 
 
@@ -222,7 +316,8 @@ def test_a_rank_that_reads_a_file_while_it_waits_is_waiting(
 def end_with_a_word_unwritten(rank: int, path: str) -> None:
     sys.stdout = Path(path).open("w")  # noqa: SIM115 -- the end of the process closes it
     sys.stdout.write("the last word\n")
-    Ending("rank 0 stands still", is_culprit=True)._exit("nowhere")
+    ending = Ending("rank 0 stands still", is_culprit=True, breaks_after_s=0.0, grace_s=0.0)
+    ending.advance(1.0, is_waiting=True, stack="nowhere")
 
 
 def test_what_a_program_has_printed_is_written_before_it_is_ended(tmp_path: Path) -> None:

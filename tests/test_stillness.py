@@ -22,7 +22,6 @@ from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import save
 from shardhet.checkpoint.state import ranks
 from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch_ranks
-from shardhet.comm.liveness.panel import panel
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import start
@@ -70,7 +69,7 @@ class Optimizer(torch.optim.SGD):
 
 def keep(folder: str, verdict: Verdict) -> None:
     if folder:
-        Path(f"{folder}.panel").write_text(panel(verdict))
+        Path(f"{folder}.panel").write_text(verdict.panel())
 
 
 def train(rank: int, world_size: int, case: Case) -> int:

@@ -23,6 +23,7 @@ from shardhet.apps.cli.help import show_help
 from shardhet.apps.launch.hydra_door import enter, launched_environment, refuse
 from shardhet.apps.launch.launch import start_ranks
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.launch.sole_writer import sole_writer
 from shardhet.apps.run.loggers import check_logger
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
@@ -69,7 +70,11 @@ def _train(cfg: DictConfig) -> None:
         folder.begin(cfg, non_default_sources(cfg, context.overrides.task, name))
 
     if env is None:
-        begin()
+        try:
+            with sole_writer(folder, rank=0):
+                begin()
+        except RuntimeError as error:
+            raise refuse(ConfigError(str(error)), env) from None
         start_ranks(folder, world_size, grace_s=conf.end_notice.grace_s)
     else:
         from shardhet.apps.run.worker import run_rank

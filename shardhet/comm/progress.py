@@ -8,6 +8,7 @@ moments: if none has changed, the process has made no progress in between.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from typing import TextIO
 
 
 class RankProgress:
@@ -23,6 +24,7 @@ class RankProgress:
         "num_steps",
         "on_failure",
         "phases",
+        "screen",
         "step",
         "thread_id",
         "verdict",
@@ -44,6 +46,8 @@ class RankProgress:
         # Why the run ends, if a watching thread has found that out: the message of every error
         # that this process raises because it has lost its peers.
         self.verdict: str | None = None
+        # Where the user looks, if what this process prints is written to a file.
+        self.screen: TextIO | None = None
 
     def mark(self, doing: str) -> None:
         """Record that this thread begins to do something else."""

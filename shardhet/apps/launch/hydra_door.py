@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from shardhet.apps.launch.launch import RunFailedExit
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.rank_env import RankEnv, agree_on_stamp
+from shardhet.comm.liveness import end_with_launcher
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,
@@ -45,6 +46,7 @@ def enter(
     ``show_help`` gets the overrides and the user's own folder.
     """
     env = RankEnv.from_environment()
+    end_with_launcher()  # ranks ask its store for the name of their folder
     OmegaConf.register_new_resolver(
         "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
     )

@@ -23,7 +23,9 @@ from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, end_with_launcher, watch_ranks
+from shardhet.comm.liveness.ending import end_if_launcher_is_gone
 from shardhet.comm.members import local_device_spec
+from shardhet.comm.progress import progress
 from shardhet.comm.transport import SWITCH
 from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.training.emulation import cores_for, stay_on
@@ -111,6 +113,7 @@ def _log_to(folder: RunFolder, rank: int) -> Iterator[None]:
     folder.logs_dir.mkdir(parents=True, exist_ok=True)
     with folder.log_path(rank).open("a", encoding="utf-8", buffering=1) as file:
         if rank > 0:
+            progress.screen = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
             _redirect(sys.stdout, file)
             _redirect(sys.stderr, file)
         faulthandler.enable()  # a native crash leaves its Python stack in the log
@@ -153,6 +156,7 @@ def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[No
     try:
         yield
     except Exception as error:
+        end_if_launcher_is_gone()  # the store was lost with it, which says less
         logger.exception("rank %d failed", env.rank)
         failure = Failure.of(error, rank=env.rank, device=device)
         may_heal = isinstance(error, MAY_HEAL)

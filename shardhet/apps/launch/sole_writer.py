@@ -18,17 +18,17 @@ from contextlib import contextmanager
 from datetime import datetime
 
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.liveness.orphans import STARTED_BY_AGENT
+from shardhet.comm.liveness.ending import launcher_of
 from shardhet.comm.liveness.sign import ProcessState
 
-# For ranks of the same run that are still saving, as torchrun lets them for 30 s, and for a
+# For ranks of the same launch that are still saving, as torchrun lets them for 30 s, and for a
 # server of files to let go of a node that is lost (NFSv4: 90 s).
 PATIENCE_S = 120.0
+PATIENCE_WITH_ORPHANS_S = 10.0  # ranks end within seconds of their launcher
 NAMES_HOLDER_AFTER_S = 2.0
-# With a holder of another start that is alive; ranks end within seconds of their launcher.
-PATIENCE_WITH_ANOTHER_RUN_S = 8.0
 SECONDS_BETWEEN_TRIES = 0.2
 HELD = (errno.EACCES, errno.EAGAIN)
+HOLDER = re.compile(r"process (\d+) on (\S+) since .*, launched by process (\d+) \((\S+)\)")
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,9 @@ def sole_writer(
     """Context in which rank zero holds the folder; other ranks do nothing.
 
     The system lets go of it when the process ends, however it does.  Raises ``RuntimeError``
-    on rank zero if another process has held it for ``patience_s``, or for a few seconds if it
-    is a process of this host and of another start.  Where files cannot be locked, it warns and
-    goes on.
+    on rank zero if another process has held it for ``patience_s``; at once, if that process
+    lives on this host and is no rank of this launch.  Where files cannot be locked, it warns
+    and goes on.
     """
     if rank != 0:
         yield
@@ -61,10 +61,8 @@ def sole_writer(
                 waited_s = time.monotonic() - begin_s
                 file.seek(0)
                 holder = file.read().strip()
-                limit_s = patience_s
-                if _is_another_start_here(holder):
-                    limit_s = min(patience_s, PATIENCE_WITH_ANOTHER_RUN_S)
-                if waited_s > limit_s:
+                limit_s = min(patience_s, _patience_s(holder))
+                if waited_s >= limit_s:
                     raise RuntimeError(
                         f"run_dir: {folder.path} is written to by another run, "
                         f"{holder or 'another process'}. End that one, or name another folder."
@@ -79,18 +77,30 @@ def sole_writer(
                 time.sleep(SECONDS_BETWEEN_TRIES)
         file.truncate(0)
         since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        start = os.environ.get(STARTED_BY_AGENT, "none")
+        launcher, launch = _launch()
         file.write(
-            f"process {os.getpid()} on {socket.gethostname()} since {since} (start {start})\n"
+            f"process {os.getpid()} on {socket.gethostname()} since {since}, launched by "
+            f"process {launcher} ({launch})\n"
         )
         file.flush()
         yield
 
 
-def _is_another_start_here(holder: str) -> bool:
-    """Whether the holder is a process of this host that is alive and of another start."""
-    found = re.fullmatch(r"process (\d+) on (\S+) since .* \(start (\S+)\)", holder)
+def _launch() -> tuple[int, str]:
+    """The launcher of this process, and the name that all launchers of its run have."""
+    return launcher_of(os.getpid()) or 0, os.environ.get("TORCHELASTIC_RUN_ID", "none")
+
+
+def _patience_s(holder: str) -> float:
+    """How long the holder of the lock may go on."""
+    found = HOLDER.fullmatch(holder)
     if found is None or found[2] != socket.gethostname():
-        return False
-    is_alive = ProcessState.of(int(found[1])) is not ProcessState.GONE
-    return is_alive and found[3] != os.environ.get(STARTED_BY_AGENT, "none")
+        return PATIENCE_S
+    process, launcher = int(found[1]), int(found[3])
+    mine, launch = _launch()
+    # "none" is the name that torchrun gives where the user gives none.
+    is_same = 0 != launcher == mine if launch == "none" else found[4] == launch
+    if ProcessState.of(process) is ProcessState.GONE or is_same:
+        return PATIENCE_S
+    is_orphan = launcher and launcher_of(process) != launcher
+    return PATIENCE_WITH_ORPHANS_S if is_orphan else 0.0

@@ -4,9 +4,8 @@ HetFSDP starts it; ``watch_ranks`` changes it or switches it off.  Code that tak
 rank while others wait for it, and in which nothing is wrong, goes into ``with phase("...")``.
 """
 
-from shardhet.comm.liveness.ending import EXIT_STATUS
-from shardhet.comm.liveness.judging import Verdict
-from shardhet.comm.liveness.orphans import end_with_launcher
+from shardhet.comm.liveness.ending import EXIT_STATUS, end_with_launcher
+from shardhet.comm.liveness.judging import Cadence, Verdict
 from shardhet.comm.liveness.watch import (
     HANG_TIMEOUT_S,
     Watch,
@@ -18,6 +17,7 @@ from shardhet.comm.progress import phase
 __all__ = [
     "EXIT_STATUS",
     "HANG_TIMEOUT_S",
+    "Cadence",
     "Verdict",
     "Watch",
     "end_with_launcher",

@@ -1,12 +1,20 @@
-"""Ends this process once the run cannot go on: in order if that is possible, else at once.
+"""Ends this process: once the run cannot go on, or once its launcher is gone.
 
-    at once         connections are broken, so that a blocked collective raises
-    after a grace   a training thread that is still blocked, or is itself at fault, is ended
-                    with the whole process, by ``os._exit``
+at once         connections are broken, so that a blocked collective raises
+after a grace   a training thread that is still blocked, or is itself at fault, is ended
+                with the whole process, by ``os._exit``
 
 A training thread that has noticed handles its error for as long as it likes.  Once the program
 ends, the process gets ``SECONDS_FOR_EXIT``: destructors of torch may wait for a store that
 stands still (torch 2.13).
+
+[Note: The launcher of a rank]
+It is torchrun's agent on this host, or ``shardhet train``, which is an agent too: the nearest
+ancestor that was not itself started with this rank's variables, as a shell in between is.
+Linux can kill a process when its parent ends (PR_SET_PDEATHSIG), but it does so when the
+parent's *thread* ends, and never if the parent ended before the call; so a thread looks once a
+second who the launcher is.  A launcher that ended before the first look has left this rank to
+another process, which, unlike an agent, has not loaded torch.
 """
 
 import atexit
@@ -15,8 +23,10 @@ import logging
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from shardhet.comm.groups import break_all_connections
 
@@ -25,20 +35,32 @@ logger = logging.getLogger(__name__)
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: start the run again
 GRACE_S = 5.0
 SECONDS_FOR_EXIT = 15.0
+OF_THIS_RANK = "TORCHELASTIC_ERROR_FILE"  # agents of torch give each rank one of its own
+SECONDS_BETWEEN_LOOKS = 1.0
+
+_launcher: list[int] = []  # at most one
 
 
 class Ending:
     """The end of this process, step by step, driven by the watch."""
 
-    def __init__(self, text: str, *, is_culprit: bool, breaks_after_s: float = GRACE_S) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        is_culprit: bool,
+        breaks_after_s: float = GRACE_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
         """``is_culprit``: this rank is the one that stands still, so it will not notice.
 
         A training thread that is blocked for ``breaks_after_s`` has its connections broken; 0
-        breaks them now.
+        breaks them now.  ``grace_s`` later the process is ended.
         """
         self._text = text
         self._is_culprit = is_culprit
         self._breaks_after_s = breaks_after_s
+        self._grace_s = grace_s
         self._blocked_s = 0.0
         self._breaking: threading.Thread | None = None
         atexit.register(_limit_exit)
@@ -52,8 +74,11 @@ class Ending:
             if self._blocked_s >= self._breaks_after_s:
                 self._break()
                 self._blocked_s = 0.0
-        elif self._blocked_s >= GRACE_S:
-            self._exit(stack)
+        elif self._blocked_s >= self._grace_s:
+            _exit(
+                f"{self._text}\nThis process ends with exit status {EXIT_STATUS}, because its "
+                f"training thread does not react. It is at\n{stack}"
+            )
 
     def join(self, within_s: float) -> None:
         """Wait for what this has started: a thread that outlives the interpreter aborts it."""
@@ -67,19 +92,90 @@ class Ending:
         )
         self._breaking.start()
 
-    def _exit(self, stack: str) -> None:
-        message = (
-            f"{self._text}\nThis process ends with exit status {EXIT_STATUS}, because its "
-            f"training thread does not react. It is at\n{stack}"
-        )
-        logger.critical("%s", message)
+
+def launcher_of(pid: int) -> int | None:
+    """The process that has launched the rank ``pid``; see [Note: The launcher of a rank].
+
+    None if no agent of torch has, or the system does not say.
+    """
+    mine = _file_of(pid)
+    if mine is None:
+        return None
+    while (parent := _parent_of(pid)) is not None and _file_of(parent) == mine:
+        pid = parent
+    return parent
+
+
+def end_with_launcher() -> None:
+    """From now on, end this process within seconds if the agent that started it is gone.
+
+    Does nothing in a process that no agent has started: a program may outlive its shell.
+    """
+    if OF_THIS_RANK not in os.environ or _launcher:
+        return
+    _launcher.append(_launcher_now())
+    threading.Thread(target=_look_for_launcher, name="shardhet launcher", daemon=True).start()
+
+
+def end_if_launcher_is_gone() -> None:
+    """End this process now if ``end_with_launcher`` would end it soon."""
+    if not _launcher or (_launcher_now() == _launcher[0] and not _has_adopted(_launcher[0])):
+        return
+    which = "" if _has_adopted(_launcher[0]) else f", process {_launcher[0]},"
+    _exit(
+        f"the launcher of this rank{which} is gone (killed, or out of memory). This rank ends "
+        f"with exit status {EXIT_STATUS}; start the run again to go on."
+    )
+
+
+def _look_for_launcher() -> None:
+    while True:
+        end_if_launcher_is_gone()
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _launcher_now() -> int:
+    return launcher_of(os.getpid()) or os.getppid()
+
+
+def _has_adopted(pid: int) -> bool:
+    """Whether a process has adopted this rank, whose launcher had ended before the first look.
+
+    An agent has loaded torch, and it is of this rank's user, who may look into it.
+    """
+    try:
+        return "libtorch" not in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return pid == 1 and Path("/proc/self/maps").exists()
+
+
+def _file_of(pid: int) -> bytes | None:
+    """The value of ``OF_THIS_RANK`` with which a process was started."""
+    with suppress(OSError):
+        for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = each.partition(b"=")
+            if name == OF_THIS_RANK.encode():
+                return value
+    return None
+
+
+def _parent_of(pid: int) -> int | None:
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(status.rpartition(")")[2].split()[1])  # proc(5)
+    return None
+
+
+def _exit(message: str) -> NoReturn:
+    """End the process now, whatever its threads do."""
+    logger.critical("%s", message)
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{message}\n")
+    for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"{message}\n")
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        logging.shutdown()
-        os._exit(EXIT_STATUS)
+            stream.flush()
+    logging.shutdown()
+    os._exit(EXIT_STATUS)
 
 
 def _limit_exit() -> None:

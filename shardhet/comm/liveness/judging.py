@@ -1,5 +1,7 @@
 """Decides from the signs of all ranks whether the run cannot go on, and whose fault that is.
 
+Pure: ``judge`` is a function of signs, which the watch gathers.
+
 [Note: Who may be accused]
 A rank judges only while its own training thread waits for other ranks and has made no progress
 for the whole patience; as long as nobody waits in vain, nobody is accused.  Then, in this
@@ -13,13 +15,18 @@ order:
 The patience is shorter while the observer waits in a call that all ranks make right after
 another, as checkpoint.save: the limit of that call.
 
+Before its first step has ended a rank has ``LONG_FACTOR`` times as long, unless its process is
+stopped: that is no start-up.
+
 A rank that makes progress, compiles, is in a declared phase or in a debugger is at work.  While
 one rank is at work, ranks that wait are right to wait, whatever the time.  Times are counted by
 each observer for itself, so that clocks need not agree.
 """
 
+import json
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 from shardhet.comm.liveness.sign import ProcessState, Sign
@@ -30,6 +37,18 @@ MUTUAL_FACTOR = 2.0
 SECONDS_FOR_THE_GONE = 10.0
 SECONDS_FOR_THE_GONE_OF_NCCL = 2.0
 MAX_NAMED = 8  # ranks that a message names one by one
+PANEL_WIDTH = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """How often a watch looks, and how soon it acts; in seconds."""
+
+    interval_s: float = 0.5  # between two looks
+    read_after_s: float = 1.0  # of waiting; before that nobody needs the signs of others
+    between_reads_s: float = 20.0  # while all is well, so that every rank knows all others
+    tells_after_s: float = 20.0  # of standing still
+    grace_s: float = 5.0  # for a training thread to notice that its connections are broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +81,29 @@ class Verdict:
     name: str = ""  # of the first culprit, with its device
     stack: str = ""  # of the first culprit, where it could be had
 
+    def to_json(self) -> str:
+        """The verdict as text."""
+        return json.dumps({**asdict(self), "fault": self.fault.value})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Verdict":
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        values |= {"culprits": tuple(values["culprits"]), "fault": Fault(values["fault"])}
+        return cls(**values)
+
+    def panel(self) -> str:
+        """The verdict in a frame, with the stack of the rank that stands still."""
+        parts = self.text.splitlines()
+        lines = [line for part in parts for line in textwrap.wrap(part, PANEL_WIDTH) or [""]]
+        if self.stack:
+            when = "is" if self.fault is Fault.STILL else "was, at its last sign of life,"
+            lines += ["", f"{self.name} {when} at", *self.stack.splitlines()]
+        width = max(PANEL_WIDTH, *(len(line) for line in lines))
+        top = f"+{' a rank stands still '.center(width + 2, '-')}+"
+        rows = [f"| {line.ljust(width)} |" for line in lines]
+        return "\n".join([top, *rows, f"+{'-' * (width + 2)}+\n"])
+
 
 def judge(
     own: Sign, seen: Mapping[int, SeenPeer], *, gone_s: float = SECONDS_FOR_THE_GONE
@@ -72,8 +114,8 @@ def judge(
     See [Note: Who may be accused].
     """
     # A step ends on all ranks or on none, so the observer's own count of steps is enough.
-    patience_s = max([own.patience_s, *(each.sign.patience_s for each in seen.values())])
-    patience_s *= 1.0 if own.num_steps else LONG_FACTOR
+    least_s = max([own.patience_s, *(each.sign.patience_s for each in seen.values())])
+    patience_s = least_s * (1.0 if own.num_steps else LONG_FACTOR)
     if own.limit_s is not None:
         patience_s = min(patience_s, own.limit_s)
     if not own.is_waiting:
@@ -87,6 +129,10 @@ def judge(
     ]
     if gone and own.still_s >= min(gone_s, patience_s):
         return _silent(gone, own)
+    stopped = [each for each in seen.values() if each.process is ProcessState.STOPPED]
+    silent = [each for each in stopped if _is_silent(each, least_s)]
+    if silent and own.still_s >= least_s:
+        return _silent(silent, own)
     if own.still_s < patience_s:
         return None
     silent = [each for each in seen.values() if _is_silent(each, patience_s)]
@@ -132,12 +178,21 @@ def standstill(own: Sign, seen: Mapping[int, SeenPeer]) -> str:
     begin = f"{own.name} has made no progress for {own.still_s:.0f} s in {_whereabouts(own)}"
     if not own.is_waiting:
         return f"{begin}; others may wait for it."
-    others = [each.sign for each in seen.values() if not each.sign.has_left]
-    busy = [sign for sign in others if not sign.is_waiting]
-    if not busy:
+    there = [each for each in seen.values() if not each.sign.has_left]
+    causes = [each for each in there if not each.sign.is_waiting or each.silent_s]
+    if not causes:
         return f"{begin}: it waits, and so do all others."
-    doing = "; ".join(f"{sign.name} is in {_whereabouts(sign)}" for sign in busy[:MAX_NAMED])
-    return f"{begin}: it waits for others. {doing}."
+    causes.sort(key=lambda each: -each.silent_s)
+    named = "; ".join(_as_cause(each) for each in causes[:MAX_NAMED])
+    return f"{begin}: it waits for others. {named}."
+
+
+def _as_cause(each: SeenPeer) -> str:
+    where = f"{each.sign.name} is in {_whereabouts(each.sign)}"
+    if not each.silent_s:
+        return where
+    why = _STATES.get(each.process, "")
+    return f"{where}, and silent for {each.silent_s:.0f} s" + (f": {why}" if why else "")
 
 
 def has_ended(sign: Sign, host: str) -> bool:
@@ -145,6 +200,13 @@ def has_ended(sign: Sign, host: str) -> bool:
     if sign.has_left or sign.host != host:
         return sign.failure is not None
     return sign.failure is not None or ProcessState.of(sign.pid) is ProcessState.GONE
+
+
+_STATES = {
+    ProcessState.GONE: "its process is gone",
+    ProcessState.STOPPED: "its process is stopped (SIGSTOP)",
+    ProcessState.RUNNING: "its process exists but does not get to run Python code",
+}
 
 
 def _is_silent(each: SeenPeer, patience_s: float) -> bool:
@@ -163,11 +225,8 @@ def _is_still(sign: Sign, patience_s: float) -> bool:
 
 def _silent(silent: Sequence[SeenPeer], own: Sign) -> Verdict:
     first = silent[0]
-    why = {
-        ProcessState.GONE: "its process is gone",
-        ProcessState.STOPPED: "its process is stopped (SIGSTOP)",
-        ProcessState.RUNNING: "its process exists but does not get to run Python code",
-    }.get(first.process, "its process is gone or stopped, or the network to it is cut")
+    unknown = "its process is gone or stopped, or the network to it is cut"
+    why = _STATES.get(first.process, unknown)
     sign = first.sign
     verb = "have" if len(silent) > 1 else "has"
     text = (

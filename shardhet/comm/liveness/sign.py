@@ -13,18 +13,18 @@ class Sign:
 
     rank: int
     name: str  # "rank 2 (cpu on alpha)"
-    host: str
-    pid: int
-    beat: int  # differs from that of the sign before
-    num_steps: int  # finished since the watch began
-    step: int  # that of its model at the end of the last one
-    doing: str
-    is_waiting: bool  # for other ranks
-    is_long: bool  # compiling, or in a declared phase: slow without being at fault
-    still_s: float  # time since it last made progress
-    patience_s: float  # with a rank that makes no progress, once the first step has ended
+    host: str = ""
+    pid: int = 0
+    beat: int = 0  # differs from that of the sign before
+    num_steps: int = 0  # finished since the watch began
+    step: int = 0  # that of its model at the end of the last one
+    doing: str = "a place that it has not told"
+    is_waiting: bool = False  # for other ranks
+    is_long: bool = False  # compiling, or in a declared phase: slow without being at fault
+    still_s: float = 0.0  # time since it last made progress
+    patience_s: float = 0.0  # with a rank without progress, once the first step has ended
     limit_s: float | None = None  # of the call in which it waits for all ranks, if it has one
-    place: str  # file:line of the innermost frame outside of libraries
+    place: str = "an unknown line"  # file:line of the innermost frame outside of libraries
     stack: str = ""  # of the thread that trains, if it has been still for a while
     failure: str | None = None  # the rank has failed, with this message
     is_debugged: bool = False  # at a prompt of a debugger: as slow as its user
@@ -42,21 +42,7 @@ class Sign:
 
 def no_sign(rank: int) -> Sign:
     """In place of the sign of a rank that has not given any."""
-    return Sign(
-        rank=rank,
-        name=f"rank {rank}",
-        host="",
-        pid=0,
-        beat=0,
-        num_steps=0,
-        step=0,
-        doing="a place that it has not told",
-        is_waiting=False,
-        is_long=False,
-        still_s=0.0,
-        patience_s=0.0,
-        place="an unknown line",
-    )
+    return Sign(rank=rank, name=f"rank {rank}")
 
 
 class ProcessState(Enum):
