@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+WORKERS := 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test campaign lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -15,9 +16,13 @@ help: ## this list
 demo: $(INSTALLED) ## train a small model on emulated unequal devices and compare
 	@$(BIN)/python -m shardhet.apps.demo
 
-test: lint ## lint, then all tests, those that time things apart
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone"
+# Many tests wait, so there are more workers than cores; those that time things come after them.
+test: lint ## lint, then the tests: eight minutes on two cores
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not campaign"
 	@$(BIN)/python -m pytest -m alone
+
+campaign: $(INSTALLED) ## the cases that `make test` has a sample of: half an hour on two cores
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m campaign
 
 lint: $(INSTALLED) ## style, types and import contracts
 	@$(BIN)/ruff check .

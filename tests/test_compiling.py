@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.training.compiling import CompiledForward, compile_units, why_not
+from tests.selection import one_in
 from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
@@ -107,26 +108,36 @@ class Stack(nn.Module):
         return x_BD.square().sum(), torch.tensor(len(x_BD))
 
 
-def grads_of_stack(dropout: float, *, is_compiled: bool, recomputes: bool) -> list[Tensor]:
+def grads_of_stack(
+    dropout: float, num_samples: int, *, is_compiled: bool, recomputes: bool
+) -> list[Tensor]:
     torch.manual_seed(0)
     module = Stack(dropout)
     if is_compiled:
         assert compile_units(module, CPU) is None
-    plan = PLANS["recomputed" if recomputes else "ragged"]
+    plan = Plan.by_hand(
+        microbatch_sizes=[3],
+        rank_batch_sizes=[num_samples],
+        state_shares=[1.0],
+        recompute=recomputes,
+    )
     model = HetFSDP(module, plan)
-    model.backward(*model(torch.arange(28.0).view(7, 4).sin()))
+    model.backward(*model(torch.arange(4.0 * num_samples).view(-1, 4).sin()))
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_generated_code_does_what_eager_units_do(dropout: float) -> None:
-    kept = grads_of_stack(dropout, is_compiled=True, recomputes=False)
+@pytest.mark.parametrize("dropout, num_samples", one_in(3, [(0.0, 6), (0.0, 7), (0.5, 7)]))
+def test_generated_code_does_what_eager_units_do(dropout: float, num_samples: int) -> None:
+    kept = grads_of_stack(dropout, num_samples, is_compiled=True, recomputes=False)
     assert len(kept) == 4
     torch.testing.assert_close(
-        grads_of_stack(dropout, is_compiled=True, recomputes=True), kept, rtol=0, atol=1e-6
+        grads_of_stack(dropout, num_samples, is_compiled=True, recomputes=True),
+        kept,
+        rtol=0,
+        atol=1e-6,
     )
     if not dropout:  # which it draws in its own way
-        eager = grads_of_stack(dropout, is_compiled=False, recomputes=False)
+        eager = grads_of_stack(dropout, num_samples, is_compiled=False, recomputes=False)
         torch.testing.assert_close(kept, eager, rtol=0, atol=1e-6)
 
 

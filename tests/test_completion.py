@@ -2,10 +2,11 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parent.parent
 BASH = shutil.which("bash")
@@ -17,7 +18,7 @@ def commands(tmp_path: Path) -> Path:
     """A folder for the search path, with the console script in it."""
     script = tmp_path / "shardhet"
     script.write_text(
-        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m shardhet.apps.main "$@"\n'
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {warm_python()} -m shardhet.apps.main "$@"\n'
     )
     script.chmod(0o755)
     return tmp_path

@@ -248,6 +248,7 @@ def test_parts_of_a_start_add_up() -> None:
     assert "to plan" in clock.text
 
 
+@pytest.mark.campaign  # a minute, most of which is spent on starts
 def test_a_run_goes_on_without_a_node_that_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

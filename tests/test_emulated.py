@@ -39,11 +39,12 @@ from tests.parity import (
     wrap,
 )
 from tests.patchwork import Case, draw_case
+from tests.selection import one_in
 from tests.test_guard import poisoned
 from tests.test_trainer import make_trainer
 from tests.worlds import run_ranks
 
-# More of them: SHARDHET_EMULATED_CASES=500
+# The rest for campaigns; more of them: SHARDHET_EMULATED_CASES=500
 NUM_CASES = int(os.environ.get("SHARDHET_EMULATED_CASES", "48"))
 CASES_PER_BLOCK = 8
 PART_BY_WORLD_SIZE = {1: 0.125, 2: 0.375, 3: 0.25, 4: 0.25}
@@ -199,7 +200,7 @@ def _run_block(rank: int, world_size: int, block: int) -> list[Launches]:
     return launches
 
 
-@pytest.mark.parametrize("world_size, block", BLOCKS)
+@pytest.mark.parametrize("world_size, block", one_in(2, BLOCKS))
 def test_a_step_on_an_accelerator_is_the_step_of_one_process(
     world_size: int, block: int
 ) -> None:

@@ -1,18 +1,16 @@
 """``shardhet train``, ``measure``, ``doctor`` where every rank has an emulated accelerator."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.programs import SHARDHET, SMALL_MODEL, run
+from tests.selection import one_in
 from tests.warm import ROOT
 
 QUICK = ("debug=quick", "data.num_judged_samples=2", "optim.lr=1e-3")
-# All of them: SHARDHET_EMULATED_RANKS=1,2,4
-WORLD_SIZES = [int(n) for n in os.environ.get("SHARDHET_EMULATED_RANKS", "2").split(",")]
-every_size = pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+every_size = pytest.mark.parametrize("num_ranks", one_in(3, [2, 1, 4]))
 
 
 def run_on_accelerators(folder: Path, *arguments: str) -> str:
@@ -33,7 +31,7 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "precision"),
-    [(1, "FP32"), (2, "FP32"), (4, "FP32"), (1, "BF16"), (2, "FP16"), (4, "BF16")],
+    one_in(6, [(2, "FP16"), (1, "FP32"), (2, "FP32"), (4, "FP32"), (1, "BF16"), (4, "BF16")]),
 )
 def test_training_runs_from_start_to_end(
     tmp_path: Path, num_ranks: int, precision: str

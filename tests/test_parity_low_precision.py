@@ -8,6 +8,7 @@ import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
 from tests.parity import Batch, part_of, rows_of
+from tests.selection import one_in
 from tests.worlds import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -48,6 +50,7 @@ PLANS = {
         recompute=[False, True, False, ("blocks.*",)],
     ),
 }
+CASES = one_in(3, product(PLANS, ("float32", "bf16", "fp16", "autocast")))
 
 
 class Block(nn.Module):
@@ -189,8 +192,7 @@ def _autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16", "autocast"])
-@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("plan_name, precision", CASES)
 def test_errs_no_more_than_plain_pytorch(plan_name: str, precision: str) -> None:
     by_rank = run_ranks(_errors, PLANS[plan_name].world_size, plan_name, precision)
     for unit in by_rank[0][0]:
@@ -227,8 +229,7 @@ def _recomputed_or_not(rank: int, plan_name: str, precision: str) -> None:
         assert torch.equal(kept[fqn], recomputed[fqn]), fqn
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16", "autocast"])
-@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("plan_name, precision", CASES)
 def test_recomputation_gives_the_same_bits(plan_name: str, precision: str) -> None:
     run_ranks(_recomputed_or_not, PLANS[plan_name].world_size, plan_name, precision)
 

@@ -18,6 +18,7 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
+from tests.selection import one_in
 from tests.test_imports import ROOT
 
 DESCRIBED = conf_dir() / "cluster" / "described"
@@ -68,11 +69,11 @@ def test_where_an_even_plan_does_not_fit_is_said(capsys: pytest.CaptureFixture[s
     assert re.search(said_of_it, text)
 
 
-@pytest.mark.parametrize("path", sorted(DESCRIBED.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", one_in(3, sorted(p.stem for p in DESCRIBED.glob("*.yaml"))))
 def test_every_described_cluster_has_a_plan(
-    path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, f"cluster={path.stem}", "global_batch_size=256", *QUICK)
+    text = said(capsys, f"cluster={name}", "global_batch_size=256", *QUICK)
     assert "predicted step" in text
 
 

@@ -8,6 +8,7 @@ from shardhet.planner.search.exact import best_choice
 from shardhet.planner.search.oracle import Oracle
 from shardhet.planner.search.search import Effort, NothingFitsError, search
 from tests.planning_problems import BruteForce, random_problem, recomputed_objective
+from tests.selection import one_in
 
 NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100  # experiments/planner runs ten of these blocks
 
@@ -25,7 +26,7 @@ def random_small(rng: np.random.Generator, i: int) -> Problem:
     )
 
 
-@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+@pytest.mark.parametrize("block", one_in(NUM_BLOCKS, range(NUM_BLOCKS)))
 def test_the_search_equals_brute_force(block: int) -> None:
     rng = np.random.default_rng(block)
     num_solved = 0

@@ -356,7 +356,7 @@ def test_a_rank_that_raises_while_copies_are_sent_ends_with_its_own_status(
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     (tmp_path / "program.py").write_text(RAISES_AFTER_SAVE)
     programs = [
-        start(["program.py", str(tmp_path)], tmp_path, is_cold=True, RANK=str(rank), **address)
+        start(["-m", "program", str(tmp_path)], tmp_path, RANK=str(rank), **address)
         for rank in range(2)
     ]
     errors = [program.communicate(timeout=60)[1] for program in programs]

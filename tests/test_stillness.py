@@ -25,6 +25,7 @@ from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch_ranks
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import start
+from tests.selection import one_in
 from tests.test_bad_input import Net
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
 
@@ -134,16 +135,19 @@ def check(outcomes: Sequence[Outcome], case: Case, *parts: str) -> None:
 
 @pytest.mark.parametrize(
     ("place", "rank", "world_size"),
-    [
-        ("forward", 0, 2),
-        ("forward", 1, 4),
-        ("backward", 2, 3),
-        ("optimizer", 1, 2),
-        ("saving", 0, 3),
-        ("saving", 1, 2),
-        ("evaluation", 0, 2),
-        ("loader", 3, 4),
-    ],
+    one_in(  # whom signs accuse is tested in test_liveness
+        4,
+        [
+            ("forward", 0, 2),
+            ("forward", 1, 4),
+            ("backward", 2, 3),
+            ("optimizer", 1, 2),
+            ("saving", 0, 3),
+            ("saving", 1, 2),
+            ("evaluation", 0, 2),
+            ("loader", 3, 4),
+        ],
+    ),
 )
 def test_a_rank_that_is_stopped_is_named_by_all_others(
     place: str, rank: int, world_size: int, tmp_path: Path
@@ -156,7 +160,7 @@ def test_a_rank_that_is_stopped_is_named_by_all_others(
     assert outcomes[rank].exit_code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", one_in(2, ["backward", "forward"]))
 def test_ranks_of_several_hosts_name_the_one_that_is_stopped(place: str) -> None:
     case = Case(deed="stop", place=place, rank=1, apart=True)
     outcomes = run_ranks_expecting_failure(train, 3, 3, case, within_s=WITHIN_S)
@@ -165,11 +169,14 @@ def test_ranks_of_several_hosts_name_the_one_that_is_stopped(place: str) -> None
 
 @pytest.mark.parametrize(
     ("deed", "place", "line"),
-    [
-        ("loop", "forward", "forward of unit 'layers.1'"),
-        ("loop", "backward", "backward of unit 'layers.1'"),
-        ("sleep", "loader", "the program around HetFSDP"),
-    ],
+    one_in(
+        3,
+        [
+            ("loop", "forward", "forward of unit 'layers.1'"),
+            ("loop", "backward", "backward of unit 'layers.1'"),
+            ("sleep", "loader", "the program around HetFSDP"),
+        ],
+    ),
 )
 def test_a_rank_that_stands_still_is_named_with_its_unit_and_ended(
     deed: Any, place: str, line: str, tmp_path: Path
@@ -196,7 +203,7 @@ def test_a_rank_that_ends_is_named_as_without_the_watch(deed: Any) -> None:
         assert outcome.duration_s < 10.0
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", one_in(3, PLACES))
 def test_a_slow_rank_is_not_accused(place: str, tmp_path: Path) -> None:
     case = Case(deed="slow", place=place, rank=1, folder=str(tmp_path / "saved"))
     assert run_ranks(train, 2, 2, case, fresh_world=True) == [STEP + 2] * 2
@@ -354,10 +361,8 @@ def test_a_stopped_rank_that_holds_the_store_is_named_by_all_others(tmp_path: Pa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    program = ["-c", RANK_ZERO_HOLDS_THE_STORE]
-    ranks = [
-        start(program, tmp_path, is_cold=True, RANK=str(rank), **common) for rank in range(3)
-    ]
+    (tmp_path / "program.py").write_text(RANK_ZERO_HOLDS_THE_STORE)
+    ranks = [start(["-m", "program"], tmp_path, RANK=str(rank), **common) for rank in range(3)]
     try:
         errors = [each.communicate(timeout=100)[1] for each in ranks[1:]]
     finally:

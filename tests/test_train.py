@@ -137,7 +137,6 @@ def test_srun_is_the_same_program(tmp_path: Path) -> None:
         start(
             ["-m", "shardhet.apps.train", *SMALL],
             tmp_path,
-            is_cold=True,
             **variables_of_srun(rank, 2, port),
         )
         for rank in range(2)

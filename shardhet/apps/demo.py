@@ -24,7 +24,7 @@ MODEL = "small"  # whose state does not fit there, cut evenly
 GLOBAL_BATCH_SIZE = 32
 MEASURED_SIZES = "max_microbatch_size=16"  # as large as plans for this cluster use
 NUM_STEPS = 60
-QUICK_NUM_STEPS = 8
+QUICK_NUM_STEPS = 4
 TRACE_FROM = 20  # the first traced step; by then step times are steady
 
 
@@ -39,6 +39,7 @@ class Part:
 def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]:
     """The parts of the demo, in order."""
     sizes = ("max_microbatch_size=4", "num_repeats=3") if is_quick else (MEASURED_SIZES,)
+    num_judged = 20 if is_quick else 400
     measured, plan = folder / "measured", folder / "plan.json"
     return [
         Part(
@@ -80,7 +81,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
                 "trace=true",
                 f"trace_steps.first_step={min(TRACE_FROM, num_steps)}",
                 "trace_steps.num_steps=1",
-                "data.num_judged_samples=400",
+                f"data.num_judged_samples={num_judged}",
                 "save_model=true",
                 f"checkpoint.every={num_steps}",
                 f"hydra.run.dir={folder / 'run'}",
