@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.records.layout import ALIGNMENT_NUMEL, FlatLayout, Span, cut_by_shares
+from shardhet.records.layout import ALIGNMENT_NUMEL, WIDE_NUMEL, FlatLayout, Span, cut_by_shares
 
 Shape = tuple[int, ...]
 
@@ -99,16 +99,34 @@ def test_a_device_that_wants_nothing_gets_nothing(
 
 
 @given(LAYOUTS, WANTED)
-def test_each_border_is_within_a_row_or_a_gap_of_where_the_shares_put_it(
+def test_each_border_is_within_a_step_or_a_gap_of_where_the_shares_put_it(
     layout: FlatLayout, wanted: list[float]
 ) -> None:
     cut = layout.cut(wanted)
-    rows = [layout.row_numel(i) for i, s in enumerate(layout.param_spans) if s.numel]
-    allowed = max(rows, default=0) / 2 + ALIGNMENT_NUMEL
+    steps = [layout.step_numel(i) for i, s in enumerate(layout.param_spans) if s.numel]
+    allowed = max(steps, default=0) / 2 + ALIGNMENT_NUMEL
     target = 0.0
     for share, span in zip(normalized(wanted), cut.shard_spans, strict=True):
         target += share * layout.numel
         assert abs(span.stop - target) <= allowed + 1e-6
+
+
+@given(SEVERAL_LAYOUTS, WANTED)
+def test_shards_begin_at_multiples_of_16_bytes(
+    layouts: list[FlatLayout], wanted: list[float]
+) -> None:
+    for cut in cut_by_shares(layouts, normalized(wanted)):
+        for span in cut.shard_spans:
+            assert not span.numel or span.start % ALIGNMENT_NUMEL == 0
+
+
+def test_large_matrices_are_cut_at_multiples_of_512_bytes_vectors_at_16() -> None:
+    layout = FlatLayout.of_shapes([(1000,), (3000, 136), (24,)])
+    assert layout.param_spans[1].start == 0  # its length has the largest power of two
+    for share in (0.1, 0.3, 0.51, 0.9):
+        first, _ = layout.cut([share, 1 - share]).shard_numels
+        assert first % WIDE_NUMEL == 0 == first % 136
+    assert layout.cut([408_100, 924]).shard_numels == (408_104, 920)  # in the vector
 
 
 @given(LAYOUTS)
@@ -147,17 +165,17 @@ def test_a_matrix_is_cut_at_the_nearest_row() -> None:
 
 
 @given(SEVERAL_LAYOUTS, WANTED)
-def test_shares_are_met_over_the_whole_model_to_within_a_row_and_a_gap(
+def test_shares_are_met_over_the_whole_model_to_within_a_step_and_a_gap(
     layouts: list[FlatLayout], wanted: list[float]
 ) -> None:
     shares = normalized(wanted)
     cuts = cut_by_shares(layouts, shares)
     assert len(cuts) == len(layouts)
-    rows = [layout.row_numel(i) for layout in layouts for i in range(len(layout.param_shapes))]
+    steps = [each.step_numel(i) for each in layouts for i in range(len(each.param_shapes))]
     total = sum(layout.numel for layout in layouts)
     for position, share in enumerate(shares):
         stored = sum(cut.shard_numels[position] for cut in cuts)
-        assert abs(stored - share * total) <= max(rows, default=0) + ALIGNMENT_NUMEL
+        assert abs(stored - share * total) <= max(steps, default=0) + ALIGNMENT_NUMEL
         assert share or not stored
 
 
