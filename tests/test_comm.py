@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from shardhet.comm.calls import Pending, wait_all
 from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Pending, wait_all
 from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.sharding.comm import MAX_UNSENT_GATHERS, CommContext
 

@@ -83,8 +83,8 @@ def test_without_communication_the_slowest_rank_sets_each_phase() -> None:
     step = CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(plan())
     assert step.forward_s == 4 * max(2 * 3, 10)
     assert step.backward_s == 8 * max(2 * 3, 10)
-    assert step.optimizer_s == pytest.approx(0.01 * 300)
-    assert step.step_time_s == pytest.approx(40 + 80 + 3)
+    assert step.optimizer_s == pytest.approx(0.01 * 280)  # shares are rounded to 4 rows
+    assert step.step_time_s == pytest.approx(40 + 80 + 2.8)
     assert [rank.forward_s for rank in step.ranks] == [24, 40]
 
 
@@ -186,7 +186,7 @@ def test_nobody_sends_to_a_rank_that_computes_nothing() -> None:
 def test_memory_is_the_sum_of_its_parts() -> None:
     fast, slow = CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(plan()).ranks
     memory = fast.memory
-    assert memory.state_bytes == 100 * 16
+    assert memory.state_bytes == 120 * 16  # of 100 elements, rounded to 4 rows
     assert memory.shard_buffer_bytes == 0
     assert memory.unsharded_bytes == memory.grad_bytes == 2 * 100 * 4
     assert memory.boundary_bytes == 6 * (4 + 2) * 7

@@ -17,6 +17,7 @@ from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import RUNS, Handling
 from shardhet.fsdp.step.observer import Activity
@@ -77,9 +78,9 @@ class OnAccelerator:
         """Forward and backward; checks that what is sent is what the plan says."""
         runtime = self.model._runtime
         num_probes = len(runtime._known._findings)
-        communicators = self.accelerator.nccl.communicators.values()
-        before = sum(each.received_bytes for each in communicators)
-        launched = [len(each.collectives) for each in communicators]
+        by_group = self.accelerator.nccl.communicators
+        before = sum(each.received_bytes for each in by_group.values())
+        launched = {group: len(each.collectives) for group, each in by_group.items()}
         self.accelerator.syncs.clear()
         with self.accelerator.installed():
             mine = on_device(batch, self.accelerator.device)
@@ -89,11 +90,11 @@ class OnAccelerator:
             # The host reads the losses when backward is queued, and nothing else.
             assert self.accelerator.syncs == ["comm/host_copy.py read: event"]
             losses_and_tokens = (2,) * self.model._control.world_size
-            for communicator, num_launched in zip(communicators, launched, strict=True):
-                for _, sizes, stream in communicator.collectives[num_launched:]:
+            for group, communicator in by_group.items():
+                for _, sizes, stream in communicator.collectives[launched.get(group, 0) :]:
                     is_urgent = sizes != losses_and_tokens
                     assert stream == ("of priority -1" if is_urgent else "compute")
-            received = sum(each.received_bytes for each in communicators) - before
+            received = sum(each.received_bytes for each in by_group.values()) - before
             assert received == planned_bytes(self.model)
         return mean
 
@@ -117,7 +118,6 @@ def planned_bytes(model: HetFSDP) -> int:
     runtime, comm = model._runtime, model._comm
     if comm.gather_channel.group is None:
         return 0
-    contributors = [i for i in comm.receivers if i != model.position]
     launches = runtime._walk._order.schedule.launches()
     units = [("gather", runtime.root), ("reduce", runtime.root)]
     units += [(each.kind.value, runtime.units[each.unit]) for each in launches]
@@ -128,8 +128,25 @@ def planned_bytes(model: HetFSDP) -> int:
             if kind == "gather" and comm.is_receiver:
                 total += (flat.layout.numel - own) * flat.param_dtype.itemsize
             elif kind == "reduce" and flat.is_trainable and not flat.grad.is_private:
-                total += own * len(contributors) * flat.reduce_dtype.itemsize
+                total += received_sums(model, flat) * flat.reduce_dtype.itemsize
     return total
+
+
+def received_sums(model: HetFSDP, flat: FlatTensor) -> int:
+    """Elements that this rank receives in a reduction."""
+    comm, numels = model._comm, flat.layout.shard_numels
+    others = [i for i in comm.receivers if i != model.position]
+    computing = comm.reduce_channel.computing
+    if computing is None or computing.positions != comm.receivers:
+        return numels[model.position] * len(others)
+    if not comm.is_receiver:  # its carrier adds up
+        return numels[model.position]
+    carried = [
+        n
+        for n, c in zip(numels, computing.carrier_by_position, strict=True)
+        if c == model.position
+    ]
+    return sum(carried) * len(others)
 
 
 def check_beside_one_process(rank: int, case: Case) -> Launches:
@@ -209,7 +226,7 @@ def test_a_step_on_an_accelerator_is_the_step_of_one_process(
         assert not any(each.collectives for each in all_of(launches_by_rank[0]))
     for of_ranks in zip(*launches_by_rank, strict=True):
         for name in set().union(*of_ranks):
-            check_launched_alike([each.get(name, Communicator()) for each in of_ranks])
+            check_launched_alike([each.get(name) for each in of_ranks])
 
 
 def all_of(launches: Sequence[Launches]) -> list[Communicator]:
@@ -227,12 +244,46 @@ def test_one_rank_runs_what_nccl_does_if_it_is_asked_to() -> None:
     assert {"all_gather_single", "reduce_scatter_single"} <= names
 
 
-def check_launched_alike(communicators: Sequence[Communicator]) -> None:
+def check_launched_alike(communicators: Sequence[Communicator | None]) -> None:
     """One communicator's collectives are the same everywhere; each message has two ends."""
+    first = next(each for each in communicators if each is not None)
     for rank, each in enumerate(communicators):
-        assert each.collectives == communicators[0].collectives
-        for peer, sizes in each.sent.items():
-            assert communicators[peer].received[rank] == sizes
+        if each is not None:  # this rank is part of it
+            assert each.collectives == first.collectives
+            for peer, sizes in each.sent.items():
+                other = communicators[peer]
+                assert other is not None
+                assert other.received[rank] == sizes
+
+
+def _some_only_store(rank: int) -> Launches:
+    """Position 1 only stores, position 2 stores nothing; one step."""
+    plan = Plan.by_hand(microbatch_sizes=[1, 0, 2], state_shares=[0.25, 0.75, 0])
+    with Accelerator().installed() as accelerator:
+        module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
+        mine = plan.ranks[rank].rank_batch_size
+        for each in accelerator.nccl.communicators.values():
+            each.collectives.clear()
+            each.sent.clear()
+        x = torch.ones(mine, 8, device=accelerator.device)
+        model.backward(model(x).sum(), mine)
+    communicators = accelerator.nccl.communicators
+    return {
+        group.group_name: replace(each, stream=None) for group, each in communicators.items()
+    }
+
+
+def test_a_rank_that_only_stores_hands_its_rows_to_one_that_computes() -> None:
+    launches = run_ranks(_some_only_store, 3)
+    names = [
+        {name for each in of_rank.values() for name, *_ in each.collectives}
+        for of_rank in launches
+    ]
+    assert names == [{"broadcast", "reduce", "all_gather"}, {"all_gather"}, names[0]]
+    sent = [[peer for each in of.values() for peer in each.sent] for of in launches]
+    # Rows to be gathered, and sums of gradients back, all through position 0.
+    assert sent == [[1], [0], []]
 
 
 def _overlap(rank: int) -> None:

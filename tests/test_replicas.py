@@ -18,7 +18,7 @@ from shardhet.checkpoint.replicas import replicas as replicas_module
 from shardhet.checkpoint.replicas.copying import Copying
 from shardhet.checkpoint.replicas.source import Version, choose, versions_in
 from shardhet.comm.liveness import watch_ranks
-from shardhet.records.nodes import Nodes, keepers
+from shardhet.records.nodes import Nodes, carriers, keepers
 from tests.checkpoint_cases import (
     OPTIMIZERS,
     State,
@@ -83,6 +83,13 @@ def load_under(
     state = whole_state(model, optimizer)
     losses = train(model, optimizer, range(2, 4))
     return (state if rank == 0 else None), losses, found.came_from
+
+
+def test_rows_are_carried_by_a_computing_rank_of_the_node_if_there_is_one() -> None:
+    nodes = Nodes.of(["a", "a", "b", "b", "b", "c"])
+    assert carriers(nodes, [True] * 6) == (0, 1, 2, 3, 4, 5)
+    assert carriers(nodes, [True, False, False, True, True, False]) == (0, 0, 3, 3, 4, 4)
+    assert carriers(nodes, [False, False, True, False, False, False]) == (2,) * 6
 
 
 @pytest.mark.parametrize("seed", range(NUM_CASES))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardhet import HetFSDP, Plan
 from shardhet.comm import transport
 from shardhet.comm.buffers import BufferPool
+from shardhet.comm.calls import Gathering, Reduction
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.peers import LostPeerError
@@ -31,7 +32,6 @@ from shardhet.comm.shared_host.neighbours import (
 )
 from shardhet.comm.shared_host.transport import CHUNK_BYTES, SharedHost, meet
 from shardhet.comm.transport import SWITCH
-from shardhet.comm.uneven import Gathering, Reduction
 from tests import test_collectives, test_deaths, test_parity
 from tests.hosts import on_different_hosts
 from tests.programs import TORCHRUN, run

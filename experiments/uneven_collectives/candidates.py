@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool
+from shardhet.comm.calls import Transport
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.transport import Transport
 
 Run = Callable[[], None]
 

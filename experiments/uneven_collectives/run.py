@@ -19,7 +19,8 @@ from experiments.common.results import Bar, Page, Spread, parser_of
 from experiments.common.systems import slowest_rank_seconds
 from experiments.uneven_collectives import candidates
 from experiments.uneven_collectives.candidates import Run
-from shardhet.comm.transport import Transport, meet
+from shardhet.comm.calls import Transport
+from shardhet.comm.transport import meet
 
 HERE = Path(__file__).parent
 UNEVEN_SHARES = (0.5, 0.25, 0.15, 0.1)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
+from shardhet.comm.calls import Computing, Transport
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
-from shardhet.comm.transport import Transport
 
 # The limit for a call that all ranks make right after another collective call, but that is
 # often made on rank zero alone by mistake.  A watch over ranks gives ten times as long to a
@@ -67,6 +67,7 @@ class Channel:
     rank_by_position: tuple[int, ...]  # ranks within ``group``
     position: int  # of this process
     transport: Transport | None = None  # carries the traffic in place of ``group``
+    computing: Computing | None = None  # with NCCL, if others only store
 
     def __post_init__(self) -> None:
         holders.append(ref(self, holders.remove))

@@ -10,30 +10,29 @@ measured (``experiments/uneven_collectives``).  If the channel has a ``Transport
 transport carries the collectives.  Between hosts, point-to-point messages between all pairs
 are faster than gloo's own collectives; they run on gloo's transport thread while the caller
 computes, and ranks need not take part.  The other algorithms have not been compared.
-
-[Note: Streams of NCCL]
-Without ``async_op``, NCCL's collectives run on the stream that is current at the launch: the
-gather or the reduce stream, which have priority over compute, as in FSDP2.  The host does not
-wait.  What is queued on that stream afterwards comes after the collective, so there is nothing
-to wait for, and memory of that stream's pool may be freed at once.  With ``async_op`` they
-would run on a stream of NCCL's own, without priority.  Point-to-point messages always do; the
-current stream joins it in ``Pending.wait``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.comm import devices
+from shardhet.comm import devices, nccl
 from shardhet.comm.buffers import BufferPool
+from shardhet.comm.calls import (
+    Gathering,
+    Pending,
+    Reduction,
+    Seats,
+    in_rank_order,
+    pieces_of,
+    sum_into,
+)
 from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Messages, Pending
-from shardhet.comm.uneven import Gathering, Reduction, has_even_layout, pieces_of
-
-T = TypeVar("T")
+from shardhet.comm.messages import Messages
 
 
 def all_gather_uneven(
@@ -107,61 +106,11 @@ def _reduce_by_send_recv(call: Reduction) -> Pending:
             messages.send(piece, other)
 
     def add_in_plan_order() -> None:
-        _sum_into(output, [part_by_position[i] for i in sorted(part_by_position)])
+        sum_into(output, [part_by_position[i] for i in sorted(part_by_position)])
         for buffer in buffers:
             scratch.take_back(buffer)
 
     return messages.post(finish=add_in_plan_order)
-
-
-def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
-    """Store ``parts[0] + parts[1] + ...``, added in that order, in ``output``.
-
-    One of the first two parts may be ``output`` itself.
-    """
-    if not parts:
-        output.zero_()
-    elif len(parts) == 1:
-        if parts[0].data_ptr() != output.data_ptr():
-            output.copy_(parts[0])
-    else:
-        torch.add(parts[0], parts[1], out=output)
-        for part in parts[2:]:
-            output.add_(part)
-
-
-def _gather_by_list(call: Gathering) -> Pending:
-    """Gather with NCCL, which turns a list of unequal tensors into one group of broadcasts."""
-    if call.output is None or not call.is_whole:
-        return _gather_by_send_recv(call)
-    if has_even_layout(call):
-        gather = _named("all_gather_single", "all_gather_into_tensor")
-        gather(call.output, call.shard, group=call.channel.group)
-    else:
-        pieces = _in_rank_order(pieces_of(call.output, call.split_numels), call.channel)
-        dist.all_gather(pieces, call.shard, group=call.channel.group)
-    return Pending()  # see [Note: Streams of NCCL]
-
-
-def _reduce_by_list(call: Reduction) -> Pending:
-    """Reduce with NCCL, which turns a list of unequal tensors into a group of reductions."""
-    if call.full is None or not call.is_whole:
-        return _reduce_by_send_recv(call)
-    if has_even_layout(call):
-        reduce = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        reduce(call.output, call.full, group=call.channel.group)
-    else:
-        pieces = _in_rank_order(pieces_of(call.full, call.split_numels), call.channel)
-        dist.reduce_scatter(call.output, pieces, group=call.channel.group)
-    return Pending()  # see [Note: Streams of NCCL]
-
-
-def _named(name: str, name_before: str) -> Callable[..., dist.Work]:
-    """Return a collective that has another name in CUDA builds older than torch 2.13."""
-    collective: Callable[..., dist.Work] = getattr(dist, name, None) or getattr(
-        dist, name_before
-    )
-    return collective
 
 
 def _gather_by_all_to_all(call: Gathering) -> Pending:
@@ -187,19 +136,19 @@ def _reduce_by_all_to_all(call: Reduction) -> Pending:
     received, work = _exchange_pieces(pieces, counts_in, counts_out, call.channel)
 
     def add_in_plan_order() -> None:
-        _sum_into(output, [received[i] for i in sorted(call.contributors)])
+        sum_into(output, [received[i] for i in sorted(call.contributors)])
 
     return Pending(receiving=[work], sending=[work], finish=add_in_plan_order)
 
 
 def _exchange_pieces(
-    pieces: Sequence[Tensor], counts_in: list[int], counts_out: list[int], channel: Channel
+    pieces: Sequence[Tensor], counts_in: list[int], counts_out: list[int], channel: Seats
 ) -> tuple[list[Tensor], dist.Work]:
     """Send ``counts_in[i]`` elements of ``pieces[i]`` to position i; return what arrives."""
-    ordered = _in_rank_order(
+    ordered = in_rank_order(
         [piece[:count] for piece, count in zip(pieces, counts_in, strict=True)], channel
     )
-    counts = _in_rank_order(counts_out, channel)
+    counts = in_rank_order(counts_out, channel)
     arrived = pieces[0].new_empty(sum(counts))
     work = dist.all_to_all_single(
         arrived,
@@ -213,13 +162,6 @@ def _exchange_pieces(
     return [by_rank[rank] for rank in channel.rank_by_position], work
 
 
-def _in_rank_order(by_position: Sequence[T], channel: Channel) -> list[T]:
-    result = list(by_position)
-    for position, rank in enumerate(channel.rank_by_position):
-        result[rank] = by_position[position]
-    return result
-
-
 class _Algorithms(NamedTuple):
     gather: Callable[[Gathering], Pending]
     reduce: Callable[[Reduction], Pending]
@@ -229,7 +171,10 @@ _SEND_RECV = _Algorithms(_gather_by_send_recv, _reduce_by_send_recv)
 _ALGORITHMS = {  # by backend, and whether tensors are on the host
     ("gloo", True): _SEND_RECV,
     ("gloo", False): _Algorithms(_gather_by_all_to_all, _reduce_by_all_to_all),
-    ("nccl", False): _Algorithms(_gather_by_list, _reduce_by_list),
+    ("nccl", False): _Algorithms(
+        partial(nccl.gather, otherwise=_gather_by_send_recv),
+        partial(nccl.reduce, otherwise=_reduce_by_send_recv),
+    ),
 }
 
 

@@ -4,7 +4,7 @@ import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
+from shardhet.comm.calls import Computing, Transport
 from shardhet.comm.channel import Channel, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.transport import Transport, meet, timeout_of
+from shardhet.comm.transport import meet, timeout_of
 
 GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"
 
@@ -30,10 +31,11 @@ def _let_go_of_groups() -> None:
     in 4 of 16 runs with torch 2.13).
     """
     for holder in (each() for each in holders):
-        for name in ("group", "gather", "reduce", "control"):
+        for name in ("group", "computing", "gather", "reduce", "control"):
             if hasattr(holder, name):
                 object.__setattr__(holder, name, None)
     _made_by_group.clear()
+    _computing_by_group.clear()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -90,7 +92,9 @@ class Communicators:
             each.give_up()
         for group in (self.gather, self.reduce, self.control):
             if group is not None:
-                _break(group)
+                for part in (*_computing_by_group.get(group, {}).values(), group):
+                    if part is not None:
+                        _break(part)
 
 
 # The control group is None if the given group can serve: the value must not keep its key alive.
@@ -101,6 +105,11 @@ _Groups = tuple[
     tuple[Transport, ...] | None,
 ]
 _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
+# Of ranks that compute, None on the others; by the group that they are a part of.
+_Part = dist.ProcessGroup | None
+_computing_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Part]] = (
+    WeakKeyDictionary()
+)
 
 
 def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
@@ -194,6 +203,44 @@ def _without_splitting(num_ranks: int) -> Iterator[None]:
         world.bound_device_id = bound
 
 
+def among_computing(
+    channel: Channel,
+    carrier_by_position: Sequence[int],
+    *,
+    control: Channel,
+    device: torch.device,
+) -> Channel:
+    """``channel`` with a communicator of the positions that compute, if others only store.
+
+    Collective.  Only NCCL, whose collectives need all ranks of a communicator, has use for it.
+    """
+    positions = tuple(i for i, carrier in enumerate(carrier_by_position) if i == carrier)
+    group = channel.group
+    is_nccl = group is not None and devices.backend_of(group, device) == "nccl"
+    if group is None or not is_nccl or len(positions) == channel.world_size:
+        return replace(channel, computing=None)
+    ranks = tuple(sorted(channel.rank_by_position[i] for i in positions))
+    made = _computing_by_group.setdefault(group, {})
+    is_new = ranks not in made
+    if is_new:
+        assert control.group is not None
+        count_alike(control.group, torch.device("cpu"))
+        # The others make a group too: torch names a group by how many its ranks have made.
+        others = tuple(rank for rank in range(group.size()) if rank not in ranks)
+        part = new_group(
+            group,
+            device,
+            backend="nccl" if group.rank() in ranks else "gloo",
+            ranks=ranks if group.rank() in ranks else others,
+        )
+        made[ranks] = part if group.rank() in ranks else None
+    computing = Computing(positions, tuple(carrier_by_position), made[ranks])
+    channel = replace(channel, computing=computing)
+    if is_new:
+        _run_once(channel, [1] * channel.world_size, positions, device)
+    return channel
+
+
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Run every pattern of collective once.  Collective over ``group``.
 
@@ -204,16 +251,23 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     size = group.size()
     channel = Channel(group, tuple(range(size)), group.rank())
-    everyone = range(size)
     for splits in ([1] * size, [2, *[1] * (size - 1)], [0, *[1] * (size - 1)]):
-        shard = torch.zeros(splits[channel.position], device=device)
-        whole = torch.zeros(sum(splits), device=device)
-        all_gather_uneven(whole, shard, splits, channel=channel, receivers=everyone)
-        scratch = BufferPool()
-        reduce = reduce_scatter_uneven(
-            shard, whole, splits, channel=channel, contributors=everyone, scratch=scratch
-        )
-        reduce.wait()  # for both: one communicator does one thing after the other
+        _run_once(channel, splits, range(size), device)
+    _run_once(channel, [1] * size, range(1, size), device)  # messages between all pairs
+
+
+def _run_once(
+    channel: Channel, splits: Sequence[int], computing: Sequence[int], device: torch.device
+) -> None:
+    shard = torch.zeros(splits[channel.position], device=device)
+    whole = torch.zeros(sum(splits), device=device) if channel.position in computing else None
+    gather = all_gather_uneven(whole, shard, splits, channel=channel, receivers=computing)
+    gather.wait()
+    scratch = BufferPool()
+    reduce = reduce_scatter_uneven(
+        shard, whole, splits, channel=channel, contributors=computing, scratch=scratch
+    )
+    reduce.wait()
 
 
 def break_all_connections() -> None:

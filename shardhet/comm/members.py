@@ -14,6 +14,7 @@ from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
 from shardhet.comm.groups import Communicators
 from shardhet.records.cluster import DeviceSpec
+from shardhet.records.nodes import Nodes
 from shardhet.records.plan import Plan
 
 
@@ -25,6 +26,7 @@ class Members:
     reduce: Channel
     control: Channel
     lifeline: Lifeline
+    nodes: Nodes  # as the devices were found
 
     @classmethod
     def meet(
@@ -54,6 +56,7 @@ class Members:
             reduce=reduce,
             control=control,
             lifeline=Lifeline(communicators, control, names),
+            nodes=Nodes.of([announced[r].host or "" for r in seats]),
         )
 
 

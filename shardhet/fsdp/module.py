@@ -100,11 +100,12 @@ class HetFSDP(ModuleWithState):
         watch_unless_decided(plan.world_size, device)
         self._lifeline = members.lifeline
         self._control = members.control
-        self._comm = CommContext(device, members.gather, members.reduce)
+        self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
         fqns = [fqn for fqn, _ in module.named_parameters()]
         hooks = ParamHooks(module)
         before = [(fqn, ref(param)) for fqn, param in module.named_parameters()]
         with self._lifeline.guard("wrapping the model"):
+            self._comm.follow(plan, self._control)
             norms = BatchNorms(module)
             modules_of_units = find_units(module, units, keeps_last=loss_fn is not None)
             *built, root = build_units(

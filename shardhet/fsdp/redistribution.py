@@ -78,5 +78,6 @@ def moves(model: HetFSDP, plan: Plan) -> Iterator[FlatMove]:
 def follow(model: HetFSDP, plan: Plan) -> None:
     """Compute as ``plan`` says from the next step on; the rows have been moved."""
     model._comm.buffers.release()  # of the sizes of the plan before
+    model._comm.follow(plan, model._control)
     model._runtime.follow(plan)
     model.plan = replace(plan, units=model.plan.units)

@@ -68,7 +68,8 @@ class FlatLayout:
         numels = [prod(shape) for shape in shapes]
         spans = [Span(0, 0)] * len(shapes)
         stop = 0
-        powers = [min(WIDE_NUMEL, n & -n or WIDE_NUMEL) for n in numels]  # of two, that divide the lengths
+        # The powers of two that divide the lengths.
+        powers = [min(WIDE_NUMEL, n & -n or WIDE_NUMEL) for n in numels]
         for i in sorted(range(len(shapes)), key=powers.__getitem__, reverse=True):
             start = -(-stop // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
             stop = start + numels[i]

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and where each rank's replica is kept."""
+"""Which ranks share a node, who carries whose rows, where each rank's replica is kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +27,23 @@ class Nodes:
     def leads(self, position: int) -> bool:
         """Whether ``position`` is the first of its node, which makes and removes folders."""
         return position == self.node_by_position.index(self.node_by_position[position])
+
+
+def carriers(nodes: Nodes, computes: Sequence[bool]) -> tuple[int, ...]:
+    """For every position the one that takes part in collectives for it: itself if it computes.
+
+    Otherwise a computing one of its node, or of any node if none computes there: of those
+    with the fewest to carry the first.
+    """
+    carried = [0] * len(computes)
+    found = []
+    for i, node in enumerate(nodes.node_by_position):
+        computing = [j for j in range(len(computes)) if computes[j]]
+        near = [j for j in computing if nodes.node_by_position[j] == node]
+        carrier = i if computes[i] else min(near or computing, key=carried.__getitem__)
+        carried[carrier] += carrier != i
+        found.append(carrier)
+    return tuple(found)
 
 
 def keepers(

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -84,6 +85,7 @@ class Nccl:
             stack.enter_context(mock.patch.object(devices, "backend_of", backend))
             stack.enter_context(mock.patch.object(dist, "new_group", self._make_group))
             stack.enter_context(mock.patch.object(groups, "_break", self._break))
+            stack.enter_context(mock.patch.object(c10d, "_coalescing_manager", self._grouped))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(dist, name, function))
             yield
@@ -94,6 +96,8 @@ class Nccl:
             "all_gather_single": self._all_gather_single,
             "all_reduce": self._all_reduce,
             "batch_isend_irecv": self._messages,
+            "broadcast": self._broadcast,
+            "reduce": self._reduce,
             "reduce_scatter": self._reduce_scatter,
             "reduce_scatter_single": self._reduce_scatter_single,
         }
@@ -117,7 +121,7 @@ class Nccl:
         def move() -> None:
             outputs[group.rank()].copy_(own)
             for root, piece in enumerate(outputs):
-                dist.broadcast(piece, group=group, group_src=root)
+                self._originals["broadcast"](piece, group=group, group_src=root)
 
         sizes = tuple(each.numel() for each in outputs)
         return self._collective(
@@ -207,17 +211,67 @@ class Nccl:
             tensor.numel(),
         )
 
+    @contextmanager
+    def _grouped(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+        """Launch the broadcasts or reductions inside as one, on the current stream."""
+        _require(group in _is_nccl, "a group of collectives of another backend")
+        self._in_group: list[tuple[Tensor, int, bool]] | None = []  # root, whether it adds up
+        yield
+        ops, self._in_group = self._in_group, None
+        if not ops:
+            return
+        mine = [tensor for tensor, root, _ in ops if root == group.rank()]
+        theirs = [tensor for tensor, root, _ in ops if root != group.rank()]
+        adds = ops[0][2]
+        _require(all(each[2] == adds for each in ops), "broadcasts and reductions in a group")
+        _require(all(tensor.numel() for tensor, *_ in ops), "an empty piece")
+
+        def move() -> None:
+            for tensor, root, _ in ops:
+                if adds:
+                    self._sum_at(root, tensor, tensor, group)
+                else:
+                    self._originals["broadcast"](tensor, group=group, group_src=root)
+
+        received = sum(tensor.numel() for tensor in (mine if adds else theirs))
+        self._collective(
+            "reduce" if adds else "broadcast",
+            group,
+            tuple(tensor.numel() for tensor, *_ in ops),
+            [*mine, *theirs] if adds else mine,
+            mine if adds else theirs,
+            False,
+            move,
+            received * (group.size() - 1 if adds else 1),
+        )
+
+    def _broadcast(self, tensor: Tensor, group: Any = None, group_src: int = 0) -> None:
+        if group not in _is_nccl:
+            self._originals["broadcast"](tensor, group=group, group_src=group_src)
+            return
+        assert self._in_group is not None, "broadcasts are launched in groups"
+        self._in_group.append((tensor, group_src, False))
+
+    def _reduce(self, tensor: Tensor, group: Any = None, group_dst: int = 0) -> None:
+        assert self._in_group is not None, "reductions are launched in groups"
+        self._in_group.append((tensor, group_dst, True))
+
     def _sum(self, output: Tensor, inputs: list[Tensor], group: dist.ProcessGroup) -> None:
         for root, piece in enumerate(inputs):
-            is_root = root == group.rank()
-            parts = [torch.empty_like(piece) for _ in inputs] if is_root else None
-            dist.gather(piece.contiguous(), parts, group=group, group_dst=root)
-            if parts is not None:
-                total = parts[0]
-                for part in parts[1:]:
-                    total = total + part
-                result = total
-        output.copy_(result)
+            self._sum_at(root, output, piece, group)
+
+    def _sum_at(
+        self, root: int, output: Tensor, piece: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Store the sum of all ranks' ``piece``, in their order, in the root's ``output``."""
+        parts = [torch.empty_like(piece) for _ in range(group.size())]
+        is_root = root == group.rank()
+        dist.gather(piece.contiguous(), parts if is_root else None, group=group, group_dst=root)
+        if is_root:
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            output.copy_(total)
 
     def _collective(
         self,
@@ -232,7 +286,7 @@ class Nccl:
     ) -> Work | None:
         communicator = self._of(group)
         communicator.collectives.append((name, sizes, self._accelerator.current.name))
-        communicator.received_bytes += num_received * writes[0].element_size()
+        communicator.received_bytes += num_received * (*writes, *reads)[0].element_size()
         return self._launch(name, communicator, reads, writes, async_op, move)
 
     def _launch(

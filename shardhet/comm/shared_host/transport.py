@@ -23,12 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Pending
+from shardhet.comm.calls import Gathering, Pending, Reduction, Seats, pieces_of, sum_into
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.shared_host.arena import PeerArena, own_arena
 from shardhet.comm.shared_host.neighbours import Neighbours
-from shardhet.comm.uneven import Gathering, Reduction, pieces_of
 
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 
@@ -92,7 +90,7 @@ class SharedHost:
                 }
                 if own is not None:
                     parts[position] = own
-                _sum_into(output, [parts[i] for i in call.contributors])
+                _sum_in_chunks(output, [parts[i] for i in call.contributors])
 
         return traffic.pending(add_all, full)
 
@@ -108,22 +106,17 @@ def meet(
     return None if met is None else tuple(SharedHost(each) for each in met)
 
 
-def _sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
-    """Store ``parts[0] + parts[1] + ...``, added in that order, in ``output``."""
+def _sum_in_chunks(output: Tensor, parts: Sequence[Tensor]) -> None:
+    """Do what ``sum_into`` does, several parts chunk by chunk."""
     numel = CHUNK_BYTES // output.element_size() if len(parts) > 2 else output.numel()
     for chunk, *rest in zip(*(each.split(numel) for each in (output, *parts)), strict=True):
-        if len(rest) == 1:
-            chunk.copy_(rest[0])
-        else:
-            torch.add(rest[0], rest[1], out=chunk)
-            for part in rest[2:]:
-                chunk.add_(part)
+        sum_into(chunk, rest)
 
 
 class _Traffic:
     """What one collective moves to and from one rank."""
 
-    def __init__(self, channel: Channel, neighbours: Neighbours) -> None:
+    def __init__(self, channel: Seats, neighbours: Neighbours) -> None:
         assert channel.group is not None
         self._channel = channel
         self._group = channel.group

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool, host_empty
+from shardhet.comm.calls import Pending
 from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Pending
+from shardhet.comm.groups import among_computing
+from shardhet.records.nodes import Nodes, carriers
+from shardhet.records.plan import Plan
 
 MAX_UNSENT_GATHERS = 4
 
@@ -23,9 +26,14 @@ class CommContext:
     """What units need to communicate with other ranks."""
 
     def __init__(
-        self, device: torch.device, gather_channel: Channel, reduce_channel: Channel
+        self,
+        device: torch.device,
+        gather_channel: Channel,
+        reduce_channel: Channel,
+        nodes: Nodes | None = None,  # None: all positions are on one node
     ) -> None:
         self.device = device
+        self._nodes = nodes or Nodes((0,) * gather_channel.world_size)
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
         self._handle = devices.module_of(device)
@@ -58,6 +66,14 @@ class CommContext:
         self._allocate = host_empty if transport is None else transport.empty
         self.buffers = BufferPool(self._allocate)
         self._unsent: deque[Pending] = deque()
+
+    def follow(self, plan: Plan, control: Channel) -> None:
+        """Communicate among the ranks that compute by ``plan``.  Collective."""
+        of_plan = carriers(self._nodes, [rank.rank_batch_size > 0 for rank in plan.ranks])
+        self.gather_channel, self.reduce_channel = (
+            among_computing(each, of_plan, control=control, device=self.device)
+            for each in (self.gather_channel, self.reduce_channel)
+        )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, [numel], on the device and where peers can read it."""

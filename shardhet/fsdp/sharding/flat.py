@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.comm import devices
+from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.comm.messages import Pending
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient, GradState, forget_autograds
 from shardhet.records.layout import FlatLayout, Span

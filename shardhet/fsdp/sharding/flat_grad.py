@@ -6,8 +6,8 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import reduce_scatter_uneven
-from shardhet.comm.messages import Pending
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.records.layout import FlatLayout, Span
 

@@ -1,0 +1,233 @@
+"""Uneven collectives as records: what a rank brings to one, and the operation in flight."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardhet.comm.buffers import BufferPool
+from shardhet.comm.peers import LostPeerError
+
+T = TypeVar("T")
+# An error of this rank, whatever it was waiting for: no memory, or work that failed earlier.
+OF_THIS_DEVICE = (torch.AcceleratorError, torch.OutOfMemoryError)
+
+
+class InFlight(Protocol):
+    """An operation that another thread, process or stream performs."""
+
+    def wait(self) -> object:
+        """Wait until the operation is done; raises its error if it failed."""
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+
+class Pending:
+    """A collective in flight, and the tensors it reads and writes.
+
+    ``wait`` returns when this rank's result is complete.  ``wait_sent`` returns when the peers
+    have received what this rank sends, so that its input may be overwritten.  On an
+    accelerator both make the current stream wait, not the host (except with gloo).
+    """
+
+    def __init__(
+        self,
+        *,
+        receiving: Sequence[InFlight] = (),
+        sending: Sequence[InFlight] = (),
+        finish: Callable[[], None] | None = None,
+        tensors: Sequence[Tensor] = (),
+    ) -> None:
+        self._receiving = list(receiving)
+        self._sending = list(sending)
+        self._finish = finish
+        self._tensors = list(tensors)  # kept alive while the transport uses them
+
+    def wait(self) -> None:
+        """Wait until the output of this rank is complete."""
+        waited = list(self._receiving)
+        wait_all(self._receiving)
+        # NCCL has one operation for both directions: nothing is left to wait for.
+        self._sending = [work for work in self._sending if work not in waited]
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def wait_sent(self) -> None:
+        """Wait until nothing reads this rank's input any more."""
+        wait_all(self._sending)
+        self._tensors.clear()
+
+    def is_sent(self) -> bool:
+        """Whether ``wait_sent`` would return at once."""
+        return all(work.is_completed() for work in self._sending)
+
+
+def wait_all(works: list[InFlight]) -> None:
+    """Wait for all of ``works`` and empty the list.
+
+    A failure means that a peer is lost, unless this rank's own device has failed.
+    """
+    try:
+        while works:
+            works[-1].wait()
+            works.pop()
+    except OF_THIS_DEVICE:
+        raise
+    except RuntimeError as error:
+        raise LostPeerError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """The positions that compute by the plan, where others only store.
+
+    A position that only stores hands its rows to a *carrier*, a computing one of its node if
+    there is one, which takes part in the collectives of the computing for it.
+    """
+
+    positions: tuple[int, ...]
+    carrier_by_position: tuple[int, ...]  # itself for one that computes
+    group: dist.ProcessGroup | None = None  # of the computing; None on the others
+
+
+class Seats(Protocol):
+    """The processes of a collective in plan order; ``Channel`` has them."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group, or None if there is only one process."""
+
+    @property
+    def rank_by_position(self) -> tuple[int, ...]:
+        """Ranks within ``group``."""
+
+    @property
+    def position(self) -> int:
+        """The position of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+
+    @property
+    def computing(self) -> Computing | None:
+        """Those of them that compute, if others only store."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathering:
+    """An all-gather of shards; see ``collectives.all_gather_uneven``."""
+
+    output: Tensor | None  # [sum(split_numels)]; None if this rank receives nothing
+    shard: Tensor  # [split_numels[position]]; may be a view of output
+    split_numels: Sequence[int]
+    channel: Seats
+    receivers: Sequence[int]  # positions
+
+    def __post_init__(self) -> None:
+        _check_splits(self.shard, self.output, self.split_numels, self.channel)
+
+    def copy_own_shard(self) -> None:
+        """Copy this rank's shard into its output, unless it is there already."""
+        assert self.output is not None
+        own = pieces_of(self.output, self.split_numels)[self.channel.position]
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """A reduce-scatter of gradients; see ``collectives.reduce_scatter_uneven``."""
+
+    output: Tensor  # [split_numels[position]]
+    full: Tensor | None  # [sum(split_numels)]; None if this rank contributes nothing
+    split_numels: Sequence[int]
+    channel: Seats
+    contributors: Sequence[int]  # positions
+    scratch: BufferPool
+
+    def __post_init__(self) -> None:
+        _check_splits(self.output, self.full, self.split_numels, self.channel)
+
+
+class Transport(Protocol):
+    """One queue of agreements and collectives among the ranks of a group, all on the host.
+
+    Every rank makes the same calls in the same order.
+    """
+
+    def exchange(
+        self, row: Sequence[float], within_s: float | None = None
+    ) -> list[list[float]]:
+        """Return every process's row, by rank in the group.  Collective.
+
+        All rows have the same length.  Raises ``TimeoutError`` if they do not arrive
+        ``within_s``, and ``LostPeerError`` if a process is gone.
+        """
+
+    def gather(self, call: Gathering) -> Pending:
+        """Perform ``collectives.all_gather_uneven``.  Collective."""
+
+    def reduce(self, call: Reduction) -> Pending:
+        """Perform ``collectives.reduce_scatter_uneven``.  Collective."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate an uninitialized tensor [numel] in the memory that transfers fastest."""
+
+    def give_up(self) -> None:
+        """Make every process that waits for this one, now or later, fail with an error."""
+
+
+def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
+    """Return the consecutive parts of ``flat``, one per split, as views."""
+    stops = accumulate(split_numels)
+    return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
+
+
+def in_rank_order(by_position: Sequence[T], seats: Seats) -> list[T]:
+    """Return what ``by_position`` has for each rank of the group."""
+    result = list(by_position)
+    for position, rank in enumerate(seats.rank_by_position):
+        result[rank] = by_position[position]
+    return result
+
+
+def sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
+    """Store ``parts[0] + parts[1] + ...``, added in that order, in ``output``.
+
+    One of the first two parts may be ``output`` itself.
+    """
+    if not parts:
+        output.zero_()
+    elif len(parts) == 1:
+        if parts[0].data_ptr() != output.data_ptr():
+            output.copy_(parts[0])
+    else:
+        torch.add(parts[0], parts[1], out=output)
+        for part in parts[2:]:
+            output.add_(part)
+
+
+def _check_splits(
+    shard: Tensor, full: Tensor | None, split_numels: Sequence[int], seats: Seats
+) -> None:
+    if len(split_numels) != seats.world_size:
+        raise ValueError(
+            f"{len(split_numels)} split sizes for {seats.world_size} ranks. Give one a rank."
+        )
+    if shard.numel() != split_numels[seats.position]:
+        raise ValueError(
+            f"position {seats.position}: the shard has {shard.numel()} elements but its "
+            f"split is {split_numels[seats.position]}."
+        )
+    if full is not None and full.numel() != sum(split_numels):
+        raise ValueError(
+            f"position {seats.position}: the whole tensor has {full.numel()} elements but "
+            f"the splits sum to {sum(split_numels)}."
+        )

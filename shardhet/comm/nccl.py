@@ -1,0 +1,160 @@
+"""Uneven collectives over NCCL.
+
+They run among the ranks that receive or contribute: all of them, or those that compute by the
+plan, on a communicator of their own.  Rows of a position that only stores pass through its
+carrier (``calls.Computing``), so each rank receives every byte that it needs once:
+
+    gather    stores only --rows--> carrier --broadcast--> all that compute
+    reduce    all that compute --reduce--> carrier --sum--> stores only
+
+Pieces of equal length are one even collective.  Unequal ones are one group of broadcasts or
+reductions, which NCCL runs as one launch; empty ones are left out of it.
+
+[Note: Streams of NCCL]
+Without ``async_op``, NCCL's collectives run on the stream that is current at the launch: the
+gather or the reduce stream, which have priority over compute, as in FSDP2.  The host does not
+wait.  What is queued on that stream afterwards comes after the collective, so there is nothing
+to wait for, and memory of that stream's pool may be freed at once.  With ``async_op`` they
+would run on a stream of NCCL's own, without priority.  Point-to-point messages always do; the
+current stream joins it in ``Pending.wait``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from shardhet.comm.calls import Gathering, Pending, Reduction, in_rank_order, pieces_of
+from shardhet.comm.messages import Messages
+
+
+class _Ring(NamedTuple):
+    """A communicator of all ranks that compute in a collective, and who carries whose rows."""
+
+    group: dist.ProcessGroup | None  # None on a rank outside of it
+    carrier_by_position: tuple[int, ...]
+    root_by_position: dict[int, int]  # the rank within ``group``
+
+
+def gather(call: Gathering, otherwise: Callable[[Gathering], Pending]) -> Pending:
+    """Perform ``all_gather_uneven``, or ``otherwise`` where no communicator has its ranks."""
+    ring = _ring_of(call, call.receivers)
+    if ring is None:
+        return otherwise(call)
+    pieces = _pieces_or_none(call.output, call)
+    if pieces is not None and _are_in_one(call, ring):
+        assert call.output is not None
+        _named("all_gather_single", "all_gather_into_tensor")(
+            call.output, call.shard, group=ring.group
+        )
+    elif pieces is not None and _are_all(call, ring):
+        in_order = in_rank_order(pieces, call.channel)
+        dist.all_gather(in_order, call.shard, group=ring.group)
+    else:
+        return _gather_in_group(call, ring, pieces)
+    return Pending()  # see [Note: Streams of NCCL]
+
+
+def _gather_in_group(call: Gathering, ring: _Ring, pieces: list[Tensor] | None) -> Pending:
+    messages, position = Messages(call.channel), call.channel.position
+    for owner, carrier in enumerate(ring.carrier_by_position):
+        if owner == position:
+            messages.send(call.shard, carrier)
+        elif carrier == position and pieces is not None:
+            messages.receive(pieces[owner], owner)
+    handed = messages.post()
+    if pieces is None:
+        return handed
+    handed.wait()  # the broadcasts read what carriers have received
+    call.copy_own_shard()
+    _each_piece(dist.broadcast, pieces, ring, "group_src")
+    return Pending()
+
+
+def reduce(call: Reduction, otherwise: Callable[[Reduction], Pending]) -> Pending:
+    """Perform ``reduce_scatter_uneven``, or ``otherwise`` where no communicator has its ranks.
+
+    What ``full`` has for this rank and those that it carries for is overwritten.
+    """
+    ring = _ring_of(call, call.contributors)
+    if ring is None:
+        return otherwise(call)
+    pieces = _pieces_or_none(call.full, call)
+    if pieces is not None and _are_in_one(call, ring):
+        assert call.full is not None
+        _named("reduce_scatter_single", "reduce_scatter_tensor")(
+            call.output, call.full, group=ring.group
+        )
+    elif pieces is not None and _are_all(call, ring):
+        in_order = in_rank_order(pieces, call.channel)
+        dist.reduce_scatter(call.output, in_order, group=ring.group)
+    else:
+        return _reduce_in_group(call, ring, pieces)
+    return Pending()  # see [Note: Streams of NCCL]
+
+
+def _reduce_in_group(call: Reduction, ring: _Ring, pieces: list[Tensor] | None) -> Pending:
+    messages, position = Messages(call.channel), call.channel.position
+    if pieces is not None:
+        _each_piece(dist.reduce, pieces, ring, "group_dst")
+        call.output.copy_(pieces[position])
+    for owner, carrier in enumerate(ring.carrier_by_position):
+        if owner == position:
+            messages.receive(call.output, carrier)
+        elif carrier == position and pieces is not None:
+            messages.send(pieces[owner], owner)
+    return messages.post()
+
+
+def _each_piece(
+    collective: Callable[..., object], pieces: list[Tensor], ring: _Ring, root: str
+) -> None:
+    """Run ``collective`` on every piece, as one group, with its carrier as the root."""
+    assert ring.group is not None
+    with distributed_c10d._coalescing_manager(ring.group, pieces[0].device):
+        for piece, carrier in zip(pieces, ring.carrier_by_position, strict=True):
+            if piece.numel():
+                rank = ring.root_by_position[carrier]
+                collective(piece, group=ring.group, **{root: rank})
+
+
+def _pieces_or_none(flat: Tensor | None, call: Gathering | Reduction) -> list[Tensor] | None:
+    return None if flat is None else pieces_of(flat, call.split_numels)
+
+
+def _ring_of(call: Gathering | Reduction, positions: Sequence[int]) -> _Ring | None:
+    seats = call.channel
+    if len(positions) == seats.world_size:
+        everyone = tuple(range(seats.world_size))
+        return _Ring(seats.group, everyone, dict(enumerate(seats.rank_by_position)))
+    computing = seats.computing
+    if computing is None or tuple(positions) != computing.positions:
+        return None
+    # Groups have their ranks in ascending order.
+    ascending = sorted(computing.positions, key=seats.rank_by_position.__getitem__)
+    roots = {position: rank for rank, position in enumerate(ascending)}
+    return _Ring(computing.group, computing.carrier_by_position, roots)
+
+
+def _are_all(call: Gathering | Reduction, ring: _Ring) -> bool:
+    """Whether every rank of the channel takes part, and none of the pieces is empty."""
+    return ring.group is call.channel.group and 0 not in call.split_numels
+
+
+def _are_in_one(call: Gathering | Reduction, ring: _Ring) -> bool:
+    """Whether the pieces have the layout of NCCL's own even collectives.
+
+    With equal pieces, NCCL's list collectives go through a buffer as large as the whole tensor.
+    """
+    in_order = call.channel.rank_by_position == tuple(range(call.channel.world_size))
+    return in_order and len(set(call.split_numels)) == 1 and _are_all(call, ring)
+
+
+def _named(name: str, name_before: str) -> Callable[..., dist.Work]:
+    """Return a collective that has another name in CUDA builds older than torch 2.13."""
+    collective: Callable[..., dist.Work] = getattr(dist, name, None) or getattr(
+        dist, name_before
+    )
+    return collective
