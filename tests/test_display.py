@@ -21,9 +21,7 @@ DEVICES = [DeviceSpec(kind="Tesla T4", memory_capacity_bytes=2**30)] * 3
 def shown(*, is_terminal: bool) -> str:
     """All that a run of four steps and one look prints."""
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120, record=True)
-    with Display(
-        PLAN, DEVICES, num_steps=4, log_every=2, target_name="tokens", console=console
-    ) as display:
+    with Display(PLAN, DEVICES, num_steps=4, log_every=2, console=console) as display:
         for step in range(1, 5):
             display.show_step(
                 StepMetrics(

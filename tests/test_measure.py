@@ -436,7 +436,7 @@ def test_a_rank_that_fails_ends_the_measurement_with_a_panel(tmp_path: Path) -> 
     [
         ("num_repeats=2", "num_repeats: 2 but it must be at least 3"),
         ("max_microbatch=4", "Did you mean max_microbatch_size?"),
-        ("model=vit", "vit cannot learn from data=pysource"),
+        ("model=vit_g", "vit is a shape for shardhet plan"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -451,5 +451,5 @@ def test_bad_input_is_refused_before_anything_starts(
 def test_help_names_the_groups_and_the_keys(tmp_path: Path) -> None:
     done = run([*COMMAND, "--help"], tmp_path)
     assert done.returncode == 0
-    for word in ("out=DIR", "masked_lm", "max_microbatch_size: 32", "shardhet plan measured"):
+    for word in ("out=DIR", "llama_7b", "max_microbatch_size: 32", "shardhet plan measured"):
         assert word in done.stdout

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.models.decoder import Decoder, DecoderConfig, flops_per_token
-from shardhet.models.encoder import EncoderConfig, MaskedLm, Vit
 from shardhet.planner import find_plan
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -111,30 +109,6 @@ def test_a_model_with_memory_is_left_as_it_is() -> None:
         assert torch.equal(param, before[name])
         assert param.grad is None
     model(*text(64).args)  # no hook is left that would count
-
-
-@pytest.mark.parametrize("name", ["masked_lm", "vit"])
-def test_encoders_are_described_with_the_units_they_are_trained_with(name: str) -> None:
-    config = EncoderConfig(width=64, num_layers=3, num_heads=4, hidden_width=256)
-    with torch.device("meta"):
-        model: nn.Module
-        if name == "vit":
-            model = Vit(config, image_side=8, patch_side=2, num_classes=10)
-            args = (torch.zeros(2, 8, 8), torch.zeros(2, dtype=torch.long))
-        else:
-            model = MaskedLm(config, vocab_size=257, seq_len=32)
-            args = (torch.zeros(2, 32, dtype=torch.long),) * 2
-    counted = describe(model, ExampleBatch(args=args))
-    found = [unit.fqns[0] for unit in find_units(model, None)]
-    assert [unit.fqn for unit in counted.units if unit.fqn] == found
-    assert counted.numel == sum(param.numel() for param in model.parameters())
-    assert counted.num_units_by_kind["encoder_block"] == 3
-    block = counted.kind_by_name["encoder_block"]
-    num_places = 16 if name == "vit" else 32
-    matrices = 4 * 64 * 64 + 2 * 64 * 256
-    assert block.forward_flops == 2 * num_places * matrices + 4 * num_places**2 * 64
-    assert block.backward_flops == 2 * block.forward_flops
-    assert block.input_bytes == num_places * 64 * 4
 
 
 class Foreign(nn.Module):

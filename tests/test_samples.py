@@ -1,11 +1,11 @@
-"""Masked text and digits are the same batches under every plan, and hide what they should."""
+"""Masked text is the same under every plan, and hides what it should."""
 
 import numpy as np
 import pytest
 
 from shardhet.records.plan import Plan
 from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, deal
-from shardhet.training.samples import MASK_TOKEN, DigitBatches, Digits, MaskedBatches, masked
+from shardhet.training.samples import MASK_TOKEN, MaskedBatches, masked
 
 PLAN = Plan.by_hand(
     microbatch_sizes=[2, 0, 1], rank_batch_sizes=[5, 0, 1], state_shares=[0, 1, 0]
@@ -44,18 +44,3 @@ def test_dealt_parts_of_masked_text_join_to_the_global_batch() -> None:
     parts: list[TokenBatch] = [deal(batch, PLAN, position) for position in range(3)]
     joined = np.concatenate([part.targets for part in parts])
     np.testing.assert_array_equal(joined, batch.targets)
-
-
-def test_no_held_out_digit_is_trained_on() -> None:
-    pytest.importorskip("sklearn")
-    digits = Digits.load()
-    assert digits.train.num_samples + digits.held_out.num_samples == 1797
-    assert digits.held_out.num_samples == 360
-    assert digits.train.images.max() == 1
-    batches = DigitBatches(digits=digits, global_batch_size=6)
-    parts = [deal(batches[7], PLAN, position) for position in range(3)]
-    assert [part.num_samples for part in parts] == [5, 0, 1]
-    joined = np.concatenate([part.images for part in parts])
-    np.testing.assert_array_equal(
-        joined, DigitBatches(digits=digits, global_batch_size=6)[7].images
-    )

@@ -148,26 +148,6 @@ def test_srun_is_the_same_program(tmp_path: Path) -> None:
     assert len(list((run_dir / "logs").glob("rank*.log"))) == 2
 
 
-def test_byte_pairs_are_learned_once_and_judged_in_bits_per_byte(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="needs the package tokenizers, of the extra bpe")
-    pairs = ["data.tokenizer=BPE", "data.vocab_size=300", "data.cache_dir=pairs"]
-    more = ["cluster.num_ranks=2", "num_sampled_tokens=3"]
-    done = [run([*ALONE, *SMALL, *pairs, *more], tmp_path) for _ in range(2)]
-    assert [each.returncode for each in done] == [0, 0], done[0].stderr
-    [folder] = (tmp_path / "pairs").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "about.json",
-        "held_out.npy",
-        "tokenizer.json",
-        "train.npy",
-    ]
-    last = metrics(run_dirs(tmp_path)[1])[-1]
-    bits_per_token = last["held_out_loss"] / np.log(2)
-    assert 1 < bits_per_token / last["held_out_bits_per_byte"] < 4  # bytes per token
-    assert "a sample of its text:\ndef " in done[1].stdout
-    np.testing.assert_array_equal(*map(losses, run_dirs(tmp_path)))
-
-
 def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
     steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
     done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2", "logger=csv"], tmp_path)

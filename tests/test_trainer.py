@@ -108,9 +108,7 @@ def reference() -> tuple[np.ndarray, Evaluation]:
         curve.append((loss.item(), norm.item()))
     with torch.no_grad():
         loss_sum, num_tokens = module(*tensors(judged(4)))
-    evaluation = Evaluation(
-        loss_sum=float(loss_sum), num_targets=int(num_tokens), num_correct=None
-    )
+    evaluation = Evaluation(loss_sum=float(loss_sum), num_targets=int(num_tokens))
     return np.array(curve), evaluation
 
 
@@ -182,10 +180,9 @@ def test_batches_that_the_plan_does_not_deal_out_are_refused() -> None:
         )
 
 
-def test_an_evaluation_says_bits_and_accuracy() -> None:
-    evaluation = Evaluation(loss_sum=8 * np.log(2), num_targets=4, num_correct=3)
+def test_an_evaluation_says_bits() -> None:
+    evaluation = Evaluation(loss_sum=8 * np.log(2), num_targets=4)
     assert evaluation.bits_per_target == pytest.approx(2)
-    assert evaluation.accuracy == 0.75
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets the record begin again")

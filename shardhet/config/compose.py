@@ -29,7 +29,6 @@ from shardhet.config.imported import ImportedConf
 from shardhet.config.models import (
     DataKind,
     DecoderConf,
-    DigitsConf,
     MaskedLmConf,
     ModelKind,
     PySourceConf,
@@ -90,7 +89,6 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
     "data": {
         DataKind.PYSOURCE: PySourceConf,
         DataKind.TEXT_DIR: TextDirConf,
-        DataKind.DIGITS: DigitsConf,
     },
     "optim": {OptimKind.ADAMW: AdamWConf, OptimKind.SGD: SgdConf},
     "plan": {

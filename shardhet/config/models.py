@@ -6,23 +6,19 @@ torch is imported only when a record is created, so that help and completion sta
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import ConfigError, check_above, check_at_least, check_below_one
+from shardhet.config.checks import ConfigError, check_at_least, check_below_one
 from shardhet.pricing import architectures
 from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
     from shardhet.models.decoder import DecoderConfig
-    from shardhet.models.encoder import EncoderConfig
 
 NUM_BYTES = 256
-DEFAULT_BPE_VOCAB_SIZE = 4096
-PATCH_SIDES = (1, 2, 4, 8)  # the divisors of a digit's side of 8 pixels
 
 
 class ModelKind(Enum):
@@ -40,7 +36,6 @@ class DataKind(Enum):
 
     PYSOURCE = "pysource"
     TEXT_DIR = "text_dir"
-    DIGITS = "digits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +130,7 @@ class DecoderConf(ModelConf):
 
 @dataclass(kw_only=True)
 class EncoderConf(ModelConf):
-    """A model of bidirectional blocks."""
+    """A model of bidirectional blocks: a shape to plan for."""
 
     width: int = MISSING
     num_layers: int = MISSING
@@ -148,39 +143,21 @@ class EncoderConf(ModelConf):
             check_at_least(f"model.{key}", getattr(self, key), 1)
         check_below_one("model.dropout", self.dropout)
 
-    def to_record(self) -> "EncoderConfig":
-        """The shape of the blocks."""
-        from shardhet.models.encoder import EncoderConfig
-
-        try:
-            return EncoderConfig(
-                width=self.width,
-                num_layers=self.num_layers,
-                num_heads=self.num_heads,
-                hidden_width=self.hidden_width,
-                dropout=self.dropout,
-            )
-        except ValueError as error:
-            raise ConfigError(f"model.{error}") from None
-
 
 @dataclass(kw_only=True)
 class MaskedLmConf(EncoderConf):
     """A masked language model: predicts the tokens at masked positions, as BERT does."""
 
     kind: ModelKind = ModelKind.MASKED_LM
-    mask_fraction: float = 0.15
     usual_vocab_size: int = 256
     usual_seq_len: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_above("model.mask_fraction", self.mask_fraction, 0)
-        check_below_one("model.mask_fraction", self.mask_fraction)
         self._check_usual()
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """The workload of ``shardhet.models.encoder.MaskedLm``."""
+        """The workload of ``architectures.masked_lm``."""
         return _named(
             lambda: architectures.masked_lm(
                 num_layers=self.num_layers,
@@ -209,7 +186,7 @@ class VitConf(EncoderConf):
         self._check_usual()
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """The workload of ``shardhet.models.encoder.Vit``."""
+        """The workload of ``architectures.vit``."""
         if samples.vocab_size or samples.seq_len:
             raise ConfigError(
                 "vocab_size, seq_len: the model reads images, not text. Leave both out, and "
@@ -245,7 +222,6 @@ class TokenizerKind(Enum):
 
     AUTO = "auto"  # the one in the model's folder if it has one, else bytes
     BYTES = "bytes"
-    BPE = "bpe"  # byte pairs, learned on the training files
 
 
 @dataclass(kw_only=True)
@@ -253,34 +229,19 @@ class TextConf(DataConf):
     """Text as tokens, cut into windows."""
 
     tokenizer: TokenizerKind = TokenizerKind.AUTO
-    vocab_size: int | None = None  # None: 256 bytes, or 4096 byte pairs
-    cache_dir: str | None = None  # where learned byte pairs are kept; None: the run folder
+    vocab_size: int | None = None  # of bytes, which are 256; a tokenizer has its own
+    cache_dir: str | None = None  # where tokens are kept; None: the run folder
     seq_len: int = 64  # tokens
     num_judged_samples: int = 1000  # windows of held-out text in an evaluation
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("data.seq_len", self.seq_len, 1)
-        if self.tokenizer is not TokenizerKind.BPE:
-            if self.vocab_size not in (None, NUM_BYTES):
-                raise ConfigError(
-                    f"data.vocab_size: {self.vocab_size} but there are {NUM_BYTES} bytes. "
-                    "Drop it, or set data.tokenizer=BPE."
-                )
-            return
-        check_above("data.vocab_size", self.num_token_kinds, NUM_BYTES)
-        if find_spec("tokenizers") is None:
+        if self.vocab_size not in (None, NUM_BYTES):
             raise ConfigError(
-                "data.tokenizer: BPE but the package tokenizers is not installed. Use "
-                "pip install 'shardhet[bpe]', or data.tokenizer=BYTES."
+                f"data.vocab_size: {self.vocab_size} but there are {NUM_BYTES} bytes. Drop it; "
+                "larger tokens are those of a model=hf with a tokenizer.json."
             )
-
-    @property
-    def num_token_kinds(self) -> int:
-        """The number of embedding rows for bytes or byte pairs."""
-        if self.vocab_size is not None:
-            return self.vocab_size
-        return DEFAULT_BPE_VOCAB_SIZE if self.tokenizer is TokenizerKind.BPE else NUM_BYTES
 
 
 @dataclass(kw_only=True)
@@ -308,22 +269,6 @@ class TextDirConf(TextConf):
             raise ConfigError(
                 f"data.pattern: no file below {self.path!r} fits {self.pattern!r}. Give "
                 "another, such as '*.md'."
-            )
-
-
-@dataclass(kw_only=True)
-class DigitsConf(DataConf):
-    """Handwritten digits of 8 x 8 pixels."""
-
-    kind: DataKind = DataKind.DIGITS
-    num_judged_samples: int = 360  # all held-out images
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if find_spec("sklearn") is None:
-            raise ConfigError(
-                "data: digits but scikit-learn is not installed. Run "
-                "pip install 'shardhet[digits]', or set data=pysource."
             )
 
 

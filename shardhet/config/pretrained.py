@@ -138,7 +138,7 @@ class HfConf(ModelConf):
         folder = self.folder()
         self._check_seq_len(folder, data.seq_len, key="data.seq_len")
         if not self.reads_with_own_tokenizer(data):
-            self._check_plain_tokens(folder, data)
+            self._check_plain_tokens(folder)
         if self.lora.rank:
             import torch
 
@@ -166,21 +166,15 @@ class HfConf(ModelConf):
         is_auto = data.tokenizer is TokenizerKind.AUTO
         return is_auto and self.folder().tokenizer_path is not None
 
-    def _check_plain_tokens(self, folder: "PretrainedFolder", data: TextConf) -> None:
+    def _check_plain_tokens(self, folder: "PretrainedFolder") -> None:
         from shardhet.models.pretrained import Objective
 
-        is_masked = folder.objective is Objective.MASKED
-        if is_masked and data.tokenizer is TokenizerKind.BPE:
-            raise ConfigError(
-                "data.tokenizer: BPE has no token for what is masked. Set "
-                "data.tokenizer=BYTES, or put a tokenizer.json into the folder."
-            )
-        needed = (NUM_BYTES if is_masked else data.num_token_kinds) + is_masked
+        needed = NUM_BYTES + (folder.objective is Objective.MASKED)
         if folder.vocab_size < needed:
             raise ConfigError(
                 f"data.tokenizer: {needed} kinds of tokens but the vocab_size in "
-                f"{folder.path}/config.json is {folder.vocab_size}. Lower data.vocab_size, or "
-                "choose a model with a larger vocabulary."
+                f"{folder.path}/config.json is {folder.vocab_size}. Choose one with a "
+                "larger vocabulary, or with a tokenizer.json."
             )
 
     @staticmethod

@@ -9,17 +9,13 @@ from omegaconf import MISSING
 
 from shardhet.config.checks import ConfigError, check_above, check_at_least, check_is_one_of
 from shardhet.config.models import (
-    PATCH_SIDES,
+    NUM_BYTES,
     DataConf,
     DecoderConf,
-    DigitsConf,
     EncoderConf,
-    MaskedLmConf,
     ModelConf,
     ModelKind,
     TextConf,
-    TokenizerKind,
-    VitConf,
 )
 from shardhet.config.pretrained import HfConf
 from shardhet.config.training import (
@@ -266,26 +262,13 @@ def check_fp16_accumulation(is_set: bool, precision: Enum) -> None:
 
 def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
     """Raise if the model cannot be built or cannot be trained on the data."""
-    if isinstance(model, VitConf) != isinstance(data, DigitsConf):
+    if isinstance(model, EncoderConf):
         raise ConfigError(
-            f"model: {model.kind.value} cannot learn from data={data.kind.value}."
-            " Choose model=vit with data=digits, or another model with text."
-        )
-    if isinstance(model, VitConf) and model.patch_side not in PATCH_SIDES:
-        raise ConfigError(
-            f"model.patch_side: {model.patch_side} but it must be one of "
-            f"{PATCH_SIDES}, which divide a digit."
-        )
-    is_bpe = isinstance(data, TextConf) and data.tokenizer is TokenizerKind.BPE
-    if is_bpe and isinstance(model, MaskedLmConf):
-        raise ConfigError(
-            "data.tokenizer: BPE but a masked language model guesses bytes. Set "
-            "data.tokenizer=BYTES, or choose a decoder."
+            f"model: {model.kind.value} is a shape for shardhet plan and simulate. Choose "
+            "model=hf with the folder of such a model, or a decoder."
         )
     if isinstance(model, DecoderConf) and isinstance(data, TextConf):
-        model.to_record(vocab_size=data.num_token_kinds, seq_len=data.seq_len)
-    elif isinstance(model, EncoderConf):
-        model.to_record()
+        model.to_record(vocab_size=NUM_BYTES, seq_len=data.seq_len)
     elif isinstance(model, HfConf):
         model.check_fits(data)
 

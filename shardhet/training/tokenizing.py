@@ -1,15 +1,10 @@
-"""From bytes to tokens and back: each byte by itself, or byte-pair encoding.
-
-A corpus is bytes.  Byte-pair encoding (Sennrich et al., 2016) is learned on its training part
-alone.  It works on bytes, one character each, so that every file can be encoded and decoded
-without loss.  Tokens never cross the border between two documents or two words.
-"""
+"""From bytes to tokens and back: each byte by itself, or the tokenizer of a model."""
 
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,18 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardhet.training.data import SEPARATOR, VOCAB_SIZE, Corpus, TokenBatch
+from shardhet.training.data import SEPARATOR, Corpus
 
 FILE_VERSION = 1
-ENCODING = "latin-1"  # one character per byte
-# A space belongs to the word, number or punctuation after it. Bytes above 127 are parts of
-# letters outside ASCII.
-PIECES = (
-    r" ?[A-Za-z_\x80-\xff]+"
-    r"| ?[0-9]+"
-    r"| ?[^\sA-Za-z0-9_\x80-\xff]+"
-    r"|\s+(?!\S)|\s+"
-)
 
 
 class Tokenizer(Protocol):
@@ -62,65 +48,6 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return bytes(tokens)
-
-
-@dataclass(frozen=True)
-class BpeTokenizer:
-    """Byte-pair encoding by the package ``tokenizers``; ``state`` is its JSON."""
-
-    state: str
-
-    @classmethod
-    def learn(cls, train: npt.NDArray[np.uint8], *, vocab_size: int) -> "BpeTokenizer":
-        """Learn at most ``vocab_size`` tokens, the 256 bytes first; fewer if text is short."""
-        from tokenizers import Regex, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as Backend
-
-        if vocab_size <= VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size: {vocab_size} but it must be above {VOCAB_SIZE}, the number of "
-                "bytes. Raise it, or take bytes as tokens."
-            )
-        backend = Backend(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            initial_alphabet=[chr(byte) for byte in range(VOCAB_SIZE)],
-            show_progress=False,
-        )
-        backend.train_from_iterator(_documents(train), trainer)
-        return cls(backend.to_str())
-
-    @cached_property
-    def _backend(self) -> Any:
-        from tokenizers import Tokenizer as Backend
-
-        return Backend.from_str(self.state)
-
-    @cached_property
-    def bytes_by_token(self) -> list[bytes]:
-        """The bytes that each token stands for."""
-        names = (self._backend.id_to_token(i) for i in range(self._backend.get_vocab_size()))
-        return [name.encode(ENCODING) for name in names]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.state.encode()).hexdigest()
-
-    def encode(self, text: bytes) -> list[int]:
-        ids: list[int] = self._backend.encode(text.decode(ENCODING)).ids
-        return ids
-
-    def encode_all(self, text: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """The tokens of all documents of ``text``, [tokens], in the smallest type that fits."""
-        dtype = np.min_scalar_type(len(self.bytes_by_token) - 1)
-        encodings = self._backend.encode_batch_fast(list(_documents(text)))
-        parts = [np.array(each.ids, dtype=dtype) for each in encodings]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        table = self.bytes_by_token
-        return b"".join(table[token] for token in tokens if token < len(table))
 
 
 @dataclass(frozen=True)
@@ -177,21 +104,11 @@ class ModelTokenizer:
         return text.encode()
 
 
-def _documents(text: npt.NDArray[np.uint8]) -> Iterator[str]:
-    """The documents of ``text``, each with the separator that ends it."""
-    end = bytes([SEPARATOR])
-    *whole, rest = text.tobytes().split(end)
-    for document in whole:
-        yield (document + end).decode(ENCODING)
-    if rest:
-        yield rest.decode(ENCODING)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
     """A corpus as tokens, and the tokenizer that made them, saved in a folder."""
 
-    tokenizer: BpeTokenizer | ModelTokenizer
+    tokenizer: ModelTokenizer
     corpus: Corpus  # [tokens], mapped from disk
 
     @classmethod
@@ -199,27 +116,21 @@ class TokenFile:
         cls,
         folder: Path,
         text: Corpus,
-        *,
-        vocab_size: int,
-        tokenizer: ModelTokenizer | None = None,
+        tokenizer: ModelTokenizer,
     ) -> "TokenFile":
         """Load the tokens in ``folder``; they are created from ``text`` if it does not exist.
 
-        Without ``tokenizer``, byte pairs are learned on the text.  Raises ``ValueError`` if
-        the tokens were made from another text or have been changed since.
+        Raises ``ValueError`` if the tokens were made from another text, by another tokenizer,
+        or have been changed since.
         """
         if not folder.exists():
-            cls._make(folder, text, vocab_size, tokenizer)
+            cls._make(folder, text, tokenizer)
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        state = (folder / "tokenizer.json").read_text(encoding="utf-8")
         train, held_out = (
             np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out")
         )
-        found = cls(
-            tokenizer=tokenizer or BpeTokenizer(state),
-            corpus=Corpus(train=train, held_out=held_out),
-        )
-        wanted = found._about(text, vocab_size)
+        found = cls(tokenizer=tokenizer, corpus=Corpus(train=train, held_out=held_out))
+        wanted = found._about(text)
         differing = [key for key, value in wanted.items() if about.get(key) != value]
         if differing:
             raise ValueError(
@@ -229,15 +140,12 @@ class TokenFile:
         return found
 
     @classmethod
-    def _make(
-        cls, folder: Path, text: Corpus, vocab_size: int, given: ModelTokenizer | None
-    ) -> None:
-        tokenizer = given or BpeTokenizer.learn(text.train, vocab_size=vocab_size)
+    def _make(cls, folder: Path, text: Corpus, tokenizer: ModelTokenizer) -> None:
         corpus = Corpus(
             train=tokenizer.encode_all(text.train),
             held_out=tokenizer.encode_all(text.held_out),
         )
-        about = cls(tokenizer=tokenizer, corpus=corpus)._about(text, vocab_size)
+        about = cls(tokenizer=tokenizer, corpus=corpus)._about(text)
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(dir=folder.parent))
         (draft / "tokenizer.json").write_text(tokenizer.state, encoding="utf-8")
@@ -251,22 +159,11 @@ class TokenFile:
                 raise
             shutil.rmtree(draft)  # another rank was first
 
-    def _about(self, text: Corpus, vocab_size: int) -> dict[str, Any]:
+    def _about(self, text: Corpus) -> dict[str, Any]:
         return {
             "version": FILE_VERSION,
-            "vocab_size": vocab_size,
+            "vocab_size": self.tokenizer.num_token_kinds,
             "text digest": text.digest,
             "tokenizer digest": self.tokenizer.digest,
             "token digest": self.corpus.digest,
         }
-
-
-def as_bytes(batch: TokenBatch, tokenizer: Tokenizer) -> TokenBatch:
-    """The same text byte by byte, [1, bytes]: each byte of a target with the one before it."""
-    before: list[int] = []
-    targets: list[int] = []
-    for tokens, wanted in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
-        first, text = tokenizer.decode(tokens[:1]), tokenizer.decode(wanted)
-        before += [first[-1], *text[:-1]]
-        targets += text
-    return TokenBatch(tokens=np.array([before]), targets=np.array([targets]))

@@ -26,8 +26,7 @@ from shardhet.training.peak_memory import PeakMemory
 COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 
 
-# Calls the model with this rank's samples; returns (loss_sum, num_targets), and num_correct if
-# the model counts it.
+# Calls the model with this rank's samples; returns (loss_sum, num_targets).
 Run = Callable[[HetFSDP, Sequence[Tensor]], Sequence[Any]]
 
 
@@ -59,7 +58,6 @@ class Evaluation:
 
     loss_sum: float  # nats
     num_targets: int
-    num_correct: int | None  # None if the model's head does not count them
 
     @property
     def mean_loss(self) -> float:
@@ -70,11 +68,6 @@ class Evaluation:
     def bits_per_target(self) -> float:
         """Bits per target; bits per byte if a target is a byte."""
         return self.mean_loss / math.log(2)
-
-    @property
-    def accuracy(self) -> float | None:
-        """The fraction of targets that the model ranks first."""
-        return None if self.num_correct is None else self.num_correct / self.num_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,26 +246,20 @@ class Trainer:
         The last batch may be smaller than a global batch; the last ranks then get fewer
         samples or none.
         """
-        # Loss, targets and correct; on the device, so that the host reads them once.
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
-        counts_correct = False
+        # Loss and targets; on the device, so that the host reads them once.
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         size = self.model.plan.global_batch_size
         self.model.eval()
         for start in range(0, judged.num_samples, size):
             progress.mark("evaluation")
             batch = judged.samples(Span(start, min(start + size, judged.num_samples)))
             outputs = self._run(self.model, self._my_part(batch))
-            for i, output in enumerate(outputs[:3]):
+            for i, output in enumerate(outputs[:2]):
                 sums[i] += output
-            counts_correct |= len(outputs) > 2
         self.model.train()
-        rows = self.model.exchange([*sums.tolist(), counts_correct])
-        loss_sum, num_targets, num_correct, num_counts = map(sum, zip(*rows, strict=True))
-        return Evaluation(
-            loss_sum=loss_sum,
-            num_targets=int(num_targets),
-            num_correct=int(num_correct) if num_counts else None,
-        )
+        rows = self.model.exchange(sums.tolist())
+        loss_sum, num_targets = map(sum, zip(*rows, strict=True))
+        return Evaluation(loss_sum=loss_sum, num_targets=int(num_targets))
 
     def look_at_devices(self) -> tuple[DeviceUse, ...]:
         """What each device did in the steps since the last call, in plan order."""

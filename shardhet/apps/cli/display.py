@@ -31,14 +31,12 @@ class Display(OnTerminal):
         *,
         num_steps: int,
         log_every: int,
-        target_name: str,  # what throughput counts
         console: Console,
     ) -> None:
         self._plan = plan
         self._devices = devices
         self._num_steps = num_steps
         self._log_every = log_every
-        self._target_name = target_name
         self._latest: StepMetrics | None = None
         self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_IN_MEAN)
         self._drawn_devices: RenderableType = ""
@@ -98,7 +96,7 @@ class Display(OnTerminal):
         return (
             f"step {metrics.step:5d} of {self._num_steps}   loss {loss}   "
             f"grad norm {metrics.grad_norm:.2f}   lr {metrics.learning_rate:.2e}   "
-            f"{metrics.num_targets / self._step_time_s():,.0f} {self._target_name}/s   "
+            f"{metrics.num_targets / self._step_time_s():,.0f} tokens/s   "
             f"{1000 * self._step_time_s():.0f} ms/step   {self._time_left(metrics.step)} left"
         )
 

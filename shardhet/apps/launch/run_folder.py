@@ -30,7 +30,6 @@ PACKAGES = (
     "hydra-core",
     "omegaconf",
     "rich",
-    "scikit-learn",
 )
 # Prefixes of environment variables that change how a run computes or communicates.
 VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "SLURM_")

@@ -12,15 +12,13 @@ from shardhet.apps.run.task import (
 )
 from shardhet.config.imported import ImportedConf
 from shardhet.config.measure import MeasureConf
-from shardhet.config.models import DataConf, TextConf
+from shardhet.config.models import TextConf
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
-from shardhet.models.encoder import MaskedLm
 from shardhet.models.pretrained import LanguageModel
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.unit_runner import TrainedModel
-from shardhet.training.samples import DIGIT_SIDE, NUM_DIGIT_CLASSES
 
 NUM_EXAMPLES = 32
 
@@ -33,8 +31,8 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
         if conf.precision is Precision.FP64:
             model.module.double()
         return model
+    assert isinstance(conf.data, TextConf)
     if isinstance(conf.model, HfConf):
-        assert isinstance(conf.data, TextConf)
         folder = conf.model.folder()
         module = folder.on_meta(
             dtype=DTYPE_BY_PRECISION[conf.precision], lora=conf.model.adapters()
@@ -55,16 +53,10 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
     )
 
 
-def random_batch(module: nn.Module, data: DataConf, *, seed: int) -> ExampleBatch:
-    """Samples of the right shape: tokens, or images with their classes."""
+def random_batch(module: nn.Module, data: TextConf, *, seed: int) -> ExampleBatch:
+    """Random tokens of the right shape."""
     random = torch.Generator().manual_seed(seed)
-    if not isinstance(data, TextConf):
-        images = torch.rand(NUM_EXAMPLES, DIGIT_SIDE, DIGIT_SIDE, generator=random)
-        labels = torch.randint(NUM_DIGIT_CLASSES, (NUM_EXAMPLES,), generator=random)
-        return ExampleBatch(args=(images, labels))
-    assert isinstance(module, Decoder | MaskedLm)
-    embedding = module.embedding
-    rows = embedding.weight if isinstance(module, Decoder) else embedding.token
-    assert isinstance(rows, torch.Tensor)
-    tokens = torch.randint(rows.shape[0], (NUM_EXAMPLES, data.seq_len), generator=random)
+    assert isinstance(module, Decoder)
+    num_kinds = module.embedding.weight.shape[0]
+    tokens = torch.randint(num_kinds, (NUM_EXAMPLES, data.seq_len), generator=random)
     return ExampleBatch(args=(tokens, tokens))

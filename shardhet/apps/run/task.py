@@ -1,6 +1,5 @@
 """Task: a model with its training samples and its held-out samples."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,23 +8,19 @@ import torch
 from torch import nn
 
 from shardhet.config.models import (
+    NUM_BYTES,
     DataConf,
     DecoderConf,
-    MaskedLmConf,
     ModelConf,
     PySourceConf,
     TextConf,
     TextDirConf,
-    TokenizerKind,
-    VitConf,
 )
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
-from shardhet.models.encoder import MaskedLm, Vit
 from shardhet.models.pretrained import LanguageModel, Objective
 from shardhet.profiler.sketch import LossFn
-from shardhet.records.layout import Span
 from shardhet.training.data import (
     Batch,
     Batches,
@@ -38,12 +33,8 @@ from shardhet.training.data import (
     table_scores,
 )
 from shardhet.training.samples import (
-    DIGIT_SIDE,
     MASK_TOKEN,
-    NUM_DIGIT_CLASSES,
     STEPLESS_SEED,
-    DigitBatches,
-    Digits,
     MaskedBatches,
     SecondHalfBatches,
     masked,
@@ -54,7 +45,6 @@ from shardhet.training.tokenizing import (
     ModelTokenizer,
     TokenFile,
     Tokenizer,
-    as_bytes,
 )
 from shardhet.training.trainer import Evaluation, Run, run_plainly
 
@@ -80,10 +70,8 @@ class Task:
     judged: Batch
     data_digest: str  # equal on two machines exactly if their samples are
     score_name: str  # of what ``score`` returns
-    target_name: str = "tokens"  # what throughput counts
     baselines: Mapping[str, float] = field(default_factory=dict)  # scores of simpler methods
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
-    num_judged_bytes: int | None = None  # set if a target may be more than one byte
     model_name: str | None = None  # None: the name of its kind in the configuration
     loss_fn: LossFn | None = None  # of HetFSDP
     units: tuple[str, ...] | None = None  # of HetFSDP; None: found
@@ -91,44 +79,32 @@ class Task:
 
     def score(self, evaluation: Evaluation) -> float:
         """The score of the model in this evaluation."""
-        if evaluation.accuracy is not None:
-            return evaluation.accuracy
-        if self.num_judged_bytes is not None:
-            return evaluation.loss_sum / math.log(2) / self.num_judged_bytes
         return evaluation.bits_per_target
 
 
 def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Task:
     """The task that the configuration describes; the same on every rank."""
-    if isinstance(conf.model, VitConf):
-        return _digits_task(conf, conf.model, global_batch_size)
     assert isinstance(conf.data, TextConf)
     text = load_text(conf.data, token_dir)
     if isinstance(conf.model, HfConf):
         return _hf_task(conf, conf.model, text, global_batch_size, token_dir)
-    if isinstance(conf.model, MaskedLmConf):
-        return _masked_task(conf, conf.model, _batches(conf, text, global_batch_size))
-    assert isinstance(conf.model, DecoderConf)
-    corpus, tokenizer = _as_tokens(conf.data, text, token_dir)
-    batches, judged = _batches(conf, corpus, global_batch_size)
+    batches, judged = _batches(conf, text, global_batch_size)
     return _in_bytes(
         Task(
             module=make_module(conf.model, conf.data, conf.precision),
             batches=batches,
             judged=judged,
-            data_digest=f"{corpus.digest} {tokenizer.digest}",
+            data_digest=f"{text.digest} {ByteTokenizer().digest}",
             score_name="bits per token",
-            tokenizer=tokenizer,
         ),
         text,
     )
 
 
 def _in_bytes(task: Task, text: Corpus) -> Task:
-    """The task scored in bits per byte, whatever a token is, with tables as baselines."""
+    """The task on bytes as tokens, with tables as baselines."""
     assert isinstance(task.judged, TokenBatch)
-    judged_bytes = as_bytes(task.judged, task.tokenizer)
-    scores = table_scores(text.train, judged_bytes)
+    scores = table_scores(text.train, task.judged)
     return replace(
         task,
         score_name="bits per byte",
@@ -136,7 +112,6 @@ def _in_bytes(task: Task, text: Corpus) -> Task:
             "unigram table": scores.unigram_bits_per_byte,
             "bigram table": scores.bigram_bits_per_byte,
         },
-        num_judged_bytes=judged_bytes.num_targets,
     )
 
 
@@ -149,37 +124,11 @@ def make_files(conf: TrainConf, *, token_dir: Path) -> None:
 
 def make_module(model: ModelConf, data: DataConf, precision: Precision) -> nn.Module:
     """The model that learns from such data, on the meta device."""
-    with torch.device("meta"):
-        return _make_module(model, data).to(DTYPE_BY_PRECISION[precision])
-
-
-def _make_module(model: ModelConf, data: DataConf) -> nn.Module:
-    if isinstance(model, VitConf):
-        return Vit(
-            model.to_record(),
-            image_side=DIGIT_SIDE,
-            patch_side=model.patch_side,
-            num_classes=NUM_DIGIT_CLASSES,
-        )
-    assert isinstance(data, TextConf)
-    if isinstance(model, MaskedLmConf):
-        return MaskedLm(model.to_record(), vocab_size=MASK_TOKEN + 1, seq_len=data.seq_len)
     assert isinstance(model, DecoderConf)
-    return Decoder(model.to_record(vocab_size=data.num_token_kinds, seq_len=data.seq_len))
-
-
-def _masked_task(
-    conf: TrainConf, model: MaskedLmConf, text: tuple[GlobalBatches, TokenBatch]
-) -> Task:
-    batches, judged = text
-    fraction = model.mask_fraction
-    return Task(
-        module=make_module(model, conf.data, conf.precision),
-        batches=MaskedBatches(text=batches, fraction=fraction, seed=conf.seed),
-        judged=masked(judged, fraction=fraction, seed=0, step=STEPLESS_SEED),
-        data_digest=batches.corpus.digest,
-        score_name="bits per masked byte",
-    )
+    assert isinstance(data, TextConf)
+    with torch.device("meta"):
+        module = Decoder(model.to_record(vocab_size=NUM_BYTES, seq_len=data.seq_len))
+        return module.to(DTYPE_BY_PRECISION[precision])
 
 
 def _hf_task(
@@ -257,21 +206,6 @@ def _mask_token(own: ModelTokenizer | None) -> int:
     return token
 
 
-def _digits_task(conf: TrainConf, model: VitConf, global_batch_size: int) -> Task:
-    digits = Digits.load()
-    num_judged = min(conf.data.num_judged_samples, digits.held_out.num_samples)
-    return Task(
-        module=make_module(model, conf.data, conf.precision),
-        batches=DigitBatches(
-            digits=digits, global_batch_size=global_batch_size, seed=conf.seed
-        ),
-        judged=digits.held_out.samples(Span(0, num_judged)),
-        data_digest=digits.digest,
-        score_name="accuracy",
-        target_name="images",
-    )
-
-
 def _batches(
     conf: TrainConf, corpus: Corpus, global_batch_size: int
 ) -> tuple[GlobalBatches, TokenBatch]:
@@ -297,21 +231,10 @@ def load_text(data: TextConf, token_dir: Path) -> Corpus:
 
 
 def _as_tokens(
-    data: TextConf, text: Corpus, token_dir: Path, own: ModelTokenizer | None = None
+    data: TextConf, text: Corpus, token_dir: Path, own: ModelTokenizer | None
 ) -> tuple[Corpus, Tokenizer]:
-    folder = token_dir if data.cache_dir is None else Path(data.cache_dir)
-    if own is not None:
-        digests = [each.digest[:DIGEST_LENGTH_IN_NAMES] for each in (own, text)]
-        file = TokenFile.load(
-            folder / "_".join(("own", *digests)),
-            text,
-            vocab_size=own.num_token_kinds,
-            tokenizer=own,
-        )
-        return file.corpus, own
-    if data.tokenizer is not TokenizerKind.BPE:
+    if own is None:
         return text, ByteTokenizer()
-    vocab_size = data.num_token_kinds
-    name = f"bpe_{vocab_size}_{text.digest[:DIGEST_LENGTH_IN_NAMES]}"
-    file = TokenFile.load(folder / name, text, vocab_size=vocab_size)
-    return file.corpus, file.tokenizer
+    folder = token_dir if data.cache_dir is None else Path(data.cache_dir)
+    digests = [each.digest[:DIGEST_LENGTH_IN_NAMES] for each in (own, text)]
+    return TokenFile.load(folder / "_".join(("own", *digests)), text, own).corpus, own

@@ -221,7 +221,6 @@ class Run:
             self._devices,
             num_steps=self._conf.num_steps,
             log_every=self._conf.log_every,
-            target_name=self._task.target_name,
             console=console,
         )
 
