@@ -21,7 +21,6 @@ from shardhet.config.compose import (
     hints,
     implied_choices,
     load_resolved,
-    non_default_sources,
     register_schemas,
     save_resolved,
     searching_first,
@@ -224,31 +223,13 @@ def test_every_choice_says_what_it_is_for() -> None:
     assert all(purpose for choices in groups.values() for purpose in choices.values())
 
 
-def test_sources_name_who_set_each_value() -> None:
-    overrides = ["experiment=demo", "optim.lr=1e-3", "debug=quick", "model=small"]
-    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-        sources = non_default_sources(compose(CONFIG_NAME, overrides), overrides)
-    assert sources["optim.lr"] == {"value": 1e-3, "source": "command line"}
-    assert sources["num_steps"] == {"value": 5, "source": "debug/quick.yaml"}  # comes last
-    assert sources["eval_every"] == {"value": 80, "source": "experiment/demo.yaml"}
-    assert sources["model.width"] == {"value": 256, "source": "model/small.yaml"}
-    assert sources["cluster.num_ranks"] == {"value": 4, "source": "cluster/demo_4.yaml"}
-    assert "seed" not in sources
-    assert not any(key.endswith(".kind") for key in sources)
-    json.dumps(sources)
-
-
-def test_sources_name_own_files_and_what_the_program_found(tmp_path: Path) -> None:
+def test_own_files_come_first(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tiny.yaml").write_text("defaults: [small]\nnum_layers: 1\n")
     own, files = searching_first(tmp_path), initialize_config_dir
     with own, files(str(conf_dir()), version_base=VERSION_BASE):
         cfg = compose(CONFIG_NAME)
-        cfg.cluster.num_ranks = 2
-        sources = non_default_sources(cfg, [])
-    assert sources["model.num_layers"]["source"] == f"{tmp_path}/model/tiny.yaml"
-    assert sources["model.width"] == {"value": 256, "source": "model/small.yaml"}
-    assert sources["cluster.num_ranks"] == {"value": 2, "source": "shardhet"}
+    assert (cfg.model.num_layers, cfg.model.width) == (1, 256)
     assert compose_with([]).model.width == 128  # tiny's own again
 
 

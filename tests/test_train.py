@@ -62,7 +62,6 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
     names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
     assert names == {
         "config.yaml",
-        "config_sources.json",
         "end.json",
         "lock",
         "run.json",
@@ -71,8 +70,6 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
         "metrics.jsonl",
         *(f"logs/rank{rank}.log" for rank in range(4)),
     }
-    sources = json.loads((run_dir / "config_sources.json").read_text())
-    assert sources["optim.lr"]["source"] == "command line"
     assert Plan.load(run_dir / "plan.json").world_size == 4
     about = json.loads((run_dir / "run.json").read_text())
     assert about["versions"]["torch"]

@@ -67,7 +67,7 @@ def _measure(cfg: DictConfig) -> None:
         raise refuse(error, env) from None
     if env is None or env.rank == 0:
         cfg.cluster.num_ranks = world_size
-        folder.begin(cfg, {})
+        folder.begin(cfg)
     if env is None:
         start_ranks(folder, world_size, worker_module="shardhet.apps.run.measure_rank")
     else:

@@ -30,7 +30,6 @@ from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,
     conf_dir,
-    non_default_sources,
     register_schemas,
     to_conf,
 )
@@ -66,8 +65,7 @@ def _train(cfg: DictConfig) -> None:
 
     def begin() -> None:
         cfg.cluster.num_ranks = world_size
-        name = context.job.config_name or CONFIG_NAME
-        folder.begin(cfg, non_default_sources(cfg, context.overrides.task, name))
+        folder.begin(cfg)
 
     if env is None:
         try:

@@ -20,8 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
-from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
+from omegaconf import DictConfig, EnumNode, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardhet.config.checks import ConfigError
@@ -71,7 +70,6 @@ HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
 BATCH_SIZES_KEY = "plan.microbatch_sizes"
 LIST_KEYS = (BATCH_SIZES_KEY, "plan.num_microbatches", "plan.state_shares", "plan.speeds")
 
-PROGRAM = "shardhet"  # source of values that are computed at the start
 MAIN_PROVIDER = "main"  # Hydra's name for the folder that a program comes with
 
 # A user's own folder, laid out like conf/, inside ``searching_first``.
@@ -208,47 +206,6 @@ def load_checked(path: Path, schema: type[C]) -> C:
     return to_checked(merged, schema)
 
 
-def non_default_sources(
-    cfg: DictConfig, overrides: Iterable[str], config_name: str = CONFIG_NAME
-) -> dict[str, dict[str, Any]]:
-    """For each value that differs from its schema's default, the value and what set it.
-
-    Hydra must have composed ``cfg`` in this process from ``overrides``.  Values that none of
-    its files set were set by the program.
-    """
-    setters: dict[str, str] = {}
-    loader = GlobalHydra.instance().config_loader()
-    tree = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
-    for default in tree.defaults:
-        repository = loader.repository  # type: ignore[attr-defined]
-        loaded = repository.load_config(default.config_path)
-        if loaded is None or loaded.provider in ("hydra", "schema"):
-            continue
-        package = default.package or ""
-        file = f"{default.config_path}.yaml"
-        if loaded.provider != MAIN_PROVIDER:
-            file = f"{loaded.path.removeprefix('file://')}/{file}"
-        for key in _leaf_keys(loaded.config):
-            setters[f"{package}.{key}" if package else key] = file
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        for key in _leaf_keys_below(cfg, override.key_or_group):
-            setters[key] = "command line"
-    defaults = _schema_defaults(cfg)
-    return {
-        key: {"value": value, "source": setters.get(key, PROGRAM)}
-        for key, value in _leaves(cfg).items()
-        if defaults.get(key, "???") != value and not key.endswith(".kind")
-    }
-
-
-def _schema_defaults(cfg: DictConfig) -> dict[str, Any]:
-    defaults = _leaves(OmegaConf.structured(TrainConf))
-    for group in ("cluster", *SCHEMA_BY_KIND):
-        schema = OmegaConf.structured(OmegaConf.get_type(cfg[group]))
-        defaults |= {f"{group}.{key}": value for key, value in _leaves(schema).items()}
-    return defaults
-
-
 def _leaves(cfg: Any) -> dict[str, Any]:
     """Values by dotted key; a list is one value, and enums are given by name."""
     plain = OmegaConf.to_container(cfg, resolve=not _has_missing(cfg), enum_to_str=True)
@@ -265,19 +222,6 @@ def _flat(node: Any, prefix: str) -> Iterable[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node
-
-
-def _leaf_keys(cfg: Any) -> list[str]:
-    if isinstance(cfg, ListConfig):
-        return []
-    plain = OmegaConf.to_container(cfg, resolve=False)
-    return [key for key, _ in _flat(plain, "") if key.partition(".")[0] != "defaults"]
-
-
-def _leaf_keys_below(cfg: DictConfig, key: str) -> list[str]:
-    """The keys that an override sets; none for a group's choice, which has its own file."""
-    node = OmegaConf.select(cfg, key)
-    return [] if node is None or isinstance(node, DictConfig) else [key]
 
 
 def implied_choices(overrides: Iterable[str]) -> list[str]:

@@ -40,7 +40,6 @@ class RunFolder:
     """The files of one run.
 
     config.yaml          every key with its value
-    config_sources.json  for each value that is not a default: what set it
     run.json             versions, commit, environment, command line
     plan.json            what each device computes and stores
     plan_after_step_7.json ...  the same from then on, if the run was planned anew
@@ -179,7 +178,7 @@ class RunFolder:
         with suppress(OSError):  # not empty, or not there
             self.path.rmdir()
 
-    def begin(self, cfg: DictConfig, sources: dict[str, Any]) -> None:
+    def begin(self, cfg: DictConfig) -> None:
         """Create the folder and write what is known before any rank starts."""
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         for path in (self.end_notice_path, self.end_path):  # of the run that goes on
@@ -189,7 +188,6 @@ class RunFolder:
         for path in self.logs_dir.glob("rank*.failure.json"):  # no cause of what comes now
             path.replace(path.with_name(path.name.replace(".failure.", ".failure_before.")))
         save_resolved(cfg, self.config_path)
-        _write_json(self.path / "config_sources.json", sources)
         _write_json(self.path / "run.json", describe_process())
 
     def save_end(self, *, step: int, num_steps: int, asked_by: Sequence[str]) -> None:
