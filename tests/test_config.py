@@ -31,7 +31,7 @@ from shardhet.config.models import SampleShape
 from shardhet.config.train import Precision, TrainConf
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import Plan
-from shardhet.training.optim import AdamW, Sgd, WarmupStableDecay
+from shardhet.training.optim import OptimizerSpec, WarmupStableDecay
 from tests.test_fewer import setting_of
 
 BY_HAND = "plan=by_hand plan.microbatch_sizes=[2,1] plan.num_microbatches=[1,2] "
@@ -87,9 +87,12 @@ BAD = {
     "seed=-1": ("seed: -1", "at least 0"),
     "optim.lr=0": ("optim.lr: 0.0", "above 0"),
     "optim.lr=nan": ("optim.lr: nan",),
-    "optim.betas=[0.9]": ("optim.betas: [0.9]", "two numbers"),
-    "optim.betas=[0.9,1.0]": ("optim.betas[1]: 1.0", "below 1"),
-    "optim=sgd optim.momentum=1": ("optim.momentum: 1.0",),
+    "optim.betas=[0.9]": ("optim: AdamW: ",),
+    "optim.betas=[0.9,1.0]": ("optim: AdamW: Invalid beta parameter at index 1: 1.0",),
+    "optim.momentum=0.9": ("optim: AdamW: ", "momentum"),
+    "optim.kind=Adamw2": ("'Adamw2' is no optimizer of torch.optim",),
+    "optim=sgd optim.momentum=-1": ("optim: SGD: Invalid momentum value: -1",),
+    "optim.kind=LBFGS": ("optim: LBFGS: ",),
     "max_grad_norm=0": ("max_grad_norm: 0.0", "above 0"),
     "model.dropout=1.5": ("model.dropout: 1.5",),
     "model.num_layers=0": ("model.num_layers: 0", "at least 1"),
@@ -105,7 +108,7 @@ BAD = {
     # combinations that cannot be
     "model.num_heads=3": ("model.width: 128", "multiple of 6"),
     "model.num_kv_heads=3": ("model.num_kv_heads: 3", "divide num_heads 4"),
-    "optim=sgd optim.nesterov=true optim.momentum=0": ("optim.nesterov", "optim.momentum=0.9"),
+    "optim=sgd optim.nesterov=true optim.momentum=0": ("optim: SGD: Nesterov",),
     "lr_scheduler=wsd lr_scheduler.warmup_fraction=0.9": ("lr_scheduler.decay_fraction: 0.2",),
     "plan=demo_4 cluster.num_ranks=3": ("cluster.num_ranks says 3", "plan says 4"),
     "cluster.num_ranks=2 cluster.kinds=[a,b,c]": ("cluster.kinds: 3 entries", "is 2"),
@@ -188,6 +191,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 260, "hidden_size": 16, "num_hidde
          "intermediate_size": 24, "num_attention_heads": 2}  # fmt: skip
 NEEDED = {
     "model=hf": ["model.path={tmp}", "model.weights=false"],
+    "optim=any": ["optim.kind=Adagrad", "optim.lr=0.1"],
     "plan=by_hand": [*BY_HAND.split()[1:], "plan.state_shares=[0.5,0.5]"],
     "plan=proportional": ["plan.speeds=[2,1]"],
     "plan=file": ["plan.path={tmp}/plan.json"],
@@ -236,11 +240,17 @@ def test_own_files_come_first(tmp_path: Path) -> None:
 def test_configurations_become_records() -> None:
     conf = conf_with("lr_scheduler=wsd", "num_steps=100", "precision=BF16")
     assert conf.precision is Precision.BF16
-    assert conf.optim.to_record() == AdamW(learning_rate=4e-3, weight_decay=0.1)
+    assert conf.optim.to_record() == OptimizerSpec(
+        learning_rate=4e-3, weight_decay=0.1, arguments={"betas": [0.9, 0.95], "eps": 1e-8}
+    )
     assert conf.lr_scheduler.to_record(100) == WarmupStableDecay(
         num_steps=100, num_decay_steps=20, num_warmup_steps=5, final_fraction=0.1
     )
-    assert conf_with("optim=sgd").optim.to_record() == Sgd(learning_rate=0.1)
+    given = {"optim.arguments={eps: 1e-7}": ("Adagrad", 1), "optim.momentum=0.5": ("SGD", 1),
+             "optim.lr=0.2": ("sgd", 0), "optim.betas=[0.8,0.9]": ("NAdam", 2)}  # fmt: skip
+    for override, (kind, num_moments) in given.items():
+        optim = conf_with("optim=any", f"optim.kind={kind}", "optim.lr=0.1", override).optim
+        assert optim.to_record().count_moments() == num_moments
 
 
 @pytest.mark.parametrize("world_size", range(1, 5))

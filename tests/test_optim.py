@@ -7,13 +7,11 @@ import torch
 from torch import nn
 
 from shardhet.training.optim import (
-    AdamW,
     Constant,
     Cosine,
     Linear,
     OptimizerSpec,
     Schedule,
-    Sgd,
     WarmupStableDecay,
     decay_groups,
 )
@@ -52,13 +50,11 @@ def test_a_schedule_without_warm_up_begins_at_the_peak() -> None:
     assert [make(num_steps=3)(0) for make in (Linear, Cosine)] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "spec", [AdamW(learning_rate=0.1), Sgd(learning_rate=0.1, weight_decay=0.1)], ids=repr
-)
-def test_ranks_that_store_nothing_of_a_parameter_can_step(spec: OptimizerSpec) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_ranks_that_store_nothing_of_a_parameter_can_step(name: str) -> None:
     params = [nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(4, 3))]
     params.append(nn.Parameter(torch.ones(2)))
-    optimizer = spec.build(params)
+    optimizer = OptimizerSpec(name=name, learning_rate=0.1, weight_decay=0.1).build(params)
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -70,10 +66,8 @@ def test_fused_kernels_do_what_plain_ones_do() -> None:
     start = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3)
     fused = nn.Parameter(start.clone())
     plain = nn.Parameter(start.clone())
-    one = AdamW(learning_rate=0.1).build([fused])
-    other = torch.optim.AdamW(
-        decay_groups([plain], 0.1), lr=0.1, betas=(0.9, 0.95), foreach=False
-    )
+    one = OptimizerSpec(learning_rate=0.1, weight_decay=0.1).build([fused])
+    other = torch.optim.AdamW(decay_groups([plain], 0.1), lr=0.1, foreach=False)
     for _ in range(5):
         fused.grad, plain.grad = fused.detach().sin(), plain.detach().sin()
         one.step()

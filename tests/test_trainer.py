@@ -11,7 +11,7 @@ from torch import Tensor
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
-from shardhet.training.optim import AdamW, Cosine
+from shardhet.training.optim import Cosine, OptimizerSpec
 from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.trainer import Evaluation, StepMetrics, Trainer
 from tests.small_models import small_decoder
@@ -56,7 +56,7 @@ def make_trainer(
     torch.manual_seed(0)
     module = Decoder(MODEL).to(dtype)
     model = HetFSDP(module, plan, device=device)
-    optimizer = AdamW(learning_rate=1e-2).build(list(model.parameters()))
+    optimizer = OptimizerSpec(learning_rate=1e-2).build(list(model.parameters()))
     batches = GlobalBatches(
         corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=plan.global_batch_size
     )
@@ -92,7 +92,7 @@ def reference() -> tuple[np.ndarray, Evaluation]:
     """Plain PyTorch: one process, one batch, no HetFSDP."""
     torch.manual_seed(0)
     module = Decoder(MODEL).double()
-    optimizer = AdamW(learning_rate=1e-2).build(list(module.parameters()))
+    optimizer = OptimizerSpec(learning_rate=1e-2).build(list(module.parameters()))
     schedule = Cosine(num_steps=NUM_STEPS, num_warmup_steps=5)
     batches = GlobalBatches(corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=6)
     curve = []

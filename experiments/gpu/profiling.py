@@ -15,9 +15,9 @@ from shardhet.models.decoder import Decoder
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.profiler.unit_runner import TrainedModel
-from shardhet.training.optim import AdamW
+from shardhet.training.optim import OptimizerSpec
 
-OPTIMIZER = AdamW(learning_rate=1e-4)
+OPTIMIZER = OptimizerSpec(learning_rate=1e-4)
 OUT_OF_MEMORY = "out of memory"
 
 

@@ -18,9 +18,9 @@ from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.emulation import EmulatedDevice
-from shardhet.training.optim import AdamW
+from shardhet.training.optim import OptimizerSpec
 
-OPTIMIZER = AdamW(learning_rate=1e-4)
+OPTIMIZER = OptimizerSpec(learning_rate=1e-4)
 WAITS = (Activity.WAIT_GATHER, Activity.WAIT_REDUCE, Activity.AGREE)
 # The first finds the order of units and makes the optimizer's state.  Later ones still touch
 # memory that is new to the process, which takes longer than computing in it.

@@ -20,7 +20,7 @@ from shardhet.comm.members import Members, local_device_spec
 from shardhet.config.training import ClusterConf
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic
 from shardhet.records.workload import Workload
-from shardhet.training.optim import AdamW
+from shardhet.training.optim import OptimizerSpec
 
 NUM_REPEATS = 5
 HANG_TIMEOUT_S = 60.0  # nothing here takes as long; ten times that before the first step
@@ -142,7 +142,8 @@ def _check_step(env: RankEnv, device: torch.device) -> None:
     alone, module = _model(device), _model(device)
     model = HetFSDP(module, plan)
     optimizers = [
-        AdamW(learning_rate=1e-2).build(list(each.parameters())) for each in (alone, model)
+        OptimizerSpec(learning_rate=1e-2).build(list(each.parameters()))
+        for each in (alone, model)
     ]
     for step in range(NUM_STEPS):
         for optimizer in optimizers:

@@ -99,6 +99,7 @@ def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:
     """
     check_logger(conf.logger)
     conf.check_device()
+    conf.optim.check()
     conf.check_resume()
     conf.check_rebalance()
     conf.check_model_fits_data()

@@ -37,7 +37,6 @@ from shardhet.config.models import (
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import TrainConf
 from shardhet.config.training import (
-    AdamWConf,
     ByHandPlanConf,
     ClusterConf,
     EvenPlanConf,
@@ -47,10 +46,9 @@ from shardhet.config.training import (
     LrSchedulerConf,
     LrSchedulerKind,
     MeasuredPlanConf,
-    OptimKind,
+    OptimConf,
     PlanKind,
     ProportionalPlanConf,
-    SgdConf,
 )
 
 C = TypeVar("C")  # a schema
@@ -88,7 +86,6 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
         DataKind.PYSOURCE: PySourceConf,
         DataKind.TEXT_DIR: TextDirConf,
     },
-    "optim": {OptimKind.ADAMW: AdamWConf, OptimKind.SGD: SgdConf},
     "plan": {
         PlanKind.EVEN: EvenPlanConf,
         PlanKind.PROPORTIONAL: ProportionalPlanConf,
@@ -136,6 +133,7 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConf)
     store.store(group="schema/cluster", name="cluster", node=ClusterConf)
+    store.store(group="schema/optim", name="optim", node=OptimConf)
     for group, schema_by_kind in SCHEMA_BY_KIND.items():
         for kind, schema in schema_by_kind.items():
             store.store(group=f"schema/{group}", name=kind.value, node=schema)
@@ -201,6 +199,7 @@ def load_checked(path: Path, schema: type[C]) -> C:
             by_name = {kind.name: each for kind, each in schema_by_kind.items()}
             known[group] = OmegaConf.structured(by_name[str(values[group].kind)])
     known.cluster = OmegaConf.structured(ClusterConf)
+    known.optim = OmegaConf.structured(OptimConf)
     merged = OmegaConf.merge(known, values)
     assert isinstance(merged, DictConfig)
     return to_checked(merged, schema)

@@ -64,6 +64,7 @@ class MeasureConf:
     def check(self) -> None:
         """Raise if it is not possible to measure here."""
         check_device(self.cluster)
+        self.optim.check()
         check_model_fits_data(self.model, self.data)
 
     @classmethod

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -12,7 +12,6 @@ from shardhet.config.checks import (
     ConfigError,
     check_above,
     check_at_least,
-    check_below_one,
     check_fraction,
 )
 from shardhet.records.cluster import DeviceSpec
@@ -22,13 +21,6 @@ if TYPE_CHECKING:
     from shardhet.pricing.setting import Setting
     from shardhet.training.emulation import EmulatedDevice
     from shardhet.training.optim import OptimizerSpec, Schedule
-
-
-class OptimKind(Enum):
-    """Which optimizer; follows from ``optim=...``."""
-
-    ADAMW = "adamw"
-    SGD = "sgd"
 
 
 class LrSchedulerKind(Enum):
@@ -69,11 +61,16 @@ class LoggerKind(Enum):
 
 @dataclass(kw_only=True)
 class OptimConf:
-    """The fields of every optimizer."""
+    """A class of ``torch.optim`` and its arguments; torch's own values where null."""
 
-    kind: OptimKind = MISSING
+    kind: str = MISSING  # the name of the class: AdamW, SGD, Adagrad
     lr: float = MISSING  # the peak of the schedule
     weight_decay: float = 0.0  # on matrices; vectors never decay
+    betas: list[float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)  # others of the class
 
     def __post_init__(self) -> None:
         check_above("optim.lr", self.lr, 0)
@@ -81,61 +78,23 @@ class OptimConf:
 
     def to_record(self) -> "OptimizerSpec":
         """What builds the optimizer."""
-        raise NotImplementedError
+        from shardhet.training.optim import OptimizerSpec
 
-
-@dataclass(kw_only=True)
-class AdamWConf(OptimConf):
-    """Adam with decoupled weight decay."""
-
-    kind: OptimKind = OptimKind.ADAMW
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.betas) != 2:
-            raise ConfigError(f"optim.betas: {list(self.betas)} but it must be two numbers.")
-        for i, beta in enumerate(self.betas):
-            check_below_one(f"optim.betas[{i}]", beta)
-        check_above("optim.eps", self.eps, 0)
-
-    def to_record(self) -> "OptimizerSpec":
-        """What builds the optimizer."""
-        from shardhet.training.optim import AdamW
-
-        return AdamW(
+        named = {key: getattr(self, key) for key in ("betas", "eps", "momentum", "nesterov")}
+        return OptimizerSpec(
+            name=self.kind,
             learning_rate=self.lr,
-            betas=(self.betas[0], self.betas[1]),
-            eps=self.eps,
             weight_decay=self.weight_decay,
+            arguments={key: each for key, each in named.items() if each is not None}
+            | self.arguments,
         )
 
-
-@dataclass(kw_only=True)
-class SgdConf(OptimConf):
-    """Stochastic gradient descent."""
-
-    kind: OptimKind = OptimKind.SGD
-    momentum: float = 0.9
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_below_one("optim.momentum", self.momentum)
-        if self.nesterov and not self.momentum:
-            raise ConfigError("optim.nesterov: true but momentum is 0. Set optim.momentum=0.9.")
-
-    def to_record(self) -> "OptimizerSpec":
-        """What builds the optimizer."""
-        from shardhet.training.optim import Sgd
-
-        return Sgd(
-            learning_rate=self.lr,
-            momentum=self.momentum,
-            is_nesterov=self.nesterov,
-            weight_decay=self.weight_decay,
-        )
+    def check(self) -> None:
+        """Raise ConfigError if torch has no such optimizer, or it needs more than gradients."""
+        try:
+            self.to_record().count_moments()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"optim: {self.kind}: {error}. Change optim.") from None
 
 
 @dataclass(kw_only=True)

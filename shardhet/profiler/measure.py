@@ -39,7 +39,7 @@ from shardhet.records.plan import Plan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
 from shardhet.training.emulation import EmulatedDevice
-from shardhet.training.optim import AdamW, OptimizerSpec, Sgd
+from shardhet.training.optim import OptimizerSpec
 
 MAX_PAIRS = 28  # all pairs of eight ranks; with more ranks, each with the next one only
 OnProgress = Callable[[str, float], None]  # the next activity, and the fraction done so far
@@ -109,7 +109,7 @@ def measure(
             device=device,
             found=found,
             emulated=emulated,
-            optimizer=optimizer or AdamW(learning_rate=1e-4),
+            optimizer=optimizer or OptimizerSpec(learning_rate=1e-4),
             effort=effort or MeasuringEffort(),
             on_progress=on_progress,
         )
@@ -202,7 +202,7 @@ class _Session:
                 param_dtype=model.param_dtype,
                 reduce_dtype=model.reduce_dtype,
                 tokens_per_sample=None,
-                num_moments=_num_moments(self._optimizer),
+                num_moments=self._optimizer.count_moments(),
                 device=self._device,
             )
         counted: Workload = self._channels.control.exchange_objects(workload)[0]
@@ -306,13 +306,6 @@ class _Session:
         if len(pairs) > MAX_PAIRS:
             pairs = [(i, (i + 1) % world_size) for i in range(world_size)]
         return pairs
-
-
-def _num_moments(optimizer: OptimizerSpec) -> int:
-    """The number of tensors that the optimizer keeps per parameter."""
-    if isinstance(optimizer, Sgd):
-        return 1 if optimizer.momentum else 0
-    return 2
 
 
 def has_own_memory(emulated: EmulatedDevice | None) -> bool:

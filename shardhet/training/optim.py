@@ -12,8 +12,9 @@ the peak.  They may end at a ``final_fraction`` instead of zero.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -86,46 +87,39 @@ def _progress(step: int, start: int, stop: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+class OptimizerSpec:
+    """A class of ``torch.optim`` and its arguments."""
 
     learning_rate: float  # the peak
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    name: str = "AdamW"
+    weight_decay: float = 0.0  # of matrices
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # the class's others
 
     def build(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over this rank's rows; one fused kernel where the device has one."""
-        return torch.optim.AdamW(
-            decay_groups(params, self.weight_decay),
-            lr=self.learning_rate,
-            betas=self.betas,
-            eps=self.eps,
-            fused=_can_fuse(params),
-        )
+        """The optimizer over this rank's rows; one fused kernel where there is one.
 
+        Raises ``ValueError`` for a class that torch does not have, and what the class raises.
+        """
+        kinds: dict[str, Any] = {key.lower(): each for key, each in vars(torch.optim).items()}
+        kind: Any = kinds.get(self.name.lower())
+        is_optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if not is_optimizer:
+            raise ValueError(f"{self.name!r} is no optimizer of torch.optim")
+        arguments = dict(self.arguments)
+        if "fused" in signature(kind).parameters and _can_fuse(params):
+            arguments["fused"] = True
+        groups = decay_groups(params, self.weight_decay)
+        optimizer: torch.optim.Optimizer = kind(groups, lr=self.learning_rate, **arguments)
+        return optimizer
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sgd:
-    """Stochastic gradient descent with momentum."""
-
-    learning_rate: float  # the peak
-    momentum: float = 0.9
-    is_nesterov: bool = False
-    weight_decay: float = 0.0
-
-    def build(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over this rank's rows; one fused kernel where the device has one."""
-        return torch.optim.SGD(
-            decay_groups(params, self.weight_decay),
-            lr=self.learning_rate,
-            momentum=self.momentum,
-            nesterov=self.is_nesterov,
-            fused=_can_fuse(params),
-        )
-
-
-OptimizerSpec = AdamW | Sgd
+    def count_moments(self) -> int:
+        """How many tensors as large as a parameter it keeps, counted after one step."""
+        param = nn.Parameter(torch.zeros(2, 3))
+        param.grad = torch.ones_like(param)
+        optimizer = self.build([param])
+        optimizer.step()
+        kept = optimizer.state[param].values()
+        return sum(torch.is_tensor(each) and each.shape == param.shape for each in kept)
 
 
 def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

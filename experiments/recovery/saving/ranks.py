@@ -10,7 +10,7 @@ from experiments.recovery.replicas.ranks import Run, timed
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.checkpoint import Checkpoints, Replicas
 from shardhet.training.emulation import EmulatedDevice
-from shardhet.training.optim import AdamW
+from shardhet.training.optim import OptimizerSpec
 
 CONFIG = decoder_config(width=64, num_layers=4, seq_len=32)
 SPEEDS = (0.3, 0.2, 0.15, 0.1)  # of a core: half of two cores is left, as on hosts of GPUs
@@ -28,7 +28,7 @@ def train(rank: int, num_rounds: int, memory: Path, disk: Path) -> dict[str, lis
     """Seconds of blocks of ``EVERY`` steps that end with a save of each kind, by turns."""
     device = DeviceSpec(kind=f"emulated {SPEEDS[rank]:g}x")
     model = HetFSDP(make_decoder(CONFIG), PLAN, device_spec=device)
-    optimizer = AdamW(learning_rate=1e-3).build(list(model.parameters()))
+    optimizer = OptimizerSpec(learning_rate=1e-3).build(list(model.parameters()))
     EmulatedDevice(speed=SPEEDS[rank]).slow_down(model, optimizer)
     first = model.plan.first_sample(model.position)
     stop = first + model.plan.ranks[model.position].rank_batch_size

@@ -13,11 +13,11 @@ from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.emulation import EmulatedDevice, Stretch
-from shardhet.training.optim import AdamW
+from shardhet.training.optim import OptimizerSpec
 
 CONFIG = decoder_config(width=64, num_layers=4, seq_len=32)
 BATCH = 48
-OPTIMIZER = AdamW(learning_rate=1e-3)
+OPTIMIZER = OptimizerSpec(learning_rate=1e-3)
 EFFORT = MeasuringEffort(max_microbatch_size=8, num_repeats=5, time_limit_s=12.0)
 NUM_STEPS = 22  # after the device has slowed down
 BLOCK = 6  # steps under one plan, of which the first does not count

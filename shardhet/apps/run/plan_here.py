@@ -125,10 +125,10 @@ def _measure(
 
 def _what_is_measured(conf: TrainConf, plan: MeasuredPlanConf) -> str:
     """What a profile depends on, besides devices."""
-    has_momentum = bool(getattr(conf.optim, "momentum", 0.0))
+    num_moments = conf.optim.to_record().count_moments()
     return (
-        f"{conf.model} {conf.data} {conf.precision.name} {conf.optim.kind.name} "
-        f"momentum={has_momentum} max_microbatch_size={plan.max_microbatch_size} "
+        f"{conf.model} {conf.data} {conf.precision.name} {conf.optim.kind} "
+        f"num_moments={num_moments} max_microbatch_size={plan.max_microbatch_size} "
         f"torch={torch.__version__}"
     )
 
