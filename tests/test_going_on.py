@@ -137,12 +137,12 @@ def test_a_copied_folder_is_another_run(tmp_path: Path) -> None:
 def test_what_was_measured_of_something_else_is_not_found(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "measured" / "old").mkdir(parents=True)
-    (tmp_path / "measured" / "old" / "profile_alone.json").touch()
+    (tmp_path / "measured" / "old" / "profile.json").touch()
     assert folder.measured_dirs("a") == []
     for subject in "aba":
         path = folder.new_measured_dir(subject)
         assert path not in folder.measured_dirs(subject)  # not yet whole
-        (path / "profile_alone.json").touch()
+        (path / "profile.json").touch()
     assert [each.name for each in folder.measured_dirs("a")] == ["1", "3"]
     assert [each.name for each in folder.measured_dirs("b")] == ["2"]
 

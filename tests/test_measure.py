@@ -96,8 +96,7 @@ def samples(block_s: float) -> dict[str, UnitSamples]:
 def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
     return RankReport(
         device=DeviceSpec(host=host, kind=kind, memory_capacity_bytes=2**30),
-        alone=samples(block_s),
-        together=samples(2 * block_s),
+        samples=samples(2 * block_s),
         optimizer_s_per_element=[block_s, 2 * block_s, 3 * block_s],
         turn_overhead_s=block_s / 100,
         reserved_bytes=7,
@@ -113,17 +112,13 @@ NO_LINKS = TrafficReport(
 def test_the_slowest_rank_of_a_kind_stands_for_it() -> None:
     reports = [report(1.0), report(1.5), report(0.5, kind="y")]
     cluster = make_cluster([each.device for each in reports], [])
-    together, alone = [
-        make_profile(reports, NO_LINKS, cluster, WORKLOAD, is_together=both)
-        for both in (True, False)
-    ]
-    assert [device.device_kind for device in together.devices] == ["x", "y"]
-    assert together.unit("x", "block").forward_s.at(2) == 6.0
-    assert alone.unit("x", "block").backward_s.at(2) == 6.0
-    assert together.device("x").optimizer_seconds_per_element == 3.0
-    assert together.turn_overhead_s == 1.5 / 100
-    assert "the slowest of 2 ranks, 1.50 times the fastest" in together.device("x").note
-    assert together.is_measured
+    profile = make_profile(reports, NO_LINKS, cluster, WORKLOAD)
+    assert [device.device_kind for device in profile.devices] == ["x", "y"]
+    assert profile.unit("x", "block").forward_s.at(2) == 6.0
+    assert profile.device("x").optimizer_seconds_per_element == 3.0
+    assert profile.turn_overhead_s == 1.5 / 100
+    assert "the slowest of 2 ranks, 1.50 times the fastest" in profile.device("x").note
+    assert profile.is_measured
 
 
 def test_devices_stand_by_host_with_its_slowest_link() -> None:
@@ -163,7 +158,7 @@ def test_groups_of_ranks_stand_where_the_cluster_puts_them() -> None:
         note="now",
     )
     cluster = make_cluster(specs, traffic.pairs)
-    profile = make_profile(reports, traffic, cluster, WORKLOAD, is_together=True)
+    profile = make_profile(reports, traffic, cluster, WORKLOAD)
     [group], [pair] = profile.groups, profile.pairs
     assert group.positions == (1, 2)
     assert group.collectives.points[0].reduce.mean_s == 2e-3
@@ -210,7 +205,7 @@ def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> Non
     traffic = TrafficReport(
         collectives=collectives, groups=[], pairs=[], overlap_excesses=excesses, note="now"
     )
-    profile = make_profile(reports, traffic, cluster, WORKLOAD, is_together=True)
+    profile = make_profile(reports, traffic, cluster, WORKLOAD)
     assert profile.devices[0].overlap_excess == pytest.approx(0.2)  # they are of one kind
     found = unevenness_weights(collectives, profile, cluster, WORKLOAD)
     assert found == pytest.approx(weights, abs=0.06)  # beyond the last size it is drawn
@@ -331,8 +326,7 @@ def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) ->
     assert [device.kind for device in cluster.devices] == ["fast", "slow"]
     assert cluster.nodes[0].link is not None
     assert Workload.load(tmp_path / "workload.json") == WORKLOAD
-    alone = Profile.load(tmp_path / "profile_alone.json")
-    fast, slow = [alone.unit(kind, "block").points[-1].backward for kind in ("fast", "slow")]
+    fast, slow = [profile.unit(kind, "block").points[-1].backward for kind in ("fast", "slow")]
     assert slow.p10_s > 4 * fast.p10_s  # twenty times, but for what else the machine does
     assert all(device.overlap_excess >= 0 for device in profile.devices)
     numels = [kind.numel * 4 for kind in WORKLOAD.kinds]
@@ -396,7 +390,7 @@ def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path:
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "here"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert {"cluster.json", "workload.json", "profile.json", "profile_alone.json"} <= names
+    assert {"cluster.json", "workload.json", "profile.json"} <= names
     assert {"config.yaml", "run.json", "logs/rank1.log"} <= names
     cluster, workload = (
         Cluster.load(folder / "cluster.json"),

@@ -40,7 +40,7 @@ USAGE = """\
 [bold]torchrun --nproc-per-node=4 -m shardhet.apps.measure key=value ...[/]
                                         the same program, started by torchrun
 
-Each rank computes alone and then all at once; then come optimizer, collectives and links.
+All ranks compute at once; then come optimizer, collectives and links.
 No data is read: only the shapes of data=... matter.  Then:
 
 [bold]shardhet plan measured=DIR global_batch_size=64[/]

@@ -40,8 +40,7 @@ class RankReport:
     """What one rank measured about itself."""
 
     device: DeviceSpec  # as announced, with the memory that this rank may use
-    alone: Samples
-    together: Samples  # while all ranks compute
+    samples: Samples  # while all ranks compute
     optimizer_s_per_element: list[float]
     turn_overhead_s: float
     reserved_bytes: int
@@ -102,10 +101,8 @@ def make_profile(
     traffic: TrafficReport,
     cluster: Cluster,
     workload: Workload,
-    *,
-    is_together: bool,
 ) -> Profile:
-    """The profile with all ranks computing at once, or with each rank computing alone."""
+    """The profile of what the ranks have measured."""
     by_kind: dict[str, list[RankReport]] = {}
     excesses: dict[str, list[float]] = {}
     for report, excess in zip(reports, traffic.overlap_excesses, strict=True):
@@ -116,7 +113,7 @@ def make_profile(
     profile = Profile(
         devices=tuple(
             replace(
-                _device_profile(kind, reports, is_together=is_together),
+                _device_profile(kind, reports),
                 overlap_excess=fmean(excesses[kind]),
             )
             for kind, reports in by_kind.items()
@@ -132,7 +129,7 @@ def make_profile(
             )
             for each in traffic.pairs
         ),
-        note="all ranks computing at once" if is_together else "each rank computing alone",
+        note="all ranks computing at once",
     )
     if not points:
         return profile
@@ -175,13 +172,8 @@ def _points(collectives: Sequence[CollectiveSamples]) -> tuple[CollectivePoint, 
     )
 
 
-def _device_profile(
-    kind: str, reports: Sequence[RankReport], *, is_together: bool
-) -> DeviceProfile:
-    def samples(report: RankReport) -> Samples:
-        return report.together if is_together else report.alone
-
-    totals_s = [_comparable_s(samples(report), reports, is_together) for report in reports]
+def _device_profile(kind: str, reports: Sequence[RankReport]) -> DeviceProfile:
+    totals_s = [_comparable_s(report.samples, reports) for report in reports]
     slowest = reports[totals_s.index(max(totals_s))]
     spread = max(totals_s) / min(totals_s)
     note = slowest.note
@@ -190,7 +182,7 @@ def _device_profile(
     return DeviceProfile(
         device_kind=kind,
         source=Source.MEASURED,
-        units=tuple(unit.to_record(name) for name, unit in samples(slowest).items()),
+        units=tuple(unit.to_record(name) for name, unit in slowest.samples.items()),
         optimizer_seconds_per_element=max(
             typical_mean(report.optimizer_s_per_element) for report in reports
         ),
@@ -199,12 +191,11 @@ def _device_profile(
     )
 
 
-def _comparable_s(own: Samples, reports: Sequence[RankReport], is_together: bool) -> float:
+def _comparable_s(own: Samples, reports: Sequence[RankReport]) -> float:
     """Mean seconds over the cases that every rank of the kind has measured."""
-    every = [report.together if is_together else report.alone for report in reports]
     total = 0.0
     for kind, unit in own.items():
-        common = set.intersection(*(set(samples[kind].seconds) for samples in every))
+        common = set.intersection(*(set(each.samples[kind].seconds) for each in reports))
         total += sum(typical_mean([sum(p) for p in unit.seconds[size]]) for size in common)
     return total
 

@@ -1,8 +1,7 @@
 """``measure``: measure this machine and model as a cluster, a workload and a profile.
 
-All ranks call it together.  First each rank computes alone while the others on its host sleep.
-Then all compute at once, as in training, because ranks that share a host's memory and caches
-slow each other down; plans use these times.  Then the optimizer, collectives, links, compute
+All ranks call it together.  They compute at once, as in training, because ranks that share a
+host's memory and caches slow each other down.  Then the optimizer, collectives, links, compute
 that overlaps collectives, and collectives without some of the ranks are measured.
 """
 
@@ -36,12 +35,12 @@ from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
-from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
 from shardhet.training.emulation import EmulatedDevice
 from shardhet.training.optim import OptimizerSpec
 
 MAX_PAIRS = 28  # all pairs of eight ranks; with more ranks, each with the next one only
+PART_OF_COMPUTE = 0.35  # of the time limit
 OnProgress = Callable[[str, float], None]  # the next activity, and the fraction done so far
 
 
@@ -53,23 +52,17 @@ class MeasuringEffort:
     num_repeats: int = 10
     time_limit_s: float = 60.0  # approximate; slow devices still run every case a few times
 
-    # Parts of the time limit.
-    alone: float = 0.25  # all ranks of a host together
-    together: float = 0.35
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The result of ``measure``; the same on every rank."""
 
     setting: Setting  # measured with all ranks computing at once; use it to plan
-    alone: Profile  # each rank of a host computing alone
     pairs: tuple[PairSamples, ...]
 
     def save(self, folder: Path) -> None:
-        """Write cluster.json, workload.json, profile.json and profile_alone.json."""
+        """Write cluster.json, workload.json and, as the last, profile.json."""
         self.setting.save(folder)
-        self.alone.save(folder / "profile_alone.json")
 
 
 def measure(
@@ -143,8 +136,6 @@ class _Session:
             self._reserved = Reserved(0, "memory that the emulation caps")
         hosts = channels.control.exchange_objects(found.host)
         neighbours = [i for i, host in enumerate(hosts) if host == found.host]
-        self._turn = neighbours.index(channels.control.position)
-        self._num_turns = max(hosts.count(host) for host in hosts)
         num_sharing = len(neighbours) if devices.is_on_host(device) else 1
         self._spec = _own_spec(found, emulated, num_sharing)
 
@@ -167,14 +158,10 @@ class _Session:
         traffic = self._traffic(workload, compute)
         specs = [each.device for each in reports]
         cluster = make_cluster(specs, traffic.pairs)
-        together, alone = [
-            make_profile(reports, traffic, cluster, workload, is_together=is_together)
-            for is_together in (True, False)
-        ]
+        profile = make_profile(reports, traffic, cluster, workload)
         self._on_progress("done", 1.0)
         return Measurement(
-            setting=Setting(cluster, workload, together),
-            alone=alone,
+            setting=Setting(cluster, workload, profile),
             pairs=tuple(traffic.pairs),
         )
 
@@ -210,26 +197,12 @@ class _Session:
 
     def _compute(self, compute: ComputeMeasurement) -> RankReport:
         effort, channels = self._effort, self._channels
-        alone_s = effort.alone * effort.time_limit_s / self._num_turns
         self._on_progress("warming up", 0.05)
-        most_together_s = effort.together * effort.time_limit_s
-        round_s, peaks = compute.warm_up(most_together_s / MIN_ROUNDS)
-        alone = None
-        for turn in range(self._num_turns):
-            self._on_progress(
-                f"computing alone, rank {turn + 1} of {self._num_turns} of each host",
-                0.1 + 0.3 * turn / self._num_turns,
-            )
-            channels.wait_for_all()
-            if turn == self._turn:
-                seconds = min(alone_s, effort.num_repeats * round_s)
-                alone = compute.run_rounds(seconds, min_rounds=1)
-        assert alone is not None
-        self._on_progress("all ranks computing at once", 0.4)
+        most_s = PART_OF_COMPUTE * effort.time_limit_s
+        round_s, peaks = compute.warm_up(most_s / MIN_ROUNDS)
+        self._on_progress("all ranks computing at once", 0.2)
         [slowest_round_s] = channels.slowest([round_s])
-        together = compute.run_rounds(
-            min(most_together_s, effort.num_repeats * slowest_round_s)
-        )
+        samples = compute.run_rounds(min(most_s, effort.num_repeats * slowest_round_s))
         self._on_progress("the optimizer", 0.7)
         channels.wait_for_all()
         optimizer_s = compute.optimizer_seconds(
@@ -239,8 +212,7 @@ class _Session:
         overhead_s = turn_overhead_seconds(channels.group, self._device, effort.num_repeats)
         return RankReport(
             device=self._spec,
-            alone=peaks_into(alone, peaks),
-            together=peaks_into(together, peaks),
+            samples=peaks_into(samples, peaks),
             optimizer_s_per_element=optimizer_s,
             turn_overhead_s=overhead_s,
             reserved_bytes=self._reserved.nbytes,

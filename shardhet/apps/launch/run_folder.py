@@ -99,7 +99,7 @@ class RunFolder:
         return [
             path
             for path in self._numbered_measured_dirs()
-            if (path / "profile_alone.json").exists()  # the last file that is written
+            if (path / "profile.json").exists()  # the last file that is written
             and _text_of(path / "subject.txt") == subject
         ]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shardhet.apps.cli.on_terminal import OnTerminal
 from shardhet.profiler.measure import Measurement
-from shardhet.records.profiles import Collectives, DeviceProfile, UnitProfile
+from shardhet.records.profiles import Collectives, DeviceProfile
 
 MAX_ROWS = 8  # sizes in a table; the file has all of them
 
@@ -39,9 +39,9 @@ class Progress(OnTerminal):
 def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:
     """Show the measurement as tables, its folder, and what to type next."""
     setting = measured.setting
-    for device, alone in zip(setting.profile.devices, measured.alone.devices, strict=True):
+    for device in setting.profile.devices:
         console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
-        console.print(compute_table(device, alone))
+        console.print(compute_table(device))
         console.print(
             f"the optimizer takes {device.optimizer_seconds_per_element * 1e9:.2f} ns per "
             "element that is stored",
@@ -75,7 +75,7 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
     console.print(f"  shardhet plan measured={folder} global_batch_size=64", soft_wrap=True)
 
 
-def compute_table(device: DeviceProfile, alone: DeviceProfile) -> Table:
+def compute_table(device: DeviceProfile) -> Table:
     """Milliseconds of each kind of unit, forward + backward, by microbatch size."""
     table = Table(box=box.ASCII)
     table.add_column("microbatch", justify="right", no_wrap=True)
@@ -89,11 +89,6 @@ def compute_table(device: DeviceProfile, alone: DeviceProfile) -> Table:
             for unit in device.units
         ]
         table.add_row(str(size), *cells)
-    factors = [
-        _total_s(unit, unit) / _total_s(alone.unit_by_kind[unit.unit_kind], unit)
-        for unit in device.units
-    ]
-    table.add_row("alone", *(f"{1 / factor:.2f} times that" for factor in factors))
     return table
 
 
@@ -115,11 +110,6 @@ def collectives_table(collectives: Collectives) -> Table:
 
 def _binary(nbytes: int) -> str:
     return f"{nbytes / 2**10:.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _total_s(measured: UnitProfile, like: UnitProfile) -> float:
-    sizes = [point.microbatch_size for point in like.points]
-    return sum(measured.forward_s.at(size) + measured.backward_s.at(size) for size in sizes)
 
 
 def _some(sizes: list[int]) -> list[int]:
