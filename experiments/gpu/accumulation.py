@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.common.figure import draw_lines
 from experiments.common.results import Bar, Table
 from experiments.common.systems import FSDP2, HET
 from experiments.gpu import systems
@@ -31,7 +32,6 @@ from experiments.gpu.results import (
     values_of,
 )
 from experiments.gpu.scale import RECOMPUTED, Job
-from shardhet.apps.cli.plots import draw_lines
 
 NAME = "accumulation"
 COUNTS = (1, 4, 16)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from shardhet.apps.cli.plots import draw_lines
+from experiments.common.figure import draw_lines
 
 HERE = Path(__file__).parent
 NUM_KINDS = 8  # of the search's cases that belong to one line

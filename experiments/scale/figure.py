@@ -6,11 +6,11 @@ python -m experiments.scale.figure
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.common.figure import draw_lines
 from experiments.common.results import read_csv
 from experiments.common.systems import FSDP2, HET
 from experiments.scale import accumulation, worlds
 from experiments.scale.records import Sample, cases_in, median
-from shardhet.apps.cli.plots import draw_lines
 
 HERE = Path(__file__).parent
 MARKDOWN = """![ms of a step beyond compute, by number of microbatches](accumulation.png)

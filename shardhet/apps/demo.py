@@ -133,8 +133,7 @@ def _where(folder: Path) -> str:
   {folder}/run/model.safetensors         the trained model, whole
   {folder}/run/checkpoints               the whole state, for resume=PATH under any plan
   {folder}/run/metrics.jsonl             every step, predicted beside measured
-  shardhet compare {folder}/run          where a step was slower than predicted
-  shardhet plot {folder}/run             draws it"""
+  shardhet compare {folder}/run          where a step was slower than predicted"""
 
 
 if __name__ == "__main__":

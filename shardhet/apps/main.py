@@ -20,7 +20,6 @@ COMMANDS = {
     ),
     "export": ("shardhet.apps.checkpoint_export", "write a checkpoint's model as one file"),
     "compare": ("shardhet.apps.compare", "see where a run was slower than predicted, by unit"),
-    "plot": ("shardhet.apps.plot", "draw loss, throughput and device use of a run"),
 }
 
 

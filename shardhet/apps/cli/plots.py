@@ -1,11 +1,10 @@
-"""Figures from what runs have written; this module only does the drawing."""
+"""Pictures of plans and steps; this module only does the drawing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SIZE_INCHES = (8.0, 9.0)
 WIDTH_INCHES = 10.0
 LANE_INCHES = 0.35  # height of a device's bar
 # The colour of each kind of span in a lane, in the order of the legend.
@@ -19,25 +18,6 @@ COLOR_BY_WORK = {
     "gather": "tab:purple",
     "reduce": "tab:brown",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """One line of a figure."""
-
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFigure:
-    """The figure of a run: three panels with a common axis of steps."""
-
-    title: str
-    losses: Mapping[str, Series]  # by name: "loss", "held_out_loss"
-    tokens_per_s: Series
-    busy_shares: Mapping[str, Series] = field(default_factory=dict)  # by device
-    waiting_shares: Mapping[str, Series] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +42,7 @@ class Lane:
 
 def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path: Path) -> None:
     """Draw batches, shares and memory by device side by side, and the step's timeline below."""
-    plt = _pyplot()
+    plt = pyplot()
     heights = [LANE_INCHES * len(bars) + 1.2, LANE_INCHES * len(lanes) + 1.2]
     drawing = plt.figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
     drawing.suptitle(title)
@@ -83,7 +63,7 @@ def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path
 
 def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
     """Draw what every device does over a step, and the memory it holds."""
-    plt = _pyplot()
+    plt = pyplot()
     height = LANE_INCHES * len(lanes) + 1.2
     drawing, (axes, memory_axes) = plt.subplots(
         2,
@@ -105,26 +85,6 @@ def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
     memory_axes.set_ylim(bottom=0)
     memory_axes.legend(fontsize="small")
     drawing.savefig(path)
-    plt.close(drawing)
-
-
-def draw_lines(
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-    path: Path,
-    *,
-    x_label: str,
-    y_label: str,
-) -> None:
-    """Draw named lines of points with both axes logarithmic."""
-    plt = _pyplot()
-    drawing, axes = plt.subplots(figsize=(WIDTH_INCHES / 2, 3.2), layout="constrained")
-    for name, points in lines.items():
-        axes.loglog(*zip(*points, strict=True), "o-", label=name)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    drawing.savefig(path, dpi=80)
     plt.close(drawing)
 
 
@@ -157,48 +117,10 @@ def _draw_lanes(axes: Any, lanes: Sequence[Lane]) -> None:
     axes.legend(fontsize="x-small", ncols=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     import matplotlib as mpl
 
     mpl.use("agg")  # draws into a file, with or without a screen
     from matplotlib import pyplot as plt
 
     return plt
-
-
-def draw_run(figure: RunFigure, path: Path) -> None:
-    """Write the figure; its format follows from the path's suffix."""
-    plt = _pyplot()
-    drawing, (loss_axes, speed_axes, use_axes) = plt.subplots(
-        3, 1, figsize=SIZE_INCHES, sharex=True, layout="constrained"
-    )
-    drawing.suptitle(figure.title)
-    for name, series in figure.losses.items():
-        style = ".-" if len(series.steps) < len(figure.losses["loss"].steps) else "-"
-        loss_axes.plot(series.steps, series.values, style, label=name.replace("_", " "))
-    loss_axes.set_ylabel("nats per target")
-    loss_axes.legend()
-    speed_axes.plot(figure.tokens_per_s.steps, figure.tokens_per_s.values)
-    speed_axes.set_ylabel("targets per second")
-    speed_axes.set_ylim(bottom=0)
-    _draw_use(use_axes, figure)
-    drawing.savefig(path)
-    plt.close(drawing)
-
-
-def _draw_use(axes: Any, figure: RunFigure) -> None:
-    """Draw busy shares as lines, and waiting shares dashed in the same colour."""
-    for device, busy in figure.busy_shares.items():
-        (line,) = axes.plot(busy.steps, busy.values, label=device)
-        waiting = figure.waiting_shares[device]
-        axes.plot(waiting.steps, waiting.values, "--", color=line.get_color())
-    axes.set_ylabel("share of step time\n(busy; dashed: waiting)")
-    axes.set_xlabel("step")
-    axes.set_ylim(0, 1)
-    axes.legend(ncols=2, fontsize="small")
-
-
-def series_of(entries: Sequence[Mapping[str, Any]], key: str) -> Series:
-    """The values of ``key`` in those lines of a metrics.jsonl that have it."""
-    found = [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
-    return Series(steps=tuple(s for s, _ in found), values=tuple(v for _, v in found))
