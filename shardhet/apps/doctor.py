@@ -3,7 +3,7 @@
     shardhet doctor                                        this host, with ranks of its own
     torchrun --nnodes=2 ... -m shardhet.apps.doctor        ranks and links of several hosts
 
-It checks versions, host and devices.  Then it starts ranks as ``shardhet train`` does, measures
+It checks versions and devices.  Then it starts ranks as ``shardhet train`` does, measures
 their links, and trains a small model with uneven batches and shards, whose losses must be those
 of a single process.
 """
@@ -12,12 +12,10 @@ import argparse
 import math
 import os
 import platform
-import resource
 import shutil
 import socket
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -33,8 +31,6 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder, versions
 
 GIB = 2**30
-LEAST_FREE_BYTES = GIB  # enough for two ranks on a CPU to import torch and connect
-LEAST_OPEN_FILES = 1024  # the usual limit; ranks of a host open some for each other
 # Others may use this part of a GPU's memory, or a GiB: the driver and a desktop take less.
 OTHERS_PART_OF_GPU = 0.1
 
@@ -64,12 +60,6 @@ class Facts:
     hides_gpus: bool  # CUDA_VISIBLE_DEVICES is set
     gpus: tuple[Gpu, ...]
     gpu_errors: tuple[str, ...]  # from GPUs that could not be queried
-    processor: str
-    num_cores: int  # that this process may use
-    memory_bytes: int
-    free_bytes: int
-    open_files: int
-    has_address: bool  # the host's name has an address, or an interface is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if facts.gpus and (given.ranks or 0) > len(facts.gpus):
         parser.error(f"--ranks: {given.ranks} but this host has {len(facts.gpus)} GPUs.")
     console.print(table_of(facts))
-    findings = [*gpu_findings(facts), *host_findings(facts)]
+    findings = gpu_findings(facts)
     for finding in findings:
         title = "In the way" if finding.is_in_the_way else "Note"
         console.print(f"[bold]{title}:[/] {finding.what} {finding.mend}")
@@ -164,7 +154,6 @@ def find_facts() -> Facts:
     import torch.distributed as dist
 
     gpus, gpu_errors = _find_gpus(torch.cuda.device_count())
-    memory_bytes, free_bytes = _memory()
     return Facts(
         # Metadata of the wheel may lack the build, as in 2.15.0+cu132.
         versions={
@@ -180,12 +169,6 @@ def find_facts() -> Facts:
         hides_gpus="CUDA_VISIBLE_DEVICES" in os.environ,
         gpus=gpus,
         gpu_errors=gpu_errors,
-        processor=_processor(),
-        num_cores=_num_cores(),
-        memory_bytes=memory_bytes,
-        free_bytes=free_bytes,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        has_address="GLOO_SOCKET_IFNAME" in os.environ or _has_address(socket.gethostname()),
     )
 
 
@@ -236,43 +219,6 @@ def _version(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory() -> tuple[int, int]:
-    """Total and free memory of the host, or of the container (control groups v2)."""
-    all_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free_bytes = all_bytes
-    meminfo = Path("/proc/meminfo")  # proc(5), in KiB
-    if meminfo.is_file():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                free_bytes = 1024 * int(line.split()[1])
-    most, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if most.is_file() and used.is_file() and (limit := most.read_text().strip()).isdecimal():
-        all_bytes = min(all_bytes, int(limit))
-        free_bytes = min(free_bytes, int(limit) - int(used.read_text()))
-    return all_bytes, free_bytes
-
-
-def _has_address(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
-
-
 def table_of(facts: Facts) -> Table:
     """A table of the facts."""
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -280,30 +226,20 @@ def table_of(facts: Facts) -> Table:
     table.add_column()
     installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
     table.add_row("versions", ", ".join(installed))
-    architectures = f" ({', '.join(facts.built_for)})" if facts.built_for else ""
-    table.add_row("torch for", f"{facts.torch_for}{architectures}")
-    table.add_row(
-        "host",
-        f"{socket.gethostname()}: {facts.processor}, {facts.num_cores} cores, "
-        f"{facts.free_bytes / GIB:.1f} of {facts.memory_bytes / GIB:.1f} GiB free",
-    )
+    table.add_row("torch for", f"{facts.torch_for} {' '.join(facts.built_for)}")
     for i, gpu in enumerate(facts.gpus):
+        capability = f", compute capability {_version(gpu.capability)}"
         table.add_row(
             f"GPU {i}",
             f"{gpu.name}: {gpu.free_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free"
-            + (
-                ", compute capability {}.{}".format(*gpu.capability)
-                if any(gpu.capability)
-                else ""
-            )
+            + (capability if any(gpu.capability) else "")
             + ("" if gpu.has_bf16 else ", no bfloat16 of its own"),
         )
     if not facts.gpus:
         table.add_row("devices", "no GPU: ranks are processes on the CPU")
-    kinds = Counter(gpu.name for gpu in facts.gpus)
-    if len(kinds) > 1:
-        mixed = ", ".join(f"{number} x {name}" for name, number in kinds.items())
-        table.add_row("not alike", f"{mixed}: measure and plan before training")
+    if len({gpu.name for gpu in facts.gpus}) > 1:
+        table.add_row("not alike", "measure and plan before training")
+    table.add_row("host", "python -m torch.utils.collect_env shows everything else")
     return table
 
 
@@ -361,22 +297,6 @@ def _why_no_gpu(facts: Facts) -> Finding:
         f"torch is for {facts.torch_for} but sees no GPU.",
         "Install the build for the CUDA version that nvidia-smi names, or a newer driver.",
     )
-
-
-def host_findings(facts: Facts) -> list[Finding]:
-    """What is wrong with the host."""
-    findings = []
-    if facts.free_bytes < LEAST_FREE_BYTES:
-        what = f"{facts.free_bytes / GIB:.1f} GiB of memory are free."
-        findings.append(Finding(what, "End other programs, or give the container more."))
-    if facts.open_files < LEAST_OPEN_FILES:
-        what = f"a process may open {facts.open_files} files, too few for many ranks."
-        findings.append(Finding(what, "Run ulimit -n 4096.", is_in_the_way=False))
-    if not facts.has_address:
-        what = f"the host's name {socket.gethostname()!r} has no address that others could use."
-        mend = "For several hosts put it into /etc/hosts, or set GLOO_SOCKET_IFNAME."
-        findings.append(Finding(what, mend, is_in_the_way=False))
-    return findings
 
 
 if __name__ == "__main__":
