@@ -2,6 +2,7 @@
 
 python -m experiments.recovery.killed.run                     70 faults, more than an hour
 python -m experiments.recovery.killed.run --seeds 0 7         some of them; keeps nothing
+python -m experiments.recovery.killed.run --again 0 7         in place of those in results.csv
 
 A seed draws the deed, the number of ranks, the rank, and the moment.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
-from experiments.common.results import Bar, Page, Spread, parser_of
+from experiments.common.results import Bar, Page, Spread, parser_of, read_csv
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
@@ -30,7 +31,7 @@ ROUND = (LAUNCHER, AGENT, RANK, STOP, LAUNCHER, AGENT, RANK)  # stops are half a
 NUM_FAULTS = 70
 HANG_TIMEOUT_S = 10.0  # of the runs in which a rank is stopped
 MAX_SECONDS_LEFT = 30.0  # after the deed; after the patience with a rank that is stopped
-LIMIT_S = 180.0  # of one start, on a busy machine
+LIMIT_S = 400.0  # of one start, on a busy machine
 SECONDS_BETWEEN_LOOKS = 0.2
 START_S = 12.0  # about; deeds at the start fall into it
 STEPS_MORE = 3  # of the start that goes on
@@ -187,7 +188,7 @@ class Run:
 
 def inject(fault: Fault) -> Outcome:
     """Run a training, disturb it, and start it again."""
-    in_memory = set(SHM.glob("*"))
+    in_memory = set(_files_in_memory())
     with TemporaryDirectory() as name:
         run = Run(Path(name))
         (run.folder / "text").mkdir()
@@ -207,7 +208,7 @@ def inject(fault: Fault) -> Outcome:
         went_on_after = -1
         if verdict is None:
             verdict, went_on_after = _go_on(fault, run, at_step)
-        rest = set(SHM.glob("*")) - in_memory
+        rest = set(_files_in_memory()) - in_memory
     if verdict is None and rest:
         verdict = f"left in {SHM}: {sorted(rest)}"
     if verdict is not None:
@@ -240,22 +241,36 @@ def _reach(fault: Fault, run: Run, process: subprocess.Popen[bytes]) -> int | No
 
 def _wait_until_none_runs(
     run: Run, process: subprocess.Popen[bytes], limit_s: float
-) -> list[int]:
+) -> list[str]:
+    """Wait; the command lines of those that run at the limit."""
     deadline_s = time.monotonic() + limit_s
     while True:
         process.poll()  # or it stays as a zombie
         left = run.pids()
-        if not left or time.monotonic() > deadline_s:
-            return left
+        if not left:
+            return []
+        if time.monotonic() > deadline_s:
+            return [_command_of(pid) for pid in left]
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def _judge(fault: Fault, pid: int | None, left: Sequence[int], said: str) -> str | None:
+def _command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+    return "has ended just now"
+
+
+def _files_in_memory() -> list[Path]:
+    """What runs keep in memory."""
+    return [each for each in (SHM / "shardhet").rglob("*") if each.is_file()]
+
+
+def _judge(fault: Fault, pid: int | None, left: Sequence[str], said: str) -> str | None:
     """What went wrong until nothing ran; None if nothing did."""
     if pid is None:
         return "it ended before the deed"
     if left:
-        return f"{len(left)} processes left running"
+        return f"left running: {left}"
     needed = {
         LAUNCHER: [f"the launcher of this rank, process {pid}, is gone"],
         AGENT: [f"the launcher of this rank, process {pid}, is gone"],
@@ -330,13 +345,17 @@ def main() -> None:
     """Run what the command line says."""
     parser = parser_of(__doc__, "seven of them; keeps nothing")
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
+    parser.add_argument("--again", nargs=2, type=int, metavar=("FIRST", "STOP"))
     options = parser.parse_args()
-    first, stop = options.seeds or (0, len(ROUND) if options.quick else NUM_FAULTS)
+    first, stop = options.seeds or options.again or (0, NUM_FAULTS)
     page = Page(HERE, is_kept=options.seeds is None and not options.quick)
     outcomes = []
-    for seed in range(first, stop):
+    for seed in range(first, len(ROUND) if options.quick else stop):
         outcomes.append(inject(Fault.of(seed)))
         print(outcomes[-1], flush=True)
+    if options.again:
+        before = read_csv(HERE / "results.csv", Outcome)
+        outcomes = list({each.seed: each for each in (*before, *outcomes)}.values())
     report(outcomes, page)
     page.keep({"results.csv": outcomes})
 
