@@ -1,0 +1,1 @@
+"""Runs that lose their launcher, their agent or a rank."""

@@ -188,7 +188,6 @@ class Run:
 
 def inject(fault: Fault) -> Outcome:
     """Run a training, disturb it, and start it again."""
-    in_memory = set(_files_in_memory())
     with TemporaryDirectory() as name:
         run = Run(Path(name))
         (run.folder / "text").mkdir()
@@ -208,9 +207,9 @@ def inject(fault: Fault) -> Outcome:
         went_on_after = -1
         if verdict is None:
             verdict, went_on_after = _go_on(fault, run, at_step)
-        rest = set(_files_in_memory()) - in_memory
+        rest = _files_in_memory(run)
     if verdict is None and rest:
-        verdict = f"left in {SHM}: {sorted(rest)}"
+        verdict = f"left in {SHM}: {rest}"
     if verdict is not None:
         print(said[-3000:], flush=True)
     return Outcome(
@@ -260,9 +259,11 @@ def _command_of(pid: int) -> str:
     return "has ended just now"
 
 
-def _files_in_memory() -> list[Path]:
-    """What runs keep in memory."""
-    return [each for each in (SHM / "shardhet").rglob("*") if each.is_file()]
+def _files_in_memory(run: Run) -> list[str]:
+    """What the run keeps in memory."""
+    path = run.folder / "run" / "id"
+    name = path.read_text().split()[0] if path.exists() else "none"
+    return [each.name for each in (SHM / "shardhet" / name).rglob("*") if each.is_file()]
 
 
 def _judge(fault: Fault, pid: int | None, left: Sequence[str], said: str) -> str | None:
@@ -272,8 +273,8 @@ def _judge(fault: Fault, pid: int | None, left: Sequence[str], said: str) -> str
     if left:
         return f"left running: {left}"
     needed = {
-        LAUNCHER: [f"the launcher of this rank, process {pid}, is gone"],
-        AGENT: [f"the launcher of this rank, process {pid}, is gone"],
+        LAUNCHER: ["the launcher of this rank", "is gone"],
+        AGENT: ["the launcher of this rank", "is gone"],
         RANK: [f"rank  {fault.rank} (", "ended by signal 9"],
         STOP: [f"rank  {fault.rank} (", "its process is stopped (SIGSTOP)"],
     }[fault.deed]

@@ -13,14 +13,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from shardhet.checkpoint.format.errors import CheckpointError, unwritable
 
 MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
-CHUNK_BYTES = 2**22
 BYTES_BEFORE_WRITEBACK = 2**25
-DIGEST_PREFIX = "sha256:"  # checkpoints of version 1 have 16 bytes of BLAKE2b, without a prefix
+DIGEST_PREFIX = "sha256:"
 
 
 class DigestingFile:
@@ -131,25 +130,13 @@ def digest_of_bytes(content: bytes) -> str:
 
 def fits(path: Path, digest: str) -> bool:
     """Whether the content of a file is the one whose digest was written."""
-    found = _hash_of(digest)
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest() == digest.removeprefix(DIGEST_PREFIX)
+        return DIGEST_PREFIX + hashlib.file_digest(file, "sha256").hexdigest() == digest
 
 
-def bytes_fit(content: bytes, digest: str) -> bool:
-    """The same for content at hand."""
-    found = _hash_of(digest)
-    found.update(content)
-    return found.hexdigest() == digest.removeprefix(DIGEST_PREFIX)
-
-
-def _hash_of(digest: str) -> Any:
-    """A new hash of the kind that ``digest`` is of."""
-    if digest.startswith(DIGEST_PREFIX):
-        return hashlib.sha256()
-    return hashlib.blake2b(digest_size=16)
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` is that of a file in the folder of a checkpoint, and of no other."""
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 def unfinished_path(path: Path) -> Path:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardhet.checkpoint.format.errors import CheckpointError, damaged
-from shardhet.checkpoint.format.files import MANIFEST, bytes_fit, digest_of_bytes
+from shardhet.checkpoint.format.files import MANIFEST, digest_of_bytes, is_plain_name
+from shardhet.checkpoint.format.values import tensor_names
 
 FORMAT = "shardhet checkpoint"
 FORMAT_VERSION = 2  # 1 had other digests
-_TYPES = {"world_size": int, "model_digest": str, "versions": dict, "files": dict}
+MAX_COUNT = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +82,16 @@ class Manifest:
         document = json.loads(content)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise damaged(path, "it is no manifest of a checkpoint")
-        if document.get("version") not in (1, FORMAT_VERSION):
+        if document.get("version") != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path}: version {document.get('version')!r} but this program reads versions "
-                f"up to {FORMAT_VERSION}. Read it with the version of shardhet that wrote it."
+                f"{path}: version {document.get('version')!r} but this program reads version "
+                f"{FORMAT_VERSION}. Read it with the version of shardhet that wrote it."
             )
         unsigned = {key: value for key, value in document.items() if key != "digest"}
-        is_right = bytes_fit(_text(unsigned).encode(), str(document.get("digest")))
+        is_right = digest_of_bytes(_text(unsigned).encode()) == document.get("digest")
         if not is_right or _text(document).encode() != content:
             raise damaged(path, "its content does not fit its digest")
-        for key, kind in _TYPES.items():
-            if type(document[key]) is not kind:
-                raise ValueError(f"{key} is {document[key]!r} but must be {kind.__name__}")
+        _check_fields(document)
         return cls(
             step=document["step"],
             world_size=document["world_size"],
@@ -100,11 +99,36 @@ class Manifest:
             optimizer=document["optimizer"],
             versions=document["versions"],
             files={
-                name: FileFacts(int(facts["num_bytes"]), str(facts["digest"]))
+                name: FileFacts(facts["num_bytes"], facts["digest"])
                 for name, facts in document["files"].items()
             },
             extra=document["extra"],
         )
+
+
+def _check_fields(document: Mapping[str, Any]) -> None:
+    """Raise ``ValueError``, or what a missing field raises, unless it is what was written."""
+    step, versions, facts = (document[name] for name in ("step", "versions", "files"))
+    is_right_by_field = {
+        "step": step is None or _is_count(step),
+        "world_size": _is_count(document["world_size"], least=1),
+        "model_digest": type(document["model_digest"]) is str,
+        "optimizer": type(document["optimizer"]) in (str, type(None)),
+        "versions": type(versions) is dict
+        and all(type(each) in (str, type(None)) for each in versions.values()),
+        "files": type(facts) is dict and all(map(is_plain_name, facts)),
+    }
+    for name, is_right in is_right_by_field.items():
+        if not is_right:
+            raise ValueError(f"{name} is {str(document[name])[:100]!r}")
+    for name, each in facts.items():
+        if not _is_count(each["num_bytes"]) or type(each["digest"]) is not str:
+            raise ValueError(f"length and digest of {name!r} are {str(each)[:100]!r}")
+    tensor_names(document["extra"])
+
+
+def _is_count(found: Any, *, least: int = 0) -> bool:
+    return type(found) is int and least <= found < MAX_COUNT
 
 
 def _text(document: Mapping[str, Any]) -> str:

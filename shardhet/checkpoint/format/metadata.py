@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardhet.checkpoint.format.entries import Entry
 from shardhet.checkpoint.format.errors import damaged
-from shardhet.checkpoint.format.files import METADATA
+from shardhet.checkpoint.format.files import METADATA, is_plain_name
 from shardhet.records.layout import Span
 
 WRITTEN_HERE = "shardhet"  # marks the files that a manifest belongs to
@@ -278,8 +278,7 @@ def _place(info: _Inert) -> BytesPlace:
         info.get("relative_path"),
         _ints((info.get("offset"), info.get("length"))),
     )
-    is_plain = isinstance(file, str) and file not in ("", ".", "..") and "/" not in file
-    _check(is_plain, f"the file name {file!r}")
+    _check(isinstance(file, str) and is_plain_name(file), f"the file name {file!r}")
     return BytesPlace(file, Span(start, start + length))
 
 

@@ -39,7 +39,7 @@ class SavedCheckpoint:
         """
         found = Manifest.parse(manifest, folder / files.MANIFEST)
         facts = found.files.get(files.METADATA)
-        if facts is None or not files.bytes_fit(metadata, facts.digest):
+        if facts is None or files.digest_of_bytes(metadata) != facts.digest:
             raise damaged(folder / files.METADATA, "its content does not fit its digest")
         saved = cls(folder, found, read_metadata(metadata, folder))
         saved._check_places()
@@ -220,7 +220,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def _verified_bytes(path: Path, facts: FileFacts) -> bytes:
     content = _read_bytes(path)
-    if not files.bytes_fit(content, facts.digest):
+    if files.digest_of_bytes(content) != facts.digest:
         raise damaged(path, f"its content does not fit its digest in {files.MANIFEST}")
     return content
 

@@ -69,10 +69,15 @@ def decode(document: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def tensor_names(document: Any) -> list[str]:
-    """The names of the tensors in what ``encode`` returned."""
+    """The names of the tensors in what ``encode`` returned.
+
+    Raises ``ValueError`` or ``TypeError`` for what it never returns.
+    """
     names: list[str] = []
 
     def note(name: str) -> Any:
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor named {name!r}")
         names.append(name)
 
     decode(document, note)

@@ -38,7 +38,7 @@ SECONDS_FOR_EXIT = 15.0
 OF_THIS_RANK = "TORCHELASTIC_ERROR_FILE"  # agents of torch give each rank one of its own
 SECONDS_BETWEEN_LOOKS = 1.0
 
-_launcher: list[int] = []  # at most one
+_launcher: list[int] = []  # at most one; -1 if it was gone at the first look
 
 
 class Ending:
@@ -113,15 +113,16 @@ def end_with_launcher() -> None:
     """
     if OF_THIS_RANK not in os.environ or _launcher:
         return
-    _launcher.append(_launcher_now())
+    launcher = _launcher_now()
+    _launcher.append(-1 if _has_adopted(launcher) else launcher)
     threading.Thread(target=_look_for_launcher, name="shardhet launcher", daemon=True).start()
 
 
 def end_if_launcher_is_gone() -> None:
     """End this process now if ``end_with_launcher`` would end it soon."""
-    if not _launcher or (_launcher_now() == _launcher[0] and not _has_adopted(_launcher[0])):
+    if not _launcher or _launcher_now() == _launcher[0]:
         return
-    which = "" if _has_adopted(_launcher[0]) else f", process {_launcher[0]},"
+    which = "" if _launcher[0] < 0 else f", process {_launcher[0]},"
     _exit(
         f"the launcher of this rank{which} is gone (killed, or out of memory). This rank ends "
         f"with exit status {EXIT_STATUS}; start the run again to go on."

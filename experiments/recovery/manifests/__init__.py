@@ -1,0 +1,1 @@
+"""Manifests with other values, signed anew: refused or harmless."""
