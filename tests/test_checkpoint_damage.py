@@ -1,6 +1,5 @@
 """Checkpoints that were changed after they were written: all are refused, none is executed."""
 
-import hashlib
 import json
 import pickle
 import random
@@ -14,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.checkpoint.format.files import digest_of_bytes
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from tests.checkpoint_cases import Odd, make_optimizer, train
 
@@ -220,23 +220,44 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "never completed" in refused(tmp_path / "killed")
 
 
-def test_digests_of_version_1_are_compared_too(tmp_path: Path) -> None:
-    folder = tmp_path / "old"
-    save(Odd(), None, folder, extra=3)
-    document = json.loads((folder / "manifest.json").read_bytes())
+def signed_anew(folder: Path, **changes: object) -> Path:
+    """The manifest with other values and the digest that fits them."""
+    path = folder / "manifest.json"
+    document = {**json.loads(path.read_text()), **changes}
     del document["digest"]
-    document["version"] = 1
-    for name, facts in document["files"].items():
-        facts["digest"] = _old_digest((folder / name).read_bytes())
     text = json.dumps(document, indent=1) + "\n"
-    signed = {**document, "digest": _old_digest(text.encode())}
-    (folder / "manifest.json").write_text(json.dumps(signed, indent=1) + "\n")
-    assert load(Odd(), None, folder) == 3
-    file = folder / "__0_0.distcp"
-    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    with pytest.raises(CheckpointError, match="does not fit its digest"):
+    signed = {**document, "digest": digest_of_bytes(text.encode())}
+    path.write_text(json.dumps(signed, indent=1) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"step": step} for step in ("x", -7, 2**70, True, 1.0)),
+        *({"world_size": world_size} for world_size in (-1, 0, "2")),
+        {"version": 1},
+        {"optimizer": 3},
+        {"versions": {"torch": 2}},
+        {"files": {"../../x": {"num_bytes": 1, "digest": "sha256:"}}},
+        {"files": {"/dev/zero": {"num_bytes": 1, "digest": "sha256:"}}},
+        {"files": {"__0_0.distcp": {"num_bytes": -1, "digest": "sha256:"}}},
+        {"files": {"__0_0.distcp": {}}},
+        *({"extra": {"$tensor": name}} for name in (5, [])),
+        {"extra": {"$counter": 3}},
+        {"extra": {"$dict": [[[1], 2]]}},
+    ],
+    ids=str,
+)
+def test_a_manifest_without_sense_is_refused_though_its_digest_fits(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    save(Odd(), None, tmp_path / "saved", extra=3)
+    folder = signed_anew(tmp_path / "saved", **change)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
         load(Odd(), None, folder)
 
 
-def _old_digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def test_the_manifest_of_a_plain_module_has_no_step(tmp_path: Path) -> None:
+    save(Odd(), None, tmp_path / "saved", extra=3)
+    assert load(Odd(), None, signed_anew(tmp_path / "saved", step=None)) == 3

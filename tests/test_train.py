@@ -235,18 +235,25 @@ def test_the_root_cause_is_what_is_seen_last(tmp_path: Path) -> None:
     assert "these samples are bad" in log
 
 
-def test_a_rank_that_stands_still_ends_the_run_and_is_shown_with_its_place(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ("import time; time.sleep(1000)", "stands still: alive, but for"),
+        ("os.kill(os.getpid(), 19)", "its process is stopped (SIGSTOP)"),
+    ],
+)
+def test_a_rank_that_stands_still_ends_the_run_and_is_shown(
+    failure: str, said: str, tmp_path: Path
 ) -> None:
-    failure = "import time; time.sleep(1000)"
     (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
     small = [*SMALL, "cluster.num_ranks=3", "hang_timeout_s=2"]
     done = run([*ALONE, *small], tmp_path)
     assert done.returncode == 1
     panel = "\n".join(done.stderr.splitlines()[-8:])
     assert "rank  1 (cpu" in panel
-    assert "stands still: alive, but for" in panel
-    assert "sitecustomize.py:11" in panel
+    assert said in panel
+    if "alive" in said:  # one that is stopped tells nothing any more
+        assert "sitecustomize.py:11" in panel
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -257,6 +264,18 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     panel = "\n".join(done.stderr.splitlines()[-6:])
     assert "rank  1" in panel
     assert "ended by signal 9" in panel
+
+
+def test_ranks_end_with_their_launcher_and_say_so(tmp_path: Path) -> None:
+    keys = [*SMALL, "num_steps=100000", "log_every=1", "cluster.num_ranks=2"]
+    process = start([*ALONE, *keys], tmp_path, is_cold=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.kill()
+    _, errors = process.communicate(timeout=30)  # once no rank holds its end of the pipe
+    assert f"the launcher of this rank, process {process.pid}, is gone" in errors
 
 
 def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:

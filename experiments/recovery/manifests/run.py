@@ -17,11 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experiments.common.results import Bar, Page, parser_of
+from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import CheckpointError, load, save
-from shardhet.checkpoint.summary import summarize
+from shardhet.checkpoint.format.reading import SavedCheckpoint
+from shardhet.checkpoint.summary import summary_of
 
 HERE = Path(__file__).parent
 NUM_MUTATIONS = 400
@@ -104,20 +106,25 @@ class Net(nn.Module):
         self.linear = nn.Linear(3, 2)
         self.scale = nn.Parameter(torch.ones(()))
 
-
-def trained() -> tuple[Net, torch.optim.Optimizer]:
-    """A model and an optimizer with state."""
-    net = Net()
-    optimizer = torch.optim.Adam(net.parameters())
-    (net.linear(torch.ones(1, 3)).sum() * net.scale).backward()
-    optimizer.step()
-    return net, optimizer
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        """The sum of the outputs, and the number of samples."""
+        return self.linear(x).sum() * self.scale, len(x)
 
 
-def values_of(net: Net, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def trained() -> tuple[HetFSDP, torch.optim.Optimizer]:
+    """A model of one rank, and an optimizer with state."""
+    model = HetFSDP(Net(), Plan.even(1, microbatch_size=1))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEP):
+        model.backward(*model(torch.ones(1, 3)))
+        optimizer.step()
+    return model, optimizer
+
+
+def values_of(model: HetFSDP, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All of their tensors."""
     states = [each for state in optimizer.state.values() for each in state.values()]
-    return [each.detach().clone() for each in (*net.state_dict().values(), *states)]
+    return [each.detach().clone() for each in (*model.parameters(), *states)]
 
 
 def mutate(seed: int, folder: Path) -> tuple[str, str]:
@@ -170,9 +177,9 @@ def try_out(seed: int, whole: Path, audit: Audit) -> Outcome:
         shutil.copytree(whole, folder)
         shutil.copytree(whole, root / ELSEWHERE)
         kind, change = mutate(seed, folder)
-        net, optimizer = trained()
+        model, optimizer = trained()
         with audit.of(root, folder):
-            verdict = _verdict(kind, change, folder, net, optimizer)
+            verdict = _verdict(kind, change, folder, model, optimizer)
         num_outside = len(audit.outside)
     return Outcome(
         seed=seed, kind=kind, change=change, verdict=verdict, num_outside=num_outside
@@ -180,40 +187,43 @@ def try_out(seed: int, whole: Path, audit: Audit) -> Outcome:
 
 
 def _verdict(
-    kind: str, change: str, folder: Path, net: Net, optimizer: torch.optim.Optimizer
+    kind: str, change: str, folder: Path, model: HetFSDP, optimizer: torch.optim.Optimizer
 ) -> str:
-    before = values_of(net, optimizer)
+    before = values_of(model, optimizer)
     with torch.no_grad():
-        for param in net.parameters():
+        for param in model.parameters():
             param += 1.0
-    untouched = values_of(net, optimizer)
+    model.step = 17
+    untouched = values_of(model, optimizer)
     try:
-        summary = summarize(folder)
-        extra = load(net, optimizer, folder)
+        manifest = summary_of(SavedCheckpoint.open(folder)).manifest
+        extra = load(model, optimizer, folder)
     except CheckpointError:
-        same = zip(values_of(net, optimizer), untouched, strict=True)
-        is_untouched = all(torch.equal(a, b) for a, b in same)
+        is_untouched = _are_equal(values_of(model, optimizer), untouched) and model.step == 17
         return REFUSED if is_untouched else "refused, but the model was changed"
     except BaseException as error:
         return f"a raw {type(error).__name__}: {error}"[:120]
-    found = values_of(net, optimizer)
-    if not all(torch.equal(a, b) for a, b in zip(found, before, strict=True)):
+    if not _are_equal(values_of(model, optimizer), before):
         return "other values were loaded"
-    is_same_extra = kind == "extra" or change.startswith("extra=")
-    if not is_same_extra and not torch.equal(extra["a"], torch.arange(3)):
+    is_other_extra = kind == "extra" or change.startswith("extra=")
+    if not is_other_extra and not torch.equal(extra["a"], torch.arange(3)):
         return "another extra was loaded"
-    manifest = summary.manifest
-    if manifest is None or not (manifest.step is None or manifest.step in range(2**63)):
-        return f"a step that is none: {manifest and manifest.step!r}"
-    if manifest.world_size not in range(1, 2**63):
-        return f"a world that is none: {manifest.world_size!r}"
+    is_other_step = change.startswith("step=")
+    if model.step != (0 if is_other_step else STEP):  # of those only null and 0 are steps
+        return f"step {model.step!r} was loaded"
+    if manifest is None or manifest.world_size not in range(1, 2**63):
+        return f"a manifest without sense: {manifest}"[:120]
     return HARMLESS
+
+
+def _are_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def make_whole(folder: Path) -> Path:
     """The checkpoint that is mutated."""
-    net, optimizer = trained()
-    save(net, optimizer, folder, step=STEP, extra={"a": torch.arange(3), "b": ("c", {1: 2})})
+    model, optimizer = trained()
+    save(model, optimizer, folder, extra={"a": torch.arange(3), "b": ("c", {1: 2})})
     return folder
 
 
