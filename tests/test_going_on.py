@@ -162,13 +162,13 @@ def test_a_failure_of_the_start_before_is_no_cause_but_tells_a_repetition(
     )
     assert not failure.is_repeated(folder)
     failure.save(folder)
-    folder.begin(cfg, {})
+    folder.begin(cfg)
     assert read_failures(folder) == []
     assert replace(failure, at_s=2.0).is_repeated(folder)
     assert not replace(failure, step=4).is_repeated(folder)
     assert not replace(failure, rank=0).is_repeated(folder)
     assert not replace(failure, is_consequence=True).is_repeated(folder)
-    folder.begin(cfg, {})
+    folder.begin(cfg)
     assert not failure.is_repeated(folder)
 
 

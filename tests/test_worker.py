@@ -62,7 +62,7 @@ def configure(folder: Path, *overrides: str) -> str:
     OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         cfg = compose(CONFIG_NAME, [*overrides, f"run_dir={folder}"])
-    RunFolder(folder).begin(cfg, {})
+    RunFolder(folder).begin(cfg)
     return str(folder)
 
 
