@@ -27,7 +27,7 @@ def shown(*, is_terminal: bool) -> str:
                 StepMetrics(
                     step=step,
                     mean_loss=None if step == 4 else 5.0 - step,
-                    grad_norm=0.5,
+                    norm=0.5,
                     learning_rate=1e-3,
                     num_targets=300,
                     step_time_s=30.0,

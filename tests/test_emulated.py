@@ -89,11 +89,9 @@ class OnAccelerator:
         if len(runtime._known._findings) == num_probes:
             # The host reads the losses when backward is queued, and nothing else.
             assert self.accelerator.syncs == ["comm/host_copy.py read: event"]
-            losses_and_tokens = (2,) * self.model._control.world_size
             for group, communicator in by_group.items():
-                for _, sizes, stream in communicator.collectives[launched.get(group, 0) :]:
-                    is_urgent = sizes != losses_and_tokens
-                    assert stream == ("of priority -1" if is_urgent else "compute")
+                for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
+                    assert stream == "of priority -1"
             received = sum(each.received_bytes for each in by_group.values()) - before
             assert received == planned_bytes(self.model)
         return mean
@@ -335,6 +333,50 @@ def _bad_loss(rank: int, on_bad_step: OnBadStep) -> list[str | None]:
 def test_a_loss_that_is_not_finite_is_left_out_there_too(on_bad_step: OnBadStep) -> None:
     for steps in run_ranks(_bad_loss, 2, on_bad_step):
         assert [why and "loss is not finite" in why for why in steps] == [None, True, None]
+
+
+def _reads(rank: int, on_bad_step: OnBadStep) -> list[str]:
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
+    with Accelerator().installed() as accelerator:
+        trainer = make_trainer(plan, torch.float32, device=accelerator.device)
+        trainer.guard = Guard(on_bad_step=on_bad_step)
+        trainer.train_step()
+        trainer.train_step()
+        accelerator.syncs.clear()
+        trainer.train_step()
+        return list(accelerator.syncs)
+
+
+def test_the_host_waits_for_the_loss_and_for_the_norm_only_where_it_decides() -> None:
+    read = "comm/host_copy.py read: event"
+    for syncs in run_ranks(_reads, 2, OnBadStep.STOP):
+        assert syncs == [read]  # by then the norm of the step before is there
+    for syncs in run_ranks(_reads, 2, OnBadStep.SKIP):
+        assert syncs == [read] * 2
+
+
+def _ends_in_backward(rank: int) -> list[float | None]:
+    """A step ends while a reduction is in flight; the next one is as if it had not begun."""
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
+    with Accelerator().installed() as accelerator:
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
+        x = torch.ones(1, 8, device=accelerator.device)
+        means = [model.backward(model(x).sum(), 1)]
+        output = model(x)
+        for unit in model._runtime.units[1:]:
+            unit.begin_backward()
+            unit.reduce()
+        for unit in model._runtime.units:
+            unit.drop_grads()
+            unit.reshard()
+        del output
+        torch.zeros(64, device=x.device)  # in memory that was freed
+        return means
+
+
+def test_a_gradient_that_is_being_reduced_is_not_freed() -> None:
+    run_ranks(_ends_in_backward, 2)
 
 
 # The detector itself

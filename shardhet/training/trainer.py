@@ -41,7 +41,7 @@ class StepMetrics:
 
     step: int  # counts from 1
     mean_loss: float | None  # nats per target; None if no sample had one
-    grad_norm: float  # before clipping
+    norm: float | HostCopy  # of the gradients before clipping; see ``grad_norm``
     learning_rate: float  # of the first parameter group
     num_targets: int  # tokens, or labels, of all ranks
     step_time_s: float  # on the host; an accelerator may still run while the next step begins
@@ -50,6 +50,11 @@ class StepMetrics:
     loss_scale: float | None = None  # of the step, in float16
     # In float16: the scale was too large, which says nothing against the batch.
     has_overflowed: bool = False
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm before clipping.  The host waits until the device has it."""
+        return self.norm if isinstance(self.norm, float) else float(self.norm.read())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +145,7 @@ class Trainer:
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._steps_s = 0.0  # time of the steps since the last ``look_at_devices``
         self._is_in_step = False
+        self._unsettled: StepMetrics | None = None  # the last step, if nobody has judged it
         self._events: deque[Observed] = deque()  # that the device has not completed yet
         model.add_observer(self._observe, times_device=True)
         self.forget_peak_memory()
@@ -149,6 +155,7 @@ class Trainer:
         start_s = time.perf_counter()
         if self._is_in_step:  # the last step failed
             self._events.clear()
+            self._unsettled = None
         self._is_in_step = True
         model = self.model
         with phase("loading the next batch"):
@@ -156,12 +163,14 @@ class Trainer:
         learning_rate = self._set_learning_rates()
         loss_sum, num_targets, *_ = self._run(model, self._my_part(batch))
         mean_loss, why_skipped = self._backward(loss_sum, num_targets)
-        grad_norm, overflow = math.nan, None
+        self.settle()
+        norm: float | HostCopy = math.nan
+        overflow = None
         scaler = self.loss_scaler if mean_loss is not None else None
         if why_skipped is None and scaler is not None:
-            grad_norm, why_skipped, overflow = self._update_scaled(mean_loss, scaler)
+            norm, why_skipped, overflow = self._update_scaled(mean_loss, scaler)
         elif why_skipped is None:
-            grad_norm, why_skipped = self._update(mean_loss)
+            norm, why_skipped = self._update(mean_loss)
         self.optimizer.zero_grad()
         self._is_in_step = False
         self._count_events()
@@ -169,10 +178,10 @@ class Trainer:
             self.guard.check(model.step, why_skipped)
         step_time_s = time.perf_counter() - start_s
         self._steps_s += step_time_s
-        return StepMetrics(
+        metrics = StepMetrics(
             step=model.step,
             mean_loss=mean_loss,
-            grad_norm=grad_norm,
+            norm=norm,
             learning_rate=learning_rate,
             num_targets=batch.num_targets,
             step_time_s=step_time_s,
@@ -180,6 +189,22 @@ class Trainer:
             loss_scale=None if self.loss_scaler is None else self.loss_scaler.scale,
             has_overflowed=overflow is not None,
         )
+        if isinstance(norm, HostCopy):
+            self._unsettled = metrics
+        return metrics
+
+    def settle(self) -> None:
+        """Judge the last step by its gradient norm, if that has not been read yet.
+
+        If a bad step stops the run, the norm of each step is read in the next one, before its
+        update: by then the device has it, and the host does not stand still for it.  Call it
+        before you save or use what the step has made.  Raises ``FloatingPointError``.
+        """
+        last, self._unsettled = self._unsettled, None
+        if last is not None:
+            why = self.guard.judge(last.mean_loss, last.grad_norm)
+            if why is not None:
+                self.guard.check(last.step, why)
 
     def _backward(
         self, loss_sum: Tensor, num_targets: Tensor | int
@@ -192,26 +217,23 @@ class Trainer:
             mean = self.model.backward(scaler.scaled(loss_sum), num_targets)
             return None if mean is None else mean / scaler.scale, None
         except FloatingPointError as error:  # raised on every rank
+            self.settle()  # the step before may be the cause
             if self.guard.on_bad_step is OnBadStep.STOP:
                 raise
             return None, str(error).partition(";")[0]
 
-    def _update(self, mean_loss: float | None) -> tuple[float, str | None]:
+    def _update(self, mean_loss: float | None) -> tuple[float | HostCopy, str | None]:
         """Clip, and let the optimizer step; the gradient norm, and why the step is bad."""
         norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
         if self.guard.looks_before_update:
             # An accelerator goes idle here, because the host cannot run ahead.
             grad_norm = float(norm.read())
             why_skipped = self.guard.judge(mean_loss, grad_norm)
-            if why_skipped is None:
-                progress.mark("the optimizer's step")
-                self.optimizer.step()
-            return grad_norm, why_skipped
+            if why_skipped is not None:
+                return grad_norm, why_skipped
         progress.mark("the optimizer's step")
         self.optimizer.step()
-        # The host waits here, while the device still has the optimizer step to run.
-        grad_norm = float(norm.read())
-        return grad_norm, self.guard.judge(mean_loss, grad_norm)
+        return (grad_norm if self.guard.looks_before_update else norm), None
 
     def _update_scaled(
         self, mean_loss: float | None, scaler: LossScaler
@@ -246,6 +268,7 @@ class Trainer:
         The last batch may be smaller than a global batch; the last ranks then get fewer
         samples or none.
         """
+        self.settle()
         # Loss and targets; on the device, so that the host reads them once.
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         size = self.model.plan.global_batch_size

@@ -49,6 +49,7 @@ class Accelerator:
         self.nccl = Nccl(self)
         self._held: dict[int, Held] = {}  # by storage
         self._copies_to_host = False
+        self._pinned: set[int] = set()  # storages of the host
         self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
 
     @property
@@ -133,9 +134,25 @@ class Accelerator:
             for tensor in made:
                 key = tensor.untyped_storage()._cdata
                 self._on_way_to_host[key] = Access(0, 1, moment, True, str(func))
-        elif goes_to_host or (makes and given and not listed and not _is_pinned(given[0])):
-            self.wait_for_current(str(func))
+        elif goes_to_host or (makes and given and not listed):
+            self._wait_unless_pinned(given[0], kwargs, str(func))
         return result
+
+    def _wait_unless_pinned(self, source: Tensor, kwargs: dict[str, Any], why: str) -> None:
+        if not (kwargs.get("non_blocking") and self.is_pinned(source)):
+            self.wait_for_current(why)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy in memory that the device reads without the host."""
+        copy = tensor.clone()
+        storage = copy.untyped_storage()
+        self._pinned.add(storage._cdata)
+        weakref.finalize(storage, self._pinned.discard, storage._cdata)
+        return copy
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is such a copy."""
+        return tensor.untyped_storage()._cdata in self._pinned
 
     def to_host(self, *args: Any, **kwargs: Any) -> Tensor:
         """``Tensor.to`` of a tensor of the device to the host: a real copy."""
@@ -279,7 +296,7 @@ class _Functions(TorchFunctionMode):
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
         if func is Tensor.pin_memory:
-            return args[0].clone()
+            return accelerator.pin(args[0])
         if func in (Tensor.to, Tensor.cpu) and accelerator.held(args[0]) is not None:
             if func is Tensor.cpu:
                 return accelerator.to_host(args[0], HOST)
@@ -300,12 +317,6 @@ def _is_host(place: Any) -> bool:
 
 def _has_index(device: Any) -> bool:
     return isinstance(device, torch.device) and device.index is not None
-
-
-def _is_pinned(tensor: Tensor) -> bool:
-    # A copy that is not asked for as non-blocking waits, pinned or not; the library pins what
-    # it copies without waiting.
-    return False
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:

@@ -48,8 +48,9 @@ class Host:
         self.current = Stream(self, "compute")
 
     def wait(self, clock: Clock, why: str) -> None:
-        """Let the host wait, and note where in the library it does."""
-        self.syncs.append(f"{_place()}: {why}")
+        """Let the host wait, and note where in the library it does, unless it is over."""
+        if self.clock.missing(clock):
+            self.syncs.append(f"{_place()}: {why}")
         while self.is_blocked:
             time.sleep(0.05)
         self.clock.join(clock)

@@ -230,6 +230,7 @@ class Run:
         if self._tracer is not None:
             self._tracer.before_step(step)
         metrics = self.trainer.train_step()
+        self.trainer.settle()  # the norm is recorded in any case
         self._checkpoints.before_record(step)
         if self._clock is not None:
             self._went_on(step, self._clock, display)

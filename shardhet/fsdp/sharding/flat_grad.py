@@ -1,6 +1,7 @@
 """The gradient of a flat tensor, from the first microbatch of backward to the shard."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum, auto
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import reduce_scatter_uneven
+from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.records.layout import FlatLayout, Span
 
@@ -144,9 +146,13 @@ class FlatGradient:
 
     def drop(self) -> None:
         """Any state -> NONE: drop the gradient of an unfinished or invalid step."""
-        if self._whole is not None:
+        if self._reduction is not None and self._comm.host_runs_ahead:
+            with suppress(LostPeerError):
+                self.finish()  # the streams wait, the host does not
+        if self._reduction is None and self._whole is not None:
             self._comm.buffers.take_back(self._whole)
-        self._whole = None
+        # Peers may still read what is being reduced, so that buffer is not lent again.
+        self._whole = self._reduction = None
         self.take()
 
     def _end(self) -> None:

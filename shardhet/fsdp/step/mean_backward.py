@@ -67,13 +67,11 @@ class MeanBackward:
             with self._runtime.observers.watch("", Activity.AGREE):
                 fingerprint = self._hooks.fingerprint(self._param_by_fqn)
                 check_hooks_agree(self._control.enter("model.backward", [fingerprint]))
-                rows = self._share(loss_sum, num_tokens)  # [world_size, 2]
-            # Read after backward is launched: the host then waits only for the end of forward,
-            # while backward is still queued on the device, and the device does not go idle.
-            rows_on_host = HostCopy(rows)
+                # Read after backward is launched: the host then waits only for the end of
+                # forward, while the device, which still has backward queued, is not idle.
+                rows_on_host, total = self._share(loss_sum, num_tokens)
             # The loss is divided by the tokens of all ranks before backward.  The divisor stays
             # a tensor, so that the host does not wait for an accelerator.
-            total = rows[:, 1].sum()
             seed_grad = torch.where(total == 0, 1.0, total).reciprocal().to(loss_sum.dtype)
 
             def run_autograd() -> None:
@@ -156,13 +154,23 @@ class MeanBackward:
                 "infinite. Compute it from output.float()."
             )
 
-    def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
-        """Loss and tokens of every rank, [world_size, 2] in plan order, on the device."""
-        mine = torch.zeros(2, dtype=torch.float64, device=self._comm.device)
+    def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> tuple[HostCopy, Tensor]:
+        """Loss and tokens of every rank, [world_size, 2] in plan order, and all tokens."""
+        comm = self._comm
+        mine = torch.zeros(2, dtype=torch.float64, device=comm.device)
         if self._runtime.batch is not None and self._runtime.batch.num_samples:
             mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
         mine[1] = num_tokens
-        return self._comm.reduce_channel.gather_rows(mine)
+        # On the stream of its communicator; the divisor is what the compute stream waits for.
+        comm.reduce_scatter_stream.wait_stream(comm.current_stream())
+        with comm.on_stream(comm.reduce_scatter_stream):
+            rows = comm.reduce_channel.gather_rows(mine)
+            total = rows[:, 1].sum()
+            on_host = HostCopy(rows)
+            # After the copy: a rank that is alone copies ``mine``, which is freed below.
+            shared = comm.record_event(comm.reduce_scatter_stream)
+        comm.current_stream().wait_event(shared)
+        return on_host, total
 
     def _check_finite(self, losses: Sequence[float]) -> None:
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
