@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS := 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test campaign lint clean
+.PHONY: help demo test together campaign lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -16,10 +16,14 @@ help: ## this list
 demo: $(INSTALLED) ## train a small model on emulated unequal devices and compare
 	@$(BIN)/python -m shardhet.apps.demo
 
-# Many tests wait, so there are more workers than cores; those that time things come after them.
-test: lint ## lint, then the tests: eight minutes on two cores
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not campaign"
+# Lint runs beside the tests.  Many of these wait, so there are more workers than cores; those
+# that time things come last, alone.
+test: $(INSTALLED) ## lint and tests: eight minutes on two cores
+	@$(MAKE) --no-print-directory -j2 lint together
 	@$(BIN)/python -m pytest -m alone
+
+together: $(INSTALLED)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not campaign"
 
 campaign: $(INSTALLED) ## the cases that `make test` has a sample of: half an hour on two cores
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m campaign
