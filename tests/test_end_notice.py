@@ -9,6 +9,7 @@ import pytest
 
 from shardhet.apps.launch.run_folder import RunFolder
 from tests.programs import TORCHRUN
+from tests.selection import one_in
 from tests.test_resume import losses
 from tests.test_train import ALONE, FAILING_RANK, SMALL, run, start
 
@@ -60,7 +61,7 @@ def wait_for_step(folder: Path, step: int) -> None:
     pytest.fail(f"no step {step}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGTERM, signal.SIGUSR1]))
 def test_a_signal_to_the_program_ends_it_with_a_checkpoint_and_status_0(
     number: signal.Signals, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
@@ -76,7 +77,7 @@ def test_a_signal_to_the_program_ends_it_with_a_checkpoint_and_status_0(
     check_goes_on(folder, undisturbed)
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("number", one_in(2, ["SIGUSR1", "SIGTERM"]))
 def test_a_signal_to_one_rank_ends_all(
     number: str, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

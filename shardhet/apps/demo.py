@@ -39,7 +39,7 @@ class Part:
 def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]:
     """The parts of the demo, in order."""
     sizes = ("max_microbatch_size=4", "num_repeats=3") if is_quick else (MEASURED_SIZES,)
-    num_judged = 20 if is_quick else 400
+    batch_size, num_judged = (8, 20) if is_quick else (GLOBAL_BATCH_SIZE, 400)
     measured, plan = folder / "measured", folder / "plan.json"
     return [
         Part(
@@ -51,7 +51,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
             (
                 "plan",
                 f"measured={measured}",
-                f"global_batch_size={GLOBAL_BATCH_SIZE}",
+                f"global_batch_size={batch_size}",
                 f"out={plan}",
                 *_picture(folder / "plan.png"),
             ),
