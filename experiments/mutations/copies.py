@@ -13,6 +13,8 @@ import pytest
 
 from experiments.common.machine import REPOSITORY
 
+MARKS = "not alone and not campaign"
+
 
 def copy_tree(tree: Path) -> None:
     """Copy what the tests need to ``tree``."""
@@ -45,8 +47,8 @@ def run_tests(
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=short"]
     try:
         return subprocess.run(
-            # A test of time would object to the load of a campaign instead.
-            [*command, "-m", "not alone", "-p", "no:cacheprovider", f"@{nodes}"],
+            # What `make test` runs; a test of time would object to the load of a campaign.
+            [*command, "-m", MARKS, "-p", "no:cacheprovider", f"@{nodes}"],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
             capture_output=True,

@@ -7,6 +7,7 @@ tests that reach its statement, and to no others.
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from experiments.mutations.copies import copy_tree
+from experiments.common.machine import REPOSITORY
+from experiments.mutations.copies import MARKS, copy_tree
 from experiments.mutations.faults import Fault
 
 # Put into the copy.  Ranks of the tests are told the name of their test (tests/worlds.py),
@@ -32,6 +34,34 @@ def mark(number):
         with open({path!r}, "a") as file:
             file.write(f"{{number}} {{place[1]}}\\n")
 """
+
+
+# Test files of a folder, by what stands after test_; the nearest folder counts.
+NEAR = {
+    "shardhet/fsdp/probing": "probe ordinary_calls odd_units as_written fuzz_models "
+    "order parity",
+    "shardhet/fsdp": "parity autograd_edges order module_surface ordinary_calls samples splits "
+    "observer checkpoint redistribution parity_foreign odd_units fuzz_models",
+    "shardhet/planner": "planner planner_search planner_highs planner_receivers planner_bound "
+    "planner_large_batch objectives fewer explain steady plan_app",
+    "shardhet/pricing": "cost architectures derive recompute replica_price reserved planner "
+    "workload schedule plan_app demo",
+    "shardhet/comm": "comm collectives liveness shared_host distributed parity emulated "
+    "stillness deaths emulated_deaths",
+}
+
+
+def tests_near(fault: Fault) -> list[str]:
+    """Test files that import the module of the fault, then those of its folder."""
+    module = fault.path.removesuffix(".py").replace("/", ".")
+    folder = next(each for each in NEAR if fault.path.startswith(f"{each}/"))
+    files = [f"tests/test_{name}.py" for name in NEAR[folder].split()]
+    direct = [
+        f"tests/{path.name}"
+        for path in sorted((REPOSITORY / "tests").glob("test_*.py"))
+        if re.search(rf"{re.escape(module)}\b", path.read_text(encoding="utf-8"))
+    ]
+    return list(dict.fromkeys(sorted(direct, key=lambda each: each not in files) + files))
 
 
 def tests_by_fault(faults: Sequence[Fault], keep: Path) -> list[list[str] | None]:
@@ -59,7 +89,7 @@ def _observe(faults: Sequence[Fault]) -> list[list[str] | None]:
         marked = {path: _mark(tree / path, faults) for path in {each.path for each in faults}}
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
         subprocess.run(
-            [*command, "-m", "not alone", "-p", "no:cacheprovider", f"--junit-xml={report}"],
+            [*command, "-m", MARKS, "-p", "no:cacheprovider", f"--junit-xml={report}"],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
             check=False,  # tests of the wheel and of imports object to the mark

@@ -2,6 +2,7 @@
 
 python -m experiments.mutations.run            two hours on two cores
 python -m experiments.mutations.run --first 4  the first four faults of forty
+python -m experiments.mutations.run --near     by the tests of the folder alone
 """
 
 import argparse
@@ -15,10 +16,10 @@ from experiments.common.machine import REPOSITORY, Environment
 from experiments.common.results import console, read_csv, write_csv
 from experiments.mutations.copies import changed, has_passed, run_tests
 from experiments.mutations.faults import Fault, draw
-from experiments.mutations.reach import tests_by_fault
+from experiments.mutations.reach import tests_by_fault, tests_near
 
 HERE = Path(__file__).parent
-SEED = 14
+SEED = 28  # 14 drew results.csv
 NUM_FAULTS = 40
 FOLDERS = ("shardhet/fsdp", "shardhet/planner", "shardhet/pricing", "shardhet/comm")
 SECONDS = 3600.0  # of all tests that reach a fault
@@ -45,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=NUM_FAULTS, help="how many of the faults")
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at a time")
+    parser.add_argument("--near", action="store_true", help="ask the tests of the folder")
     parser.add_argument("--list", action="store_true", help="show the faults and stop")
     options = parser.parse_args()
     faults = draw(REPOSITORY, FOLDERS, NUM_FAULTS, SEED)
@@ -55,10 +57,14 @@ def main() -> None:
             console.print(f"  + {fault.after.strip()}", markup=False)
         return
     console.print(Environment.here().as_markdown())
-    path = HERE / "results.csv"
+    path = HERE / f"results_{SEED}.csv"
     known = read_csv(path, Verdict) if path.exists() else []
     done = {(each.path, each.before, each.after): each for each in known}
-    reached = tests_by_fault(faults, REACHED)
+    reached = (
+        [tests_near(fault) for fault in faults]
+        if options.near
+        else tests_by_fault(faults, REACHED)
+    )
     todo = [
         (i, fault, reached[i])
         for i, fault in enumerate(faults[: options.first])
@@ -78,7 +84,7 @@ def judge(number: int, fault: Fault, reached: list[str] | None) -> Verdict:
     started_at_s = time.monotonic()
     with changed(fault.path, fault.line, fault.before, fault.after) as tree:
         found_by = first_objection(tree, reached if reached is not None else ["tests"])
-        if not found_by and reached:
+        if not found_by and any("::" in test for test in reached or ()):
             # A test may have been spared the line by what another has left in the process.
             found_by = first_objection(
                 tree, sorted({test.partition("::")[0] for test in reached})
