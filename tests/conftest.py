@@ -10,6 +10,9 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)
 
+# Tests compute little: threads of OpenMP would spin on the cores of other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No deadline: machines are shared and slow. The same examples in every run: a failure
 # that CI shows is a failure that a reader can have again.
 settings.register_profile("shardhet", deadline=None, derandomize=True, print_blob=True)

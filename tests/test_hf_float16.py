@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardhet import Plan
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
+from tests.selection import one_in
 from tests.test_guard import Scaled
 from tests.test_hf_trainer import (
     FIRST_CASE_S,
@@ -94,7 +95,7 @@ def train(rank: int, folder: str, precision: str) -> Any:
         return logged(trainer), trainer.evaluate()["eval_loss"], trainer.het.state_dict()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", one_in(2, ["fp16", "bf16"]))
 def test_it_trains_as_a_plain_trainer(precision: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     found, evaluated, params = run_ranks(train, 3, folder, precision, timeout_s=FIRST_CASE_S)[0]

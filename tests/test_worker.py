@@ -22,6 +22,7 @@ from shardhet.config.compose import (
     register_schemas,
 )
 from shardhet.config.training import ClusterConf
+from tests.selection import one_in
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 SHORT_DEMO = (
@@ -82,15 +83,15 @@ def train(folder: Path, *overrides: str) -> tuple[np.ndarray, float]:
     return losses, entries[-1]["held_out_bits_per_byte"]
 
 
-def test_two_bytes_learn_as_four_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", one_in(2, ["FP16", "BF16"]))
+def test_two_bytes_learn_as_four_do(precision: str, tmp_path: Path) -> None:
     in_float32, score_in_float32 = train(tmp_path / "fp32", *SHORT_DEMO)
-    for precision in ("BF16", "FP16"):
-        losses, score = train(tmp_path / precision, *SHORT_DEMO, f"precision={precision}")
-        assert np.isfinite(losses).all()
-        assert losses[-5:].mean() < 0.8 * losses[0]
-        assert (losses != in_float32).any()
-        np.testing.assert_allclose(losses, in_float32, rtol=0.02)
-        assert abs(score - score_in_float32) < 0.02
+    losses, score = train(tmp_path / precision, *SHORT_DEMO, f"precision={precision}")
+    assert np.isfinite(losses).all()
+    assert losses[-5:].mean() < 0.8 * losses[0]
+    assert (losses != in_float32).any()
+    np.testing.assert_allclose(losses, in_float32, rtol=0.02)
+    assert abs(score - score_in_float32) < 0.02
 
 
 def complaints(paths: Sequence[str]) -> list[str]:
