@@ -7,7 +7,7 @@ reorder.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,8 @@ READ_BY_HOST = {
     aten._unique2.default,
 }
 HOST = torch.device("cpu")
+# How long an operation takes, by its name and the tensors that it reads and writes.
+SecondsOf = Callable[[str, Sequence[Tensor], Sequence[Tensor]], float]
 
 
 class Accelerator:
@@ -47,6 +49,7 @@ class Accelerator:
         self.host = Host()
         self.memory = Memory(self.host)
         self.nccl = Nccl(self)
+        self.seconds_of: SecondsOf = lambda _what, _reads, _writes: 0.0
         self._held: dict[int, Held] = {}  # by storage
         self._copies_to_host = False
         self._pinned: set[int] = set()  # storages of the host
@@ -90,7 +93,7 @@ class Accelerator:
         self, what: str, stream: Stream, *, reads: list[Tensor], writes: list[Tensor]
     ) -> None:
         """Queue an operation on ``stream``."""
-        moment = stream.begin()
+        moment = stream.begin(what, self.seconds_of(what, reads, writes))
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 held = self.held(tensor)
@@ -172,7 +175,7 @@ class Accelerator:
 
     def wait_for_current(self, why: str) -> None:
         """Let the host wait for the current stream."""
-        self.host.wait(self.current.clock, why)
+        self.host.wait(self.current.clock, why, self.current.free_at_s)
 
     def _check_on_device(self, func: Any, given: list[Tensor]) -> None:
         for tensor in given:
@@ -228,7 +231,8 @@ class Accelerator:
         everything = Clock()
         for stream in self.host.streams:
             everything.join(stream.clock)
-        self.host.wait(everything, "device")
+        until_s = max(stream.free_at_s for stream in self.host.streams)
+        self.host.wait(everything, "device", until_s)
 
     def is_on_host(self, of: Tensor | torch.device) -> bool:
         """In place of ``devices.is_on_host``."""

@@ -2,6 +2,9 @@
 
 Every operation on a stream advances the stream's own entry.  A stream's clock says, for every
 stream, how many of its operations are over before the next operation of this one begins.
+
+Operations also take time, if ``Accelerator.seconds_of`` says how much: a stream's next one
+begins when the stream is free and the host has launched it, and waits move that moment on.
 """
 
 import time
@@ -44,16 +47,18 @@ class Host:
         self.streams: list[Stream] = []
         self.name_by_stream: dict[int, str] = {}
         self.syncs: list[str] = []  # why the host waited for the device
+        self.now_s = 0.0  # later than whatever it has waited for; launching takes no time
         self.is_blocked = False  # the device waits for ever, and so does who waits for it
         self.current = Stream(self, "compute")
 
-    def wait(self, clock: Clock, why: str) -> None:
+    def wait(self, clock: Clock, why: str, until_s: float) -> None:
         """Let the host wait, and note where in the library it does, unless it is over."""
         if self.clock.missing(clock):
             self.syncs.append(f"{_place()}: {why}")
         while self.is_blocked:
             time.sleep(0.05)
         self.clock.join(clock)
+        self.now_s = max(self.now_s, until_s)
 
 
 class Stream:
@@ -63,12 +68,18 @@ class Stream:
         self.number = next(_numbers)
         self.name = name
         self.clock = Clock()
+        self.free_at_s = 0.0
+        self.spans: list[tuple[str, float, float]] = []  # what took time, from when until when
         self._host = host
         host.streams.append(self)
         host.name_by_stream[self.number] = name
 
-    def begin(self) -> Moment:
+    def begin(self, what: str = "", seconds: float = 0.0) -> Moment:
         """Queue an operation."""
+        begins_s = max(self.free_at_s, self._host.now_s)
+        self.free_at_s = begins_s + seconds
+        if seconds:
+            self.spans.append((what, begins_s, self.free_at_s))
         self.clock.join(self._host.clock)
         time = self.clock.get(self.number, 0) + 1
         self.clock[self.number] = time
@@ -81,12 +92,14 @@ class Stream:
 
     def wait_event(self, event: "Event") -> None:
         self.clock.join(event.clock)
+        self.free_at_s = max(self.free_at_s, event.at_s)
 
     def wait_stream(self, stream: "Stream") -> None:
         self.clock.join(stream.clock)
+        self.free_at_s = max(self.free_at_s, stream.free_at_s)
 
     def synchronize(self) -> None:
-        self._host.wait(self.clock, f"stream {self.name}")
+        self._host.wait(self.clock, f"stream {self.name}", self.free_at_s)
 
     def query(self) -> bool:
         return False  # the host runs ahead
@@ -97,6 +110,7 @@ class Event:
 
     def __init__(self, host: Host, **_: Any) -> None:
         self.clock = Clock()
+        self.at_s = 0.0
         self._host = host
         self._recorded_at_s = 0.0
 
@@ -104,13 +118,14 @@ class Event:
         stream = stream or self._host.current
         stream.clock.join(self._host.clock)
         self.clock = Clock(stream.clock)
+        self.at_s = max(stream.free_at_s, self._host.now_s)
         self._recorded_at_s = time.perf_counter()  # operations run when they are launched
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._host.current).wait_event(self)
 
     def synchronize(self) -> None:
-        self._host.wait(self.clock, "event")
+        self._host.wait(self.clock, "event", self.at_s)
 
     def query(self) -> bool:
         return not self._host.clock.missing(self.clock)
