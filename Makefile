@@ -41,7 +41,7 @@ clean: ## remove caches and build output (.venv stays)
 # A venv that was left half made (no python3-venv at the time) has a python but no pip.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "$(PYTHON) is too old: shardhet needs Python 3.11. Say make PYTHON=python3.11"; exit 1; }
+	    { echo "$(PYTHON) is too old: shardhet needs Python 3.11. Run make PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/pip || \
 	    { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing shardhet and its tools into $(VENV) (a few minutes the first time)"

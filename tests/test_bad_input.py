@@ -115,7 +115,7 @@ def others_hear(outcomes: Sequence[Outcome], culprit: int, error: str, *parts: s
             assert outcome.exception_name == "RuntimeError", outcome.traceback
             assert outcome.message.startswith(f"rank {culprit} (")
             assert name in outcome.message
-            assert "Mend the cause on that rank" in outcome.message
+            assert "Fix the cause on that rank" in outcome.message
             heard = outcome.message
         assert all(part in heard for part in parts), heard
         assert f"any device on {HOSTS[culprit]}" in heard

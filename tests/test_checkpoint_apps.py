@@ -57,7 +57,7 @@ def test_inspect_says_what_is_in_it(
         "lr 0.02",
         "loader",
         "head.weight [11, 5] float64",
-        "Whole: all 6 files are what was written.",
+        "Complete: all 6 files match their digests.",
     ):
         assert said in text, f"{said!r} is not in\n{text}"
 
@@ -146,7 +146,7 @@ def test_export_refuses_what_it_cannot_do(
         return capsys.readouterr().err
 
     assert "taken exists" in refused(saved[0], "torch", taken, 2)
-    assert "is no folder" in refused(saved[0], "torch", tmp_path / "a" / "b", 2)
+    assert "is not a folder" in refused(saved[0], "torch", tmp_path / "a" / "b", 2)
     assert "Nothing was exported" in refused(tmp_path, "torch", tmp_path / "b", 1)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert "pip install safetensors" in refused(saved[0], "safetensors", tmp_path / "c", 2)

@@ -116,7 +116,7 @@ def save_by_itself(rank: int, folder: Path) -> None:
     optimizer = make_optimizer(model, "adamw")
     train(model, optimizer, range(1))
     pending = save_async(model, optimizer, folder / "plain")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         save(model, optimizer, folder)
     pending.wait()
     load(model, optimizer, folder / "plain")

@@ -111,7 +111,7 @@ def save_over_other_files(rank: int, folder: Path) -> str:
 def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("all of it")
     messages = run_ranks(save_over_other_files, 3, tmp_path)
-    assert all("is no checkpoint" in message for message in messages)
+    assert all("is not a checkpoint" in message for message in messages)
     assert (tmp_path / "thesis.tex").read_text() == "all of it"
 
 

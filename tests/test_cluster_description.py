@@ -150,7 +150,7 @@ def test_every_kind_that_comes_along_has_a_source_and_can_be_trained_on() -> Non
 
 def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: Path) -> None:
     text = "version: 1\nkinds: absent.yaml\nnodes: []\n"
-    with pytest.raises(ValueError, match=r"kinds names .*absent\.yaml, which is no file"):
+    with pytest.raises(ValueError, match=r"kinds names .*absent\.yaml, which does not exist"):
         described(tmp_path, text)
 
 

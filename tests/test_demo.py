@@ -1,4 +1,4 @@
-"""The demo's commands, from a shell to a trained model; and predicted beside measured."""
+"""The demo's commands, from a shell to a trained model; predicted and measured values."""
 
 import json
 from pathlib import Path

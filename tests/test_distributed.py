@@ -272,7 +272,7 @@ def test_the_failure_of_one_reaches_ranks_that_wait_for_others(failing: int) -> 
                 f"rank {failing} (card {failing}) failed in the work of {failing}: "
                 f"KeyError: 'no such sample'"
             )
-            assert "Mend the cause on that rank" in message
+            assert "Fix the cause on that rank" in message
         assert outcomes[rank].duration_s < 5
 
 

@@ -1,4 +1,4 @@
-"""``shardhet doctor`` as its user types it, and what it holds to be in the way."""
+"""``shardhet doctor`` as its user types it, and the problems that it finds."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ def test_ranks_are_started_and_take_a_right_step(tmp_path: Path) -> None:
     assert f"{socket.gethostname()}: 3 x cpu" in done.stdout
     assert "links within a host: " in done.stdout
     assert "have the losses of one process" in done.stdout
-    assert "Nothing is in the way" in done.stdout
+    assert "No problems found" in done.stdout
     assert not done.stderr.strip()
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_fails_is_in_the_way_and_says_why(tmp_path: Path) -> None:
     done = run([*DOCTOR, "--ranks", "2"], tmp_path, GLOO_SOCKET_IFNAME="nothing0")
     assert done.returncode == 1
     assert "nothing0" in done.stderr  # the panel of what a rank ended with
-    assert "In the way: ranks cannot train here. Logs: " in done.stdout
+    assert "Error: ranks cannot train here. Logs: " in done.stdout
     shutil.rmtree(done.stdout.rpartition("Logs: ")[2].strip())
 
 
@@ -80,7 +80,7 @@ TINY_CARD = replace(CARD, memory_bytes=4 * GIB, free_bytes=GIB // 2)
 
 
 @pytest.mark.parametrize(
-    ("changed", "what", "mend", "is_in_the_way"),
+    ("changed", "what", "fix", "prevents_training"),
     [
         (NO_GPU, "sees no GPU", "a newer driver", True),
         ({**NO_GPU, "torch_for": "CPUs"}, "a build for CPUs", "nvidia-smi", True),
@@ -95,22 +95,22 @@ TINY_CARD = replace(CARD, memory_bytes=4 * GIB, free_bytes=GIB // 2)
             True,
         ),
         ({"gpus": (FULL_CARD,)}, "12.0 GiB of GPU 0", "limits.0.memory_gib=10.8", False),
-        ({"gpus": (CARD, TINY_CARD)}, "3.5 GiB of GPU 1", "End what runs there", False),
+        ({"gpus": (CARD, TINY_CARD)}, "3.5 GiB of GPU 1", "Stop the processes on it", False),
     ],
 )
-def test_each_finding_comes_with_its_mend(
-    changed: dict[str, object], what: str, mend: str, is_in_the_way: bool
+def test_each_finding_comes_with_its_fix(
+    changed: dict[str, object], what: str, fix: str, prevents_training: bool
 ) -> None:
     facts = replace(HEALTHY, **changed)  # type: ignore[arg-type]
     [finding] = gpu_findings(facts)
     assert what in finding.what
-    assert mend in finding.mend
-    assert finding.is_in_the_way is is_in_the_way
+    assert fix in finding.fix
+    assert finding.prevents_training is prevents_training
 
 
 def test_a_limit_below_one_gib_is_not_proposed() -> None:
     [finding] = gpu_findings(replace(HEALTHY, gpus=(TINY_CARD,)))
-    assert "limits" not in finding.mend
+    assert "limits" not in finding.fix
 
 
 def test_this_host_is_described() -> None:

@@ -30,7 +30,7 @@ def test_the_users_own_folder_is_found(flag: str, tmp_path: Path) -> None:
     arguments = ["seed=1", "-m", *flag.format(tmp_path).split(), "--cfg", "job"]
     assert own_config_dir(arguments) == tmp_path
     assert own_config_dir(["seed=1", "-cn", "my"]) is None
-    with pytest.raises(SystemExit, match="--config-dir: '/no/such' is no folder"):
+    with pytest.raises(SystemExit, match="--config-dir: '/no/such' is not a folder"):
         own_config_dir(["--config-dir", "/no/such"])
 
 

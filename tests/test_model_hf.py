@@ -176,7 +176,7 @@ def test_what_cannot_be_is_said_before_any_rank_starts(
     bare = make_folder(tmp_path, "gpt2")
     lora = "model.lora.rank=2"
     for path, overrides, words in (
-        (tmp_path / "nowhere", (), "is no folder"),
+        (tmp_path / "nowhere", (), "is not a folder"),
         (tmp_path, (), "has no config.json"),
         (bare, (), "model.weights: true but .* no safetensors"),
         (bare, ("model.weights=false", "data.seq_len=33"), "takes 1 to 32"),

@@ -127,7 +127,7 @@ def test_measured_files_are_planned_for(
     assert "(device" in unused[unused.index("Better without") :]
     nothing = (*nothing, "leave_out=never")
     unused = said(capsys, f"measured={tmp_path}", *nothing)
-    assert "Of no use: 2. They compute and store nothing, but all collectives" in unused
+    assert "Unused devices: 2. They compute and store nothing, but all collectives" in unused
     simulate_main([f"{tmp_path}/plan.json", f"measured={tmp_path}"])
     assert "takes" in capsys.readouterr().out
     code, text = refused(capsys, f"measured={tmp_path}", "model=small")
@@ -172,7 +172,7 @@ REFUSALS = {
     "objective=least_memory spared=[H100]": "spared: H100: no such device. Give a position",
     "cluster=nowhere": "cluster: choose one of a100_a10g_v100_t4_64",
     "cluster=demo_4": "cluster: choose one of a100_a10g_v100_t4_64",
-    "cluster=absent.yaml": "cluster_file: 'absent.yaml' is no file",
+    "cluster=absent.yaml": "cluster_file: 'absent.yaml' does not exist",
     "measured=/nowhere": "Give the one that shardhet measure out=... has written",
     "model.num_heads=3": "model.num_kv_heads: 4 but it must divide num_heads 3",
     "model=vit_g seq_len=5": "the model reads images, not text",
@@ -186,7 +186,7 @@ REFUSALS = {
     "limits.0.batch=1 limits.*4090.share=0": "is limited by another key too",
     "limits={0:{batch:1}}": "write one key after the other",
     "equal=[[0,5]]": "equal names device 5 but the cluster has devices 0 to 2",
-    "out=/nowhere/plan.json": "out: the folder of '/nowhere/plan.json' is not there",
+    "out=/nowhere/plan.json": "out: the folder of '/nowhere/plan.json' does not exist",
     "picture=plan.txt": "must end in .png, .svg or .pdf",
     "cluster.nodes.0.link.latency_s=-1": "latency_s is -1.0 but must be finite and at least 0",
     "compute_fraction=0": "compute_fraction: 0.0 but it must be above 0",
@@ -216,8 +216,8 @@ REFUSALS = {
     "cluster=rtx4090": "Did you mean rtx4090_2x3090?",
     "hosts=[laptop]": "hosts: 'laptop' fits none of desktop. Write patterns such as desktop",
     "hosts=desktop": "Write a list, in brackets and quotes: 'hosts=[west-*]'",
-    "measured=README.md": "measured: 'README.md' is no folder",
-    "measured=conf": "no file. Give one that is there.",
+    "measured=README.md": "measured: 'README.md' is not a folder",
+    "measured=conf": "does not exist. Pass the path of a file.",
     "measured=conf model=tiny": "model: it has no effect beside measured",
     "limits.0.memory_gib=0": "limits.0.memory_gib: 0.0 but it must be above 0",
     "limits.0.memory_gib=24GB": "limits.0.memory_gib=24GB: Value '24GB'",
@@ -243,9 +243,9 @@ REFUSALS = {
     "compute_fraction=50%": "Write a plain number, without a unit: 0.5, not 50%.",
     "seq_len=2k": "Write a whole number",
     "vocab_size=-1": "vocab_size: -1 but it must be at least 1",
-    "out=": "out: '' is no name of a file",
-    "out=conf": "out: 'conf' is no name of a file",
-    "setting_out=README.md": "setting_out: 'README.md' is no folder",
+    "out=": "out: '' is not a file name",
+    "out=conf": "out: 'conf' is not a file name",
+    "setting_out=README.md": "setting_out: 'README.md' is not a folder",
     "picture=plan": "picture: 'plan' must end in .png, .svg or .pdf",
     "cluster.nodes.0.link.bandwidth_bytes_per_s=12": "bandwidth_bytes_per_s is 12.0 but",
 }
@@ -256,7 +256,7 @@ def test_enough_mistakes_are_tried() -> None:
 
 
 @pytest.mark.parametrize("line", REFUSALS)
-def test_what_is_wrong_is_said_with_the_mend(
+def test_what_is_wrong_is_named_with_the_fix(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = refused(capsys, *line.split())
@@ -270,7 +270,7 @@ def test_where_no_plan_exists_the_nearest_miss_is_said(
 ) -> None:
     code, text = refused(capsys, "model=tiny", "objective=largest_batch")
     assert code == 1
-    assert "memory is no limit here. A sample needs" in text
+    assert "memory does not limit the batch. A sample needs" in text
     code, text = refused(capsys, "model=tiny", "global_batch_size=1000000")
     assert code == 1
     assert "global_batch_size is 1,000,000, of which one device may compute" in text
@@ -299,7 +299,7 @@ def test_a_simulated_step_is_shown_and_traced(
     code, text = refused(capsys, *there, command=simulate_main)
     assert "plan: it has 3 devices but the cluster has 128" in text
     code, text = refused(capsys, "absent.json", command=simulate_main)
-    assert "'absent.json' is no file" in text
+    assert "'absent.json' does not exist" in text
     code, text = refused(capsys, command=simulate_main)
     assert "shardhet simulate PLAN key=value" in text
 

@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_replicas_where_there_is_no_checkpoint(
 def test_replicas_of_another_run_in_the_folder_are_not_taken(
     text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Neither after the folder was removed, nor where the run is told to begin anew."""
+    """Neither after the folder was removed, nor where the run is to start anew."""
     nodes, folder = tmp_path / "nodes", tmp_path / "run"
     more = (f"data.path={text}", "checkpoint.every=0", "replicas.every=1")
     more += (f"replicas.folder={nodes}",)
@@ -204,7 +204,7 @@ def test_a_path_must_exist(tmp_path: Path) -> None:
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         for value in (str(tmp_path / "nowhere"), "Auto"):
             cfg = compose(CONFIG_NAME, [f"run_dir={tmp_path}", f"resume={value}"])
-            with pytest.raises(ConfigError, match=r"resume: .* is no folder"):
+            with pytest.raises(ConfigError, match=r"resume: .* is not a folder"):
                 to_conf(cfg).check_resume()
         for name in ("checkpoint.every", "replicas.every"):
             with pytest.raises(ConfigError, match=f"{name}: -1"):

@@ -13,10 +13,12 @@ from shardhet.apps.cli.streamed import StreamedTable, Waiting
 
 def test_a_table_is_printed_row_by_row() -> None:
     out = io.StringIO()
-    table = StreamedTable(Console(file=out), (("plan", 6), ("step", 3)), title="Beside it [1]")
+    table = StreamedTable(
+        Console(file=out), (("plan", 6), ("step", 3)), title="Compared with [1]"
+    )
     table.add_row("even", "1 s")
     assert out.getvalue().splitlines() == [
-        "Beside it [1]",
+        "Compared with [1]",
         "+---------------+",
         "| plan   | step |",
         "|--------+------|",

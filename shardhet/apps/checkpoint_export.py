@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.out.exists():
         parser.error(f"{given.out} exists. Name a new file, or remove it.")
     if not given.out.absolute().parent.is_dir():
-        parser.error(f"{given.out.absolute().parent} is no folder. Make it first.")
+        parser.error(f"{given.out.absolute().parent} is not a folder. Create it first.")
     try:
         saved = SavedCheckpoint.open(given.path)
         saved.verify()

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     if not given.path.is_dir():
-        parser.error(f"{given.path} is no folder. Give the folder of a checkpoint.")
+        parser.error(f"{given.path} is not a folder. Give the folder of a checkpoint.")
     checkpoints = Checkpoints(given.path)
     if checkpoints.steps():
         paths = [checkpoints.path_of(step) for step in checkpoints.steps()]
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in summary.tensors:
             console.print(f"{each.name} {list(each.shape)} {each.dtype}", markup=False)
     verdict = (
-        f"Whole: all {summary.num_files} files are what was written."
+        f"Complete: all {summary.num_files} files match their digests."
         if summary.manifest is not None
         else "Complete, but written without digests: its files cannot be verified."
     )

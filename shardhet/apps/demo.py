@@ -43,11 +43,11 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
     measured, plan = folder / "measured", folder / "plan.json"
     return [
         Part(
-            "How fast is every device, at every part of the model, at every microbatch size?",
+            "How fast is each device, for each part of the model and each microbatch size?",
             ("measure", f"model={MODEL}", f"cluster={CLUSTER}", *sizes, f"out={measured}"),
         ),
         Part(
-            "Who should compute how much, and who should store how much?",
+            "What should each device compute, and what should it store?",
             (
                 "plan",
                 f"measured={measured}",
@@ -57,7 +57,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
             ),
         ),
         Part(
-            "What will a step look like?",
+            "What will one step look like?",
             (
                 "simulate",
                 str(plan),
@@ -67,7 +67,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
             ),
         ),
         Part(
-            "Does it learn, and does it take as long as was predicted?",
+            "Does the model learn, and does a step take as long as predicted?",
             (
                 "train",
                 "experiment=demo",
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a folder; default: runs/demo_<date>")
     parser.add_argument("--steps", type=int, help=f"of training; default: {NUM_STEPS}")
     parser.add_argument(
-        "--quick", action="store_true", help="few sizes and steps: does it run at all?"
+        "--quick", action="store_true", help="few sizes and steps, to see that it runs"
     )
     options = parser.parse_args(argv)
     if options.steps is None:
@@ -121,18 +121,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         status = subprocess.run(command, check=False).returncode
         if status:
             raise SystemExit(status)
-    console.print(f"\nAll of it took {time.monotonic() - started_s:.0f} s.")
+    console.print(f"\nThe demo took {time.monotonic() - started_s:.0f} s.")
     console.print(_where(folder), markup=False)
 
 
 def _where(folder: Path) -> str:
-    return f"""What is left to look at:
+    return f"""To look at next:
   {folder}/run/traces/rank0.json         a real step; open it at https://ui.perfetto.dev
   {folder}/simulated.json                the simulated one, the same way
   {folder}/plan.png, step.png            the plan and the simulated step as pictures
-  {folder}/run/model.safetensors         the trained model, whole
+  {folder}/run/model.safetensors         the trained model
   {folder}/run/checkpoints               the whole state, for resume=PATH under any plan
-  {folder}/run/metrics.jsonl             every step, predicted beside measured
+  {folder}/run/metrics.jsonl             every step, predicted and measured
   shardhet compare {folder}/run          where a step was slower than predicted"""
 
 

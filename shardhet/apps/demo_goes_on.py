@@ -105,18 +105,20 @@ class Story:
         demo, stop = self._demo, max(1, self._conf.num_steps // 2)
         measured = Setting.load(demo / "measured")
         batch = Plan.load(demo / "plan.json").global_batch_size
-        self._say(f"The training is told to end when it has taken {stop} steps.")
+        self._say(f"The training is stopped after {stop} steps.")
         plan = (f"plan.path={demo / 'plan.json'}", f"plan.measured={demo / 'measured'}")
         self._train(self._stopped, plan, stop_after=stop)
         left_out, fewer = fewer_devices(measured, batch)
         fewer.save(demo / "fewer")
         name = measured.cluster.devices[left_out].kind
-        self._say(f"Device {left_out} ({name}) is taken away. Who does what now?")
+        self._say(
+            f"Device {left_out} ({name}) is removed. What does each of the others do now?"
+        )
         new_plan = demo / "fewer" / "plan.json"
         request = (f"measured={demo / 'fewer'}", f"global_batch_size={batch}")
         quick = ("explain=false", "baselines=false", "leave_out=never")
         self._run("plan", *request, f"out={new_plan}", *quick)
-        self._say("The others go on from the checkpoint.")
+        self._say("The others continue from the checkpoint.")
         plan = (f"plan.path={new_plan}", f"plan.measured={demo / 'fewer'}")
         resume = f"resume={self._stopped.checkpoints_dir}"
         self._train(
@@ -176,10 +178,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("demo", type=Path, help="the folder that the demo has written")
     options = parser.parse_args(argv)
     if not (options.demo / "run" / "metrics.jsonl").is_file():
-        parser.error(f"{options.demo} holds no demo. Run python -m shardhet.apps.demo first.")
+        parser.error(
+            f"{options.demo} does not contain a demo. Run python -m shardhet.apps.demo first."
+        )
     for name in ("stopped", "goes_on"):
         if (options.demo / name).exists():
-            parser.error(f"{options.demo / name} is there already. Remove it.")
+            parser.error(f"{options.demo / name} exists. Remove it.")
     Story(options.demo, Console(highlight=False, soft_wrap=True)).tell()
 
 

@@ -1,4 +1,4 @@
-"""``shardhet doctor``: shows what is here, and what would be in the way of training with it.
+"""``shardhet doctor``: shows versions, devices and links, and what would prevent training.
 
     shardhet doctor                                        this host, with ranks of its own
     torchrun --nnodes=2 ... -m shardhet.apps.doctor        ranks and links of several hosts
@@ -67,15 +67,15 @@ class Finding:
     """Something worth knowing, and how to fix it."""
 
     what: str
-    mend: str
-    is_in_the_way: bool = True  # False: training works anyway
+    fix: str
+    prevents_training: bool = True  # False: training works anyway
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check and report; the exit status is 1 if training would fail."""
     parser = argparse.ArgumentParser(
         prog="shardhet doctor",
-        description="What is here, and what would be in the way of training with it.",
+        description="Show versions, devices and links, and what would prevent training.",
         epilog="On several hosts: torchrun --nnodes=2 --nproc-per-node=4 ... "
         "-m shardhet.apps.doctor",
     )
@@ -100,13 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(table_of(facts))
     findings = gpu_findings(facts)
     for finding in findings:
-        title = "In the way" if finding.is_in_the_way else "Note"
-        console.print(f"[bold]{title}:[/] {finding.what} {finding.mend}")
+        title = "Error" if finding.prevents_training else "Note"
+        console.print(f"[bold]{title}:[/] {finding.what} {finding.fix}")
     has_worked = _ranks_work(console, given.ranks or len(facts.gpus) or 2)
-    if not has_worked or any(finding.is_in_the_way for finding in findings):
+    if not has_worked or any(finding.prevents_training for finding in findings):
         raise SystemExit(1)
     console.print(
-        "\nNothing is in the way. How fast this is with a model: shardhet measure model=small"
+        "\nNo problems found. To measure the speed of a model: shardhet measure model=small"
     )
 
 
@@ -121,7 +121,7 @@ def _ranks_work(console: RankConsole, num_ranks: int) -> bool:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         # The cause was shown; the logs stay.
-        console.print(f"[bold]In the way:[/] ranks cannot train here. Logs: {folder}")
+        console.print(f"[bold]Error:[/] ranks cannot train here. Logs: {folder}")
         return False
     shutil.rmtree(folder, ignore_errors=True)
     return True
@@ -249,7 +249,7 @@ def table_of(facts: Facts) -> Table:
 def gpu_findings(facts: Facts) -> list[Finding]:
     """What is wrong with the GPUs, or with what torch can do with them."""
     findings = [
-        Finding(f"{error}.", "Ask nvidia-smi; a reset or a reboot may help.")
+        Finding(f"{error}.", "Run nvidia-smi; a reset or a reboot may help.")
         for error in facts.gpu_errors
     ]
     if facts.has_driver and not facts.gpus and not facts.gpu_errors:
@@ -263,19 +263,19 @@ def gpu_findings(facts: Facts) -> list[Finding]:
                 f"torch has no kernels for GPU {i}, {gpu.name} of compute capability "
                 f"{_version(gpu.capability)}: it is built for {', '.join(facts.built_for)}."
             )
-            mend = (
+            fix = (
                 "Install a build of the same version of torch for an older CUDA (as cu126 for "
                 "V100, P100 and P40), or hide this GPU."
             )
-            findings.append(Finding(what, mend))
+            findings.append(Finding(what, fix))
         taken_bytes = gpu.memory_bytes - gpu.free_bytes
         if taken_bytes > max(GIB, OTHERS_PART_OF_GPU * gpu.memory_bytes):
             usable_gib = math.floor(9 * gpu.free_bytes / GIB) / 10
-            mend = "End what runs there"
+            fix = "Stop the processes on it"
             if usable_gib >= 1:
-                mend += f", or plan for less: shardhet plan limits.{i}.memory_gib={usable_gib}"
+                fix += f", or plan for less: shardhet plan limits.{i}.memory_gib={usable_gib}"
             what = f"{taken_bytes / GIB:.1f} GiB of GPU {i} are taken."
-            findings.append(Finding(what, mend, is_in_the_way=False))
+            findings.append(Finding(what, fix, prevents_training=False))
     return findings
 
 
@@ -290,8 +290,8 @@ def _why_no_gpu(facts: Facts) -> Finding:
         hidden_by = "CUDA_VISIBLE_DEVICES" if facts.hides_gpus else "the container"
         return Finding(
             f"{hidden_by} hides the GPUs of this host.",
-            "Unset it, or start the container with --gpus all, if they are wanted.",
-            is_in_the_way=False,
+            "Unset it, or start the container with --gpus all, to use them.",
+            prevents_training=False,
         )
     return Finding(
         f"torch is for {facts.torch_for} but sees no GPU.",

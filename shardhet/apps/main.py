@@ -9,17 +9,17 @@ from shardhet.apps.cli.completion import bash_script
 
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
-    "doctor": ("shardhet.apps.doctor", "see what is here and what would be in the way"),
-    "measure": ("shardhet.apps.measure", "measure how fast these devices are with a model"),
+    "doctor": ("shardhet.apps.doctor", "check versions, devices and links for problems"),
+    "measure": ("shardhet.apps.measure", "measure the speed of these devices with a model"),
     "plan": ("shardhet.apps.plan", "find the best plan for a cluster and a model"),
-    "simulate": ("shardhet.apps.simulate", "walk through one step of a plan, event by event"),
-    "train": ("shardhet.apps.train", "train a model on devices that are not alike"),
+    "simulate": ("shardhet.apps.simulate", "simulate one step of a plan, event by event"),
+    "train": ("shardhet.apps.train", "train a model on unlike devices"),
     "inspect": (
         "shardhet.apps.checkpoint_inspect",
-        "see what a checkpoint holds and whether it is whole",
+        "list what a checkpoint contains and verify its files",
     ),
     "export": ("shardhet.apps.checkpoint_export", "write a checkpoint's model as one file"),
-    "compare": ("shardhet.apps.compare", "see where a run was slower than predicted, by unit"),
+    "compare": ("shardhet.apps.compare", "show where a run was slower than predicted, by unit"),
 }
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     lines = [f"  shardhet {name:8} {purpose}" for name, (_, purpose) in COMMANDS.items()]
     is_help = command in ("-h", "--help")
     problem = [] if is_help else [f"{command!r} is not a command of shardhet."]
-    text = "\n".join([*problem, *lines, "Each command explains itself with --help."])
+    text = "\n".join([*problem, *lines, "Run a command with --help for its keys."])
     Console(stderr=not is_help, highlight=False, soft_wrap=True).print(text)
     raise SystemExit(0 if is_help else 2)
 

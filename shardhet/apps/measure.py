@@ -1,4 +1,4 @@
-"""Measure from a command line how fast these devices are with this model.
+"""Measure the speed of these devices with a model, from the command line.
 
     shardhet measure key=value ... out=DIR                              starts its own ranks
     torchrun --nproc-per-node=4 -m shardhet.apps.measure key=value ...  is one of the ranks
@@ -36,7 +36,7 @@ hang_timeout_s     a rank that stands still for as long, or for time_limit_s if 
                    while others wait for it ends the measurement, and is named; 0 or null: never
 """
 USAGE = """\
-[bold]shardhet measure key=value ... out=DIR[/]   how fast these devices are with this model
+[bold]shardhet measure key=value ... out=DIR[/]   measure these devices with this model
 [bold]torchrun --nproc-per-node=4 -m shardhet.apps.measure key=value ...[/]
                                         the same program, started by torchrun
 

@@ -274,7 +274,7 @@ def _what_is_certified(certificate: Certificate, found: Found, took: str) -> str
         )
     raise RuntimeError(
         f"plan: HiGHS alone finds {certificate.objective_s} s and the search {objective_s} "
-        "s for the same problem. This is a fault of ours: please report it with the input."
+        "s for the same problem. This is a bug: please report it with the input."
     )
 
 

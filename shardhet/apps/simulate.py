@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _load_plan(path: str) -> Plan:
     if not Path(path).is_file():
-        raise ConfigError(f"{path!r} is no file. Give the plan.json of shardhet plan.")
+        raise ConfigError(
+            f"{path!r} does not exist. Pass the plan.json that shardhet plan wrote."
+        )
     return Plan.load(path)
 
 

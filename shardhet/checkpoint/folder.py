@@ -103,14 +103,14 @@ class Checkpoints:
             try:
                 SavedCheckpoint.open(path).verify()
             except CheckpointError as error:
-                logger.warning("skipped a checkpoint that is not whole: %s", error)
+                logger.warning("skipped an incomplete checkpoint: %s", error)
                 skipped.append(str(error))
                 continue
             return Latest(path=path, step=step, skipped=tuple(skipped))
         if skipped:
             raise CheckpointError(
-                f"{self.folder}: none of its {len(skipped)} checkpoints is whole: "
-                f"{' '.join(skipped)} To begin anew, name another folder."
+                f"{self.folder}: none of its {len(skipped)} checkpoints is complete: "
+                f"{' '.join(skipped)} To start a new run, name another folder."
             )
         return None
 

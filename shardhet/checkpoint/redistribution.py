@@ -52,7 +52,9 @@ def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) 
     Nothing has been changed then.
     """
     if not isinstance(model, HetFSDP):
-        raise TypeError(f"{CALL}: {type(model).__name__} is no HetFSDP. Wrap the model first.")
+        raise TypeError(
+            f"{CALL}: {type(model).__name__} is not a HetFSDP. Wrap the model first."
+        )
     ranks = Ranks(model)
     ranks.meet(CALL)
     wait_for_pending(model)

@@ -15,7 +15,7 @@ from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
-MEND = "All ranks stop. Mend the cause on that rank and start again."
+MEND = "All ranks stop. Fix the cause on that rank and start again."
 
 
 class Lifeline:

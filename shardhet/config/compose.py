@@ -151,7 +151,7 @@ def to_checked(cfg: DictConfig, schema: type[C]) -> C:
         conf = OmegaConf.to_object(cfg)
     except MissingMandatoryValue as error:
         key = error.full_key
-        raise ConfigError(f"{key}: it has no value yet. Give one: {key}=...") from None
+        raise ConfigError(f"{key}: no value. Set {key}=...") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {error}") from None
     assert isinstance(conf, schema)
@@ -264,7 +264,9 @@ def _check_can_be_folder(key: str, name: str) -> None:
     path = Path(name).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not there.is_dir():
-        raise ConfigError(f"{key}: {name} cannot be made: {there} is no folder. Name another.")
+        raise ConfigError(
+            f"{key}: {name} cannot be made: {there} is not a folder. Name another."
+        )
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{key}: {name} cannot be made: {there} may not be written to.")
 

@@ -263,7 +263,7 @@ class TextDirConf(TextConf):
         super().__post_init__()
         if not Path(self.path).is_dir():
             raise ConfigError(
-                f"data.path: {self.path!r} is no folder. Give the folder with your text files."
+                f"data.path: {self.path!r} is not a folder. Pass the folder of your texts."
             )
         if not any(Path(self.path).rglob(self.pattern)):
             raise ConfigError(

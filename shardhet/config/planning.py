@@ -121,8 +121,8 @@ class InputsConf:
     def _load_measured(self, folder: Path) -> Inputs:
         if not folder.is_dir():
             raise ConfigError(
-                f"measured: {str(folder)!r} is no folder. Give the one that shardhet measure "
-                f"out=... has written, with {', '.join(MEASURED_FILES)}."
+                f"measured: {str(folder)!r} is not a folder. Pass the one that "
+                f"shardhet measure out=... has written, with {', '.join(MEASURED_FILES)}."
             )
         for name in MEASURED_FILES:
             _file("measured", folder / name)
@@ -336,7 +336,7 @@ def _checked(limits: Mapping[int, DeviceLimits], conf: PlannerConf, world_size: 
 
 def _file(key: str, path: Path) -> Path:
     if not path.is_file():
-        raise ConfigError(f"{key}: {str(path)!r} is no file. Give one that is there.")
+        raise ConfigError(f"{key}: {str(path)!r} does not exist. Pass the path of a file.")
     return path
 
 

@@ -185,8 +185,8 @@ class TrainConf:
         rolls_back = self.guard.on_bad_step is OnBadStepConf.ROLL_BACK
         if rolls_back and not self.checkpoint.every:
             raise ConfigError(
-                "guard.on_bad_step: ROLL_BACK but checkpoint.every is 0, so there is nothing "
-                "to go back to. Set checkpoint.every=500, for example."
+                "guard.on_bad_step: ROLL_BACK but checkpoint.every is 0, so there is no "
+                "checkpoint to load. Set checkpoint.every=500, for example."
             )
         last_traced = self.trace_steps.first_step + self.trace_steps.num_steps - 1
         if self.trace and last_traced > self.num_steps:
@@ -215,7 +215,7 @@ class TrainConf:
         """Raise if there is nothing at the path to resume from."""
         if self.resume not in (None, AUTO) and not Path(self.resume).is_dir():
             raise ConfigError(
-                f"resume: {self.resume!r} is no folder. Give the path of a checkpoint, or "
+                f"resume: {self.resume!r} is not a folder. Give the path of a checkpoint, or "
                 "resume=auto for the newest one in the run folder."
             )
 

@@ -305,7 +305,9 @@ class FilePlanConf(PlanConf):
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
-            raise ConfigError(f"plan.path: {self.path!r} is no file. Give a plan.json.")
+            raise ConfigError(
+                f"plan.path: {self.path!r} does not exist. Pass the path of a plan.json."
+            )
         if self.measured:
             _check_measured(self.measured)
 

@@ -43,7 +43,7 @@ REFUSED = {
     "use_liger_kernel": "it replaces forwards after the model was wrapped. Apply it before",
     "neftune_noise_alpha": "its noise would depend on the plan. Leave it out",
     "batch_eval_metrics": "metrics are computed once, of all predictions. Leave it out",
-    "push_to_hub": "it was never tried. Call trainer.save_model(folder), then "
+    "push_to_hub": "it is not tested. Call trainer.save_model(folder), then "
     "huggingface_hub.upload_folder",
     "enable_jit_checkpoint": "ranks would save at different steps. Let a signal handler call "
     "trainer.het.ask_to_end(), which saves and stops on all ranks",
@@ -94,7 +94,7 @@ def _check_choices(args: TrainingArguments) -> None:
     optim = getattr(args.optim, "value", args.optim)
     if optim not in OPTIMIZERS:
         raise ValueError(
-            f"TrainingArguments: optim={optim!r} is not element-wise, or was never tried. "
+            f"TrainingArguments: optim={optim!r} is not element-wise, or not tested. "
             f"Choose one of {', '.join(OPTIMIZERS)}."
         )
     if args.load_best_model_at_end and args.save_only_model:

@@ -74,9 +74,9 @@ def find_kind(
             return kind
     losses_by_position = [row[:3] for row in found]
     raise ValueError(
-        "the loss is no sum over samples and no mean over labels: for the batch and two parts "
-        f"of it, positions of the plan have {losses_by_position}. Leave auxiliary losses out "
-        "(output_router_logits=False), and let a compute_loss_func divide the sum by "
+        "the loss is neither a sum over samples nor a mean over labels: for the batch and two "
+        f"parts of it, positions of the plan have {losses_by_position}. Leave auxiliary losses "
+        "out (output_router_logits=False), and let a compute_loss_func divide the sum by "
         "num_items_in_batch."
     )
 

@@ -146,7 +146,7 @@ class WholeState:
             if saved[name] != mine:
                 raise ValueError(
                     f"HetTrainer.train: {folder} was written with {name} {saved[name]!r} but "
-                    f"here it is {mine!r}, so the run would not go on where it was. "
+                    f"here it is {mine!r}, so the run would not continue as before. "
                     f"{REMEDIES[name]}."
                 )
 
@@ -216,7 +216,7 @@ def _newest(output_dir: Path) -> Path:
     why = " ".join(problems) or "It has none."
     raise CheckpointError(
         f"HetTrainer.train: {output_dir} has no checkpoint to resume from. {why} Call train() "
-        "without resume_from_checkpoint to begin anew."
+        "without resume_from_checkpoint to start a new run."
     )
 
 

@@ -154,8 +154,8 @@ def _find(name: str) -> Path:
             path = Path(snapshot_download(name, local_files_only=True))
         except (OSError, ValueError):
             raise ValueError(
-                f"{name!r} is no folder, and no model of that name is in the local cache. Give "
-                "a folder with config.json, or download it with hf download."
+                f"{name!r} is not a folder, and no model of that name is in the local cache. "
+                "Give a folder with config.json, or download it with hf download."
             ) from None
     if not (path / CONFIG).is_file():
         if (path / "adapter_config.json").is_file():

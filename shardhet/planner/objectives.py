@@ -53,9 +53,9 @@ def largest_batch(
     if largest > LARGEST_SEARCHED_BATCH:
         per_sample = CostModel(setting).bytes_per_sample(_recomputing(EVERY_UNIT))
         raise PlanError(
-            f"plan: memory is no limit here. A sample needs {per_sample / KIB:,.0f} KiB on a "
-            f"device that recomputes everything, so more than {LARGEST_SEARCHED_BATCH:,} fit "
-            "at once, and plans are not searched beyond. Give global_batch_size and take "
+            f"plan: memory does not limit the batch. A sample needs {per_sample / KIB:,.0f} "
+            f"KiB on a device that recomputes everything, so more than "
+            f"{LARGEST_SEARCHED_BATCH:,} fit at once, and plans are not searched beyond. Give global_batch_size and take "
             "objective=throughput."
         )
     missed: PlanError | None = None

@@ -184,7 +184,7 @@ class Cluster(Document):
             path = folder / listed
             if not path.is_file():
                 raise ValueError(
-                    f"{source}: kinds names {path}, which is no file. Fix the path."
+                    f"{source}: kinds names {path}, which does not exist. Fix the path."
                 )
             document = {**document, "kinds": []}
             kinds = from_document(

@@ -168,7 +168,7 @@ def _record(kind: type[T], document: Any, where: str) -> T:
     types = _types(cast("Hashable", kind))
     for key in given:
         if not isinstance(key, str):
-            raise ValueError(f"{where}: field {key!r} is no text. Put it in quotes.")
+            raise ValueError(f"{where}: field {key!r} is not text. Put it in quotes.")
     unknown = sorted(set(given) - set(types))
     if unknown:
         raise ValueError(

@@ -170,7 +170,7 @@ class _Simulation:
             step_s = min(step_s, self.links.remaining_s)
         if step_s == np.inf:
             states = [actor.state.name for actor in self.actors]
-            raise RuntimeError(f"simulate: ranks wait for each other for ever: {states}.")
+            raise RuntimeError(f"simulate: ranks wait for each other forever: {states}.")
         self.clock_s += step_s
         self.remaining_s -= step_s * speeds
         np.maximum(self.remaining_s, 0.0, out=self.remaining_s)

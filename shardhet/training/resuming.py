@@ -61,7 +61,7 @@ def check_goes_on(state: Mapping[str, Any] | None, course: Course, *, source: st
     if state is None or "data_digest" not in state:
         raise ValueError(
             f"resume: {source} does not say which data it has seen, so it was not written by "
-            "shardhet train. Load it in a program of your own, or start anew."
+            "shardhet train. Load it in a program of your own, or start a new run."
         )
     names = {
         "global_batch_size": "Give a plan with the same global batch",
@@ -73,7 +73,7 @@ def check_goes_on(state: Mapping[str, Any] | None, course: Course, *, source: st
         if mine != theirs:
             raise ValueError(
                 f"resume: {source} was written with {name} {theirs!r} but here it is {mine!r}, "
-                f"so the run would not go on where it was. {remedy}."
+                f"so the run would not continue as before. {remedy}."
             )
     if state["schedule"] != course.schedule:
         logger.warning(

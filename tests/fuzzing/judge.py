@@ -349,4 +349,4 @@ def _is_refusal(report: Report) -> bool:
 
 def _is_relayed(report: Report) -> bool:
     """A peer's error, as the ranks hear it that wait for that peer."""
-    return "All ranks stop. Mend the cause on that rank" in report.error
+    return "All ranks stop. Fix the cause on that rank" in report.error

@@ -10,12 +10,10 @@ def check_outputs(**path_by_key: str | None) -> None:
     for key, path in path_by_key.items():
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise ConfigError(
-                f"{key}: the folder of {path!r} is not there. Make it, or give another."
+                f"{key}: the folder of {path!r} does not exist. Create it, or pass another."
             )
         if path is not None and (not path or Path(path).is_dir()):
-            raise ConfigError(
-                f"{key}: {path!r} is no name of a file. Give one: {key}=plan.json."
-            )
+            raise ConfigError(f"{key}: {path!r} is not a file name. Give one: {key}=plan.json.")
     picture = path_by_key.get("picture")
     if picture is not None:
         _check_picture(picture)
@@ -24,7 +22,7 @@ def check_outputs(**path_by_key: str | None) -> None:
 def check_folder_output(key: str, path: str | None) -> None:
     """Raise ConfigError if ``path`` cannot become a folder."""
     if path is not None and (not path or Path(path).is_file()):
-        raise ConfigError(f"{key}: {path!r} is no folder. Give the name of one.")
+        raise ConfigError(f"{key}: {path!r} is not a folder. Pass the path of a folder.")
 
 
 def _check_picture(path: str) -> None:

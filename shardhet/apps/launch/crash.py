@@ -32,7 +32,7 @@ class RankConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """End this process quietly, with ``OUTPUT_CLOSED``."""
-        logger.info("nobody reads what this rank prints any more: the run ends")
+        logger.info("the output of this rank is closed; the run ends")
         try:
             super().on_broken_pipe()  # also prevents output at exit
         except SystemExit:

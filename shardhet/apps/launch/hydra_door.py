@@ -128,7 +128,7 @@ def own_config_dir(arguments: Sequence[str]) -> Path | None:
     given, _ = parser.parse_known_args(list(arguments))
     own_dir: Path | None = given.config_dir
     if own_dir is not None and not own_dir.is_dir():
-        raise SystemExit(f"--config-dir: {str(own_dir)!r} is no folder.")
+        raise SystemExit(f"--config-dir: {str(own_dir)!r} is not a folder.")
     return own_dir
 
 

@@ -64,8 +64,8 @@ def sole_writer(
                 limit_s = min(patience_s, _patience_s(holder))
                 if waited_s >= limit_s:
                     raise RuntimeError(
-                        f"run_dir: {folder.path} is written to by another run, "
-                        f"{holder or 'another process'}. End that one, or name another folder."
+                        f"run_dir: {folder.path} is in use by another run, "
+                        f"{holder or 'another process'}. Stop that run, or name another folder."
                     ) from None
                 if waited_s > NAMES_HOLDER_AFTER_S and not has_named:
                     has_named = True

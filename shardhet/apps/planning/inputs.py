@@ -77,7 +77,7 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
     overrides = tuple(_spelled_out(each) for each in given.rest if "=" in each)
     files = tuple(each for each in given.rest if "=" not in each)
     if given.config_dir is not None and not given.config_dir.is_dir():
-        parser.error(f"--config-dir: {str(given.config_dir)!r} is no folder.")
+        parser.error(f"--config-dir: {str(given.config_dir)!r} is not a folder.")
     request = Request(overrides, files, given.config_dir)
     register_planning_schemas()
     if given.help:
@@ -130,8 +130,7 @@ def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
         if "=" not in assignment:
             known = ", ".join(field.name for field in fields(LimitConf))
             raise ConfigError(
-                f"{override}: it says of no device what is limited. Write limits.0.batch=0; "
-                f"a limit has {known}."
+                f"{override}: it names no limit. Write limits.0.batch=0; a limit has {known}."
             )
         parsed = OverridesParser.create().parse_override(assignment)
         with open_dict(cfg):

@@ -266,7 +266,7 @@ def _result(report: PlanReport) -> Iterator[str]:
     ]
     if unused:
         yield (
-            f"Of no use: {', '.join(unused)}. They compute and store nothing, but all "
+            f"Unused devices: {', '.join(unused)}. They compute and store nothing, but all "
             "collectives still wait for them."
         )
 
@@ -301,7 +301,7 @@ def show_alternatives(
     ours = report.solution.predicted.step_time_s
     batch = report.solution.plan.global_batch_size
     columns = (("plan", 26), ("step", 20), ("samples/s", 9), ("this plan is", 15))
-    table = StreamedTable(console, columns, title=f"Beside it{note}")
+    table = StreamedTable(console, columns, title=f"Compared with{note}")
     notes: list[str] = []
     for each in alternatives:
         if each.step_time_s is None:
@@ -340,7 +340,7 @@ def limit_lines(explanation: Explanation) -> Iterator[str]:
         ", ".join(explanation.fullest_kinds),
     )
     if limit is None:
-        yield "A tenth more of compute, memory or links would change next to nothing."
+        yield "A tenth more compute, memory or bandwidth would change almost nothing."
     else:
         of_what = {
             Resource.COMPUTE: f"compute, which takes longest on {slowest}",

@@ -174,7 +174,7 @@ class RunCheckpoints:
         )
         if found is None:
             raise CheckpointError(
-                f"{self._folder.checkpoints_dir}: no whole checkpoint to roll back to. Set "
+                f"{self._folder.checkpoints_dir}: no complete checkpoint to roll back to. Set "
                 "guard.on_bad_step=SKIP."
             )
         self._forget_replicas_after(self._model.step)

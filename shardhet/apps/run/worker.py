@@ -189,8 +189,8 @@ class Run:
             save_whole(self._model, self._folder.model_path)
         if not self._outcome.num_steps:
             text = (
-                f"nothing was left to do: {self._model.step} steps are taken, and num_steps is "
-                f"{self._conf.num_steps}. A larger num_steps goes on."
+                f"nothing to do: {self._model.step} steps are taken, and num_steps is "
+                f"{self._conf.num_steps}. Increase num_steps to continue."
             )
             console.print(text, soft_wrap=True)
         elif self._prediction is not None:
@@ -201,9 +201,7 @@ class Run:
 
     def begin(self, console: Console) -> Display:
         """Prepare the first step: show the plan, and open the display and the loggers."""
-        logger.info(
-            "rank %d plays position %d of the plan", self._env.rank, self._model.position
-        )
+        logger.info("rank %d has position %d of the plan", self._env.rank, self._model.position)
         if self.is_rank_zero:
             self._model.plan.save(self._folder.plan_path)
             self._folder.save_devices(self._devices)
@@ -283,7 +281,7 @@ class Run:
         """Say how long it took to go on, after the first step that did."""
         self._clock = None
         clock.end("take a step")
-        said = f"went on with step {step} on {_count(self._env.world_size, 'device')} after "
+        said = f"resumed with step {step} on {_count(self._env.world_size, 'device')} after "
         said += clock.text
         logger.info("%s", said)
         log_all(self._loggers, step, clock.values)
@@ -398,7 +396,7 @@ def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> 
         device=model.device,
     )
     whole = (SAMPLE_PROMPT + task.tokenizer.decode(tokens)).decode(errors="replace")
-    console.print("a sample of its text:", style="bold")
+    console.print("a sample of generated text:", style="bold")
     console.print(whole, markup=False, soft_wrap=True)
 
 

@@ -165,7 +165,7 @@ def begin(path: Path) -> Path:
     is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not is_free and not (path / METADATA).is_file() and not (path / MANIFEST).is_file():
         raise CheckpointError(
-            f"{path}: it exists and is no checkpoint. Name another folder, or remove it."
+            f"{path}: it exists and is not a checkpoint. Name another folder, or remove it."
         )
     unfinished = unfinished_path(path)
     shutil.rmtree(unfinished, ignore_errors=True)

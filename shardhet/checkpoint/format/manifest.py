@@ -81,7 +81,7 @@ class Manifest:
         """The inverse of ``to_json``; ``path`` is named in errors."""
         document = json.loads(content)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise damaged(path, "it is no manifest of a checkpoint")
+            raise damaged(path, "it is not a manifest of a checkpoint")
         if document.get("version") != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path}: version {document.get('version')!r} but this program reads version "

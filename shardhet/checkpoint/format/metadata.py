@@ -273,7 +273,7 @@ def _overlap(chunks: Sequence[StoredChunk]) -> bool:
 
 def _place(info: _Inert) -> BytesPlace:
     if info.state.get("transform_descriptors"):
-        raise ValueError("compressed tensors, which are not supported: save without extensions")
+        raise ValueError("compressed tensors, which are not supported; save without extensions")
     file, (start, length) = (
         info.get("relative_path"),
         _ints((info.get("offset"), info.get("length"))),

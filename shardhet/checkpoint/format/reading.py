@@ -198,7 +198,7 @@ def _check_is_there(folder: Path) -> None:
     hint = "Name the folder of a checkpoint."
     if files.unfinished_path(folder).exists():
         hint = "It was never completed: the program ended while it was saved. Use another one."
-    found = "it is no folder" if folder.exists() else "it does not exist"
+    found = "it is not a folder" if folder.exists() else "it does not exist"
     raise CheckpointError(f"{folder}: {found}. {hint}")
 
 
@@ -235,7 +235,7 @@ def _check_tensor(
         and found.dtype == stored.dtype
     )
     if not is_right:
-        raise damaged(path, f"at the place of {name} lies something else")
+        raise damaged(path, f"another entry is at the place of {name}")
 
 
 def param_groups(saved: SavedCheckpoint, reader: Reader, prefix: str) -> list[dict[str, Any]]:

@@ -206,7 +206,7 @@ class _Copy:
         if self._error is not None or self._file is None:
             if self._file is not None:
                 self._file.abandon()
-            raise self._error or damaged(self._path, "nothing of it came")
+            raise self._error or damaged(self._path, "nothing was received")
         self._file.finish()
         if self._file.digest != self._digest:
-            raise damaged(self._path, "what came is not what was sent")
+            raise damaged(self._path, "the received bytes differ from those sent")

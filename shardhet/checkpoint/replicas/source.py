@@ -335,7 +335,7 @@ class ReplicaSource:
             except OSError:
                 is_right = False
             if not is_right:
-                logger.warning("%s: damaged; another copy is asked for", self._path / name)
+                logger.warning("%s: damaged; requesting another copy", self._path / name)
                 wrong.add((node, name))
         return wrong
 

@@ -18,7 +18,7 @@ class Sign:
     beat: int = 0  # differs from that of the sign before
     num_steps: int = 0  # finished since the watch began
     step: int = 0  # that of its model at the end of the last one
-    doing: str = "a place that it has not told"
+    doing: str = "an unknown place"
     is_waiting: bool = False  # for other ranks
     is_long: bool = False  # compiling, or in a declared phase: slow without being at fault
     still_s: float = 0.0  # time since it last made progress

@@ -97,7 +97,7 @@ def watch_ranks(
             watch.start()
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             # A store that gives no second connection, or another version of torch.
-            logger.warning("nobody watches over the ranks of this run: %r", error)
+            logger.warning("no watch over the ranks of this run: %r", error)
     return watch
 
 

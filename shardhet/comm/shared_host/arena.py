@@ -52,7 +52,7 @@ class Arena:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         if os.getpid() != self.pid:
-            raise MemoryError("the arena is of the process that this one was forked from")
+            raise MemoryError("the arena belongs to the process that this one was forked from")
         with self._lock:
             return self._cut(numel, dtype)
 
@@ -120,7 +120,7 @@ class PeerArena:
         path = f"/proc/{whereabouts.pid}/fd/{whereabouts.fd}"
         status = Path(path).stat()  # first: in another pid namespace it can be any file
         if (status.st_dev, status.st_ino) != whereabouts.file:
-            raise OSError(f"{path} is another file than the peer's")
+            raise OSError(f"{path} is not the file that the peer has")
         self._fd = os.open(path, os.O_RDONLY)
         finalize(self, os.close, self._fd)
         self._map = mmap.mmap(

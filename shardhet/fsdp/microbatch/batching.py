@@ -204,7 +204,7 @@ def find_axis(small: Tensor, large: Tensor, sizes: tuple[int, int]) -> list[Batc
     (dim,) = differing
     factor, rest = divmod(small.shape[dim], sizes[0])
     if rest or factor * sizes[1] != large.shape[dim]:
-        raise ValueError(f"dimension {dim} is no multiple of the number of samples")
+        raise ValueError(f"dimension {dim} is not a multiple of the number of samples")
     return [
         BatchAxis(dim, outer, factor // outer)
         for outer in range(1, factor + 1)

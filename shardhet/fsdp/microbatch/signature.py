@@ -73,7 +73,7 @@ class ModelCall:
             raise ValueError(
                 f"model(...): argument {empty!r} has no rows but {lengths[0][0]!r} has "
                 f"{num_samples}. If this rank has no samples, give no argument any; if one of "
-                f"them never has samples, say HetFSDP(batch_dim={{{empty!r}: None}})."
+                f"them never has samples, pass HetFSDP(batch_dim={{{empty!r}: None}})."
             )
         named = [isinstance(batch_dim, Mapping) and name in batch_dim for name in names]
         return cls(tuple(leaves), spec, tuple(names), tuple(dims), tuple(named), num_samples)

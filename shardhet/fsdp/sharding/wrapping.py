@@ -102,7 +102,7 @@ def _by_name(root: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> set[nn
             name = each if isinstance(each, str) else each.__name__
             close = get_close_matches(name, known, n=8, cutoff=0.3) or known[:8]
             raise ValueError(
-                f"units: {name!r} is no module below {type(root).__name__}. "
+                f"units: {name!r} is not a module of {type(root).__name__}. "
                 f"Choose among {', '.join(close)}, or leave units out to find them."
             )
         chosen.update(module for module in found if module is not root)

@@ -121,8 +121,8 @@ class MeanBackward:
                 if torch.is_grad_enabled():  # only under create_graph=True
                     raise RuntimeError(
                         "gradients of gradients (create_graph=True, as for a gradient penalty) "
-                        "are not computed through a HetFSDP model, whose backward is no graph. "
-                        "Leave the penalty out, or train this model with plain PyTorch."
+                        "are not computed through a HetFSDP model, whose backward has no "
+                        "graph. Leave the penalty out, or train this model with plain PyTorch."
                     )
                 raise RuntimeError(
                     "a gradient arrived for the output of "

@@ -41,7 +41,7 @@ def save_pretrained(
             _save_whole(model, folder, max_shard_bytes)
         else:
             raise ValueError(
-                f"save_pretrained: {type(model.module).__name__} is no transformers model. "
+                f"save_pretrained: {type(model.module).__name__} is not a transformers model. "
                 "Use model.state_dict(), which is whole on rank zero."
             )
 
