@@ -55,8 +55,8 @@ def largest_batch(
         raise PlanError(
             f"plan: memory does not limit the batch. A sample needs {per_sample / KIB:,.0f} "
             f"KiB on a device that recomputes everything, so more than "
-            f"{LARGEST_SEARCHED_BATCH:,} fit at once, and plans are not searched beyond. Give global_batch_size and take "
-            "objective=throughput."
+            f"{LARGEST_SEARCHED_BATCH:,} fit at once, and plans are not searched beyond. Give "
+            "global_batch_size and take objective=throughput."
         )
     missed: PlanError | None = None
     for batch_size in range(max(1, largest), max(0, largest - NUM_SMALLER_BATCHES), -1):
