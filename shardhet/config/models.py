@@ -17,6 +17,7 @@ from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
     from shardhet.models.decoder import DecoderConfig
+    from shardhet.training.data import Corpus
 
 NUM_BYTES = 256
 
@@ -206,17 +207,6 @@ class VitConf(EncoderConf):
         )
 
 
-@dataclass(kw_only=True)
-class DataConf:
-    """The fields of every kind of data."""
-
-    kind: DataKind = MISSING
-    num_judged_samples: int = MISSING  # held-out samples in an evaluation
-
-    def __post_init__(self) -> None:
-        check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
-
-
 class TokenizerKind(Enum):
     """What a token is."""
 
@@ -225,9 +215,10 @@ class TokenizerKind(Enum):
 
 
 @dataclass(kw_only=True)
-class TextConf(DataConf):
-    """Text as tokens, cut into windows."""
+class DataConf:
+    """Text as tokens, cut into windows: the fields of every kind of data."""
 
+    kind: DataKind = MISSING
     tokenizer: TokenizerKind = TokenizerKind.AUTO
     vocab_size: int | None = None  # of bytes, which are 256; a tokenizer has its own
     cache_dir: str | None = None  # where tokens are kept; None: the run folder
@@ -235,7 +226,7 @@ class TextConf(DataConf):
     num_judged_samples: int = 1000  # windows of held-out text in an evaluation
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
         check_at_least("data.seq_len", self.seq_len, 1)
         if self.vocab_size not in (None, NUM_BYTES):
             raise ConfigError(
@@ -243,16 +234,26 @@ class TextConf(DataConf):
                 "larger tokens are those of a model=hf with a tokenizer.json."
             )
 
+    def load(self, token_dir: Path) -> "Corpus":
+        """The text as bytes; large texts are mapped from files in ``token_dir``."""
+        raise NotImplementedError
+
 
 @dataclass(kw_only=True)
-class PySourceConf(TextConf):
+class PySourceConf(DataConf):
     """The Python standard library's own sources."""
 
     kind: DataKind = DataKind.PYSOURCE
 
+    def load(self, token_dir: Path) -> "Corpus":
+        """Read at every start: 9 MB."""
+        from shardhet.training.data import PySource
+
+        return PySource().load()
+
 
 @dataclass(kw_only=True)
-class TextDirConf(TextConf):
+class TextDirConf(DataConf):
     """All files below a folder whose names match a pattern."""
 
     kind: DataKind = DataKind.TEXT_DIR
@@ -270,6 +271,12 @@ class TextDirConf(TextConf):
                 f"data.pattern: no file below {self.path!r} fits {self.pattern!r}. Give "
                 "another, such as '*.md'."
             )
+
+    def load(self, token_dir: Path) -> "Corpus":
+        """The files, joined in ``token_dir`` by the first rank of each host."""
+        from shardhet.training.data import TextDir
+
+        return TextDir(root=Path(self.path), pattern=self.pattern).load(token_dir)
 
 
 def _named(make: Callable[[], Workload]) -> Workload:

@@ -14,7 +14,6 @@ from shardhet.config.models import (
     ModelConf,
     ModelKind,
     SampleShape,
-    TextConf,
     TokenizerKind,
 )
 from shardhet.records.workload import Workload
@@ -134,7 +133,6 @@ class HfConf(ModelConf):
 
     def check_fits(self, data: DataConf) -> None:
         """Raise ConfigError unless the model can read such samples."""
-        assert isinstance(data, TextConf)
         folder = self.folder()
         self._check_seq_len(folder, data.seq_len, key="data.seq_len")
         if not self.reads_with_own_tokenizer(data):
@@ -161,7 +159,7 @@ class HfConf(ModelConf):
                 "model.weights=false to begin with random ones."
             )
 
-    def reads_with_own_tokenizer(self, data: TextConf) -> bool:
+    def reads_with_own_tokenizer(self, data: DataConf) -> bool:
         """Whether text is split by the model's own tokenizer."""
         is_auto = data.tokenizer is TokenizerKind.AUTO
         return is_auto and self.folder().tokenizer_path is not None

@@ -15,7 +15,6 @@ from shardhet.config.models import (
     EncoderConf,
     ModelConf,
     ModelKind,
-    TextConf,
 )
 from shardhet.config.pretrained import HfConf
 from shardhet.config.training import (
@@ -267,7 +266,7 @@ def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
             f"model: {model.kind.value} is a shape for shardhet plan and simulate. Choose "
             "model=hf with the folder of such a model, or a decoder."
         )
-    if isinstance(model, DecoderConf) and isinstance(data, TextConf):
+    if isinstance(model, DecoderConf):
         model.to_record(vocab_size=NUM_BYTES, seq_len=data.seq_len)
     elif isinstance(model, HfConf):
         model.check_fits(data)

@@ -12,7 +12,7 @@ from shardhet.apps.run.task import (
 )
 from shardhet.config.imported import ImportedConf
 from shardhet.config.measure import MeasureConf
-from shardhet.config.models import TextConf
+from shardhet.config.models import DataConf
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
@@ -31,7 +31,6 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
         if conf.precision is Precision.FP64:
             model.module.double()
         return model
-    assert isinstance(conf.data, TextConf)
     if isinstance(conf.model, HfConf):
         folder = conf.model.folder()
         module = folder.on_meta(
@@ -53,7 +52,7 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
     )
 
 
-def random_batch(module: nn.Module, data: TextConf, *, seed: int) -> ExampleBatch:
+def random_batch(module: nn.Module, data: DataConf, *, seed: int) -> ExampleBatch:
     """Random tokens of the right shape."""
     random = torch.Generator().manual_seed(seed)
     assert isinstance(module, Decoder)

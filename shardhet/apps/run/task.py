@@ -12,9 +12,6 @@ from shardhet.config.models import (
     DataConf,
     DecoderConf,
     ModelConf,
-    PySourceConf,
-    TextConf,
-    TextDirConf,
 )
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
@@ -26,8 +23,6 @@ from shardhet.training.data import (
     Batches,
     Corpus,
     GlobalBatches,
-    PySource,
-    TextDir,
     TokenBatch,
     held_out_windows,
     table_scores,
@@ -84,8 +79,7 @@ class Task:
 
 def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Task:
     """The task that the configuration describes; the same on every rank."""
-    assert isinstance(conf.data, TextConf)
-    text = load_text(conf.data, token_dir)
+    text = conf.data.load(token_dir)
     if isinstance(conf.model, HfConf):
         return _hf_task(conf, conf.model, text, global_batch_size, token_dir)
     batches, judged = _batches(conf, text, global_batch_size)
@@ -117,15 +111,13 @@ def _in_bytes(task: Task, text: Corpus) -> Task:
 
 def make_files(conf: TrainConf, *, token_dir: Path) -> None:
     """Write the files that all ranks of a host read, unless they exist."""
-    if isinstance(conf.data, TextConf):
-        own = own_tokenizer(conf.model, conf.data) if isinstance(conf.model, HfConf) else None
-        _as_tokens(conf.data, load_text(conf.data, token_dir), token_dir, own)
+    own = own_tokenizer(conf.model, conf.data) if isinstance(conf.model, HfConf) else None
+    _as_tokens(conf.data, conf.data.load(token_dir), token_dir, own)
 
 
 def make_module(model: ModelConf, data: DataConf, precision: Precision) -> nn.Module:
     """The model that learns from such data, on the meta device."""
     assert isinstance(model, DecoderConf)
-    assert isinstance(data, TextConf)
     with torch.device("meta"):
         module = Decoder(model.to_record(vocab_size=NUM_BYTES, seq_len=data.seq_len))
         return module.to(DTYPE_BY_PRECISION[precision])
@@ -135,7 +127,6 @@ def _hf_task(
     conf: TrainConf, model: HfConf, text: Corpus, global_batch_size: int, token_dir: Path
 ) -> Task:
     """The folder's model on text, tokenized by its own tokenizer or as bytes."""
-    assert isinstance(conf.data, TextConf)
     folder = model.folder()
     own = own_tokenizer(model, conf.data)
     corpus, tokenizer = _as_tokens(conf.data, text, token_dir, own)
@@ -175,7 +166,7 @@ def _hf_task(
     return _in_bytes(task, text) if has_all_bytes else task
 
 
-def own_tokenizer(model: HfConf, data: TextConf) -> ModelTokenizer | None:
+def own_tokenizer(model: HfConf, data: DataConf) -> ModelTokenizer | None:
     """The tokenizer in the model's folder, if text is to be split by it."""
     if not model.reads_with_own_tokenizer(data):
         return None
@@ -211,7 +202,6 @@ def _batches(
 ) -> tuple[GlobalBatches, TokenBatch]:
     """The training batches, and the held-out samples for evaluations."""
     data = conf.data
-    assert isinstance(data, TextConf)
     batches = GlobalBatches(
         corpus=corpus,
         seq_len=data.seq_len,
@@ -222,16 +212,8 @@ def _batches(
     return batches, judged
 
 
-def load_text(data: TextConf, token_dir: Path) -> Corpus:
-    """The text as bytes; large texts are mapped from files in ``token_dir``."""
-    if isinstance(data, TextDirConf):
-        return TextDir(root=Path(data.path), pattern=data.pattern).load(token_dir)
-    assert isinstance(data, PySourceConf)
-    return PySource().load()
-
-
 def _as_tokens(
-    data: TextConf, text: Corpus, token_dir: Path, own: ModelTokenizer | None
+    data: DataConf, text: Corpus, token_dir: Path, own: ModelTokenizer | None
 ) -> tuple[Corpus, Tokenizer]:
     if own is None:
         return text, ByteTokenizer()

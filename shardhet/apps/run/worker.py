@@ -33,7 +33,6 @@ from shardhet.apps.run.task import Task
 from shardhet.apps.run.tracing import Tracer
 from shardhet.checkpoint import Resumed
 from shardhet.comm.progress import phase
-from shardhet.config.models import TextConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.training.emulation import HostMemory
 from shardhet.training.sampling import sample_tokens
@@ -385,7 +384,7 @@ def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> s
 def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> None:
     """Print a text that the model generates, if the configuration asks for one.  Collective."""
     data, num_tokens = conf.data, conf.num_sampled_tokens
-    if not num_tokens or not isinstance(data, TextConf):
+    if not num_tokens:
         return
     tokens = sample_tokens(
         model,
