@@ -1,4 +1,4 @@
-"""``shardhet export PATH --to FORMAT --out FILE``: a checkpoint's model as one file."""
+"""``shardhet export PATH --to FORMAT --out FILE``: write a checkpoint's model as one file."""
 
 import argparse
 import os

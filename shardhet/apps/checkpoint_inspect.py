@@ -1,4 +1,4 @@
-"""``shardhet inspect PATH``: what a checkpoint holds, and whether it is whole."""
+"""``shardhet inspect PATH``: show what a checkpoint contains, and verify its files."""
 
 import argparse
 from collections.abc import Sequence

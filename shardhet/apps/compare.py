@@ -1,4 +1,4 @@
-"""``shardhet compare RUN``: a traced step beside its prediction, by device, unit and phase."""
+"""``shardhet compare RUN``: a traced step and its prediction, by device, unit and phase."""
 
 import argparse
 import json

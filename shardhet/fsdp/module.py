@@ -14,7 +14,7 @@ from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
-from shardhet.fsdp.microbatch.loss import HeadLoss
+from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
 from shardhet.fsdp.params.optimizer_gate import know, know_given_up
 from shardhet.fsdp.params.param_hooks import ParamHooks
@@ -130,7 +130,7 @@ class HetFSDP(ModuleWithState):
         know_given_up(alive, self._lifeline)
         hooks.leave_out_present(self._param_by_fqn)
         self.module = module
-        self._loss = HeadLoss(loss_fn)
+        self._loss = FusedLoss(loss_fn)
         self._batch_dim = batch_dim
         self._forward = module.forward
         self._caches = CacheSwitch(module)

@@ -1,4 +1,4 @@
-"""Say why no plan fits, and what would."""
+"""Explain why no plan fits, and what would fit."""
 
 from dataclasses import dataclass, replace
 from math import inf

@@ -1,4 +1,4 @@
-"""A plan for those of the measured devices that are there when a job starts."""
+"""A plan for those of the measured devices that are present when a job starts."""
 
 from collections import Counter
 from collections.abc import Sequence

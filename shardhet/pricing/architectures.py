@@ -1,4 +1,4 @@
-"""Workloads of the encoders in ``shardhet.models.encoder``, as counts, without torch.
+"""Workloads of encoders (BERT, ViT) as counts, without torch.
 
 Their blocks are those of ``Workload.transformer`` with LayerNorm and GELU, except that only
 the norms have biases.
@@ -21,7 +21,7 @@ def masked_lm(
     seq_len: int,
     param_dtype: str = "float32",
 ) -> Workload:
-    """A masked language model as ``shardhet.models.encoder.MaskedLm`` builds it."""
+    """A masked language model, as BERT."""
     base = Workload.transformer(
         num_layers=num_layers,
         width=width,
@@ -52,7 +52,7 @@ def vit(
     num_classes: int,
     param_dtype: str = "float32",
 ) -> Workload:
-    """A vision transformer as ``shardhet.models.encoder.Vit`` builds it; a token is an image.
+    """A vision transformer, as ViT; a token is an image.
 
     Raises ``ValueError`` if the patches do not tile the image.
     """

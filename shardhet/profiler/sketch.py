@@ -1,4 +1,4 @@
-"""How a model calls its units, found by a forward pass on tensors without memory.
+"""Find how a model calls its units, by a forward pass on tensors without memory.
 
 Fake tensors are meta tensors that claim to be on a device, so that torch chooses the same
 kernels as on that device; on plain meta tensors, attention would keep its scores.

@@ -1,4 +1,4 @@
-"""Measure the runtime's own time: a visit of a unit without its computing and waiting."""
+"""Measure the runtime's overhead: the time of a unit's turn without compute and waits."""
 
 import time
 from statistics import median

@@ -1,4 +1,4 @@
-"""Kinds of devices: their specifications, and those that come along.
+"""Kinds of devices: specifications, and the table of built-in kinds.
 
 ``kinds.csv`` has a source beside the figures of each kind.  Peaks are dense matrix products
 that sum in float32, except under ``fp16_accumulation``: float16 with sums in float16.  A field
@@ -57,7 +57,7 @@ class DeviceKind:
 
 @cache
 def built_in_kinds() -> Mapping[str, DeviceKind]:
-    """The kinds that come along, by name as the driver spells it."""
+    """The built-in kinds, by the name that the driver reports."""
     path = Path(__file__).with_name("kinds.csv")
     with path.open(encoding="utf-8", newline="") as file:
         return {row["kind"]: _of_row(row) for row in csv.DictReader(file)}
@@ -77,7 +77,7 @@ def _of_row(row: Mapping[str, str]) -> DeviceKind:
 
 
 def unknown_kind(name: str, known: Iterable[str]) -> str:
-    """What to do about a kind that nobody describes: the nearest ones, or four lines."""
+    """The error for an unknown kind: the nearest ones, and how to describe it in four lines."""
     nearest = sorted(known, key=lambda each: -_likeness(name, each))[:NUM_NEAREST]
     listed = ", ".join(map(repr, nearest))
     return (

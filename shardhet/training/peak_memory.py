@@ -1,4 +1,4 @@
-"""The most memory that a device has had in use: read from it, or from this process."""
+"""Peak memory of a device, read from the device or from this process."""
 
 import ctypes
 import resource

@@ -1,4 +1,4 @@
-"""What a run needs besides model and optimizer to go on as if it had never stopped.
+"""State besides model and optimizer that a run needs to resume exactly.
 
 The batch of a step, its dropout and its learning rate are functions of the step, so there is
 little: what they are functions *of* is compared, and random states are put back.

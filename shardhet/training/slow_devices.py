@@ -1,4 +1,4 @@
-"""Which devices are slower than their profile says, told from how long they compute.
+"""Find devices that are slower than their profile, from their compute times.
 
 Let m_i be the seconds that device i has computed in a step, and p_i those that the profile
 predicts for what the plan lets it compute.  Then

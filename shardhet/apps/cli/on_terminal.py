@@ -1,4 +1,4 @@
-"""What is drawn again and again on a terminal, and not at all anywhere else."""
+"""Live output: redrawn on a terminal, omitted elsewhere."""
 
 from types import TracebackType
 from typing import Protocol, Self

@@ -1,4 +1,4 @@
-"""Whether the files that a command is asked for can be written, before any work is done."""
+"""Check that requested output files can be written, before any work is done."""
 
 from pathlib import Path
 

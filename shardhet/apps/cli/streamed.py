@@ -1,4 +1,4 @@
-"""Tables that are printed row by row, and a line that says what is being waited for."""
+"""Tables that are printed row by row, and a status line."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The notice that a run has to end soon: a signal, or a file that appears.
+"""Notice that a run must end soon: a signal, or a file that appears.
 
 with EndNotice(model.ask_to_end, files) as notice:
 while ...:

@@ -1,4 +1,4 @@
-"""How a run ends before its last step, and how a rank does if others go on without its node.
+"""How a run ends early, and how a rank ends if the others continue without its node.
 
 torchrun takes status 0 of a rank for the end of the run, and an agent that ends by itself
 closes the rendezvous for all others.

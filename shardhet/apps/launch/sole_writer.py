@@ -1,4 +1,4 @@
-"""Only one run at a time writes to a run folder.
+"""A lock: only one run at a time writes to a run folder.
 
 Where ranks are started again by themselves, two groups of them may both believe to be the run:
 a node that was cut off, or one that came back and did not find the others.  Both would go on

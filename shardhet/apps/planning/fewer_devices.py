@@ -1,4 +1,4 @@
-"""What ``shardhet plan`` says about devices that are better left out, and how to do without.
+"""Report devices that are better left out, and how to launch without them.
 
 A rank that computes and stores nothing still takes part in every collective, so the planner's
 own way of not using a device does not help where links are slow.

@@ -1,4 +1,4 @@
-"""The price of replicas, in words."""
+"""Describe the cost of replicas as text."""
 
 from shardhet.apps.cli.quantities import GIB, MIB, counted, duration
 from shardhet.pricing.replicas import NUM_VERSIONS, ReplicaPrice

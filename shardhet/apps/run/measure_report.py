@@ -1,4 +1,4 @@
-"""What the first rank shows about a measurement: its progress and its results."""
+"""Output of rank zero during a measurement: progress and results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The model of a configuration, as the profiler wants it."""
+"""Build the model of a configuration for the profiler."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The plan of a run, and what was measured of its devices."""
+"""The plan of a run, and the measurements of its devices."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How long a run took to go on: from the start of this process to the end of its first step."""
+"""Times a restart: from the start of this process to the end of its first step."""
 
 import os
 import time

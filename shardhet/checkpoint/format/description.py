@@ -1,4 +1,4 @@
-"""The files of a checkpoint that say what is in the others."""
+"""The files that describe a checkpoint: metadata and manifest."""
 
 import pickle
 from collections.abc import Sequence

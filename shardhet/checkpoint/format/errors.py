@@ -1,4 +1,4 @@
-"""The error of this room, raised on every rank with one message."""
+"""CheckpointError, raised on every rank with one message."""
 
 from pathlib import Path
 

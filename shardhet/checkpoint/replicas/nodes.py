@@ -1,4 +1,4 @@
-"""How the nodes of a run tell themselves apart."""
+"""An identity for each node of a run."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Decides from the signs of all ranks whether the run cannot go on, and whose fault that is.
+"""Decides from the signs of all ranks whether the run must end, and which rank is the cause.
 
 Pure: ``judge`` is a function of signs, which the watch gathers.
 

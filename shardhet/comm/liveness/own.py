@@ -1,4 +1,4 @@
-"""OwnRank: what this rank is doing and for how long it has stood still, as others are told."""
+"""OwnRank: what this rank is doing and for how long it has stood still, as others see it."""
 
 import os
 import socket

@@ -16,7 +16,7 @@ class LossUsedError(TypeError):
     """The model computes with the loss as if it were the last unit's output."""
 
 
-class HeadLoss:
+class FusedLoss:
     """Makes the last unit return the loss of its output instead of the output."""
 
     def __init__(self, loss_fn: LossFn | None) -> None:

@@ -1,4 +1,4 @@
-"""Bases of classes that stand between a program and torch: they receive every call.
+"""Base classes of torch function and dispatch modes that receive every call.
 
 Each passes what torch calls to a method of one signature, ``run(func, args, kwargs)``.
 """

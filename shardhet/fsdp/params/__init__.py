@@ -1,1 +1,1 @@
-"""What optimizers and users see of a rank's rows."""
+"""A rank's rows as parameters, for optimizers and users."""

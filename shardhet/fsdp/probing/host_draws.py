@@ -1,4 +1,4 @@
-"""Numbers that a model draws from the generators of Python and NumPy.
+"""Detect random numbers that a model draws from Python and NumPy.
 
 No seed of a microbatch reaches these generators: every rank would draw for itself, and a
 recomputation anew.  A model may draw from them only if nothing depends on it, as a layerdrop

@@ -1,4 +1,4 @@
-"""What is known of a model's calls: found once for each kind of call, then looked up."""
+"""Rules of a model's calls: found once for each kind of call, then looked up."""
 
 from collections import Counter
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""What the runtime does around a visit: take the turn, seed, note batch norms, observe."""
+"""What surrounds the forward or backward of a unit: turn, seeds, batch norm, observers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

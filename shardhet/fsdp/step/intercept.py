@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from shardhet.fsdp.microbatch.loss import HeadLoss
+from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.step.runtime import Runtime
 
 
 def intercept(
-    root: nn.Module, runtime: Runtime, loss: HeadLoss, pieces: Sequence[UnitModule]
+    root: nn.Module, runtime: Runtime, loss: FusedLoss, pieces: Sequence[UnitModule]
 ) -> None:
     """Route calls of every unit's modules, and of pieces of the root, through ``runtime``."""
     head = loss.find_head(root, runtime.units)
@@ -40,7 +40,7 @@ def _visit_piece(runtime: Runtime, module: UnitModule) -> Callable[..., Any]:
 
 
 def _visit_with_loss(
-    runtime: Runtime, unit: int, module: UnitModule, loss: HeadLoss
+    runtime: Runtime, unit: int, module: UnitModule, loss: FusedLoss
 ) -> Callable[..., Any]:
     with_loss = loss.with_loss(module)
 

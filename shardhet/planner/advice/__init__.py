@@ -1,1 +1,1 @@
-"""What else is worth knowing about a plan."""
+"""Explanations of a plan, and alternatives to it."""
