@@ -20,20 +20,20 @@ USAGE = """\
                                    ... or by Slurm
 """
 REMARKS = """\
-precision          BF16 or FP16 (for cards without bfloat16; the loss is scaled): gathered
-                   parameters and activations take two bytes; what is stored stays in float32
-fp16_accumulation  with FP16: sum in float16, too; GeForce cards multiply twice as fast, but
-                   sums keep 11 bits instead of 24: of K terms they are off by sqrt(K) / 2^11
-hang_timeout_s     a rank that stands still for as long while others wait for it ends the run,
-                   and is named; before the first step, while torch compiles and while
-                   checkpoints are written ten times as long; 0 or null: never
-end_notice.file    if it appears, or any rank gets SIGTERM or SIGUSR1, the step is finished, a
-                   checkpoint is written, and the run ends with status 0
-replicas.every     keep the state on the nodes themselves, each rank's rows on two of them:
-                   resume=auto then loses no step if one node is lost
-rebalance          a device that stays slower than plan.measured says is named; true: plan anew,
-                   and move parameters and optimizer states without a restart
-guard.on_bad_step  STOP, SKIP or ROLL_BACK, if a loss or gradient norm is not finite, or a spike
+precision          BF16, or FP16 for cards without bfloat16 (scales the loss): gathered
+                   parameters and activations take two bytes; stored ones stay in float32
+fp16_accumulation  with FP16: sum in float16, too. GeForce cards then multiply twice as fast,
+                   but sums keep 11 bits instead of 24: K terms are off by sqrt(K) / 2^11
+hang_timeout_s     end the run if a rank makes no progress for so long while others wait for
+                   it; ten times as long before the first step, while torch compiles, and
+                   while checkpoints are written. 0 or null: never
+end_notice.file    if this file appears, or any rank gets SIGTERM or SIGUSR1: finish the step,
+                   write a checkpoint, and end with status 0
+replicas.every     keep the state on the nodes, each rank's rows on two of them: resume=auto
+                   then loses no step if one node is lost
+rebalance          true: if a device stays slower than plan.measured says, plan again and move
+                   parameters and optimizer states without a restart. false: only report it
+guard.on_bad_step  STOP, SKIP or ROLL_BACK if a loss or gradient norm is not finite, or a spike
 """
 FLAGS = """\
 --cfg job          show the configuration and stop
