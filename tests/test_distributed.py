@@ -230,7 +230,7 @@ def lifeline(rank: int) -> Lifeline:
     communicators = Communicators.over(dist.group.WORLD, CPU)
     ranks = tuple(range(dist.get_world_size()))
     channel = Channel(communicators.control, ranks, rank)
-    line = Lifeline(communicators, channel, [f"rank {r} (card {r})" for r in ranks])
+    line = Lifeline(communicators, channel, [f"rank {r} (card {r})" for r in ranks], CPU)
     line.doing = f"the work of {rank}"
     return line
 
@@ -331,7 +331,7 @@ def test_a_rank_that_is_busy_is_not_taken_for_dead() -> None:
 
 def fail_without_a_group() -> None:
     alone = Channel(None, (0,), 0)
-    with Lifeline(Communicators.over(None, CPU), alone, ["rank 0"]).guard():
+    with Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], CPU).guard():
         raise ValueError("bad input")
 
 

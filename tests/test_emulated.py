@@ -17,6 +17,7 @@ from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
+from shardhet.comm.progress import progress
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import RUNS, Handling
@@ -43,7 +44,7 @@ from tests.patchwork import Case, draw_case
 from tests.selection import one_in
 from tests.test_guard import poisoned
 from tests.test_trainer import make_trainer
-from tests.worlds import run_ranks
+from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 # The rest for campaigns; more of them: SHARDHET_EMULATED_CASES=500
 NUM_CASES = int(os.environ.get("SHARDHET_EMULATED_CASES", "48"))
@@ -377,6 +378,41 @@ def _ends_in_backward(rank: int) -> list[float | None]:
 
 def test_a_gradient_that_is_being_reduced_is_not_freed() -> None:
     run_ranks(_ends_in_backward, 2)
+
+
+class _Greedy(nn.Linear):
+    is_full = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(x)
+
+
+def _out_of_memory(rank: int) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[1, 2], state_shares=[0.25, 0.75])
+    with (
+        Accelerator().installed() as accelerator,
+        mock.patch.object(progress, "predicted_bytes", 20 * 2**30),
+    ):
+        module = nn.Sequential(nn.Linear(8, 8), _Greedy(8, 8))
+        model = HetFSDP(module, plan, units=[nn.Linear, _Greedy], device=accelerator.device)
+        x = torch.ones(rank + 1, 8, device=accelerator.device)
+        model.backward(model(x).sum(), 1)
+        accelerator.memory.peak_bytes = 22 * 2**30
+        module[1].is_full = rank == 1
+        model(x)
+
+
+def test_out_of_memory_ends_all_ranks_with_unit_bytes_and_the_plan_to_make() -> None:
+    peer, failed = run_ranks_expecting_failure(_out_of_memory, 2)
+    assert failed.exception_name == "OutOfMemoryError"
+    for words in (
+        "forward of unit '1': OutOfMemoryError: CUDA out of memory.",
+        " At most 22.00 GiB were allocated here, ",
+        "and 20.00 GiB were predicted. Plan again with limits.1.memory_gib=18.00.",
+    ):
+        assert words in peer.message
 
 
 # The detector itself

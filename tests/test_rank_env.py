@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from shardhet.apps.launch.joining import choose_device
+from shardhet.apps.launch.joining import ALLOCATOR_VARIABLES, choose_allocator, choose_device
 from shardhet.apps.launch.rank_env import (
     FIRST_SRUN_PORT,
     NUM_SRUN_PORTS,
@@ -123,4 +123,17 @@ def test_a_task_of_srun_takes_the_only_gpu_that_it_is_shown(
         with pytest.raises(ValueError, match="local rank 1 but this host has 1 GPUs"):
             choose_device(ClusterConf(), env)
     else:
+        monkeypatch.setattr(os, "environ", dict(SRUN) | {"SLURM_STEP_NUM_TASKS": num_tasks})
         assert choose_device(ClusterConf(), env) == torch.device("cuda", index)
+        assert {os.environ[each] for each in ALLOCATOR_VARIABLES} == {
+            "expandable_segments:True"
+        }
+
+
+def test_an_allocator_that_the_user_has_configured_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    choose_allocator()
+    assert os.environ == chosen

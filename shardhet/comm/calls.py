@@ -1,6 +1,7 @@
 """Uneven collectives as records: what a rank brings to one, and the operation in flight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
@@ -69,14 +70,18 @@ class Pending:
 
 
 def wait_all(works: list[InFlight]) -> None:
-    """Wait for all of ``works`` and empty the list.
-
-    A failure means that a peer is lost, unless this rank's own device has failed.
-    """
-    try:
+    """Wait for all of ``works`` and empty the list."""
+    with failing_as_peers():
         while works:
             works[-1].wait()
             works.pop()
+
+
+@contextmanager
+def failing_as_peers() -> Iterator[None]:
+    """Turn a backend's error into ``LostPeerError``, unless this rank's own device failed."""
+    try:
+        yield
     except OF_THIS_DEVICE:
         raise
     except RuntimeError as error:

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
+
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.groups import Communicators
 from shardhet.comm.peers import LostPeerError, is_running
@@ -15,6 +18,8 @@ from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
+GIB = 2**30
+LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been allocated
 MEND = "All ranks stop. Fix the cause on that rank and start again."
 
 
@@ -29,8 +34,13 @@ class Lifeline:
     """
 
     def __init__(
-        self, communicators: Communicators, channel: Channel, names: Sequence[str]
+        self,
+        communicators: Communicators,
+        channel: Channel,
+        names: Sequence[str],
+        device: torch.device,
     ) -> None:
+        self._device = device
         self._doing = "starting"
         self._communicators = communicators
         self._channel = channel
@@ -65,15 +75,32 @@ class Lifeline:
 
     def _announce(self, error: Exception) -> None:
         name = self._names[self._channel.position]
-        error.add_note(f"{name} failed in {self.doing}.")
+        memory = self._memory() if isinstance(error, torch.OutOfMemoryError) else ""
+        error.add_note(f"{name} failed in {self.doing}.{memory}")
         if self._channel.group is None or self._is_broken:
             return
         self._is_broken = True
-        message = f"{name} failed in {self.doing}: {type(error).__name__}: {error}"
+        message = f"{name} failed in {self.doing}: {type(error).__name__}: {error}{memory}"
         progress.fail(message)
         with suppress(RuntimeError):
             self._store.compare_set("shardhet_failure", "", message)
         self._communicators.break_connections()
+
+    def _memory(self) -> str:
+        """The memory of this rank's device: used, predicted, and the plan that needs less."""
+        if devices.is_on_host(self._device):
+            return ""
+        module = devices.module_of(self._device)
+        allocated = module.max_memory_allocated(self._device)
+        reserved = module.memory_reserved(self._device)
+        predicted = progress.predicted_bytes
+        limit_gib = LIMIT_AFTER_FAILURE * min(predicted or allocated, allocated) / GIB
+        return (
+            f" At most {allocated / GIB:.2f} GiB were allocated here, {reserved / GIB:.2f} GiB "
+            "are reserved"
+            + (f", and {predicted / GIB:.2f} GiB were predicted" if predicted else "")
+            + f". Plan again with limits.{self._channel.position}.memory_gib={limit_gib:.2f}."
+        )
 
     def _hear_the_cause(self, error: LostPeerError) -> str:
         if not self._is_broken:

@@ -45,7 +45,7 @@ class Members:
         ranks = tuple(range(1 if group is None else group.size()))
         rank = 0 if group is None else group.rank()
         *_, hello = communicators.channels(ranks, rank)
-        with Lifeline(communicators, hello, [f"rank {r}" for r in ranks]).guard():
+        with Lifeline(communicators, hello, [f"rank {r}" for r in ranks], device).guard():
             announced = hello.exchange_objects(device_spec or local_device_spec(device))
             check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
             seats = match_devices([each.device for each in plan.ranks], announced)
@@ -55,7 +55,7 @@ class Members:
             gather=gather,
             reduce=reduce,
             control=control,
-            lifeline=Lifeline(communicators, control, names),
+            lifeline=Lifeline(communicators, control, names, device),
             nodes=Nodes.of([announced[r].host or "" for r in seats]),
         )
 

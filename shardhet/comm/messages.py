@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.calls import OF_THIS_DEVICE, Pending, Seats
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.calls import Pending, Seats, failing_as_peers
 
 
 class Messages:
@@ -46,12 +45,8 @@ class Messages:
         ops = [*self._receives, *sends]
         works: list[dist.Work] = []
         if ops:
-            try:
+            with failing_as_peers():
                 works = dist.batch_isend_irecv(ops)
-            except OF_THIS_DEVICE:
-                raise
-            except RuntimeError as error:
-                raise LostPeerError(str(error)) from error
         # NCCL has one operation for the whole group.  The stream that waits for it joins its
         # sends too, also on a rank that only sends.
         is_one_each = not ops or devices.is_on_host(ops[0].tensor)

@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from shardhet.comm.calls import Gathering, Pending, Reduction, in_rank_order, pieces_of
+from shardhet.comm.calls import (
+    Gathering,
+    Pending,
+    Reduction,
+    failing_as_peers,
+    in_rank_order,
+    pieces_of,
+)
 from shardhet.comm.messages import Messages
 
 
@@ -38,6 +45,7 @@ class _Ring(NamedTuple):
     root_by_position: dict[int, int]  # the rank within ``group``
 
 
+@failing_as_peers()
 def gather(call: Gathering, otherwise: Callable[[Gathering], Pending]) -> Pending:
     """Perform ``all_gather_uneven``, or ``otherwise`` where no communicator has its ranks."""
     ring = _ring_of(call, call.receivers)
@@ -73,6 +81,7 @@ def _gather_in_group(call: Gathering, ring: _Ring, pieces: list[Tensor] | None) 
     return Pending()
 
 
+@failing_as_peers()
 def reduce(call: Reduction, otherwise: Callable[[Reduction], Pending]) -> Pending:
     """Perform ``reduce_scatter_uneven``, or ``otherwise`` where no communicator has its ranks.
 

@@ -24,6 +24,7 @@ class RankProgress:
         "num_steps",
         "on_failure",
         "phases",
+        "predicted_bytes",
         "screen",
         "step",
         "thread_id",
@@ -41,6 +42,8 @@ class RankProgress:
         # The limit of the call in which this process waits for all ranks, if it has one.
         self.limit_s: float | None = None
         self.is_watched = False  # a thread ends this process if a rank does not come
+        # What the plan was predicted to need on this rank's device; None if nobody has.
+        self.predicted_bytes: int | None = None
         self.failure: str | None = None  # what this rank has told the others about itself
         self.on_failure: Callable[[], None] = lambda: None
         # Why the run ends, if a watching thread has found that out: the message of every error

@@ -31,6 +31,7 @@ from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.training.emulation import cores_for, stay_on
 
 logger = logging.getLogger(__name__)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads one
 MAY_HEAL = (OSError, dist.DistError)  # a network or a disk may be back at the next start
 
 
@@ -90,8 +91,19 @@ def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
             f"rank {env.rank}: local rank {env.local_rank} but this host has {num_gpus} GPUs. "
             "Start fewer ranks per host, or set cluster.device=CPU."
         )
+    choose_allocator()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def choose_allocator() -> None:
+    """Let segments of device memory grow, unless the user has configured the allocator.
+
+    Microbatches of unlike sizes and three streams' pools leave gaps otherwise, and a device is
+    out of memory when what is reserved, not what is allocated, reaches its capacity.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
 
 
 def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:

@@ -32,7 +32,7 @@ from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.run.task import Task
 from shardhet.apps.run.tracing import Tracer
 from shardhet.checkpoint import Resumed
-from shardhet.comm.progress import phase
+from shardhet.comm.progress import phase, progress
 from shardhet.config.train import Precision, TrainConf
 from shardhet.training.emulation import HostMemory
 from shardhet.training.sampling import sample_tokens
@@ -114,6 +114,8 @@ class Run:
         self._clock = None if built.resumed is None else clock
         self._devices = built.devices
         self._prediction = built.prediction
+        if built.prediction is not None:
+            progress.predicted_bytes = built.prediction.memory_bytes[self._model.position]
         self._rebalancer = built.rebalancer
         self._why_eager = built.why_eager
         self._outcome = Outcome()
