@@ -236,7 +236,7 @@ class _Session:
         for i, nbytes in enumerate(sizes):
             self._on_progress(f"collectives of {nbytes:,} bytes", 0.75 + 0.15 * i / len(sizes))
             collectives.append(traffic.collectives(nbytes, num_repeats))
-        self._on_progress("compute beside collectives", 0.9)
+        self._on_progress("compute during collectives", 0.9)
         kind = max(workload.num_units_by_kind, key=workload.num_units_by_kind.__getitem__)
         nbytes = workload.kind_by_name[kind].numel * workload.param_itemsize
         size = int(self._common(max(compute.sizes(kind)) / 2))

@@ -43,23 +43,23 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
         console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
         console.print(compute_table(device))
         console.print(
-            f"the optimizer takes {device.optimizer_seconds_per_element * 1e9:.2f} ns per "
-            "element that is stored",
+            f"optimizer: {device.optimizer_seconds_per_element * 1e9:.2f} ns per stored "
+            "element",
             soft_wrap=True,
         )
     if setting.profile.turn_overhead_s:
         console.print(
-            f"the runtime takes {setting.profile.turn_overhead_s * 1e6:.0f} us of its own for "
-            "every unit and phase",
+            f"overhead of the runtime: {setting.profile.turn_overhead_s * 1e6:.0f} us per unit "
+            "and phase",
             soft_wrap=True,
         )
     if setting.profile.collectives.points:
         console.print(f"\ncollectives over {setting.cluster.world_size} devices", style="bold")
         console.print(collectives_table(setting.profile.collectives))
         console.print(
-            "compute that overlaps them loses "
+            "collectives slow down overlapping compute by this part of their time: "
             + ", ".join(
-                f"{device.overlap_excess:.0%} of their time on {device.device_kind}"
+                f"{device.overlap_excess:.0%} on {device.device_kind}"
                 for device in setting.profile.devices
             ),
             soft_wrap=True,
@@ -67,7 +67,7 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
     for node in setting.cluster.nodes:
         if node.link is not None:
             console.print(
-                f"links on {node.host}: {node.link.latency_s * 1e6:.0f} us, "
+                f"links on {node.host}: latency {node.link.latency_s * 1e6:.0f} us, "
                 f"{node.link.bandwidth_bytes_per_s / 1e9:.2f} GB/s ({node.link.source})",
                 soft_wrap=True,
             )
@@ -80,7 +80,9 @@ def compute_table(device: DeviceProfile) -> Table:
     table = Table(box=box.ASCII)
     table.add_column("microbatch", justify="right", no_wrap=True)
     for unit in device.units:
-        table.add_column(f"{unit.unit_kind}, ms", justify="right", no_wrap=True)
+        table.add_column(
+            f"{unit.unit_kind}, forward + backward ms", justify="right", no_wrap=True
+        )
     for size in _some([p.microbatch_size for unit in device.units for p in unit.points]):
         cells = [
             f"{unit.forward_s.at(size) * 1e3:.2f} + {unit.backward_s.at(size) * 1e3:.2f}"
