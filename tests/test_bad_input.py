@@ -242,7 +242,9 @@ def fail_to_wrap_on_one_rank(rank: int) -> None:
 
 def test_a_rank_that_cannot_wrap_its_model_tells_the_others() -> None:
     outcomes = run_ranks_expecting_failure(fail_to_wrap_on_one_rank, 3)
-    others_hear(outcomes, 1, "ValueError: units: 'layers.9' is no module", "wrapping the model")
+    others_hear(
+        outcomes, 1, "ValueError: units: 'layers.9' is not a module", "wrapping the model"
+    )
 
 
 # Calls at the wrong moment or with the wrong batch

@@ -213,7 +213,7 @@ def test_without_its_manifest_a_checkpoint_is_no_other_one(whole: Path, tmp_path
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    assert "no folder" in refused(tmp_path / "file")
+    assert "not a folder" in refused(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert "manifest.json" in refused(tmp_path / "empty")
     (tmp_path / ".killed.unfinished").mkdir()

@@ -78,7 +78,7 @@ def test_the_newest_whole_one_is_found_and_others_are_named(
     assert "step_00000002" in latest.skipped[1]
     assert caplog.text.count("not whole") == 2
     damage(checkpoints.path_of(1))
-    with pytest.raises(CheckpointError, match="none of its 3 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its 3 checkpoints is complete"):
         checkpoints.latest()
 
 

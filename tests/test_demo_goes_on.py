@@ -34,7 +34,7 @@ def test_its_loss_continues_on_fewer_devices(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stdout + trained.stderr
     done = run(["-m", "shardhet.apps.demo_goes_on", "demo"], tmp_path, within_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Device 1 (any) is taken away" in done.stdout
+    assert "Device 1 (any) is removed" in done.stdout
     whole, stopped, goes_on = (
         losses_of(RunFolder(demo / name)) for name in ("run", "stopped", "goes_on")
     )

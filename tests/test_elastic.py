@@ -162,7 +162,7 @@ def test_a_folder_has_one_writer_until_its_process_ends(tmp_path: Path) -> None:
         pass  # only rank zero writes
     began_s = time.monotonic()
     with (
-        pytest.raises(RuntimeError, match=rf"written to by another run, process {held.pid} on"),
+        pytest.raises(RuntimeError, match=rf"in use by another run, process {held.pid} on"),
         sole_writer(folder, rank=0),  # at once: it lives, and is no rank of this launch
     ):
         pass

@@ -202,5 +202,5 @@ def skipped_when_resumed(rank: int, path: str) -> int:
 
 def test_rolling_back_requires_checkpoints(tmp_path: Path) -> None:
     path = configure(tmp_path / "run", "checkpoint.every=0", "guard.on_bad_step=ROLL_BACK")
-    with pytest.raises(ConfigError, match="there is nothing to go back to"):
+    with pytest.raises(ConfigError, match="there is no checkpoint to load"):
         RunFolder(Path(path)).load_config()

@@ -366,7 +366,7 @@ def test_a_loss_that_is_no_sum_over_samples_is_refused(tmp_path: Path) -> None:
     def root(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return loss_in_float64(outputs, labels, num_items_in_batch).sqrt()
 
-    with pytest.raises(ValueError, match="no sum over samples and no mean over labels"):
+    with pytest.raises(ValueError, match="neither a sum over samples nor a mean over labels"):
         one_step(tmp_path, root)
 
 

@@ -96,6 +96,13 @@ def test_limits_and_equal_devices_hold(
     assert Plan.load(tmp_path / "plan.json").ranks[1].state_share == pytest.approx(0.5)
 
 
+def test_how_much_of_the_memory_a_plan_may_use_is_a_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = said(capsys, "usable_memory_fraction=0.8", "leave_out=never", *QUICK)
+    assert text.count("of 19.2 GiB") in (2, 3)  # devices that do the same share a row
+
+
 def test_other_objectives_are_shown_with_what_they_reach(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -173,7 +180,7 @@ REFUSALS = {
     "cluster=nowhere": "cluster: choose one of a100_a10g_v100_t4_64",
     "cluster=demo_4": "cluster: choose one of a100_a10g_v100_t4_64",
     "cluster=absent.yaml": "cluster_file: 'absent.yaml' does not exist",
-    "measured=/nowhere": "Give the one that shardhet measure out=... has written",
+    "measured=/nowhere": "Pass the one that shardhet measure out=... has written",
     "model.num_heads=3": "model.num_kv_heads: 4 but it must divide num_heads 3",
     "model=vit_g seq_len=5": "the model reads images, not text",
     "model=vit_g model.patch_side=15": "patch_side 15 but it must divide",
@@ -196,7 +203,7 @@ REFUSALS = {
     "global_batch_size=-4": "global_batch_size: -4 but it must be at least 1",
     "batch_size=64": "batch_size: no such key; the configuration has baselines",
     "--global_batch_size=64": "keys have no dashes. Write global_batch_size=64.",
-    "global_batch_size:64": "1 files given (global_batch_size:64; keys are written",
+    "global_batch_size:64": "1 file given (global_batch_size:64; keys are written",
     "global_batch_size 64": "2 files given (global_batch_size, 64; keys are written",
     "leave_out=yes": "leave_out: 'yes' but it must be one of ask, auto, never",
     "leave_out=[1,2]": "Write one word, without brackets.",
@@ -228,8 +235,8 @@ REFUSALS = {
     "limits.0.exact_share=0.7 limits.1.exact_share=0.7": "sum to 1.4 but may be at most 1",
     "limits.*5090.batch=0": "kind or pattern of it: NVIDIA GeForce RTX 4090",
     "limits.-1.batch=0": "Give a position from 0 to 2",
-    "limits.0=0": "limits.0=0: it says of no device what is limited",
-    "limits.batch=0": "limits.batch=0: it says of no device what is limited",
+    "limits.0=0": "limits.0=0: it names no limit",
+    "limits.batch=0": "limits.batch=0: it names no limit",
     "equal=[0,1]": "'equal=[[0,1],[2,3]]'",
     "equal=[[0,1],[1,2]]": "equal names devices [1] more than once",
     "equal=0,1": "Write a list in brackets and quotes: 'equal=[[0,1],[2,3]]'",
@@ -239,6 +246,7 @@ REFUSALS = {
     "objective=least_memory spared=[7]": "spared: 7: no such device",
     "objective=least_memory certify=true": "certify: objective=least_memory solves many",
     "objective=least_memory steady=0.01": "steady: 0.01 but objective=least_memory",
+    "usable_memory_fraction=1.5": "usable_memory_fraction: 1.5 but it must lie between 0 and 1",
     "link_fraction=37": "link_fraction: 37.0 but it must lie between 0 and 1",
     "compute_fraction=50%": "Write a plain number, without a unit: 0.5, not 50%.",
     "seq_len=2k": "Write a whole number",

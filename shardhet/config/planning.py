@@ -71,6 +71,7 @@ class InputsConf:
     # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
     compute_fraction: float | None = None
     link_fraction: float | None = None  # of links' bandwidth, likewise; null: by crowding
+    usable_memory_fraction: float | None = None  # of each device; null: the cluster's
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "seq_len"):
@@ -78,7 +79,7 @@ class InputsConf:
             if value is not None:
                 check_at_least(key, value, 1)
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
-        for key in ("compute_fraction", "link_fraction"):
+        for key in ("compute_fraction", "link_fraction", "usable_memory_fraction"):
             if getattr(self, key) is not None:
                 check_above(key, getattr(self, key), 0)
                 check_fraction(key, getattr(self, key))
@@ -95,7 +96,7 @@ class InputsConf:
             cluster = _named(lambda: Cluster.load(_file("cluster_file", path)))
         else:
             cluster = _named(described)
-        return self.derived(_only(self.hosts, cluster), model_name)
+        return self.derived(_only(self.hosts, self._with_margin(cluster)), model_name)
 
     def derived(self, cluster: Cluster, model_name: str) -> Inputs:
         """Workload and profile for this cluster, from specifications.
@@ -126,7 +127,13 @@ class InputsConf:
             )
         for name in MEASURED_FILES:
             _file("measured", folder / name)
-        return Inputs(setting=_named(lambda: Setting.load(folder)), name=folder.resolve().name)
+        setting = _named(lambda: Setting.load(folder))
+        setting = replace(setting, cluster=self._with_margin(setting.cluster))
+        return Inputs(setting=setting, name=folder.resolve().name)
+
+    def _with_margin(self, cluster: Cluster) -> Cluster:
+        fraction = self.usable_memory_fraction or cluster.usable_memory_fraction
+        return replace(cluster, usable_memory_fraction=fraction)
 
     def _dtype(self, cluster: Cluster) -> str:
         auto, fp32, bf16, fp16 = PlannedPrecision

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardhet.apps.cli.help import choices_by_group
+from shardhet.apps.cli.quantities import counted
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     VERSION_BASE,
@@ -89,7 +90,7 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
         return None
     if len(files) != door.num_files:
         named = f" ({', '.join(files)}; keys are written key=value)" if files else ""
-        parser.error(f"{len(files)} files given{named}, but:\n{door.usage}")
+        parser.error(f"{counted(len(files), 'file')} given{named}, but:\n{door.usage}")
     return request
 
 
