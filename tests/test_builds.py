@@ -6,7 +6,13 @@ from unittest import mock
 import pytest
 import torch
 
-from shardhet.apps.launch.builds import check_alike, check_serves, has_kernels
+from shardhet.apps.launch.builds import (
+    check_alike,
+    check_serves,
+    has_kernels,
+    known_troubles,
+    processor,
+)
 from shardhet.comm.channel import Channel
 from tests.worlds import run_ranks_expecting_failure
 
@@ -73,3 +79,13 @@ def test_ranks_with_other_versions_are_named() -> None:
         assert "versions of torch and NCCL: not the same on all ranks" in outcome.message
         assert "2.13.0" in outcome.message
         assert "cu1" not in outcome.message
+
+
+def test_known_troubles_of_unlike_hosts_are_told() -> None:
+    assert not known_troubles([(8, 6)] * 2, ["GenuineIntel", ""])
+    assert not known_troubles([(9, 0), (10, 0)], ["AuthenticAMD"] * 2)
+    [protocol] = known_troubles([(8, 9), (8, 6), (8, 6)], ["AuthenticAMD"] * 3)
+    assert "LL128" in protocol
+    found = known_troubles([(7, 0), (8, 0)], ["GenuineIntel", "AuthenticAMD"])
+    assert ["LL128" in found[0], "794" in found[1], "1136" in found[2]] == [True] * 3
+    assert isinstance(processor(), str)

@@ -1,12 +1,17 @@
 """Whether torch, as it is installed here, serves this rank's GPU and fits its peers."""
 
+import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
+
+logger = logging.getLogger(__name__)
 
 
 def check_serves(device: torch.device, *, needs_bfloat16: bool) -> None:
@@ -54,9 +59,49 @@ def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
 def check_alike(device: torch.device, channel: Channel) -> None:
     """Raise ``ValueError`` on every rank if torch or NCCL differ.  Collective.
 
+    Warns of what is known of unlike GPUs and processors.
     Builds for different CUDA may be mixed: unlike GPUs can need them.
     """
     versions = {"torch": torch.__version__.partition("+")[0]}
     if not devices.is_on_host(device) and device.type == "cuda":
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     check_same_on_all_ranks(versions, what="versions of torch and NCCL", channel=channel)
+    here = (
+        (torch.cuda.get_device_capability(device), processor()) if "NCCL" in versions else None
+    )
+    found = channel.exchange_objects(here)
+    if channel.position == 0 and here is not None:
+        for trouble in known_troubles(*zip(*found, strict=True)):
+            logger.warning("%s", trouble)
+
+
+def processor() -> str:
+    """The maker of this host's processor, as /proc/cpuinfo has it; "" if that is not known."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next((each.split()[-1] for each in lines if each.startswith("vendor_id")), "")
+    return ""
+
+
+def known_troubles(
+    capabilities: Sequence[tuple[int, int]], processors: Sequence[str]
+) -> list[str]:
+    """What others have met with NCCL on such a mixture of ranks, and what to try."""
+    found = []
+    if len(set(capabilities)) > 1 and min(capabilities) < (9, 0):
+        found.append(
+            "Compute capabilities differ and one is below 9.0: NCCL leaves its LL128 protocol "
+            "out, so collectives of medium size are slower. Measure here, not on one kind."
+        )
+    if {(7, 0), (8, 0)} <= set(capabilities):
+        found.append(
+            "V100 and A100 are mixed: NCCL has hung there (github.com/NVIDIA/nccl/issues/794). "
+            "If the start does not end, set NCCL_DEBUG=INFO, and leave one of the kinds out."
+        )
+    if len(set(processors) - {""}) > 1:
+        found.append(
+            f"Processors differ ({', '.join(sorted(set(processors) - {''}))}): NCCL has hung "
+            "there (github.com/NVIDIA/nccl/issues/1136). Set NCCL_NET_OVERHEAD to one value on "
+            "all hosts."
+        )
+    return found
