@@ -40,13 +40,16 @@ class Problem:
 class Course:
     """What happens in a run besides the plan."""
 
-    rank_batch_sizes: tuple[tuple[int, ...], ...]  # of every step, by position
+    rank_batch_sizes: tuple[tuple[int, ...], ...]  # of every step, by round and position
     optimizer: str = "sgd"
     clip_at: float | None = None  # this part of the reference's norm
     kinds: tuple[str, ...] | None = None  # what ranks announce themselves as, by rank
     has_dropout: bool = False  # the reference then runs the plan's microbatches
     calls_empty: bool = True  # a rank without samples passes an empty batch, or nothing
     steps_between_zero_grad: int = 1
+    # By step: rounds without tokens, in which every target is this.
+    blank_rounds: tuple[tuple[int, ...], ...] = ()
+    blank_target: int = -1
 
     @classmethod
     def of(cls, plan: Plan, *, num_steps: int = 3, **others: Any) -> "Course":
@@ -73,11 +76,17 @@ def check_parity(rank: int, problem: Problem, plan: Plan, course: Course) -> Res
     optimizers = [make_optimizer(each, course.optimizer) for each in (reference, model)]
     bits: list[Tensor] = []
     for step, sizes in enumerate(course.rank_batch_sizes):
-        batch = problem.make_batch(sum(sizes))
+        batch = _blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
         if step % course.steps_between_zero_grad == 0:
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        mean = train_step(model, problem, part_of(batch, sizes, model.position), course)
+        for place in range(model.position, len(sizes), plan.world_size):
+            assert not any(p.grad is not None for p in model.parameters()) or (
+                step % course.steps_between_zero_grad
+            ), f"step {step}: a gradient is set before the last round"
+            mean = train_step(model, problem, part_of(batch, sizes, place), course)
+            assert (mean is None) == (place + plan.world_size < len(sizes)), f"step {step}"
+        assert model.step == step + 1
         expected = expected_mean(reference, problem, plan, course, batch, step)
         assert mean is not None
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
@@ -105,6 +114,17 @@ def wrap(module: nn.Module, problem: Problem, plan: Plan, course: Course, rank: 
     """``module`` as HetFSDP, on the device that the course gives the rank."""
     spec = DeviceSpec(kind=course.kinds[rank]) if course.kinds else None
     return HetFSDP(module, plan, device_spec=spec, **problem.options)
+
+
+def _blanked(batch: Batch, course: Course, step: int, world_size: int) -> Batch:
+    """The batch, with rounds that have no token."""
+    sizes = course.rank_batch_sizes[step]
+    for i in course.blank_rounds[step] if course.blank_rounds else ():
+        start, stop = (sum(sizes[: j * world_size]) for j in (i, i + 1))
+        batch["targets"][start:stop] = course.blank_target
+    if course.blank_rounds and (batch["targets"] == course.blank_target).all():
+        batch["targets"][-1, 0] = 0  # not the whole step
+    return batch
 
 
 def part_of(batch: Batch, sizes: Sequence[int], position: int) -> Batch:
@@ -160,7 +180,8 @@ def microbatched_step(
     losses = []
     num_tokens = _num_tokens(reference, problem, batch)
     with _seeded_units(reference, problem) as seeds:
-        for rank, size in zip(plan.ranks, sizes, strict=True):
+        ranks = plan.ranks * (len(sizes) // plan.world_size)
+        for rank, size in zip(ranks, sizes, strict=True):
             for microbatch_size in rank.split(size) if size else ():
                 piece = {
                     name: t[first_sample : first_sample + microbatch_size]

@@ -1,7 +1,7 @@
 """A model put together of everything that has been seen to go wrong, and cases of a seed."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -217,7 +217,7 @@ class Case:
             for rank in self.plan.ranks
         ]
         return (
-            f"seed {self.seed}: reshard_after_forward={self.plan.reshard_after_forward}, "
+            f"seed {self.seed}: {self.plan.form}, "
             f"{self.shape}, {self.course}, {self.options}, ranks:\n" + "\n".join(ranks)
         )
 
@@ -257,6 +257,39 @@ def draw_case(seed: int, *, world_size: int) -> Case:
         steps_between_zero_grad=draw.choice([1, 1, 1, 3]),
     )
     return Case(seed=seed, shape=shape, plan=plan, course=course, options=options)
+
+
+def draw_rounds(seed: int, *, world_size: int) -> Case:
+    """The case of that seed in several rounds, or with the flags of several rounds in one.
+
+    Last rounds are ragged; some rounds have no tokens, and on some ranks no samples.
+    """
+    case = draw_case(seed, world_size=world_size)
+    draw = random.Random(f"rounds {seed}/{world_size}")
+    gathers = draw.randrange(3)
+    round_size = case.plan.round_size
+    plan = replace(
+        case.plan,
+        num_rounds=draw.choice([1, 2, 2, 3, 3, 4, 5]),
+        reshard_after_forward=gathers == 0,
+        reshard_after_backward=gathers < 2,
+        reduce_each_round=draw.random() < 0.5,
+        last_round_size=draw.choice([None, draw.randint(1, round_size)]),
+    )
+    positions, rounds = range(world_size), range(plan.num_rounds)
+    dealt = tuple(len(plan.round_samples(i, r)) for r in rounds for i in positions)
+    full = [rank.rank_batch_size for rank in plan.ranks]
+    shorter = [n for r in rounds for n in _shorter(draw, tuple(full))]
+    if plan.num_rounds > 1 and draw.random() < 0.3:  # a round without samples
+        shorter[world_size:][:world_size] = [0] * world_size
+    sizes = (dealt, dealt, tuple(shorter))
+    blank = [
+        tuple(r for r in rounds if draw.random() < 0.3)[: plan.num_rounds - 1] for _ in sizes
+    ]
+    course = replace(
+        case.course, rank_batch_sizes=sizes, blank_rounds=tuple(blank), blank_target=IGNORED
+    )
+    return replace(case, plan=plan, course=course)
 
 
 def draw_plan(draw: random.Random, world_size: int) -> tuple[Plan, tuple[str, ...] | None]:

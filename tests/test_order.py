@@ -26,7 +26,7 @@ from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding import flat as flat_module
 from shardhet.fsdp.sharding import flat_grad
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.records.schedule import Segment, make_schedule
+from shardhet.records.schedule import Segment, StepForm, make_schedule
 from tests.hosts import on_different_hosts
 from tests.selection import one_in
 from tests.worlds import run_ranks
@@ -139,7 +139,7 @@ class Order:
                 for i, unit in enumerate(self.visits)
             ],
             trainable_units=frozenset(self.visits) - frozenset(self.frozen),
-            reshard_after_forward=self.reshard_after_forward or not with_grad,
+            form=StepForm(reshard_after_forward=self.reshard_after_forward or not with_grad),
         )
         launches = [(launch.kind.value, str(launch.unit)) for launch in schedule.launches()]
         return [("gather", ROOT), *launches, *([("reduce", ROOT)] if with_grad else [])]

@@ -1,12 +1,13 @@
 """One step under any plan is the step that one process would take on the whole batch."""
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.parity import Result, check_covered_once, check_parity
-from tests.patchwork import draw_case
+from tests.patchwork import Case, draw_case, draw_rounds
 from tests.selection import one_in
 from tests.worlds import run_ranks
 
@@ -19,11 +20,13 @@ BLOCKS = [
 ]
 
 
-def _run_block(rank: int, world_size: int, block: int) -> list[Result]:
+def _run_block(
+    rank: int, world_size: int, block: int, draw: Callable[..., Case] = draw_case
+) -> list[Result]:
     """All cases of a block; a failure says which one it was."""
     results = []
     for i in range(CASES_PER_BLOCK):
-        case = draw_case(block * CASES_PER_BLOCK + i, world_size=world_size)
+        case = draw(block * CASES_PER_BLOCK + i, world_size=world_size)
         try:
             result = check_parity(rank, case.problem, case.plan, case.course)
         except Exception as error:
@@ -58,3 +61,12 @@ def _run_twice(rank: int, world_size: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", one_in(3, [1000, 1001, 1002]))
 def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) -> None:
     run_ranks(_run_twice, world_size, world_size, seed)
+
+
+@pytest.mark.parametrize("world_size, block", [(1, 0), (2, 0), (3, 0), (4, 0)])
+def test_a_step_of_several_rounds_is_the_step_of_one_process(
+    world_size: int, block: int
+) -> None:
+    results_by_rank = run_ranks(_run_block, world_size, world_size, block, draw_rounds)
+    for results in zip(*results_by_rank, strict=True):
+        check_covered_once(results)

@@ -246,7 +246,7 @@ def test_a_plan_survives_the_way_to_a_file_and_back(plan: Plan, tmp_path: Path) 
     plan.save(path)
     assert Plan.load(path) == plan
     assert Plan.load(str(path)).to_json() == plan.to_json() == path.read_text()
-    assert json.loads(plan.to_json())["version"] == 1
+    assert json.loads(plan.to_json())["version"] == 2
 
 
 @given(
@@ -309,6 +309,10 @@ def drop(*path: Any) -> Callable[[Json], None]:
 
 VALID_CHANGES = [
     put("reshard_after_forward", True),
+    put("num_rounds", 2),
+    put("reshard_after_backward", False),
+    put("reduce_each_round", False),
+    put("last_round_size", 3),
     put("units", []),
     put("units", 0, "numel", 97),
     put("units", 0, "fqn", "blocks.1"),
@@ -323,7 +327,7 @@ RANK_FIELDS = ("device", "microbatch_sizes", "state_share", "recomputed_units")
 UNIT_FIELDS = ("fqn", "numel")
 TOP_FIELDS = ("version", "reshard_after_forward", "ranks", "units")
 ILL_TYPED: dict[str, list[Any]] = {
-    "version": [0, 2, "1", 1.0, True, None, [1]],
+    "version": [0, 3, "1", 1.0, True, None, [1]],
     "reshard_after_forward": [0, 1, "true", None, []],
     "ranks": [None, {}, "", 3, [], [3], [None], [[]], ["rank"]],
     "units": [None, {}, "", 3, [3], [None], [[]]],
@@ -414,3 +418,68 @@ def test_units_that_share_a_name_are_refused() -> None:
     unit = PlannedUnit(fqn="head", numel=3)
     with pytest.raises(ValueError, match=r"plan: .*head"):
         Plan(ranks=Plan.even(1, microbatch_size=1).ranks, units=(unit, unit))
+
+
+# Rounds
+
+
+def test_a_file_of_version_1_is_a_plan_of_one_round() -> None:
+    document = json.loads(WHOLE.to_json())
+    for name in ("num_rounds", "reshard_after_backward", "reduce_each_round"):
+        del document[name]
+    document["version"] = 1
+    assert Plan.from_json(json.dumps(document)) == WHOLE
+
+
+def test_rounds_are_dealt_one_after_the_other_and_the_last_may_be_ragged() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1, 0],
+        num_microbatches=[1, 1, 0],
+        num_rounds=3,
+        global_batch_size=8,
+    )
+    assert (plan.round_size, plan.last_round_size, plan.global_batch_size) == (3, 2, 8)
+    indices = [plan.sample_indices(i) for i in range(3)]
+    assert indices == [[0, 1, 3, 4, 6, 7], [2, 5], []]
+    assert [plan.sample_indices(i, 5) for i in range(3)] == [[0, 1, 3, 4], [2], []]
+    assert [plan.last_microbatch_sizes(i) for i in range(3)] == [(2,), (), ()]
+    with pytest.raises(ValueError, match="9 samples but a step has from 0 to 8"):
+        plan.sample_indices(0, 9)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_every_sample_of_a_step_is_dealt_once(
+    sizes: list[int], num_rounds: int, data: st.DataObject
+) -> None:
+    whole = sum(sizes)
+    last = data.draw(st.integers(1, whole))
+    plan = Plan.by_hand(
+        microbatch_sizes=sizes,
+        num_rounds=num_rounds,
+        global_batch_size=(num_rounds - 1) * whole + last,
+    )
+    num_samples = data.draw(st.integers(0, plan.global_batch_size))
+    dealt = [i for p in range(len(sizes)) for i in plan.sample_indices(p, num_samples)]
+    assert sorted(dealt) == list(range(num_samples))
+    for position, size in enumerate(sizes):
+        for i in range(num_rounds):
+            span = plan.round_samples(position, i, num_samples)
+            assert len(span) <= size
+            assert {n // whole for n in span} <= {i}
+
+
+@pytest.mark.parametrize("total", [6, 10])
+def test_a_global_batch_outside_the_rounds_is_refused(total: int) -> None:
+    with pytest.raises(ValueError, match=f"global_batch_size is {total} but 3 rounds of 3"):
+        Plan.by_hand(microbatch_sizes=[2, 1], num_rounds=3, global_batch_size=total)
+
+
+def test_contradictory_flags_and_no_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="Set reshard_after_forward=False too"):
+        Plan.by_hand(microbatch_sizes=[2], reshard_after_backward=False)
+    with pytest.raises(ValueError, match="num_rounds is 0 but"):
+        Plan.by_hand(microbatch_sizes=[2], num_rounds=0)

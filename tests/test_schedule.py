@@ -1,6 +1,7 @@
 """The order of turns and collectives: literal lists for small models, rules for random ones."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,12 @@ from shardhet.records.schedule import (
     Phase,
     Schedule,
     Segment,
+    StepForm,
     make_schedule,
+    rest_of_step,
 )
+
+ONE_ROUND = StepForm()
 
 
 def schedule(
@@ -21,14 +26,18 @@ def schedule(
     *,
     frozen: str = "",
     without_backward: str = "",
-    reshard_after_forward: bool = True,
+    form: StepForm = ONE_ROUND,
 ) -> Schedule:
-    """The schedule of a forward that visits the units of these letters."""
+    """The schedule of a step whose forward visits the units of these letters."""
     return make_schedule(
         [Segment(ord(c) - ord("a"), c not in without_backward) for c in visits],
         trainable_units=frozenset(ord(c) - ord("a") for c in visits if c not in frozen),
-        reshard_after_forward=reshard_after_forward,
+        form=form,
     )
+
+
+def kept(reshards: bool, **others: Any) -> StepForm:
+    return StepForm(reshard_after_forward=reshards, **others)
 
 
 def launches(order: Schedule) -> list[str]:
@@ -72,8 +81,8 @@ LAST_WITHOUT_BACKWARD = """G(a) G(b) G(c)
         (schedule("abc", frozen="a", without_backward="a"), FROZEN_BOTTOM),
         (schedule("abc", frozen="b"), FROZEN_MIDDLE),
         (schedule("abc", frozen="c"), FROZEN_TOP),
-        (schedule("abc", reshard_after_forward=False), KEPT),
-        (schedule("aba", reshard_after_forward=False), KEPT_AND_TIED),
+        (schedule("abc", form=kept(False)), KEPT),
+        (schedule("aba", form=kept(False)), KEPT_AND_TIED),
         (schedule("abc", without_backward="abc"), NO_GRAD),
         (schedule("abc", without_backward="c", frozen="c"), LAST_WITHOUT_BACKWARD),
         (schedule(""), ""),
@@ -98,7 +107,7 @@ def test_a_step_visits_its_units_and_returns_in_reverse() -> None:
         (1, 1, backward, True, True, True),
         (0, 0, backward, True, True, True),
     ]
-    assert order.num_forward == 3
+    assert [order.is_border(i) for i in range(7)] == [*[False] * 3, True, False, False, True]
 
 
 SEGMENTS = st.lists(st.builds(Segment, st.integers(0, 4), st.booleans()), max_size=12)
@@ -113,8 +122,8 @@ def backward_units(segments: Sequence[Segment]) -> list[int]:
 def test_forward_and_backward_are_complete(
     segments: list[Segment], trainable: frozenset[int], reshards: bool
 ) -> None:
-    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
-    forward, backward = order.turns[: order.num_forward], order.turns[order.num_forward :]
+    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
+    forward, backward = order.turns[: len(segments)], order.turns[len(segments) :]
     assert [turn.unit for turn in forward] == [segment.unit for segment in segments]
     assert [turn.unit for turn in backward] == backward_units(segments)
     assert all(turn.phase is Phase.FORWARD for turn in forward)
@@ -126,7 +135,7 @@ def test_forward_and_backward_are_complete(
 def test_every_turn_finds_its_unit_unsharded_and_nothing_is_gathered_twice(
     segments: list[Segment], trainable: frozenset[int], reshards: bool
 ) -> None:
-    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
+    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
     unsharded: set[int] = set()
     for turn in order.turns:
         assert (GATHER in turn.ahead) == (turn.unit not in unsharded)
@@ -140,7 +149,7 @@ def test_every_turn_finds_its_unit_unsharded_and_nothing_is_gathered_twice(
 def test_at_most_the_current_and_the_next_unit_are_unsharded(
     segments: list[Segment], trainable: frozenset[int]
 ) -> None:
-    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=True)
+    order = make_schedule(segments, trainable_units=trainable, form=kept(True))
     unsharded: set[int] = set()
     for i, turn in enumerate(order.turns):
         unsharded.add(turn.unit)
@@ -155,7 +164,7 @@ def test_at_most_the_current_and_the_next_unit_are_unsharded(
 def test_a_trainable_unit_is_reduced_once_after_its_last_backward_turn(
     segments: list[Segment], trainable: frozenset[int], reshards: bool
 ) -> None:
-    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
+    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
     reduced = [i for i, turn in enumerate(order.turns) if REDUCE in turn.after]
     units = [order.turns[i].unit for i in reduced]
     assert sorted(units) == sorted(trainable & set(backward_units(segments)))
@@ -168,7 +177,7 @@ def test_a_trainable_unit_is_reduced_once_after_its_last_backward_turn(
 def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
     segments: list[Segment], trainable: frozenset[int], reshards: bool
 ) -> None:
-    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=reshards)
+    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
     launched = order.launches()
     gathers = [unit for kind, unit, _ in launched if kind is GATHER]
     reductions = [unit for kind, unit, _ in launched if kind is REDUCE]
@@ -181,7 +190,7 @@ def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
 def test_units_kept_after_forward_are_gathered_once(
     segments: list[Segment], trainable: frozenset[int]
 ) -> None:
-    order = make_schedule(segments, trainable_units=trainable, reshard_after_forward=False)
+    order = make_schedule(segments, trainable_units=trainable, form=kept(False))
     gathers = [unit for kind, unit, _ in order.launches() if kind is GATHER]
     assert sorted(gathers) == sorted({segment.unit for segment in segments})
 
@@ -191,9 +200,135 @@ def test_a_plain_stack_costs_two_gathers_and_one_reduction_a_unit_and_one_gather
     num_units: int,
 ) -> None:
     segments = [Segment(unit, needs_backward=True) for unit in range(num_units)]
-    order = make_schedule(
-        segments, trainable_units=frozenset(range(num_units)), reshard_after_forward=True
-    )
+    order = make_schedule(segments, trainable_units=frozenset(range(num_units)))
     kinds = [kind for kind, *_ in order.launches()]
     assert kinds.count(GATHER) == 2 * num_units - 1
     assert kinds.count(REDUCE) == num_units
+
+
+# Several rounds.  Of the turns that keep c unsharded: its backward follows its forward; and the
+# forward of a follows its backward of the round before.
+PER_USE = """G(a) G(b) G(c)
+             G(b) R(c) G(a) R(b) R(a)
+             G(b) G(c)
+             G(b) R(c) G(a) R(b) R(a)"""
+PER_ROUND = """G(a) G(b) G(c)
+               R(c) R(b) R(a)
+               G(b) G(c)
+               R(c) R(b) R(a)"""
+PER_STEP = """G(a) G(b) G(c)
+              R(c) R(b) R(a)
+              R(c) R(b) R(a)"""
+REDUCED_LAST = """G(a) G(b) G(c)
+                  G(b) G(a)
+                  G(b) G(c)
+                  G(b) R(c) G(a) R(b) R(a)"""
+ONCE = """G(a) G(b) G(c)
+          R(c) R(b) R(a)"""
+TIED_ROUNDS = """G(a) G(b) G(a)
+                 G(b) G(a) R(b) R(a)
+                 G(b) G(a)
+                 G(b) G(a) R(b) R(a)"""
+TWO = {"num_rounds": 2}
+
+
+@pytest.mark.parametrize(
+    "order, expected",
+    [
+        (schedule("abc", form=kept(True, **TWO)), PER_USE),
+        (schedule("abc", form=kept(False, **TWO)), PER_ROUND),
+        (schedule("abc", form=kept(False, reshard_after_backward=False, **TWO)), PER_STEP),
+        (schedule("abc", form=kept(True, reduce_each_round=False, **TWO)), REDUCED_LAST),
+        (
+            schedule(
+                "abc",
+                form=kept(False, reshard_after_backward=False, reduce_each_round=False, **TWO),
+            ),
+            ONCE,
+        ),
+        (schedule("aba", form=kept(True, **TWO)), TIED_ROUNDS),
+        (schedule("a", form=kept(True, num_rounds=3)), "G(a) R(a) R(a) R(a)"),
+        (schedule("ab", without_backward="ab", form=kept(True, **TWO)), "G(a) G(b) G(a) G(b)"),
+    ],
+)
+def test_rounds_follow_each_other_in_one_list(order: Schedule, expected: str) -> None:
+    assert launches(order) == expected.split()
+
+
+FORMS = st.builds(
+    lambda rounds, gathers, reduces: StepForm(
+        num_rounds=rounds,
+        reshard_after_forward=gathers == 0,
+        reshard_after_backward=gathers < 2,
+        reduce_each_round=reduces,
+    ),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.booleans(),
+)
+
+
+@given(SEGMENTS, TRAINABLE, FORMS)
+def test_every_round_has_the_turns_of_one_and_nothing_is_launched_ahead_of_a_later_one(
+    segments: list[Segment], trainable: frozenset[int], form: StepForm
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, form=form)
+    one = make_schedule(segments, trainable_units=trainable).turns
+    bare = [(turn.round, turn.segment, turn.unit, turn.phase) for turn in order.turns]
+    rounds = range(form.num_rounds)
+    assert bare == [(r, turn.segment, turn.unit, turn.phase) for r in rounds for turn in one]
+    for i, turn in enumerate(order.turns):
+        assert all(order.turns[x.turn].round == turn.round for x in order.launched_by(i))
+
+
+@given(SEGMENTS, TRAINABLE, FORMS)
+def test_units_are_gathered_and_reduced_as_often_as_the_form_says(
+    segments: list[Segment], trainable: frozenset[int], form: StepForm
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, form=form)
+    unsharded: set[int] = set()
+    for turn in order.turns:
+        assert (GATHER in turn.ahead) == (turn.unit not in unsharded)
+        unsharded.add(turn.unit)
+        if turn.reshards:
+            unsharded.remove(turn.unit)
+    assert not unsharded
+    visited = {segment.unit for segment in segments}
+    gathered = [unit for kind, unit, _ in order.launches() if kind is GATHER]
+    if not form.reshard_after_backward:
+        assert sorted(gathered) == sorted(visited)
+    elif not form.reshard_after_forward:
+        assert all(gathered.count(unit) <= form.num_rounds for unit in visited)
+    reduced = [unit for kind, unit, _ in order.launches() if kind is REDUCE]
+    times = form.num_rounds if form.reduce_each_round else 1
+    assert sorted(reduced) == sorted([*(trainable & set(backward_units(segments)))] * times)
+
+
+@given(SEGMENTS, SEGMENTS, TRAINABLE, FORMS, st.data())
+def test_a_round_that_visits_other_units_lays_out_the_rest_and_leaves_no_gradient_behind(
+    segments: list[Segment],
+    others: list[Segment],
+    trainable: frozenset[int],
+    form: StepForm,
+    data: st.DataObject,
+) -> None:
+    order = make_schedule(segments, trainable_units=trainable, form=form)
+    changed = data.draw(st.integers(0, form.num_rounds - 1))
+    cursor = sum(turn.round < changed for turn in order.turns)
+    owed = order.owed_at(cursor)
+    rest = rest_of_step(
+        make_schedule(others, trainable_units=trainable, form=form), changed, owed
+    )
+    assert {turn.round for turn in rest.turns} <= set(range(changed, form.num_rounds))
+    assert not owed or not form.reduce_each_round
+    reduced = {x.unit for x in rest.launches() if x.kind is REDUCE}
+    assert reduced == owed | (trainable & set(backward_units(others)))
+    last = len(rest.turns)
+    assert not rest.owed_at(last) - {x.unit for x in rest.launched_last()}
+
+
+def test_a_form_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="reshard_after_forward is True but"):
+        StepForm(reshard_after_backward=False)
+    with pytest.raises(ValueError, match="num_rounds is 0 but must be at least 1"):
+        StepForm(num_rounds=0)

@@ -1,7 +1,7 @@
 """HetFSDP: the module that users wrap around theirs."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -44,6 +44,10 @@ class HetFSDP(ModuleWithState):
         loss_sum, num_tokens = model(inputs, targets)  # this rank's samples, in plan order
         model.backward(loss_sum, num_tokens)           # instead of loss.backward()
         optimizer.step(); optimizer.zero_grad()
+
+    or, for all rounds of a plan that has several, with the samples of ``plan.sample_indices``:
+
+        loss = model.forward_backward(inputs, targets)
 
     Construction, forward, backward and the state dicts are collective.  ``parameters()``
     returns this rank's rows of each parameter.  A rank without samples calls the model with an
@@ -177,7 +181,8 @@ class HetFSDP(ModuleWithState):
             call = ModelCall.of(
                 self._forward, args, kwargs, loss_inputs, self._batch_dim, planned=planned
             )
-            output = self._runtime.forward(self._run_module, call, self.module.training)
+            with self._forgetting_rounds():
+                output = self._runtime.forward(self._run_module, call, self.module.training)
         self._backward.num_forwards += 1
         if output is None:
             zero = torch.zeros((), device=self._comm.device)
@@ -185,6 +190,43 @@ class HetFSDP(ModuleWithState):
         self._backward.expect(output)
         warn_of_large_output(output)
         return output
+
+    def _rounds_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
+    ) -> Iterator[Any]:
+        """The arguments of every round: (args, kwargs, loss_inputs)."""
+        rounds = self._runtime.num_rounds
+        if rounds == 1:
+            yield args, kwargs, loss_inputs
+            return
+        own = self.plan.ranks[self.position].rank_batch_size
+        with self._lifeline.guard("forward_backward"):
+            call = ModelCall.of(
+                self._forward,
+                args,
+                kwargs,
+                loss_inputs,
+                self._batch_dim,
+                planned=rounds * own,
+            )
+            if call.num_samples > rounds * own:
+                raise ValueError(
+                    f"forward_backward: position {self.position} of the plan got "
+                    f"{call.num_samples} samples but the plan gives it {own} in each of "
+                    f"{rounds} rounds. Pass those of plan.sample_indices(model.position)."
+                )
+        for i in range(rounds):
+            start, stop = (min(n * own, call.num_samples) for n in (i, i + 1))
+            yield call.with_rows(start, stop)
+
+    @contextmanager
+    def _forgetting_rounds(self) -> Iterator[None]:
+        """A context in which an error ends the step, with what its rounds have summed up."""
+        try:
+            yield
+        except BaseException:
+            self._runtime.forget_rounds()
+            raise
 
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
@@ -200,8 +242,46 @@ class HetFSDP(ModuleWithState):
         which no rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank
         has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
         finite; the model may be used again after that.
+
+        In a plan of several rounds, each is one call of the model and one of this.  All but the
+        last return None and set no gradient; the last returns the mean over all rounds.
         """
-        return self._backward.run(loss_sum, num_tokens)
+        with self._forgetting_rounds():
+            return self._backward.run(loss_sum, num_tokens)
+
+    def forward_backward(
+        self,
+        *args: Any,
+        loss_inputs: Any = (),
+        scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> float | None:
+        """All rounds of a step: ``model(...)`` and ``backward`` for each.  Collective.
+
+        The arguments hold this rank's samples of the whole step, round after round, as in
+        ``plan.sample_indices(model.position, num_samples)``.  The model, or ``loss_fn``,
+        returns ``(loss_sum, num_tokens)``.  ``scaler`` scales the loss, in float16.  Returns
+        the mean of the loss, as ``backward`` does of the last round, but never scaled.
+        """
+        loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+        if self._runtime.moment.round:
+            self.drop_rounds()
+        mean = None
+        for part in self._rounds_of(args, kwargs, loss_inputs):
+            positional, named, of_loss = part
+            loss_sum, num_tokens, *_ = self(*positional, loss_inputs=of_loss, **named)
+            if scaler is not None:
+                loss_sum = scaler.scale(loss_sum)
+            mean = self.backward(loss_sum, num_tokens)
+        return mean if mean is None or scaler is None else mean / scaler.get_scale()
+
+    def drop_rounds(self) -> None:
+        """Begin the step anew at the next call, without the rounds so far.  Collective.
+
+        For programs that go on after an error of their own between two rounds.
+        """
+        with self._lifeline.guard("drop_rounds"):
+            self._runtime.drop()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -246,7 +326,7 @@ class HetFSDP(ModuleWithState):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._runtime.step = step
+        self._runtime.end_step(step)
 
     def ask_to_end(self) -> None:
         """Ask all ranks to end the run, from this rank; may be called by a signal handler.

@@ -33,9 +33,8 @@ class CostModel(TurnPrices, MemoryPrices):
 
         Devices are those of the cluster, in its order.
         """
-        if plan.reshard_after_forward != self.reshard_after_forward:
-            other = replace(self, reshard_after_forward=plan.reshard_after_forward)
-            return other.predict(plan)
+        if plan.form != self.form:
+            return self.in_form(plan.form).predict(plan)
         self._check_devices(plan)
         self._check_units(plan)
         stored = self.stored_numels(plan.state_shares)
@@ -54,9 +53,10 @@ class CostModel(TurnPrices, MemoryPrices):
         known: dict[tuple[object, ...], RankCost] = {}
         costs = []
         for i, rank in enumerate(ranks):
-            key = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units)
+            last = plan.last_microbatch_sizes(i)
+            key = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, last)
             if key not in compute:
-                compute[key] = [self._class_seconds(each, rank) for each in turns.classes]
+                compute[key] = [self._class_seconds(each, rank, last) for each in turns.classes]
                 parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
             of_rank = (key, stored[i], rank.device.memory_capacity_bytes)
             if of_rank not in known:
@@ -94,10 +94,16 @@ class CostModel(TurnPrices, MemoryPrices):
                     seconds=max(comm_s, beside_s),
                 )
 
-    def _class_seconds(self, each: TurnClass, rank: RankPlan) -> tuple[float, float]:
-        forward_s, backward_s = self.unit_seconds(
-            rank.device.kind, each.kind.name, rank.microbatch_sizes
-        )
+    def _class_seconds(
+        self, each: TurnClass, rank: RankPlan, last: tuple[int, ...]
+    ) -> tuple[float, float]:
+        """Seconds of all rounds, of which the last has microbatches of ``last``."""
+        device, unit = rank.device.kind, each.kind.name
+        forward_s, backward_s = self.unit_seconds(device, unit, last)
+        if self.num_rounds > 1:
+            whole_s = self.unit_seconds(device, unit, rank.microbatch_sizes)
+            forward_s += (self.num_rounds - 1) * whole_s[0]
+            backward_s += (self.num_rounds - 1) * whole_s[1]
         if rank.recomputes(each.unit_fqn):
             backward_s += forward_s
         return each.num_units * forward_s, each.num_units * backward_s

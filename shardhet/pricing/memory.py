@@ -36,13 +36,15 @@ class MemoryPrices(Priced):
         """Bytes that a rank needs per element that it stores, buffers included.
 
         The buffers are copies of the largest unit's shard: two if parameters are gathered in
-        a dtype other than float32, and one more if gradients are reduced in one.
+        a dtype other than float32, and one more if gradients are reduced in one, or added to
+        those of earlier rounds.
         """
         workload = self.workload
         copies = 0.0
         if workload.param_dtype != "float32":
             copies += 2 * max(map(workload.gathered_bytes, workload.kinds))
-        if workload.reduce_dtype != "float32":
+        adds_rounds = self.num_rounds > 1 and self.reduce_each_round
+        if workload.reduce_dtype != "float32" or adds_rounds:
             trained = max(kind.trained_numel for kind in workload.kinds)
             copies += trained * workload.reduce_itemsize
         return workload.state_bytes_per_element + copies / workload.numel
@@ -60,12 +62,17 @@ class MemoryPrices(Priced):
 
     @cached_property
     def grad_bytes(self) -> int:
-        """Unsharded gradients of the unit in backward and of the one being reduced."""
+        """Unsharded gradients of the unit in backward and of the one being reduced.
+
+        Of all units if several rounds are reduced together.
+        """
 
         def nbytes(kind: UnitKind) -> int:
             return kind.trained_numel * self.workload.reduce_itemsize
 
-        return self._max_of_neighbours(nbytes) + sum(map(nbytes, self.root_kinds))
+        if self.reduce_each_round or self.num_rounds == 1 or self.cluster.world_size == 1:
+            return self._max_of_neighbours(nbytes) + sum(map(nbytes, self.root_kinds))
+        return sum(nbytes(self.workload.kind_of(unit)) for unit in self.workload.units)
 
     def _max_of_neighbours(self, nbytes: Callable[[UnitKind], int]) -> int:
         """The most bytes of two units that run one after the other."""

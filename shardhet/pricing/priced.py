@@ -1,20 +1,39 @@
 """The common base of the prices of seconds and of bytes."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.profiles import Profile
+from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 
 @dataclass(frozen=True)
 class Priced:
-    """Base class: a setting and what follows from it, for plans of one kind of resharding."""
+    """Base class: a setting and what follows from it, for plans of one form (``StepForm``)."""
 
     setting: Setting
     reshard_after_forward: bool = True  # else units stay unsharded until their backward
+    num_rounds: int = 1
+    reshard_after_backward: bool = True
+    reduce_each_round: bool = True
+
+    @property
+    def form(self) -> StepForm:
+        """The form of the plans that are priced."""
+        return StepForm(
+            num_rounds=self.num_rounds,
+            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_backward=self.reshard_after_backward,
+            reduce_each_round=self.reduce_each_round,
+        )
+
+    def in_form(self, form: StepForm) -> Self:
+        """The same setting for plans of another form."""
+        return self if form == self.form else replace(self, **asdict(form))
 
     @property
     def cluster(self) -> Cluster:

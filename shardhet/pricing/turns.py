@@ -19,7 +19,9 @@ from shardhet.records.workload import UnitKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClass:
-    """Units of one kind that the same ranks recompute, and the collectives beside them."""
+    """Units of one kind that the same ranks recompute, and the collectives beside them, in all
+    rounds of a step.
+    """
 
     kind: UnitKind
     num_units: int
@@ -49,7 +51,8 @@ class TurnPrices(Priced):
     @property
     def overhead_s(self) -> float:
         """The runtime's own time in all turns of a step."""
-        return len(Phase) * len(self.visited_units) * self.profile.turn_overhead_s
+        num_turns = len(Phase) * len(self.visited_units) * self.num_rounds
+        return num_turns * self.profile.turn_overhead_s
 
     def unit_seconds(
         self, device_kind: str | None, unit_kind: str, microbatch_sizes: Iterable[int]
@@ -173,9 +176,7 @@ class TurnPrices(Priced):
     ) -> tuple[dict[Phase, list[float]], float]:
         """Seconds of the launches that overlap each unit's turn in a phase, and of the rest."""
         num_units = len(self.visited_units)
-        schedule = straight_schedule(
-            num_units, reshard_after_forward=self.reshard_after_forward
-        )
+        schedule = straight_schedule(num_units, self.form)
         beside_s = {phase: [0.0] * num_units for phase in Phase}
         exposed = dict.fromkeys(schedule.launches())
         for i, turn in enumerate(schedule.turns):

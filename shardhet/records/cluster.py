@@ -191,7 +191,10 @@ class Cluster(Document):
                 _Kinds, {"kinds": read_document(path)}, source=str(path)
             ).kinds
         description = from_document(
-            _Description, document, source=source, version=cls.document_version
+            _Description,
+            document,
+            source=source,
+            versions=range(cls.document_version, cls.document_version + 1),
         )
         described = {kind.kind: kind for kind in (*kinds, *description.kinds)}
         if listed != []:  # a cluster that was measured and saved has an empty list

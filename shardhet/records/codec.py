@@ -70,6 +70,7 @@ class Document:
     __slots__ = ()
     document_name: ClassVar[str]
     document_version: ClassVar[int]
+    oldest_version: ClassVar[int | None] = None  # that is read, too; None: only the present one
 
     def to_json(self) -> str:
         """The record as versioned JSON text; equal records give equal text."""
@@ -85,7 +86,9 @@ class Document:
     @classmethod
     def from_document(cls, document: Any, *, source: str) -> Self:
         """Build a record from a parsed file; raises ``ValueError`` with file and field."""
-        return from_document(cls, document, source=source, version=cls.document_version)
+        oldest = cls.oldest_version or cls.document_version
+        versions = range(oldest, cls.document_version + 1)
+        return from_document(cls, document, source=source, versions=versions)
 
     def save(self, path: str | Path) -> None:
         """Write the record as JSON."""
@@ -141,17 +144,17 @@ def to_document(record: Any) -> dict[str, Any]:
 
 
 def from_document(
-    kind: type[T], document: Any, *, source: str, version: int | None = None
+    kind: type[T], document: Any, *, source: str, versions: range | None = None
 ) -> T:
-    """The record in a document; with ``version``, documents of another one are refused."""
-    if version is not None:
+    """The record in a document; with ``versions``, documents of other ones are refused."""
+    if versions is not None:
         given = _object(document, source)
         if "version" not in given:
             raise ValueError(f"{source}: field 'version' is missing. Add it.")
-        if given["version"] != version or type(given["version"]) is not int:
+        if type(given["version"]) is not int or given["version"] not in versions:
             raise ValueError(
                 f"{source}: version {given['version']!r} but this program reads version "
-                f"{version}. Make the file again with this version of shardhet."
+                f"{versions[-1]}. Make the file again with this version of shardhet."
             )
         document = {key: value for key, value in given.items() if key != "version"}
     try:

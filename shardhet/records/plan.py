@@ -6,10 +6,11 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
 from math import isfinite
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.codec import Document
+from shardhet.records.codec import OMITTABLE, Document
+from shardhet.records.schedule import StepForm
 
 SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 EVERY_UNIT = ("*",)
@@ -17,7 +18,7 @@ EVERY_UNIT = ("*",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What one device does in a step and what it keeps between steps."""
+    """What one device does in each round of a step, and what it keeps between steps."""
 
     device: DeviceSpec = DeviceSpec()
     microbatch_sizes: tuple[int, ...]  # samples in each microbatch; empty if it only stores
@@ -26,12 +27,12 @@ class RankPlan:
 
     @property
     def rank_batch_size(self) -> int:
-        """The number of samples of the global batch that this device computes."""
+        """The number of samples that this device computes in a round."""
         return sum(self.microbatch_sizes)
 
     @property
     def num_microbatches(self) -> int:
-        """The number of forward (and backward) passes through each unit per step."""
+        """The number of forward (and backward) passes through each unit per round."""
         return len(self.microbatch_sizes)
 
     def recomputes(self, unit_fqn: str) -> bool:
@@ -65,13 +66,20 @@ class PlannedUnit:
 class Plan(Document):
     """One entry per device, in an order that the plan itself defines.
 
-    The global batch and every flat tensor are dealt in this order.  ``units`` says which
-    model the plan was made for; a plan without it fits any model.
+    The samples of a round and every flat tensor are dealt in this order.  A step takes the
+    microbatches of all devices ``num_rounds`` times and adds up the gradients; the resharding
+    is that of ``StepForm``.  ``units`` says which model the plan was made for; a plan without
+    it fits any model.
     """
 
     document_name: ClassVar[str] = "plan"
-    document_version: ClassVar[int] = 1
+    document_version: ClassVar[int] = 2
+    oldest_version: ClassVar[int] = 1  # of a step of one round
     reshard_after_forward: bool = True  # False keeps every unit unsharded until its backward
+    num_rounds: Annotated[int, OMITTABLE] = 1
+    reshard_after_backward: Annotated[bool, OMITTABLE] = True  # False: until the step ends
+    reduce_each_round: Annotated[bool, OMITTABLE] = True  # False: gradients are reduced last
+    last_round_size: int | None = None  # samples of the last round; None: as many as of any
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
 
@@ -91,6 +99,23 @@ class Plan(Document):
             raise ValueError(
                 "plan: no device computes anything. Give at least one device a microbatch."
             )
+        _ = self.form  # raises if there is no such form
+        last = self.last_round_size
+        if last is not None and not 0 < last <= self.round_size:
+            raise ValueError(
+                f"plan: last_round_size is {last} but must be from 1 to {self.round_size}, the "
+                "samples of a round. Leave it out if all rounds are full."
+            )
+
+    @property
+    def form(self) -> StepForm:
+        """The rounds of a step, and how often units are gathered and reduced."""
+        return StepForm(
+            num_rounds=self.num_rounds,
+            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_backward=self.reshard_after_backward,
+            reduce_each_round=self.reduce_each_round,
+        )
 
     @property
     def world_size(self) -> int:
@@ -99,7 +124,13 @@ class Plan(Document):
 
     @property
     def global_batch_size(self) -> int:
-        """The number of samples in one optimizer step, over all devices."""
+        """The number of samples in one optimizer step, over all devices and rounds."""
+        last = self.round_size if self.last_round_size is None else self.last_round_size
+        return (self.num_rounds - 1) * self.round_size + last
+
+    @property
+    def round_size(self) -> int:
+        """The number of samples in one round, over all devices."""
         return sum(rank.rank_batch_size for rank in self.ranks)
 
     @property
@@ -109,8 +140,38 @@ class Plan(Document):
         return tuple(rank.state_share / total for rank in self.ranks)
 
     def first_sample(self, position: int) -> int:
-        """Index in the global batch of the first sample dealt to the device at ``position``."""
+        """Index in a round of the first sample dealt to the device at ``position``."""
         return sum(rank.rank_batch_size for rank in self.ranks[:position])
+
+    def round_samples(
+        self, position: int, round_index: int, num_samples: int | None = None
+    ) -> range:
+        """Indices in the global batch of what the device at ``position`` computes in a round.
+
+        If the step has only ``num_samples``, its last rounds, and in a round the last
+        positions, get fewer samples or none.
+        """
+        end = self.global_batch_size if num_samples is None else num_samples
+        if not 0 <= end <= self.global_batch_size:
+            raise ValueError(
+                f"plan: {end} samples but a step has from 0 to {self.global_batch_size}. Draw "
+                "batches of plan.global_batch_size."
+            )
+        start = round_index * self.round_size + self.first_sample(position)
+        stop = start + self.ranks[position].rank_batch_size
+        return range(min(start, end), min(stop, end))
+
+    def last_microbatch_sizes(self, position: int) -> tuple[int, ...]:
+        """The microbatches that the device at ``position`` computes in the last round."""
+        if self.last_round_size is None:
+            return self.ranks[position].microbatch_sizes
+        num_samples = len(self.round_samples(position, self.num_rounds - 1))
+        return self.ranks[position].split(num_samples)
+
+    def sample_indices(self, position: int, num_samples: int | None = None) -> list[int]:
+        """``round_samples`` of all rounds, one round after the other."""
+        rounds = range(self.num_rounds)
+        return [i for r in rounds for i in self.round_samples(position, r, num_samples)]
 
     @property
     def digest(self) -> str:
@@ -128,14 +189,19 @@ class Plan(Document):
         recompute: bool | Sequence[bool | Sequence[str]] = False,
         devices: Sequence[DeviceSpec] | None = None,
         reshard_after_forward: bool = True,
+        num_rounds: int = 1,
+        reshard_after_backward: bool = True,
+        reduce_each_round: bool = True,
+        global_batch_size: int | None = None,
     ) -> Self:
-        """A plan from one entry per device.
+        """A plan from one entry per device, for each round.
 
         Give either ``num_microbatches`` (all microbatches are full) or ``rank_batch_sizes``
         (the last microbatch may be smaller); with neither, every device with a microbatch size
         runs one microbatch.  Without ``state_shares`` each device stores by its memory if all
         ``devices`` state theirs, and otherwise as much as any other.  ``recompute`` is one bool
-        for all devices, or one bool or list of unit patterns per device.
+        for all devices, or one bool or list of unit patterns per device.  With a
+        ``global_batch_size`` the last round has what the others leave of it.
         """
         world_size = len(microbatch_sizes)
         if num_microbatches is not None and rank_batch_sizes is not None:
@@ -156,6 +222,7 @@ class Plan(Document):
         if state_shares is None:
             state_shares = _shares_by_memory(devices)
         _check_lengths(world_size, state_shares=state_shares, recompute=claims, devices=devices)
+        round_size = sum(map(sum, sizes))
         return cls(
             ranks=tuple(
                 RankPlan(
@@ -167,6 +234,10 @@ class Plan(Document):
                 for i in range(world_size)
             ),
             reshard_after_forward=reshard_after_forward,
+            num_rounds=num_rounds,
+            reshard_after_backward=reshard_after_backward,
+            reduce_each_round=reduce_each_round,
+            last_round_size=_last_round_size(global_batch_size, num_rounds, round_size),
         )
 
     @classmethod
@@ -215,6 +286,19 @@ class Plan(Document):
             state_shares=state_shares or None,
             recompute=recompute,
         )
+
+
+def _last_round_size(total: int | None, num_rounds: int, round_size: int) -> int | None:
+    """What is left of ``total`` samples for the last round; None if it is a whole one."""
+    if total is None or total == num_rounds * round_size:
+        return None
+    least = (num_rounds - 1) * round_size + 1
+    if not least <= total <= num_rounds * round_size:
+        raise ValueError(
+            f"plan: global_batch_size is {total} but {num_rounds} rounds of {round_size} "
+            f"samples make {least} to {num_rounds * round_size}. Change num_rounds or it."
+        )
+    return total - least + 1
 
 
 def _check_rank(i: int, rank: RankPlan) -> None:

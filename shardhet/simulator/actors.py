@@ -1,6 +1,6 @@
 """The ranks of a simulated step: what each does in which turn, and what it has done."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from shardhet.pricing.cost import CostModel
@@ -104,10 +104,12 @@ def make_actors(
     actors: dict[tuple[object, ...], Actor] = {}
     for position, rank in enumerate(plan.ranks):
         kind = model.cluster.devices[position].kind
-        key = (kind, rank.microbatch_sizes, rank.recomputed_units)
+        last = plan.last_microbatch_sizes(position)
+        key = (kind, rank.microbatch_sizes, rank.recomputed_units, last)
         if key not in actors:
+            here = replace(rank, device=model.cluster.devices[position])
             actors[key] = _actor(
-                model, len(actors), kind, rank, schedule, keeps_records=keeps_records
+                model, len(actors), here, last, schedule, keeps_records=keeps_records
             )
         actors[key].positions.append(position)
     return list(actors.values())
@@ -116,23 +118,26 @@ def make_actors(
 def _actor(
     model: CostModel,
     index: int,
-    device_kind: str | None,
     rank: RankPlan,
+    last: tuple[int, ...],  # its microbatches in the last round
     schedule: Schedule,
     *,
     keeps_records: bool,
 ) -> Actor:
-    units = model.visited_units
+    units, device_kind = model.visited_units, rank.device.kind
     computes = bool(rank.rank_batch_size)
     is_again = [rank.recomputes(unit.fqn) for unit in units]
     by_kind = {
-        kind: model.unit_seconds(device_kind, kind, rank.microbatch_sizes)
+        (kind, sizes): model.unit_seconds(device_kind, kind, sizes)
         for kind in dict.fromkeys(unit.kind for unit in units)
+        for sizes in (rank.microbatch_sizes, last)
     }
     seconds, running, kept = [], [], []
     for turn in schedule.turns:
         unit, is_backward = units[turn.unit], turn.phase is Phase.BACKWARD
-        forward_s, backward_s = by_kind[unit.kind]
+        is_last = turn.round == schedule.form.num_rounds - 1
+        sizes = last if is_last else rank.microbatch_sizes
+        forward_s, backward_s = by_kind[unit.kind, sizes]
         if is_backward and is_again[turn.unit]:
             backward_s += forward_s
         seconds.append(backward_s if is_backward else forward_s)

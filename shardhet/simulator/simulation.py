@@ -6,7 +6,7 @@ Ranks go through the turns of ``shardhet.records.schedule``, as in the runtime:
     compute      all microbatches; slowed by ``overlap_excess`` during a transfer
     end turn     if something is launched after it, such as the reduction of complete
                  gradients: wait until the earlier ones leave room for one more in flight
-    between      all ranks agree between forward and backward, and after the last transfer
+    between      all ranks agree between phases, and after the last transfer
 
 A transfer starts when all ranks have launched it, its resource is free, and the transfers of
 its kind that were launched before it are done.  Gathers and reductions share the links.
@@ -21,7 +21,7 @@ import numpy as np
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import straight_schedule
+from shardhet.records.schedule import Phase, straight_schedule
 from shardhet.simulator.actors import WAITING_STATES, Actor, State, make_actors
 from shardhet.simulator.links import Links
 from shardhet.simulator.timeline import RankTimeline, Timeline, Work, merged
@@ -31,13 +31,13 @@ NEGLIGIBLE = 1e-12  # of the clock: what remains of a computation is then roundi
 
 def simulate(plan: Plan, setting: Setting) -> Timeline:
     """The predicted timeline of one optimizer step."""
-    model = CostModel(setting, plan.reshard_after_forward)
+    model = CostModel(setting).in_form(plan.form)
     return _Simulation(model, plan, keeps_records=True).run()
 
 
 def simulated_step_s(plan: Plan, setting: Setting) -> float:
     """The step time of ``simulate`` alone."""
-    model = CostModel(setting, plan.reshard_after_forward)
+    model = CostModel(setting).in_form(plan.form)
     return _Simulation(model, plan, keeps_records=False).run_to_end()
 
 
@@ -49,9 +49,7 @@ class _Simulation:
         self.plan = plan
         self.clock_s = 0.0
         units = model.visited_units
-        self.schedule = straight_schedule(
-            len(units), reshard_after_forward=plan.reshard_after_forward
-        )
+        self.schedule = straight_schedule(len(units), plan.form)
         self.ahead = [self.schedule.launched_by(i) for i in range(len(self.schedule.turns))]
         self.predicted = model.predict(plan)
         self.actors = make_actors(model, plan, self.schedule, keeps_records=keeps_records)
@@ -68,7 +66,9 @@ class _Simulation:
         excess = np.array([actor.overlap_excess for actor in self.actors])
         self.speeds = {False: np.ones(len(self.actors)), True: 1.0 - excess}
         self.is_slowed = {False: False, True: bool((excess >= 1).any())}
-        self.num_arrived = {self.schedule.num_forward: 0, len(self.schedule.turns): 0}
+        # By turn before which all ranks agree: between phases, between rounds, at the end.
+        places = range(len(self.schedule.turns) + 1)
+        self.num_arrived = {i: 0 for i in places if self.schedule.is_border(i)}
         self.has_news = False  # those who wait have to look again
 
     def run(self) -> Timeline:
@@ -204,10 +204,11 @@ class _Simulation:
         elif state is State.WAIT_GATHER:
             return self.begin_compute(actor)
         elif state is State.COMPUTE:
-            is_forward = actor.turn < self.schedule.num_forward
+            turn = self.schedule.turns[actor.turn]
+            is_forward = turn.phase is Phase.FORWARD
             actor.leave(self.clock_s, Work.FORWARD if is_forward else Work.BACKWARD)
             actor.end_compute(self.clock_s)
-            if self.schedule.turns[actor.turn].after:
+            if turn.after:
                 self.enter(actor, State.WAIT_REDUCE)
             else:
                 self.end_turn(actor)
@@ -246,8 +247,9 @@ class _Simulation:
             self.has_news |= self.num_arrived[actor.turn] == len(self.actors)
         if actor.turn == len(self.schedule.turns):
             self.enter(actor, State.FLUSH)
-        elif actor.turn == self.schedule.num_forward:
-            self.launch_ahead(actor)  # overlaps the exchange of the loss
+        elif actor.turn in self.num_arrived:
+            if self.schedule.turns[actor.turn].phase is Phase.BACKWARD:
+                self.launch_ahead(actor)  # overlaps the exchange of the loss
             self.enter(actor, State.AGREE)
         else:
             self.enter(actor, State.BEGIN)

@@ -117,6 +117,36 @@ class ModelCall:
         args, kwargs, loss_inputs = unflatten(self.leaves, self.spec)
         return args, kwargs, loss_inputs
 
+    def with_rows(
+        self, start: int, stop: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """The arguments with only the samples from ``start`` to ``stop``.
+
+        A tensor is cut if its batch dimension is as long as the samples.  Raises ``ValueError``
+        if it is a multiple of that, unless ``batch_dim`` names it.
+        """
+        if not self.num_samples:
+            return self.with_all()
+        for name, is_named, factor in zip(
+            self.names, self.are_named, self.candidates(), strict=True
+        ):
+            if factor > 1 and not is_named:
+                raise ValueError(
+                    f"forward_backward: argument {name!r} has {factor} rows a sample, or none "
+                    f"of its own. Say HetFSDP(batch_dim={{{name!r}: 0}}), or None for no "
+                    "samples, or call model(...) and model.backward for each round."
+                )
+        leaves = [
+            leaf.narrow(dim, start * factor, (stop - start) * factor)
+            if factor and dim is not None
+            else leaf
+            for leaf, dim, factor in zip(
+                self.leaves, self.batch_dims, self.candidates(), strict=True
+            )
+        ]
+        args, kwargs, loss_inputs = unflatten(leaves, self.spec)
+        return args, kwargs, loss_inputs
+
     def candidates(self) -> list[int]:
         """By leaf: the length of its batch dimension divided by the number of samples; 0 if it
         has no such dimension or the length is no multiple.

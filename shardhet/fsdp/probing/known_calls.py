@@ -37,6 +37,11 @@ class KnownCalls:
         """The findings for the forward in progress."""
         return self._findings[self._index]
 
+    @property
+    def latest(self) -> int:
+        """The index of the findings of the last forward."""
+        return self._index
+
     def index_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> int:
         """The index of this rank's findings for such a call; UNKNOWN if it has none."""
         return self._index_by_key.get(_key(call, is_training, splits), UNKNOWN)

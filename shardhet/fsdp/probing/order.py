@@ -10,7 +10,7 @@ ranks without samples follow it without being told, and a visit out of order is 
 from collections.abc import Sequence
 
 from shardhet.comm.channel import Channel
-from shardhet.records.schedule import Schedule, Segment, make_schedule
+from shardhet.records.schedule import Segment, make_schedule
 
 NOT_VISITING = -1
 END_OF_FORWARD = -2
@@ -74,31 +74,26 @@ class VisitOrder:
     """Checks the order of visits of the forward in progress against its schedule."""
 
     def __init__(self, unit_fqns: Sequence[str]) -> None:
-        self.schedule = make_schedule(
-            (), trainable_units=frozenset(), reshard_after_forward=True
-        )
+        self.schedule = make_schedule((), trainable_units=frozenset())
         self._fqns = tuple(unit_fqns)
 
-    def begin(self, schedule: Schedule) -> None:
-        """Begin a forward with this schedule."""
-        self.schedule = schedule
-
-    def expect(self, place: int, unit: int, needs_backward: bool) -> bool:
-        """Whether the scheduled visit at this place has a backward.
+    def expect(self, segment: int, unit: int, needs_backward: bool) -> bool:
+        """Whether the scheduled visit at this place of forward has a backward.
 
         Raises ``RuntimeError`` if the schedule has another visit here, or one without a
         backward although this visit needs one.
         """
-        turns = self.schedule.turns[: self.schedule.num_forward]
-        expected = turns[place].unit if place < len(turns) else END_OF_FORWARD
+        segments = self.schedule.segments
+        has_backward = False
+        expected = END_OF_FORWARD
+        if segment < len(segments):
+            expected, has_backward = segments[segment].unit, segments[segment].needs_backward
         if unit != expected:
             raise RuntimeError(
-                f"model(...): unit {self._name(unit)!r} was called at place {place} of "
+                f"model(...): unit {self._name(unit)!r} was called at place {segment} of "
                 f"forward, where {self._name(expected)!r} was when the order was found. Call "
                 "the units in the same order at every step."
             )
-        backward = self.schedule.turns[len(turns) :]
-        has_backward = any(turn.segment == place for turn in backward)
         if needs_backward and not has_backward:
             raise RuntimeError(
                 f"model(...): unit {self._name(unit)!r} needs a backward now, unlike when the "
@@ -106,10 +101,10 @@ class VisitOrder:
             )
         return has_backward
 
-    def end_visits(self, place: int) -> None:
+    def end_visits(self, segment: int) -> None:
         """Raise ``RuntimeError`` if a computing rank leaves the forward too early."""
-        if place < self.schedule.num_forward:
-            missing = self._name(self.schedule.turns[place].unit)
+        if segment < len(self.schedule.segments):
+            missing = self._name(self.schedule.segments[segment].unit)
             raise RuntimeError(
                 f"model(...): forward ended before unit {missing!r} was called, as it was when "
                 f"the order was found. Call the units in the same order at every step."

@@ -35,7 +35,7 @@ from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.watch import Refusal
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
-from shardhet.records.schedule import Schedule, make_schedule
+from shardhet.records.schedule import Schedule, StepForm, make_schedule
 
 MAX_ATTEMPTS = 8
 
@@ -76,7 +76,7 @@ class Prober:
         *,
         control: Channel,
         device: torch.device,
-        reshard_after_forward: bool,
+        form: StepForm,
     ) -> None:
         self.is_running = False
         self.module = module
@@ -85,7 +85,7 @@ class Prober:
         self.caches = caches
         self.control = control
         self.device = device
-        self._reshard_after_forward = reshard_after_forward
+        self._form = form
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._probe: Probe | None = None
         self._finder = OrderFinder([], control)
@@ -170,8 +170,8 @@ class Prober:
         schedule = make_schedule(
             attempt.segments,
             trainable_units=trainable,
-            # Evaluation has no backward that could use the unsharded parameters again.
-            reshard_after_forward=self._reshard_after_forward or not has_gradients,
+            # Evaluation is one round, and has no backward that could use the parameters again.
+            form=self._form if has_gradients else StepForm(),
         )
         probe = attempt.probe
         rules = {} if probe is None else probe.rules

@@ -15,12 +15,13 @@ from shardhet.records.layout import FlatLayout, Span
 
 
 class GradState(Enum):
-    """The state of a flat tensor's gradient on one rank."""
+    """The state of a flat tensor's gradient on one rank, in a round or in several."""
 
     NONE = auto()  # at the start, and after take() or drop()
     ACCUMULATING = auto()  # after begin(): microbatches add; never on a rank without samples
     REDUCING = auto()  # after reduce(): peers and the reduce stream read it
-    REDUCED = auto()  # after finish(): only this rank's part of the sum is left
+    REDUCED = auto()  # after finish(): only this rank's part of the sum is left.  A later round
+    # begins to accumulate again, and its part is added.
 
 
 class FlatGradient:
@@ -36,7 +37,7 @@ class FlatGradient:
         self, layout: FlatLayout, position: int, comm: CommContext, reduce_dtype: torch.dtype
     ) -> None:
         self.state = GradState.NONE
-        # By parameter: whether this rank had a gradient when reduce() was called.
+        # By parameter: whether this rank had a gradient when reduce() was called, in any round.
         self.has_grad = [False] * len(layout.param_spans)
         self._layout = layout
         self._own_numel = layout.shard_numels[position]
@@ -49,7 +50,8 @@ class FlatGradient:
         # that autograd made on a rank that is alone.
         self._sums: dict[int, Tensor] = {}
         self._reduction: Pending | None = None
-        self._reduced: Tensor | None = None  # [own numel]
+        self._reduced: Tensor | None = None  # [own numel], of the round in progress
+        self._total: Tensor | None = None  # [own numel], of all rounds
 
     @property
     def is_private(self) -> bool:
@@ -62,7 +64,7 @@ class FlatGradient:
         return self._is_whole and self.is_private
 
     def begin(self) -> None:
-        """NONE -> ACCUMULATING; does nothing if already ACCUMULATING."""
+        """NONE (or REDUCED, in a round before) -> ACCUMULATING; nothing if ACCUMULATING."""
         if self.state is GradState.ACCUMULATING:
             return
         self.state = GradState.ACCUMULATING
@@ -96,10 +98,10 @@ class FlatGradient:
         """ACCUMULATING (or NONE, without samples) -> REDUCING: launch the reduce-scatter."""
         comm = self._comm
         self.state = GradState.REDUCING
-        self.has_grad = [i in self._sums for i in range(len(self.has_grad))]
+        self.has_grad = [had or i in self._sums for i, had in enumerate(self.has_grad)]
         if self._whole is not None:
-            self._sums = {}
             self._zero_what_nothing_wrote(self._whole)
+            self._sums = {}
         if self.is_private:  # no rank takes part in a reduction
             if not self._own_numel:
                 self._reduced = torch.empty(0, dtype=self._dtype, device=comm.device)
@@ -124,6 +126,8 @@ class FlatGradient:
             with comm.on_stream(comm.reduce_scatter_stream):
                 self._reduction.wait()
                 self._reduction.wait_sent()
+                # On the stream that allocated both.
+                self._add_to_total()
                 event = comm.record_event(comm.reduce_scatter_stream)
             # .grad is read on the compute stream.
             comm.current_stream().wait_event(event)
@@ -132,15 +136,31 @@ class FlatGradient:
                 # Not earlier: peers and the reduce stream were reading it.
                 comm.buffers.take_back(self._whole)
         self._whole = None
+        self._add_to_total()
         self.state = GradState.REDUCED
+
+    def _add_to_total(self) -> None:
+        if self._total is None:
+            self._total = self._reduced
+        elif self._reduced is not None:
+            self._total.add_(self._reduced)
+        self._reduced = None
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what the rounds so far have summed up; nothing is being reduced."""
+        held = [each for each in (self._whole, self._total) if each is not None]
+        # Without a whole buffer the sums are tensors of their own.
+        for each in held if self._whole is not None else (*held, *self._sums.values()):
+            each.mul_(factor)
 
     def take(self) -> tuple[Tensor | None, dict[int, Tensor]]:
         """REDUCED -> NONE: this rank's part of the sum, [own numel], or a lone rank's sums.
 
         Returns (None, {}) if the unit was not visited in this step.
         """
-        taken = self._reduced, self._sums
-        self._reduced, self._sums = None, {}
+        taken = self._total, self._sums
+        self._reduced = self._total = None
+        self._sums = {}
         self._end()
         return taken
 
@@ -166,8 +186,8 @@ class FlatGradient:
     def _zero_what_nothing_wrote(self, whole: Tensor) -> None:
         for gap in self._layout.gap_spans:
             whole[gap.start : gap.stop].zero_()
-        for i, has_grad in enumerate(self.has_grad):
-            if not has_grad:
+        for i in range(len(self.has_grad)):
+            if i not in self._sums:
                 self._part(whole, i).zero_()
 
 

@@ -11,7 +11,7 @@ from shardhet.fsdp.microbatch.surroundings import Context, Seeded, Surrounding
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import RankBatch
+from shardhet.fsdp.step.rank_batch import Moment, RankBatch
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule import Phase
 
@@ -20,10 +20,10 @@ from shardhet.records.schedule import Phase
 class BackwardTurn(Surrounding):
     """The backward turn of a visit of a unit."""
 
-    enter: Callable[[int, int], None]  # called with segment and step
+    enter: Callable[[int, Moment], None]  # called with segment and moment
     leave: Callable[[], None]  # not called after an error
     segment: int
-    step: int
+    moment: Moment
 
     def in_phase(self, phase: Phase) -> Context | None:
         """Begin the unit's turn when autograd reaches the visit, and end it."""
@@ -31,7 +31,7 @@ class BackwardTurn(Surrounding):
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
-        self.enter(self.segment, self.step)
+        self.enter(self.segment, self.moment)
         yield
         self.leave()
 

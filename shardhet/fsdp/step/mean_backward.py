@@ -1,4 +1,11 @@
-"""Backward from a rank's loss to gradients of the mean over all ranks' tokens."""
+"""Backward from a rank's loss to gradients of the mean over all ranks' tokens.
+
+[Note: Scale of the loss]
+In a step of one round the loss is divided by the number of tokens before backward.  In several
+rounds the number is not known then: every backward is scaled by the same power of two, near
+what the number will be, and the sums are multiplied once, at the end.  Powers of two do not
+round.
+"""
 
 import logging
 import math
@@ -49,6 +56,10 @@ class MeanBackward:
         self._control = rows.control
         self._lifeline = rows.lifeline
         self._is_in_backward = False
+        # Of the rounds of the step so far
+        self._sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
+        self._power = torch.ones(())  # by which losses are multiplied, on the device
+        self._scale_on_host: HostCopy | None = None  # the same; None in a step of one round
 
     def run(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
         """See ``HetFSDP.backward``.  Collective."""
@@ -70,9 +81,8 @@ class MeanBackward:
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
                 rows_on_host, total = self._share(loss_sum, num_tokens)
-            # The loss is divided by the tokens of all ranks before backward.  The divisor stays
-            # a tensor, so that the host does not wait for an accelerator.
-            seed_grad = torch.where(total == 0, 1.0, total).reciprocal().to(loss_sum.dtype)
+            is_last = self._runtime.is_last_round
+            seed_grad = self._scale(total).to(loss_sum.dtype)
 
             def run_autograd() -> None:
                 if loss_sum.requires_grad:
@@ -83,22 +93,55 @@ class MeanBackward:
                 self._runtime.backward(run_autograd)
             finally:
                 self._is_in_backward = False
-            has_grad = self._agree_on_grads()
-            losses, counts = rows_on_host.read().T.tolist()
-        self._runtime.step += 1
+            has_grad = self._agree_on_grads() if is_last else {}
+            of_round = rows_on_host.read()
+            self._sums = of_round if self._sums is None else self._sums + of_round
+            losses, counts = self._sums.T.tolist()
+            is_finite = all(map(math.isfinite, losses))
+            if is_finite and not is_last:
+                return None
+            if not is_finite or sum(counts) == 0:
+                self._runtime.drop()
+        self._runtime.end_step(self._runtime.step + 1)
         progress.end_step(self._runtime.step)
-        if not all(map(math.isfinite, losses)) or sum(counts) == 0:
-            for flat in self._flats:
-                flat.drop_grads()
+        if not is_finite or sum(counts) == 0:
             self._check_finite(losses)
             logger.warning("step %d has no valid token and is skipped.", self._runtime.step)
             return None
         with self._lifeline.guard("hooks on parameters"):
             for flat in self._flats:
                 if flat.is_trainable:
+                    if self._scale_on_host is not None:
+                        scale = self._scale_on_host.read().item()
+                        flat.grad.multiply(1.0 / (scale * sum(counts)))
                     has = [has_grad[slot.fqn] for slot in flat.slots]
                     set_grads_with_hooks(flat, has, self._hooks, self._rows)
         return float(sum(losses) / sum(counts))
+
+    def _scale(self, num_tokens: Tensor) -> Tensor:
+        """By what to multiply the loss of a round in which all ranks have so many tokens.
+
+        It stays a tensor, so that the host does not wait for an accelerator.
+        """
+        divisor = torch.where(num_tokens == 0, 1.0, num_tokens)
+        rounds, before = self._runtime.num_rounds, self._scale_on_host
+        if not self._runtime.moment.round:
+            self._sums, before = None, None
+        if rounds == 1:
+            self._scale_on_host = None
+            return divisor.reciprocal()
+        if self._sums is None or not self._sums[:, 1].any():
+            # See [Note: Scale of the loss].  m / (m 2^e) is exact, also where exp2 is not.
+            mantissa, _ = torch.frexp(divisor * rounds)
+            nearest = torch.where(mantissa < 0.5**0.5, 2.0, 1.0)
+            self._power = nearest * mantissa / (divisor * rounds)
+            self._scale_on_host = HostCopy(self._power)
+            if before is not None:  # the rounds so far, without tokens, are rescaled
+                self._runtime.finish_reductions()
+                factor = (self._scale_on_host.read() / before.read()).item()
+                for flat in self._flats:
+                    flat.grad.multiply(factor)
+        return self._power
 
     def _agree_on_grads(self) -> dict[str, bool]:
         """Which parameters have a gradient on any rank, by fqn.  Collective."""

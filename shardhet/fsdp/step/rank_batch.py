@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,12 +11,21 @@ from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.records.plan import Plan
 
 
+class Moment(NamedTuple):
+    """When a forward is: which round of which step."""
+
+    step: int  # number of steps finished before
+    round: int = 0  # of this step
+    num_samples_before: int = 0  # of all ranks, in its rounds before
+
+
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """The part of this step's global batch that this rank computes."""
+    """The part of this round's samples that this rank computes."""
 
     microbatch_sizes: tuple[int, ...]
     first_sample: int  # index in the global batch
+    num_together: int  # samples of all ranks
     computing: tuple[int, ...]  # positions of all ranks that compute something
     step: int  # number of steps finished before
 
@@ -26,7 +36,7 @@ class RankBatch:
 
 
 def agree_on_batch(
-    plan: Plan, control: Channel, *, num_samples: int, index: int, step: int
+    plan: Plan, control: Channel, *, num_samples: int, index: int, moment: Moment
 ) -> tuple[RankBatch, int]:
     """This rank's part of the batch, and the index of the findings to use.  Collective.
 
@@ -35,12 +45,14 @@ def agree_on_batch(
     ways, or with more samples than the plan gives them.
     """
     with_gradients = torch.is_grad_enabled()
-    rows = control.enter("model(...)", [num_samples, 2 * index + with_gradients, step])
+    num_rounds = plan.num_rounds
+    finished = moment.step * num_rounds + moment.round
+    rows = control.enter("model(...)", [num_samples, 2 * index + with_gradients, finished])
     gradients = [bool(int(row[1]) % 2) for row in rows]
-    steps = [row[2] for row in rows]
     for name, values in (
         ("gradients enabled", gradients),
-        ("the number of finished steps", steps),
+        ("the number of finished steps", [row[2] // num_rounds for row in rows]),
+        ("the number of its finished rounds", [row[2] % num_rounds for row in rows]),
     ):
         if len(set(values)) > 1:
             raise ValueError(
@@ -53,9 +65,10 @@ def agree_on_batch(
         _check_fits_plan(plan, sizes)
     batch = RankBatch(
         microbatch_sizes=plan.ranks[position].split(num_samples),
-        first_sample=sum(sizes[:position]),
+        first_sample=moment.num_samples_before + sum(sizes[:position]),
+        num_together=sum(sizes),
         computing=tuple(i for i, size in enumerate(sizes) if size),
-        step=step,
+        step=moment.step,
     )
     known = {int(row[1]) // 2 for row in rows if row[0]}
     return batch, known.pop() if len(known) == 1 else UNKNOWN

@@ -27,7 +27,7 @@ from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import RankBatch, agree_on_batch
+from shardhet.fsdp.step.rank_batch import Moment, RankBatch, agree_on_batch
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.step.unit_by_unit import UnitByUnit
 from shardhet.records.plan import Plan
@@ -55,7 +55,7 @@ class Runtime:
         self.observers = Observers(
             None if devices.is_on_host(comm.device) else comm.mark_device_time
         )
-        self.step = 0  # number of finished steps
+        self.moment = Moment(0)  # of the next forward, or of the one in progress
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self._comm = comm
         self._control = control
@@ -85,7 +85,13 @@ class Runtime:
         """Compute as ``plan`` says from the next forward on."""
         self._plan = plan
         self._rank_plan = plan.ranks[self._control.position]
-        self._several_compute = sum(bool(rank.rank_batch_size) for rank in plan.ranks) > 1
+        self.num_rounds = plan.num_rounds
+        computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
+        # In several rounds these stay the same, whichever of them have samples in one: a unit
+        # that is kept for the next round, and gradients kept in one, are on all of them.
+        self._receivers = tuple(computing) if plan.num_rounds > 1 else None
+        # Whether the global batch is cut at all: between ranks, or between rounds.
+        self._is_cut = len(computing) > 1 or plan.num_rounds > 1
         self._visits = Visits(
             root=self.root,
             rank_plan=self._rank_plan,
@@ -101,7 +107,7 @@ class Runtime:
             self._caches,
             control=self._control,
             device=self._comm.device,
-            reshard_after_forward=plan.reshard_after_forward,
+            form=plan.form,
         )
         self._known = KnownCalls(self._prober, self._control)
 
@@ -110,26 +116,37 @@ class Runtime:
     def forward(self, run_module: RunModule, call: ModelCall, is_training: bool) -> Any:
         """The module's output; on a rank without samples an empty one.  Collective.
 
-        Returns None if no rank has samples.
+        Returns None if no rank has samples, unless earlier rounds of the step had some.
         """
-        self.abandon()
-        self.features.begin()
         self._has_gradients = torch.is_grad_enabled()
-        # Whether the global batch is cut at all: between ranks, or into microbatches.
-        splits = self._several_compute or (
+        if self.moment.round:
+            self._check_goes_on()
+        else:
+            self.abandon()
+        self.features.begin()
+        splits = self._is_cut or (
             call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
         )
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         with self.observers.watch("", Activity.AGREE):
-            counted = {"num_samples": call.num_samples, "index": index, "step": self.step}
-            self.batch, index = agree_on_batch(self._plan, self._control, **counted)
-        first = self.batch.first_sample
+            self.batch, index = agree_on_batch(
+                self._plan,
+                self._control,
+                num_samples=call.num_samples,
+                index=index,
+                moment=self.moment,
+            )
+        first = self.batch.first_sample - self.moment.num_samples_before
         self.own_samples = range(first, first + self.batch.num_samples)
         self.had_samples = bool(self.batch.computing)
         if not self.batch.computing:
-            self.features.is_in_forward = False
-            return None
+            if not self.moment.round:
+                self.features.is_in_forward = False
+                return None
+            index = self._known.latest  # its turns are taken all the same
         self._comm.receivers = self.batch.computing
+        if self._receivers is not None and self._has_gradients:
+            self._comm.receivers = self._receivers
         self._comm.mark_compute()  # gathers read shards that the optimizer wrote
         self._walk.take_in(self.root)
         if index == UNKNOWN:
@@ -139,14 +156,14 @@ class Runtime:
                 index, call, run_module, is_training=is_training, splits=splits
             )
         self._num_visits.clear()
-        self._walk.begin(findings.schedule)
+        self._walk.begin(findings.schedule, self.moment.round)
         output = None
         if is_training:
             self._norms.begin()
         if self.batch.num_samples:
             taken_over = self._dropout.taken_over(is_needed=findings.has_root_dropout)
             with self._random.around(is_training), taken_over:
-                self._random.seed("", 0, self.step, self.batch.first_sample, is_training)
+                self._random.seed("", 0, self.batch.step, self.batch.first_sample, is_training)
                 output = run_module(*call.with_all())
             self._walk.end_forward()
         else:
@@ -159,7 +176,8 @@ class Runtime:
     def _count_everywhere(self, findings: Findings) -> None:
         """Copy numbers that the forward changed in attributes to ranks without samples."""
         assert self.batch is not None
-        if findings.counted and len(self.batch.computing) < len(self._plan.ranks):
+        num_computing = len(self.batch.computing)
+        if findings.counted and 0 < num_computing < len(self._plan.ranks):
             CountedNumbers(self._module, findings.counted).take_over(
                 self._control,
                 source=self.batch.computing[0],
@@ -186,7 +204,7 @@ class Runtime:
         self._num_visits[unit.fqn] += 1
         with self._dropout.left_alone():
             leaves, rules = self._known.prepare(module, (args, kwargs))
-        backward = BackwardTurn(self._enter_backward, self._walk.end_turn, segment, self.step)
+        backward = BackwardTurn(self._enter_backward, self._walk.end_turn, segment, self.moment)
         assert self.batch is not None
         with self._visiting_unit(unit.fqn):
             visit = self._visits.of(
@@ -264,6 +282,30 @@ class Runtime:
 
     # Backward #
 
+    @property
+    def step(self) -> int:
+        """The number of finished steps."""
+        return self.moment.step
+
+    @property
+    def is_last_round(self) -> bool:
+        """Whether gradients are set at the end of the round in progress."""
+        return self.moment.round == self.num_rounds - 1
+
+    def end_step(self, step: int) -> None:
+        """Let the next forward begin the step after ``step`` finished ones."""
+        self.moment = Moment(step)
+
+    def forget_rounds(self) -> None:
+        """Let the next forward begin the step anew, and drop what its rounds have summed up."""
+        self.moment = Moment(self.step)
+
+    def drop(self) -> None:
+        """``forget_rounds``, and drop it now.  Collective."""
+        self._walk.finish()  # nothing may write what is dropped
+        self.abandon()
+        self.forget_rounds()
+
     def backward(self, run_autograd: Callable[[], None]) -> None:
         """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
         assert self.batch is not None
@@ -277,12 +319,37 @@ class Runtime:
                 self._is_in_autograd = False
         self.features.finish()
         self._walk.end_backward()
-        self._walk.end_step()
+        if self.is_last_round:
+            self._walk.reduce_rest()
+            self._walk.end_step()
+        else:
+            before = self.moment.num_samples_before + self.batch.num_together
+            self.moment = Moment(self.step, self.moment.round + 1, before)
         self.batch = None
 
-    def _enter_backward(self, segment: int, step: int) -> None:
+    def finish_reductions(self) -> None:
+        """Wait until nothing is being reduced, so that sums may be changed or dropped."""
+        self._walk.finish()
+
+    def _check_goes_on(self) -> None:
+        """Raise unless a forward with gradients may begin the next round of the step."""
+        done, rounds = self.moment.round, self.num_rounds
+        if self._has_gradients and not self.awaits_backward:
+            return
+        raise RuntimeError(
+            f"model(...): round {done + 1} of {rounds} of a step "
+            + (
+                "was computed, but model.backward did not follow. "
+                if self.awaits_backward
+                else "comes next, but gradients are disabled. "
+            )
+            + "Call model(...) and model.backward once for each round, or drop_rounds() to "
+            "begin the step anew; its gradients are dropped now."
+        )
+
+    def _enter_backward(self, segment: int, moment: Moment) -> None:
         """Begin the backward of a visit; take the turns before it that autograd skipped."""
-        if self.batch is None or self.step != step or not self._is_in_autograd:
+        if self.batch is None or self.moment != moment or not self._is_in_autograd:
             with self._lifeline.guard():  # outside of model.backward no other guard tells peers
                 raise RuntimeError(
                     "backward of an earlier forward, or not through HetFSDP. Call "

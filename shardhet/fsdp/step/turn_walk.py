@@ -15,7 +15,15 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
 from shardhet.fsdp.step.launches import RUNS
 from shardhet.fsdp.step.observer import Observers
-from shardhet.records.schedule import GATHER, REDUCE, LaunchKind, Phase, Schedule, Turn
+from shardhet.records.schedule import (
+    GATHER,
+    REDUCE,
+    LaunchKind,
+    Phase,
+    Schedule,
+    Turn,
+    rest_of_step,
+)
 
 
 class TurnWalk:
@@ -36,6 +44,8 @@ class TurnWalk:
         self._lifeline = lifeline
         self._observers = observers
         self._order = VisitOrder([unit.fqn for unit in units])
+        self._base: Schedule | None = None  # that the round in progress follows
+        self._first = 0  # the first turn of the round
         self._cursor = 0  # the turn in progress, or the next one
         self._last_launched = -1  # the latest turn for which it has launched
         # Launched after turns and not finished, in order.
@@ -43,10 +53,20 @@ class TurnWalk:
 
     # Forward #
 
-    def begin(self, schedule: Schedule) -> None:
-        """Begin a forward with this schedule and launch its first gathers."""
-        self._order.begin(schedule)
-        self._cursor, self._last_launched = 0, -1
+    def begin(self, schedule: Schedule, round_index: int = 0) -> None:
+        """Begin the forward of a round with this schedule and launch its first gathers.
+
+        If the rounds before followed another one, the rest of the step is laid out anew.
+        """
+        rest = schedule
+        if round_index and schedule is not self._base:
+            owed = self._order.schedule.owed_at(self._cursor)
+            rest = rest_of_step(schedule, round_index, owed)
+            self._reshard(self._units)
+        if not round_index or schedule is not self._base:
+            self._order.schedule, self._base = rest, schedule
+            self._cursor, self._last_launched = 0, -1
+        self._first = self._cursor
         self.launch_ahead()
 
     def expect(self, unit_index: int, needs_backward: bool) -> tuple[int, bool]:
@@ -54,15 +74,16 @@ class TurnWalk:
 
         Raises ``RuntimeError`` if the schedule has a different visit at this place.
         """
-        return self._cursor, self._order.expect(self._cursor, unit_index, needs_backward)
+        segment = self._cursor - self._first
+        return segment, self._order.expect(segment, unit_index, needs_backward)
 
     def end_forward(self) -> None:
         """Raise ``RuntimeError`` if a computing rank has left out visits."""
-        self._order.end_visits(self._cursor)
+        self._order.end_visits(self._cursor - self._first)
 
     def pass_forward(self) -> None:
         """Take the turns of forward on a rank without samples."""
-        self._pass_until(self._order.schedule.num_forward)
+        self._pass_until(self._first + len(self._order.schedule.segments))
 
     # Turns #
 
@@ -79,6 +100,9 @@ class TurnWalk:
         for kind in turn.ahead:
             self._wait(kind, unit)
         if turn.phase is Phase.BACKWARD:
+            for kind, units in self._in_flight.items():
+                while unit in units:  # its gradients of the round before
+                    self._wait(kind, units.popleft())
             unit.begin_backward()
 
     def launch_ahead(self) -> None:
@@ -120,10 +144,21 @@ class TurnWalk:
         self.begin_turn()
 
     def end_backward(self) -> None:
-        """Take the remaining turns and finish what is in flight, the root's reduction last."""
-        self._pass_until(len(self._order.schedule.turns))
+        """Take the remaining turns of the round."""
+        segments = self._order.schedule.segments
+        num_backward = sum(segment.needs_backward for segment in segments)
+        self._pass_until(self._first + len(segments) + num_backward)
+
+    def reduce_rest(self) -> None:
+        """Launch the reductions that no turn is left for, the root's last, and finish all."""
+        for launch in self._order.schedule.launched_last():
+            self._launch_after(launch.kind, self._units[launch.unit])
         if self._root.is_trainable:
             self._launch_after(REDUCE, self._root)
+        self.finish()
+
+    def finish(self) -> None:
+        """Finish what is in flight."""
         for kind, units in self._in_flight.items():
             while units:
                 self._wait(kind, units.popleft())
@@ -149,9 +184,13 @@ class TurnWalk:
 
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
+        self._reshard((*self._units, self._root))
         for unit in (*self._units, self._root):
-            if unit.state is not UnitState.SHARDED:
-                unit.reshard()
             unit.drop_grads()
         self._in_flight.clear()
         self._comm.wait_all_sent()
+
+    def _reshard(self, units: Sequence[FSDPUnit]) -> None:
+        for unit in units:
+            if unit.state is not UnitState.SHARDED:
+                unit.reshard()

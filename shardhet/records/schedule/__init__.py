@@ -6,6 +6,7 @@ from shardhet.records.schedule.passes import (
     make_schedule,
     mark_gathers,
     mark_reductions,
+    rest_of_step,
     straight_schedule,
 )
 from shardhet.records.schedule.turns import (
@@ -17,6 +18,7 @@ from shardhet.records.schedule.turns import (
     Phase,
     Schedule,
     Segment,
+    StepForm,
     Turn,
 )
 
@@ -31,9 +33,11 @@ __all__ = [
     "Schedule",
     "Segment",
     "Shape",
+    "StepForm",
     "Turn",
     "make_schedule",
     "mark_gathers",
     "mark_reductions",
+    "rest_of_step",
     "straight_schedule",
 ]

@@ -7,8 +7,19 @@ rank does (``LaunchKind``).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from shardhet.records.schedule.turns import GATHER, REDUCE, Phase, Schedule, Segment, Turn
+from shardhet.records.schedule.turns import (
+    GATHER,
+    REDUCE,
+    Phase,
+    Schedule,
+    Segment,
+    StepForm,
+    Turn,
+)
+
+ONE_ROUND = StepForm()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,49 +27,61 @@ class Shape:
     """What passes know of the plan and the model."""
 
     trainable_units: frozenset[int]
-    reshard_after_forward: bool
+    form: StepForm
 
 
 Turns = tuple[Turn, ...]
 Pass = Callable[[Turns, Shape], Turns]
 
 
-def bare_turns(segments: Sequence[Segment]) -> Turns:
-    """The turns of one forward and its backward, which returns in reverse."""
+def bare_turns(segments: Sequence[Segment], rounds: Sequence[int] = (0,)) -> Turns:
+    """The turns of forward and its backward, which returns in reverse, in each round."""
     visits = list(enumerate(segments))
-    forward = [Turn(i, segment.unit, Phase.FORWARD) for i, segment in visits]
-    backward = [
-        Turn(i, segment.unit, Phase.BACKWARD)
-        for i, segment in reversed(visits)
-        if segment.needs_backward
-    ]
-    return (*forward, *backward)
+    turns: list[Turn] = []
+    for number in rounds:
+        turns += [Turn(i, each.unit, Phase.FORWARD, round=number) for i, each in visits]
+        turns += [
+            Turn(i, each.unit, Phase.BACKWARD, round=number)
+            for i, each in reversed(visits)
+            if each.needs_backward
+        ]
+    return tuple(turns)
 
 
 def mark_gathers(turns: Turns, shape: Shape) -> Turns:
     """Gather a sharded unit ahead of its turn, and free it unless it stays.
 
-    Only the units of the current turn and of the next ``AHEAD`` turns are unsharded.  If
-    ``reshard_after_forward`` is false, each unit stays unsharded until its last turn.
+    Only the units of the current turn and of the next ``AHEAD`` turns are unsharded, unless the
+    form of the step keeps units until their last turn of the round, or of the step.
     """
+    form = shape.form
     last = {turn.unit: i for i, turn in enumerate(turns)}
+    last_of_round = {(turn.round, turn.unit): i for i, turn in enumerate(turns)}
     unsharded: set[int] = set()
     marked = []
     for i, turn in enumerate(turns):
-        stays = i + 1 < len(turns) and turns[i + 1].unit == turn.unit
-        stays |= not shape.reshard_after_forward and last[turn.unit] > i
-        ahead = turn.ahead if turn.unit in unsharded else (*turn.ahead, GATHER)
+        unit = turn.unit
+        stays = i + 1 < len(turns) and turns[i + 1].unit == unit
+        stays |= not form.reshard_after_forward and last_of_round[turn.round, unit] > i
+        stays |= not form.reshard_after_backward and last[unit] > i
+        ahead = turn.ahead if unit in unsharded else (*turn.ahead, GATHER)
         marked.append(replace(turn, ahead=ahead, reshards=not stays))
-        unsharded = unsharded | {turn.unit} if stays else unsharded - {turn.unit}
+        unsharded = unsharded | {unit} if stays else unsharded - {unit}
     return tuple(marked)
 
 
 def mark_reductions(turns: Turns, shape: Shape) -> Turns:
-    """Reduce the gradients of a trainable unit after its last backward turn."""
-    last = {turn.unit: i for i, turn in enumerate(turns) if turn.phase is Phase.BACKWARD}
+    """Reduce the gradients of a trainable unit after its last backward turn, of every round or
+    of the step.
+    """
+
+    def gradients(turn: Turn) -> tuple[int, int]:
+        return (turn.round if shape.form.reduce_each_round else 0), turn.unit
+
+    last = {gradients(turn): i for i, turn in enumerate(turns) if turn.phase is Phase.BACKWARD}
     return tuple(
         replace(turn, after=(*turn.after, REDUCE))
-        if last.get(turn.unit) == i and turn.unit in shape.trainable_units
+        if last.get(gradients(turn)) == i and turn.unit in shape.trainable_units
         else turn
         for i, turn in enumerate(turns)
     )
@@ -71,20 +94,44 @@ def make_schedule(
     segments: Sequence[Segment],
     *,
     trainable_units: frozenset[int],
-    reshard_after_forward: bool,
+    form: StepForm = ONE_ROUND,
+    first_round: int = 0,
+    owed: frozenset[int] = frozenset(),
 ) -> Schedule:
-    """The schedule of a step that visits ``segments`` in forward and returns in reverse."""
-    shape = Shape(trainable_units=trainable_units, reshard_after_forward=reshard_after_forward)
-    turns = bare_turns(segments)
+    """The schedule of a step that visits ``segments`` in forward and returns in reverse.
+
+    If ``first_round`` is not 0, it is that of the rest of a step whose earlier rounds visited
+    other units and have left the gradients of the units in ``owed``.
+    """
+    shape = Shape(trainable_units=trainable_units, form=form)
+    turns = bare_turns(segments, range(first_round, form.num_rounds))
     for each in PASSES:
         turns = each(turns, shape)
-    return Schedule(turns, num_forward=len(segments))
+    return Schedule(
+        turns=turns,
+        segments=tuple(segments),
+        trainable_units=trainable_units,
+        form=form,
+        owed=owed,
+    )
 
 
-def straight_schedule(num_units: int, *, reshard_after_forward: bool) -> Schedule:
+def rest_of_step(schedule: Schedule, first_round: int, owed: frozenset[int]) -> Schedule:
+    """The schedule of the same visits from ``first_round`` on, where every unit is sharded."""
+    return make_schedule(
+        schedule.segments,
+        trainable_units=schedule.trainable_units,
+        form=schedule.form,
+        first_round=first_round,
+        owed=owed,
+    )
+
+
+@lru_cache(maxsize=64)
+def straight_schedule(num_units: int, form: StepForm = ONE_ROUND) -> Schedule:
     """The schedule of a model that visits each of its units once, all of them trainable."""
     return make_schedule(
         [Segment(i, needs_backward=True) for i in range(num_units)],
         trainable_units=frozenset(range(num_units)),
-        reshard_after_forward=reshard_after_forward,
+        form=form,
     )

@@ -17,6 +17,9 @@ G(a) and G(b) are launched before the first turn, G(c) when b begins, G(b) when 
 (the loss is computed meanwhile), G(a) when b begins in backward; each reduction when its
 unit's turn ends.  c stays unsharded from forward to backward, so it is gathered once.  The
 moments are those of ``fsdp.turn_walk``, and of the end of forward in ``fsdp.runtime``.
+
+A step of several rounds is one list too.  Nothing is launched ahead of a later round, which
+ranks begin together.  What was launched after the last turn of a round goes on beside the next.
 """
 
 from dataclasses import dataclass
@@ -50,6 +53,37 @@ GATHER = LaunchKind("gather", "links")
 REDUCE = LaunchKind("reduce", "links", max_in_flight=1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepForm:
+    """The rounds of a step, and how often it gathers and reduces each unit.
+
+        reshard_after_forward  reshard_after_backward   a unit is gathered
+        True                   True                     for every use
+        False                  True                     once a round
+        False                  False                    once a step
+
+    Raises ``ValueError`` for other combinations.
+    """
+
+    num_rounds: int = 1
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    reduce_each_round: bool = True  # False: gradients are kept whole and reduced once a step
+
+    def __post_init__(self) -> None:
+        if self.num_rounds < 1:
+            raise ValueError(
+                f"plan: num_rounds is {self.num_rounds} but must be at least 1. Give 1 for a "
+                "step without accumulation."
+            )
+        if self.reshard_after_forward and not self.reshard_after_backward:
+            raise ValueError(
+                "plan: reshard_after_forward is True but reshard_after_backward is False, so "
+                "units would be kept for the next round but not for their backward. Set "
+                "reshard_after_forward=False too."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One visit of a unit in forward."""
@@ -68,6 +102,7 @@ class Turn:
     ahead: tuple[LaunchKind, ...] = ()  # launched earlier, complete when it computes
     reshards: bool = True  # the unit's parameters are freed after it
     after: tuple[LaunchKind, ...] = ()  # launched when it ends
+    round: int = 0
 
 
 class Launch(NamedTuple):
@@ -78,23 +113,29 @@ class Launch(NamedTuple):
     turn: int  # the turn that it is for, or after which it is launched
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """All turns of a step, forward and then backward, and the launches around each.
+    """All turns of a step, round after round, and the launches around each.
 
     This is the only place that decides the order of collectives.
     """
 
     turns: tuple[Turn, ...]
-    num_forward: int  # number of forward turns; equals len(turns) if no gradients are needed
+    segments: tuple[Segment, ...]  # of the forward of each round
+    trainable_units: frozenset[int]
+    form: StepForm
+    # Units whose gradients earlier rounds, which visited other units, have left unreduced.
+    owed: frozenset[int] = frozenset()
 
     def launched_by(self, cursor: int) -> tuple[Launch, ...]:
         """What is launched ahead by the time the turn at ``cursor`` computes: for it and for
-        the next turn.  Launches for earlier turns are not listed.
+        the next turn of its round.  Launches for earlier turns are not listed.
         """
+        turns = self.turns[cursor : cursor + 1 + AHEAD]
         return tuple(
             Launch(kind, turn.unit, i)
-            for i, turn in enumerate(self.turns[cursor : cursor + 1 + AHEAD], cursor)
+            for i, turn in enumerate(turns, cursor)
+            if turn.round == turns[0].round
             for kind in turn.ahead
         )
 
@@ -104,6 +145,28 @@ class Schedule:
             return ()
         turn = self.turns[cursor]
         return tuple(Launch(kind, turn.unit, cursor) for kind in turn.after)
+
+    def launched_last(self) -> tuple[Launch, ...]:
+        """What is launched when all turns have ended: reductions that no turn is left for."""
+        units = self.owed - {t.unit for t in self.turns if t.phase is Phase.BACKWARD}
+        return tuple(Launch(REDUCE, unit, len(self.turns)) for unit in sorted(units))
+
+    def owed_at(self, cursor: int) -> frozenset[int]:
+        """Units that hold gradients and are not reduced before the turn at ``cursor``."""
+        owed = set(self.owed)
+        for turn in self.turns[:cursor]:
+            if REDUCE in turn.after:
+                owed.discard(turn.unit)
+            elif turn.phase is Phase.BACKWARD and turn.unit in self.trainable_units:
+                owed.add(turn.unit)
+        return frozenset(owed)
+
+    def is_border(self, cursor: int) -> bool:
+        """Whether a phase ends before the turn at ``cursor``, or all turns do."""
+        if cursor == len(self.turns):
+            return True
+        before, turn = self.turns[max(0, cursor - 1)], self.turns[cursor]
+        return (before.round, before.phase) != (turn.round, turn.phase)
 
     def beside(self, cursor: int) -> tuple[Launch, ...]:
         """The transfers that overlap the compute of the turn at ``cursor``: those ahead of
@@ -117,4 +180,4 @@ class Schedule:
         order: dict[Launch, None] = {}
         for i in range(len(self.turns)):
             order |= dict.fromkeys((*self.launched_by(i), *self.launched_after(i)))
-        return tuple(order)
+        return (*order, *self.launched_last())

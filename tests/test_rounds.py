@@ -1,0 +1,260 @@
+"""A step of several rounds as programs see it: what calls return, and what they refuse."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan
+from shardhet.models.decoder import Decoder, DecoderConfig
+from tests.worlds import run_ranks
+
+MODEL = DecoderConfig(
+    vocab_size=16, width=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_width=8, seq_len=4
+)
+FORMS = [(True, True), (False, True), (False, False)]
+
+
+def plan_of(world_size: int, num_rounds: int, gathers: int = 0, **changes: Any) -> Plan:
+    """The last of several ranks only stores."""
+    sizes = [2, 1, 0][:world_size] if world_size < 3 else [2, 1, 0]
+    forward, backward = FORMS[gathers]
+    return Plan.by_hand(
+        microbatch_sizes=sizes,
+        num_rounds=num_rounds,
+        reshard_after_forward=forward,
+        reshard_after_backward=backward,
+        **changes,
+    )
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(MODEL.vocab_size, 8)
+        self.hidden, self.out = nn.Linear(8, 8), nn.Linear(8, MODEL.vocab_size)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        logits = self.out(self.hidden(self.embedding(inputs)).tanh())
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        return loss, targets.numel()
+
+
+def make(plan: Plan) -> tuple[HetFSDP, Small]:
+    torch.manual_seed(5)
+    module = Small().double()
+    return HetFSDP(copy.deepcopy(module), plan, units=[nn.Embedding, nn.Linear]), module
+
+
+def tokens(num_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, num_samples, MODEL.seq_len)
+    inputs, targets = torch.randint(0, MODEL.vocab_size, shape, generator=generator)
+    return inputs, targets
+
+
+def check_grads(model: HetFSDP, module: nn.Module, bar: float = 1e-12) -> None:
+    boxes, expected = model.sharded_state_dict(), dict(module.named_parameters())
+    for fqn, param in model.named_parameters():
+        rows, whole = boxes[fqn].rows, expected[fqn].grad
+        assert whole is not None
+        assert param.grad is not None
+        difference = param.grad.as_subclass(Tensor) - whole[rows.start : rows.stop]
+        assert not difference.numel() or difference.abs().max() <= bar * whole.abs().max(), fqn
+
+
+def run_round(
+    model: HetFSDP, index: int, inputs: Tensor, targets: Tensor, *, factor: float = 1.0
+) -> float | None:
+    mine = model.plan.round_samples(model.position, index)
+    loss_sum, count = model(inputs[mine.start : mine.stop], targets[mine.start : mine.stop])
+    return model.backward(loss_sum * factor, count)
+
+
+def mean_of(module: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+    module.zero_grad()
+    loss_sum, num_tokens = module(inputs, targets)
+    mean = loss_sum / num_tokens
+    mean.backward()
+    return mean.item()
+
+
+def _all_rounds_in_one_call(rank: int, world_size: int, gathers: int, each: bool) -> None:
+    plan = plan_of(world_size, 3, gathers, reduce_each_round=each)
+    model, module = make(plan)
+    whole = plan.global_batch_size
+    for step, num_samples in enumerate((whole, whole - 1, plan.round_size, 1)):
+        inputs, targets = tokens(num_samples, step)
+        mine = plan.sample_indices(model.position, num_samples)
+        mean = model.forward_backward(inputs[mine], targets=targets[mine])
+        expected = mean_of(module, inputs, targets)
+        assert mean is not None
+        assert abs(mean - expected) <= 1e-12 * expected
+        check_grads(model, module)
+        assert model.step == step + 1
+        model.zero_grad()
+        with torch.no_grad():  # any number of samples under any plan
+            many, _ = tokens(7 if model.position == 0 else 0)
+            assert model(many, many)[1] == many.numel()
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("world_size, gathers", [(1, 0), (1, 2), (3, 0), (3, 1), (3, 2)])
+def test_forward_backward_is_all_rounds_of_a_step(
+    world_size: int, gathers: int, each: bool
+) -> None:
+    run_ranks(_all_rounds_in_one_call, world_size, world_size, gathers, each)
+
+
+class Ways(nn.Module):
+    """Visits other units in another way of calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor, way: str) -> tuple[Tensor, int]:
+        for i in {"all": (0, 1, 2), "first": (0, 1), "last": (2, 0, 2)}[way]:
+            x = self.layers[i](x).tanh()
+        return x.square().sum(), x.numel()
+
+
+def _other_ways(rank: int, gathers: int, each: bool) -> None:
+    plan = plan_of(3, 4, gathers, reduce_each_round=each)
+    torch.manual_seed(3)
+    module = Ways().double()
+    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear])
+    for ways in (("first", "all", "last", "last"), ("all", "all", "all", "first")):
+        x = torch.randn(plan.global_batch_size, 3, dtype=torch.float64)
+        module.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for i, way in enumerate(ways):
+            mine = plan.round_samples(model.position, i)
+            mean = model.backward(*model(x[mine.start : mine.stop], way))
+            loss_sum, _ = module(x[i * plan.round_size : (i + 1) * plan.round_size], way)
+            total = total + loss_sum / x.numel()
+        total.backward()
+        assert mean is not None
+        assert abs(mean - total.item()) <= 1e-12 * total.item()
+        check_grads(model, module)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("gathers", [0, 1, 2])
+@pytest.mark.parametrize("each", [True, False])
+def test_a_call_first_met_in_a_later_round_is_probed_and_keeps_the_sums(
+    gathers: int, each: bool
+) -> None:
+    run_ranks(_other_ways, 3, gathers, each)
+
+
+def _in_dtype(rank: int, dtype: torch.dtype, gathers: int) -> None:
+    """16 samples of 4 tokens: a power of two, whose reciprocal does not round."""
+    by_rounds = []
+    for num_rounds in (1, 4):
+        plan = Plan.by_hand(
+            microbatch_sizes=[3, 1],
+            num_microbatches=[4 // num_rounds] * 2,
+            recompute=[True, False],
+            num_rounds=num_rounds,
+            reshard_after_forward=FORMS[gathers][0],
+            reshard_after_backward=FORMS[gathers][1],
+            reduce_each_round=False,
+        )
+        torch.manual_seed(5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        model = HetFSDP(Decoder(MODEL), plan, param_dtype=dtype)
+        inputs, targets = tokens(16)
+        mine = slice(0, 12) if model.position == 0 else slice(12, 16)
+        mean = model.forward_backward(inputs[mine], targets[mine], scaler=scaler)
+        grads = [p.grad.as_subclass(Tensor) for p in model.parameters() if p.grad is not None]
+        by_rounds.append((mean, grads))
+    (one, expected), (several, found) = by_rounds
+    assert one == pytest.approx(several, rel=1e-6)
+    assert len(expected) == len(found) > 0
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("gathers", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounds_reduced_once_equal_one_round_in_every_bit(
+    dtype: torch.dtype, gathers: int
+) -> None:
+    run_ranks(_in_dtype, 2, dtype, gathers)
+
+
+def _not_finite(rank: int, gathers: int) -> None:
+    plan = plan_of(3, 3, gathers)
+    model, module = make(plan)
+    inputs, targets = tokens(plan.global_batch_size)
+    for bad_round in (0, 1, 2):
+        for i in range(bad_round):
+            assert run_round(model, i, inputs, targets) is None
+        bad = torch.inf if model.position == 1 else 1.0
+        with pytest.raises(FloatingPointError, match="the loss is not finite at positions"):
+            run_round(model, bad_round, inputs, targets, factor=bad)
+        assert model.step == bad_round + 1
+        assert all(param.grad is None for param in model.parameters())
+    mine = plan.sample_indices(model.position)
+    model.forward_backward(inputs[mine], targets[mine])
+    mean_of(module, inputs, targets)
+    check_grads(model, module)
+
+
+@pytest.mark.parametrize("gathers", [0, 2])
+def test_a_loss_that_is_not_finite_in_any_round_drops_the_whole_step(gathers: int) -> None:
+    run_ranks(_not_finite, 3, gathers)
+
+
+def _dropped(rank: int) -> None:
+    plan = plan_of(3, 3, 2)
+    model, module = make(plan)
+    inputs, targets = tokens(plan.global_batch_size)
+    run_round(model, 0, inputs, targets)
+    model.drop_rounds()
+    for _ in range(2):
+        own = plan.sample_indices(model.position)
+        model.zero_grad()
+        model.forward_backward(inputs[own], targets[own])
+        mean_of(module, inputs, targets)
+        check_grads(model, module)
+        run_round(model, 0, inputs, targets)  # the next forward_backward drops it
+
+
+def test_rounds_are_dropped_on_demand_and_by_a_whole_step() -> None:
+    run_ranks(_dropped, 3)
+
+
+def test_a_step_is_not_left_in_its_middle() -> None:
+    model, _ = make(plan_of(1, 2))
+    inputs, targets = tokens(2)
+    model.backward(*model(inputs, targets))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
+        model(inputs, targets)
+    with torch.no_grad():  # the step was dropped
+        model(inputs, targets)
+    model.backward(*model(inputs, targets))
+    model(inputs, targets)
+    with pytest.raises(RuntimeError, match=r"round 2 of 2 .* model.backward did not follow"):
+        model(inputs, targets)
+    with pytest.raises(ValueError, match="got 5 samples but the plan gives it 2 in each of 2"):
+        model.forward_backward(*tokens(5))
+
+
+def _num_buffers(rank: int) -> None:
+    plan = plan_of(2, 3, 0, reduce_each_round=False)
+    model, _ = make(plan)
+    wholes = set()
+    for i in range(3):
+        run_round(model, i, *tokens(plan.global_batch_size))
+        held = [flat.grad._whole for flat in model._flats]
+        wholes |= {(j, each.data_ptr()) for j, each in enumerate(held) if each is not None}
+    assert len(wholes) == len(model._flats)
+
+
+def test_gradients_that_are_reduced_once_are_held_in_one_buffer() -> None:
+    run_ranks(_num_buffers, 2)
