@@ -275,6 +275,10 @@ class ByHandPlanConf(PlanConf):
     state_shares: list[float] = field(default_factory=list)  # empty: even
     recompute: list[bool] = field(default_factory=list)  # empty: no recomputation
     reshard_after_forward: bool = True
+    num_rounds: int = 1  # of one optimizer step; the lists are of one round
+    reshard_after_backward: bool = True
+    reduce_each_round: bool = True
+    global_batch_size: int | None = None  # null: all rounds are full
 
     @property
     def stated_world_size(self) -> int | None:
@@ -291,6 +295,10 @@ class ByHandPlanConf(PlanConf):
                 state_shares=self.state_shares or None,
                 recompute=self.recompute or False,
                 reshard_after_forward=self.reshard_after_forward,
+                num_rounds=self.num_rounds,
+                reshard_after_backward=self.reshard_after_backward,
+                reduce_each_round=self.reduce_each_round,
+                global_batch_size=self.global_batch_size,
             )
         )
 

@@ -60,7 +60,8 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
             f"gradients: {with_grad[0]} and {len(with_grad) - 1} more have one, which would "
             "not move. Call it between steps, after optimizer.zero_grad()."
         )
-    if model._runtime.awaits_backward or model._runtime.unit_by_unit is not None:
+    runtime = model._runtime
+    if runtime.awaits_backward or runtime.moment.round or runtime.unit_by_unit is not None:
         return "a step is in progress. Call it after model.backward, outside of unit_by_unit."
     return None
 

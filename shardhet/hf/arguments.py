@@ -72,6 +72,12 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
             f"{plan.world_size} devices. Start the script with torchrun "
             f"--nproc-per-node={plan.world_size}, and pass use_cpu=True where there is no GPU."
         )
+    if plan.num_rounds > 1:
+        raise ValueError(
+            f"HetTrainer: the plan has {plan.num_rounds} rounds, but a HetTrainer accumulates "
+            "by TrainingArguments. Give a plan of one round and "
+            f"gradient_accumulation_steps={plan.num_rounds}."
+        )
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         found = getattr(args, name)
         if found not in (DEFAULT_BATCH_SIZE, plan.global_batch_size):

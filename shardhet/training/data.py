@@ -283,20 +283,19 @@ def _check_long_enough(text: npt.NDArray[Any], seq_len: int) -> int:
     return last_start
 
 
-def deal(batch: BatchT, plan: Plan, position: int) -> BatchT:
-    """The samples of the global batch that the plan's entry ``position`` computes.
+def deal(batch: BatchT, plan: Plan, position: int, round_index: int = 0) -> BatchT:
+    """The samples of the global batch that the plan's entry ``position`` computes in a round.
 
-    If a batch is smaller than the plan's, as at the end of an evaluation, the last positions
-    get fewer samples or none.
+    If a batch is smaller than the plan's, as at the end of an evaluation, the last rounds
+    and positions get fewer samples or none.
     """
     if batch.num_samples > plan.global_batch_size:
         raise ValueError(
             f"position {position}: the batch has {batch.num_samples} samples but the plan "
             f"deals out {plan.global_batch_size}. Draw batches of plan.global_batch_size."
         )
-    start = min(plan.first_sample(position), batch.num_samples)
-    stop = min(start + plan.ranks[position].rank_batch_size, batch.num_samples)
-    return batch.samples(Span(start, stop))
+    mine = plan.round_samples(position, round_index, batch.num_samples)
+    return batch.samples(Span(mine.start, mine.stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,8 +161,11 @@ class Trainer:
         with phase("loading the next batch"):
             batch = self._batches[model.step + self.num_batches_skipped]
         learning_rate = self._set_learning_rates()
-        loss_sum, num_targets, *_ = self._run(model, self._my_part(batch))
-        mean_loss, why_skipped = self._backward(loss_sum, num_targets)
+        for i in range(model.plan.num_rounds):
+            loss_sum, num_targets, *_ = self._run(model, self._my_part(batch, i))
+            mean_loss, why_skipped = self._backward(loss_sum, num_targets)
+            if why_skipped is not None:  # the model has dropped the whole step
+                break
         self.settle()
         norm: float | HostCopy = math.nan
         overflow = None
@@ -271,7 +274,7 @@ class Trainer:
         self.settle()
         # Loss and targets; on the device, so that the host reads them once.
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        size = self.model.plan.global_batch_size
+        size = self.model.plan.round_size  # without gradients there are no rounds
         self.model.eval()
         for start in range(0, judged.num_samples, size):
             progress.mark("evaluation")
@@ -320,9 +323,9 @@ class Trainer:
                 return
             self._seconds[self._events.popleft().activity] += seconds
 
-    def _my_part(self, batch: Batch) -> list[Tensor]:
-        """This rank's samples on its device; no rows if it has none."""
-        mine = deal(batch, self.model.plan, self.model.position)
+    def _my_part(self, batch: Batch, round_index: int = 0) -> list[Tensor]:
+        """This rank's samples of a round on its device; no rows if it has none."""
+        mine = deal(batch, self.model.plan, self.model.position, round_index)
         # Contiguous, because embeddings and losses on strided indices cost 1 % of a step.
         arrays = map(np.ascontiguousarray, mine.arrays)
         return [to_device(torch.from_numpy(array), self._device) for array in arrays]

@@ -37,6 +37,11 @@ def unit_by_unit(
     """A context in which units are gathered as they are called.  Collective."""
     if runtime.unit_by_unit is not None:
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
+    if runtime.moment.round:
+        raise RuntimeError(
+            "unit_by_unit: entered between two rounds of a step. Enter it between steps, or "
+            "call model.drop_rounds() first."
+        )
     with lifeline.guard("unit_by_unit"), torch.no_grad():
         runtime.abandon()
         rounds = UnitByUnit(runtime, comm, control)
