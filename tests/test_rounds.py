@@ -241,7 +241,7 @@ def test_a_step_is_not_left_in_its_middle() -> None:
     model(inputs, targets)
     with pytest.raises(RuntimeError, match=r"round 2 of 2 .* model.backward did not follow"):
         model(inputs, targets)
-    with pytest.raises(ValueError, match="got 5 samples but the plan gives it 2 in each of 2"):
+    with pytest.raises(ValueError, match="got 5 samples but has 2 in each of 2 rounds"):
         model.forward_backward(*tokens(5))
 
 

@@ -191,34 +191,6 @@ class HetFSDP(ModuleWithState):
         warn_of_large_output(output)
         return output
 
-    def _rounds_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
-    ) -> Iterator[Any]:
-        """The arguments of every round: (args, kwargs, loss_inputs)."""
-        rounds = self._runtime.num_rounds
-        if rounds == 1:
-            yield args, kwargs, loss_inputs
-            return
-        own = self.plan.ranks[self.position].rank_batch_size
-        with self._lifeline.guard("forward_backward"):
-            call = ModelCall.of(
-                self._forward,
-                args,
-                kwargs,
-                loss_inputs,
-                self._batch_dim,
-                planned=rounds * own,
-            )
-            if call.num_samples > rounds * own:
-                raise ValueError(
-                    f"forward_backward: position {self.position} of the plan got "
-                    f"{call.num_samples} samples but the plan gives it {own} in each of "
-                    f"{rounds} rounds. Pass those of plan.sample_indices(model.position)."
-                )
-        for i in range(rounds):
-            start, stop = (min(n * own, call.num_samples) for n in (i, i + 1))
-            yield call.with_rows(start, stop)
-
     @contextmanager
     def _forgetting_rounds(self) -> Iterator[None]:
         """A context in which an error ends the step, with what its rounds have summed up."""
@@ -267,8 +239,18 @@ class HetFSDP(ModuleWithState):
         if self._runtime.moment.round:
             self.drop_rounds()
         mean = None
-        for part in self._rounds_of(args, kwargs, loss_inputs):
-            positional, named, of_loss = part
+        own, rounds = self.plan.ranks[self.position].rank_batch_size, self._runtime.num_rounds
+        with self._lifeline.guard("forward_backward"):
+            call = ModelCall.of(
+                self._forward,
+                args,
+                kwargs,
+                loss_inputs,
+                self._batch_dim,
+                planned=rounds * own,
+            )
+            parts = call.in_rounds(rounds, own)
+        for positional, named, of_loss in parts:
             loss_sum, num_tokens, *_ = self(*positional, loss_inputs=of_loss, **named)
             if scaler is not None:
                 loss_sum = scaler.scale(loss_sum)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import TreeSpec
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, flatten, unflatten
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 BatchDims = int | Mapping[str, int | None]
 
 PLAIN = (
@@ -112,40 +114,44 @@ class ModelCall:
             for leaf in self.leaves
         ]
 
-    def with_all(self) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    def with_all(self) -> Arguments:
         """The arguments as given."""
         args, kwargs, loss_inputs = unflatten(self.leaves, self.spec)
         return args, kwargs, loss_inputs
 
-    def with_rows(
-        self, start: int, stop: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """The arguments with only the samples from ``start`` to ``stop``.
+    def in_rounds(self, num_rounds: int, planned: int) -> list[Arguments]:
+        """The arguments of every round, of which each has up to ``planned`` samples.
 
         A tensor is cut if its batch dimension is as long as the samples.  Raises ``ValueError``
-        if it is a multiple of that, unless ``batch_dim`` names it.
+        if there are too many samples, or if it is a multiple of that and ``batch_dim`` does not
+        name it.
         """
-        if not self.num_samples:
-            return self.with_all()
-        for name, is_named, factor in zip(
-            self.names, self.are_named, self.candidates(), strict=True
-        ):
+        if num_rounds == 1 or not self.num_samples:
+            return [self.with_all()] * num_rounds
+        if self.num_samples > num_rounds * planned:
+            raise ValueError(
+                f"forward_backward: this rank got {self.num_samples} samples but has "
+                f"{planned} in each of {num_rounds} rounds of the plan. Pass those of "
+                "plan.sample_indices(model.position)."
+            )
+        factors = self.candidates()
+        for name, is_named, factor in zip(self.names, self.are_named, factors, strict=True):
             if factor > 1 and not is_named:
                 raise ValueError(
                     f"forward_backward: argument {name!r} has {factor} rows a sample, or none "
                     f"of its own. Say HetFSDP(batch_dim={{{name!r}: 0}}), or None for no "
                     "samples, or call model(...) and model.backward for each round."
                 )
-        leaves = [
-            leaf.narrow(dim, start * factor, (stop - start) * factor)
-            if factor and dim is not None
-            else leaf
-            for leaf, dim, factor in zip(
-                self.leaves, self.batch_dims, self.candidates(), strict=True
-            )
-        ]
-        args, kwargs, loss_inputs = unflatten(leaves, self.spec)
-        return args, kwargs, loss_inputs
+        borders = [min(i * planned, self.num_samples) for i in range(num_rounds + 1)]
+        rounds = []
+        for start, stop in pairwise(borders):
+            leaves = [
+                leaf.narrow(dim, start * factor, (stop - start) * factor) if factor else leaf
+                for leaf, dim, factor in zip(self.leaves, self.batch_dims, factors, strict=True)
+            ]
+            args, kwargs, loss_inputs = unflatten(leaves, self.spec)
+            rounds.append((args, kwargs, loss_inputs))
+        return rounds
 
     def candidates(self) -> list[int]:
         """By leaf: the length of its batch dimension divided by the number of samples; 0 if it
@@ -160,7 +166,7 @@ class ModelCall:
 
     def with_samples(
         self, axes: Sequence[BatchAxis | None], samples: Sequence[Sequence[int]]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    ) -> Arguments:
         """The arguments with only some of the samples, ``samples`` per leaf.
 
         An index beyond the last sample wraps around and takes that sample rolled along another

@@ -7,7 +7,6 @@ rank does (``LaunchKind``).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from shardhet.records.schedule.turns import (
     GATHER,
@@ -127,7 +126,6 @@ def rest_of_step(schedule: Schedule, first_round: int, owed: frozenset[int]) -> 
     )
 
 
-@lru_cache(maxsize=64)
 def straight_schedule(num_units: int, form: StepForm = ONE_ROUND) -> Schedule:
     """The schedule of a model that visits each of its units once, all of them trainable."""
     return make_schedule(
