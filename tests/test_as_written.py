@@ -1,12 +1,16 @@
 """Programs of others that look like any other and were once computed wrongly, or not at all."""
 
 import copy
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
 from tests.test_probe import WIDTH, Net, check, compare_grads, draw, plan_for, squared
@@ -254,3 +258,285 @@ def test_what_a_model_without_samples_and_a_gradient_penalty_are_told() -> None:
     x = draw(5, WIDTH).requires_grad_()
     with pytest.raises(RuntimeError, match=r"gradients of gradients.*gradient penalty"):
         torch.autograd.grad(squared(model, x), x, create_graph=True)
+
+
+# What other libraries would take, and was once refused
+
+
+class Block(nn.Module):
+    """Adds to its input; counts its calls, and computes with the count if ``scales``."""
+
+    def __init__(self, *, scales: bool = False) -> None:
+        super().__init__()
+        self.linear, self.count, self.scales = linear(), 0, scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x + self.linear(x).tanh() * (self.count if self.scales else 1)
+
+
+class Reads(nn.Module):
+    """Multiplies with a parameter of another module."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.others = linear(), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.others[0].weight.sum(-1)
+
+
+class TiedByProduct(nn.Module):
+    """Scores words by products with their embeddings."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.uses_second = True
+        self.double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.blocks[0](self.table(words))
+        if self.uses_second:
+            x = self.blocks[1](x)
+        return x @ self.table.weight.T
+
+
+class TakesOther(TiedByProduct):
+    """A unit reads the parameter of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Reads(self.blocks[0].linear).double()
+
+
+class Scaling(nn.Module):
+    """A unit reads a parameter of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.weight = nn.Embedding(7, WIDTH), nn.Parameter(torch.rand(WIDTH, 2))
+        self.blocks = nn.ModuleList([Reads(self), Block()])
+        self.double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](self.table(words)))
+
+
+TAKEN = {
+    "tied by a product": TiedByProduct,
+    "another unit's parameter": TakesOther,
+    "the root's parameter": Scaling,
+}
+
+
+def _takes_what_others_take(rank: int, plan: Plan, kind: str) -> None:
+    torch.manual_seed(0)
+    reference = TAKEN[kind]()
+    units = ["table", "blocks.0", "blocks.1"]
+    model = HetFSDP(copy.deepcopy(reference), plan, units=units)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, reference)]
+    first = plan.first_sample(model.position)
+    for step in range(3):
+        words = torch.randint(7, (5, 3))
+        reference.uses_second = model.uses_second = step != 1
+        own = words[first : first + plan.ranks[model.position].rank_batch_size]
+        (squared(reference, words) / 5).backward()
+        model.backward(squared(model, own), len(own))
+        compare_grads(model, reference)
+        counts = [[block.__dict__.get("count") for block in each.blocks] for each in (
+            model.module, reference)]  # fmt: skip
+        assert counts[0] == counts[1]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(own), reference(own), rtol=1e-9, atol=1e-9)
+    with model.unit_by_unit():
+        found = model.module(words)
+    with torch.no_grad():
+        torch.testing.assert_close(found, reference(words), rtol=1e-9, atol=1e-9)
+
+
+STAYS = pytest.warns(UserWarning, match="stay unsharded for the whole step")
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_what_others_take_is_exact(kind: str) -> None:
+    run_ranks(_takes_what_others_take, 3, WITHOUT_SAMPLES, kind)
+    with STAYS if kind != "the root's parameter" else nullcontext():
+        _takes_what_others_take(0, plan_for(recomputes=True), kind)
+
+
+def _reads_rows_of_a_unit(rank: int) -> None:
+    model = HetFSDP(TiedByProduct(), WITHOUT_SAMPLES, units=["table", "blocks.0", "blocks.1"])
+    with model.unit_by_unit():
+        model.module(torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_rows_of_a_unit_are_not_read_unit_by_unit() -> None:
+    for outcome in run_ranks_expecting_failure(_reads_rows_of_a_unit, 3):
+        assert "table.weight is used inside unit_by_unit() while" in outcome.message
+
+
+class CountsSamples(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += len(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("make", [CountsSamples, lambda: Block(scales=True)])
+def test_a_count_in_a_unit_that_would_depend_on_microbatches_is_refused(make: Any) -> None:
+    model = HetFSDP(Net(make), ALONE, units=["units.0", "units.1"])
+    with pytest.raises(ValueError, match=r"'units.0' changes its attribute 'count'"):
+        model(draw(5, WIDTH))
+
+
+class KeepsWeight(Net):
+    """Has put a parameter aside before wrapping."""
+
+    def __init__(self, *, is_view: bool) -> None:
+        super().__init__(linear)
+        self.double()
+        weight = self.units[0].weight
+        self.aside = [weight.T if is_view else weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.aside[0]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_parameter_that_was_put_aside_before_wrapping_is_refused(is_view: bool) -> None:
+    model = HetFSDP(KeepsWeight(is_view=is_view), ALONE, units=["units.0", "units.1"])
+    with pytest.raises(ValueError, match=r"requires a gradient.*kept from before wrapping"):
+        model(draw(5, WIDTH))
+
+
+@dataclass
+class Batch:
+    """What a data loader may give."""
+
+    pixels: Tensor
+    labels: Tensor | None
+
+
+class OfBatches(ConvNet):
+    def forward(self, batch: Batch) -> Any:
+        return super().forward(batch.pixels, batch.labels)
+
+
+class Opaque:
+    """Holds tensors where nobody sees them."""
+
+    def __init__(self, pixels: Tensor) -> None:
+        self.pixels, self.labels = pixels, None
+
+
+def _dataclasses(rank: int) -> float | None:
+    torch.manual_seed(0)
+    model = HetFSDP(OfBatches(), WITHOUT_SAMPLES)
+    n = WITHOUT_SAMPLES.ranks[model.position].rank_batch_size
+    batch = Batch(draw(n, 3, 6, 6), torch.zeros(n, dtype=torch.long))
+    return model.backward(model(batch)[0], n)
+
+
+def test_dataclasses_hold_samples_or_none() -> None:
+    means = run_ranks(_dataclasses, 3)
+    assert means[0] == means[1] == means[2] is not None
+    with pytest.raises(ValueError, match=r"objects \(Opaque\) whose tensors"):
+        HetFSDP(OfBatches(), ALONE)(Opaque(draw(5, 3, 6, 6)))
+
+
+def test_batch_norms_are_named_with_the_sizes_of_their_microbatches() -> None:
+    with pytest.warns(UserWarning, match=r"stem.1, blocks.0.1.*\[\[2, 2, 1\]\] samples"):
+        HetFSDP(ConvNet(), ALONE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HetFSDP(ConvNet(), Plan.by_hand(microbatch_sizes=[5]))
+
+
+class Checkpointing(Net):
+    """As Hugging Face's layers do it."""
+
+    gradient_checkpointing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = (
+                checkpoint(unit, x, use_reentrant=False)
+                if self.gradient_checkpointing
+                else unit(x)
+            )
+        return self.head(x)
+
+
+def test_checkpointing_of_the_model_gives_way_to_the_plan() -> None:
+    with pytest.warns(UserWarning, match="gradient_checkpointing of the model has no effect"):
+        model = check(
+            plan_for(recomputes=True),
+            Checkpointing(linear),
+            [draw(5, WIDTH)],
+            squared,
+            units=["units.0", "units.1"],
+        )
+    assert model.module.gradient_checkpointing
+
+
+# A model that judges another
+
+
+class Gan(nn.Module):
+    """A generator and its critic as one model, which says whose step it is by a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(linear(), nn.Tanh(), linear())
+        self.critic = nn.Sequential(linear(), nn.Tanh(), linear())
+        self.double()
+
+    def forward(self, noise: Tensor, real: Tensor | None = None) -> Tensor:
+        if real is None:
+            return self.critic(self.generator(noise)).square().sum()
+        fake = self.generator(noise).detach()
+        return (self.critic(fake) - self.critic(real)).square().sum()
+
+
+def _train_two(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = Gan()
+    model = HetFSDP(copy.deepcopy(reference), WITHOUT_SAMPLES, units=["generator", "critic"])
+    optimizers = [
+        torch.optim.SGD(
+            [p for fqn, p in each.named_parameters() if fqn.startswith(part)], lr=0.1
+        )
+        for each in (model, reference)
+        for part in ("critic", "generator")
+    ]
+    first = WITHOUT_SAMPLES.first_sample(model.position)
+    own = slice(first, first + WITHOUT_SAMPLES.ranks[model.position].rank_batch_size)
+    for step in range(6):
+        noise, real = draw(5, WIDTH), draw(5, WIDTH)
+        is_critics = step % 2 == 0
+        (reference(noise, real if is_critics else None) / 5).backward()
+        loss = model(noise[own], real[own] if is_critics else None)
+        model.backward(loss, len(noise[own]))
+        compare_grads(model, reference)
+        for optimizer in optimizers[1 - is_critics :: 2]:
+            optimizer.step()
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def test_two_optimizers_train_a_generator_and_its_critic() -> None:
+    run_ranks(_train_two, 3)
+
+
+def test_a_loss_through_two_wrapped_models_is_told_to_wrap_both() -> None:
+    generator, critic = (
+        HetFSDP(nn.Sequential(linear(), linear()).double(), ALONE) for _ in range(2)
+    )
+    loss = squared(critic, generator(draw(5, WIDTH)))
+    with pytest.raises(RuntimeError, match="Wrap both in one module"):
+        generator.backward(loss, 5)

@@ -1,9 +1,5 @@
 """transformers' Trainer under a plan is transformers' Trainer on one process."""
 
-import os
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
 from tests.small_models import TRANSFORMERS_SHAPE
@@ -19,191 +14,49 @@ from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 preload(*TRANSFORMERS)
-
-VOCAB_SIZE = 64
-SEQ_LEN = 11
-NUM_PREDICTED = 9
-PLAN = Plan.by_hand(
-    microbatch_sizes=[2, 3, 0], rank_batch_sizes=[4, 3, 0], state_shares=[0.5, 0.2, 0.3]
+from tests.trainer_options import (  # noqa: E402  # needs transformers
+    LOGGED_BAR,
+    NUM_PREDICTED,
+    PARAM_BAR,
+    PLAN,
+    VOCAB_SIZE,
+    arguments,
+    as_torchrun_starts,
+    difference,
+    llama,
+    loss_in_float64,
+    texts,
+    train_by_plan,
+    with_option,
 )
-PARAM_BAR = 1e-12
+
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
-LOGGED_BAR = 1e-6  # transformers adds losses up in float32
-TIMINGS = ("runtime", "per_second", "preparation_time")
-
-BASE: dict[str, Any] = {
-    "max_steps": 20,
-    "learning_rate": 3e-3,
-    "warmup_steps": 5,
-    "weight_decay": 0.1,
-    "max_grad_norm": 0.5,
-    "logging_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 10,
-    "optim": "adamw_torch",
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "base": {},
-    "fused": {"max_steps": 6, "optim": "adamw_torch_fused", "adam_beta2": 0.9},
-    "sgd": {"max_steps": 6, "optim": "sgd", "optim_args": "momentum=0.9"},
-    "accumulation": {"max_steps": 4, "gradient_accumulation_steps": 3},
-    "epochs": {"max_steps": -1, "num_train_epochs": 1.4},
-    "no clipping": {"max_steps": 6, "lr_scheduler_type": "cosine", "max_grad_norm": 0.0},
-    "drop last": {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": True},
-    "seeds": {"max_steps": 6, "seed": 7, "data_seed": 9},
-    "sequential": {"max_steps": 6, "train_sampling_strategy": "sequential"},
-    "by length": {"max_steps": 6, "train_sampling_strategy": "group_by_length"},
-    "tokens seen": {"max_steps": 3, "include_num_input_tokens_seen": True},
-}
+TRIED = (
+    [("long", "own"), ("padded", "float64")]
+    + [(each, "float64") for each in ("accumulation", "epochs", "by length", "checkpointing")]
+    + [(each, "float64") for each in ("evaluate two each", "evaluate apart", "load the best")]
+    + [("smoothed labels", "own"), ("lion in 8 bits", "own"), ("losses in metrics", "own")]
+)
 
 
-def llama(**changes: Any) -> Any:
-    """A small Llama in float64; it has no key bias, whose gradient would be rounding noise."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        **TRANSFORMERS_SHAPE,
-        num_hidden_layers=2,
-        max_position_embeddings=32,
-        **changes,
-    )
-    return transformers.LlamaForCausalLM(config).double()
-
-
-def texts(num_samples: int, seed: int) -> list[dict[str, Tensor]]:
-    """Samples with unlike numbers of labels."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for _ in range(num_samples):
-        words = torch.randint(4, 60, (SEQ_LEN,), generator=generator)
-        length = int(torch.randint(3, SEQ_LEN, (1,), generator=generator))
-        mask = (torch.arange(SEQ_LEN) < length).long()
-        labels = words.masked_fill(mask == 0, -100)
-        rows.append({"input_ids": words, "labels": labels, "attention_mask": mask})
-    return rows
-
-
-def loss_in_float64(
-    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None
-) -> Tensor:
-    """A causal loss; transformers' own is computed in float32."""
-    logits = outputs.logits[:, :-1].reshape(-1, VOCAB_SIZE)
-    targets = labels[:, 1:].reshape(-1)
-    if num_items_in_batch is None:
-        return F.cross_entropy(logits, targets)
-    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
-
-
-def accuracy(prediction: Any) -> dict[str, float]:
-    """Of the next word, where there is one."""
-    is_there = prediction.label_ids[:, 1:] != -100
-    is_right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
-    return {"accuracy": float((is_right & is_there).sum() / is_there.sum())}
-
-
-@contextmanager
-def as_torchrun_starts(rank: int, world_size: int) -> Iterator[None]:
-    """The environment in which accelerate finds the process group that is there."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    ours |= {"LOCAL_WORLD_SIZE": world_size}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in ours.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def arguments(folder: Path | str, **changes: Any) -> Any:
-    """Training arguments for a CPU, quiet, with nothing saved."""
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
-    pinned = {"dataloader_pin_memory": False}
-    return transformers.TrainingArguments(
-        output_dir=str(folder), log_level="error", **{**quiet, **pinned, **changes}
-    )
-
-
-def make(trainer_class: Any, folder: str, variant: str, changes: Mapping[str, Any]) -> Any:
-    """The trainer of a variant."""
-    chosen = {**BASE, **VARIANTS[variant], **changes}
-    options = {} if trainer_class is transformers.Trainer else {"plan": PLAN}
-    trainer = trainer_class(
-        llama(),
-        arguments(folder, **chosen),
-        train_dataset=texts(31, seed=1),
-        eval_dataset=texts(7, seed=2),
-        compute_loss_func=loss_in_float64,
-        compute_metrics=accuracy if variant in ("base", "accumulation") else None,
-        **options,
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
-
-
-def trained(trainer: Any) -> dict[str, Any]:
-    """What is compared: parameters, everything logged, and predictions."""
-    trainer.train()
-    predicted = trainer.predict(texts(NUM_PREDICTED, seed=3))
-    model = getattr(trainer, "het", trainer.model)
-    return {
-        "state": model.state_dict(),
-        "log": trainer.state.log_history,
-        "predictions": predicted.predictions,
-        "label_ids": predicted.label_ids,
-    }
-
-
-def train_by_plan(rank: int, folder: str, variants: list[str]) -> dict[str, Any] | None:
-    """Each variant's results on rank zero."""
-    from shardhet.hf import HetTrainer
-
-    results = {}
-    for variant in variants:
-        with as_torchrun_starts(rank, PLAN.world_size):
-            results[variant] = trained(make(HetTrainer, folder, variant, {}))
-    return results if rank == 0 else None
-
-
-def test_every_option_trains_as_on_one_process(tmp_path: Path) -> None:
-    found = run_ranks(train_by_plan, 3, str(tmp_path), list(VARIANTS), timeout_s=FIRST_CASE_S)[
-        0
-    ]
-    size = PLAN.global_batch_size
-    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
-    for variant in VARIANTS:
-        expected = trained(make(transformers.Trainer, str(tmp_path), variant, sizes))
-        for fqn, param in expected["state"].items():
-            error = float((found[variant]["state"][fqn] - param).abs().max())
-            assert error <= PARAM_BAR, f"{variant}: {fqn} differs by {error}"
-        _compare_logs(variant, found[variant]["log"], expected["log"])
+def test_options_log_what_one_process_logs(tmp_path: Path) -> None:
+    found = run_ranks(train_by_plan, 3, str(tmp_path), TRIED, timeout_s=2 * FIRST_CASE_S)[0]
+    for (option, loss), by_plan in zip(TRIED, found, strict=True):
+        if option in ("lion in 8 bits", "losses in metrics"):
+            assert "TrainingArguments: " in by_plan
+            continue
+        plain = with_option(transformers.Trainer, str(tmp_path), option, loss)
+        logged, param = difference(by_plan, plain)
+        assert logged <= LOGGED_BAR[loss], option
+        assert param <= (PARAM_BAR if loss == "float64" else LOGGED_BAR[loss]), option
         # A plain Trainer whose training ended within an epoch predicts fewer samples than it
         # is given (transformers 5.23), so only that of whole epochs is a reference.
-        if variant == "base":
+        if option == "long":
             np.testing.assert_allclose(
-                found[variant]["predictions"], expected["predictions"], rtol=0, atol=1e-12
+                by_plan["predictions"], plain["predictions"], rtol=0, atol=1e-12
             )
-            np.testing.assert_array_equal(found[variant]["label_ids"], expected["label_ids"])
-        assert len(found[variant]["predictions"]) == NUM_PREDICTED
-
-
-def _compare_logs(variant: str, found: list[Any], expected: list[Any]) -> None:
-    for entry, plain in zip(found, expected, strict=True):
-        names = {name for name in plain if not any(part in name for part in TIMINGS)}
-        assert names == {n for n in entry if not any(part in n for part in TIMINGS)}, variant
-        for name in names:
-            assert entry[name] == pytest.approx(plain[name], rel=LOGGED_BAR), (variant, name)
+            np.testing.assert_array_equal(by_plan["label_ids"], plain["label_ids"])
+        assert len(by_plan["predictions"]) == NUM_PREDICTED
 
 
 def into_an_encoding(rows: list[dict[str, Tensor]]) -> Any:
@@ -299,7 +152,6 @@ ONE = Plan.even(1, microbatch_size=4)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "evaluation in float16": ({"fp16_full_eval": True}, "fp16_full_eval"),
     "adafactor": ({"optim": "adafactor"}, "optim='adafactor'"),
-    "recompute": ({"activation_checkpointing": True}, "recompute=True"),
     "at SIGTERM": ({"enable_jit_checkpoint": True}, "ask_to_end"),
     "batch": ({"per_device_train_batch_size": 3}, "per_device_train_batch_size=3"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -225,11 +224,11 @@ def test_writing_on_a_units_input_raises(recomputes: bool, takes_features: bool)
     run_ranks(_write_on_input, 1, plan, takes_features, fresh_world=True)
 
 
-@dataclass
 class Box:
     """A class that torch's pytree does not know."""
 
-    tensor: Tensor
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class GivesBox(nn.Module):

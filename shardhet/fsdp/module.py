@@ -111,6 +111,8 @@ class HetFSDP(ModuleWithState):
         with self._lifeline.guard("wrapping the model"):
             self._comm.follow(plan, self._control)
             norms = BatchNorms(module)
+            if members.control.position == 0:
+                norms.warn([rank.microbatch_sizes for rank in plan.ranks])
             modules_of_units = find_units(module, units, keeps_last=loss_fn is not None)
             *built, root = build_units(
                 module,

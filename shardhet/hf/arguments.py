@@ -1,6 +1,7 @@
 """Check transformers' training arguments; refuse by name those that a plan cannot honour."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -12,19 +13,19 @@ DEFAULT_BATCH_SIZE = TrainingArguments.__dataclass_fields__[
     "per_device_train_batch_size"
 ].default
 
-# Element-wise optimizers, with which a rank can update its rows alone.
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-OPTIMIZER_CLASSES = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adadelta,
-)
+# Optimizers that no rank can run on its rows: how their names begin or end, and why.
+NOT_ELEMENT_WISE = {
+    "adafactor": "averages over the rows and columns of whole matrices",
+    "galore": "projects whole matrices",
+    "apollo": "projects whole matrices",
+    "lomo": "updates parameters inside backward",
+    "adalomo": "updates parameters inside backward",
+    "grokadamw": "clips by the norm of all gradients together",
+    "stable_adamw": "clips by a norm of each parameter",
+    "8bit": "quantizes its state in blocks, which rows would cut",
+    "4bit": "quantizes its state in blocks, which rows would cut",
+    "xla": "needs a device of XLA",
+}
 
 # Arguments that are refused if set: the reason, and what to do instead.
 REFUSED = {
@@ -33,10 +34,6 @@ REFUSED = {
     "deepspeed": "the plan shards the model. Leave it out",
     "fsdp": "the plan shards the model. Leave it out",
     "parallelism_config": "the plan shards the model. Leave it out",
-    "activation_checkpointing": "the plan says what is recomputed. Write "
-    "Plan.by_hand(..., recompute=True)",
-    "gradient_checkpointing": "the plan says what is recomputed. Write "
-    "Plan.by_hand(..., recompute=True)",
     "auto_find_batch_size": "the plan fixes the batch. Leave it out",
     "torch_compile": "it would compile around the units. Call "
     "shardhet.training.compiling.compile_units(model, device) before",
@@ -78,17 +75,25 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
             "by TrainingArguments. Give a plan of one round and "
             f"gradient_accumulation_steps={plan.num_rounds}."
         )
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        found = getattr(args, name)
-        if found not in (DEFAULT_BATCH_SIZE, plan.global_batch_size):
-            raise ValueError(
-                f"TrainingArguments: {name}={found}, but the plan deals out "
-                f"{plan.global_batch_size} samples a step. Leave {name} out; a batch for each "
-                "device is plan=[2, 2, 15]."
-            )
+    found, whole = args.per_device_train_batch_size, plan.global_batch_size
+    if found != DEFAULT_BATCH_SIZE and whole not in (found, found * args.world_size):
+        raise ValueError(
+            f"TrainingArguments: per_device_train_batch_size={found}, but the plan deals out "
+            f"{whole} samples a step. Leave it out; a batch for each device is "
+            "plan=[2, 2, 15]."
+        )
     args = copy.copy(args)
-    args.per_device_train_batch_size = plan.global_batch_size
-    args.per_device_eval_batch_size = plan.global_batch_size
+    args.per_device_train_batch_size = whole
+    checkpointing = ("activation_checkpointing", "gradient_checkpointing")
+    if any(getattr(args, name, False) for name in checkpointing):
+        for name in checkpointing:
+            setattr(args, name, False)
+        warnings.warn(
+            "TrainingArguments: activation_checkpointing=True has no effect, because the plan "
+            "says what each rank recomputes. To recompute everything write "
+            "Plan.by_hand(..., recompute=True).",
+            stacklevel=3,
+        )
     # HetTrainer scales the loss itself; accelerate, told of float16, accepts GPUs only.
     args.mixed_precision = "no" if args.fp16 else args.mixed_precision
     # The runtime divides by the tokens of all ranks; transformers must count only this rank's.
@@ -98,11 +103,12 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
 
 def _check_choices(args: TrainingArguments) -> None:
     optim = getattr(args.optim, "value", args.optim)
-    if optim not in OPTIMIZERS:
-        raise ValueError(
-            f"TrainingArguments: optim={optim!r} is not element-wise, or not tested. "
-            f"Choose one of {', '.join(OPTIMIZERS)}."
-        )
+    for name, reason in NOT_ELEMENT_WISE.items():
+        if optim.startswith(name) or optim.endswith(name):
+            raise ValueError(
+                f"TrainingArguments: optim={optim!r} {reason}. Choose one that works element "
+                "by element, such as adamw_torch_fused, lion_32bit or schedule_free_adamw."
+            )
     if args.load_best_model_at_end and args.save_only_model:
         raise ValueError(
             "TrainingArguments: load_best_model_at_end=True reads what save_only_model=True "
@@ -146,19 +152,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, params: set[int]) -
         raise ValueError(
             "HetTrainer: optimizers=(...) was made from the whole model. Wrap the model with "
             "HetFSDP, make the optimizer from its parameters(), and pass both."
-        )
-    check_optimizer_class(type(optimizer))
-
-
-def check_optimizer_class(optimizer_class: Any) -> None:
-    """Raise if a step on some rows needs other rows."""
-    is_known = isinstance(optimizer_class, type) and issubclass(
-        optimizer_class, OPTIMIZER_CLASSES
-    )
-    if not is_known:
-        raise ValueError(
-            f"HetTrainer: {optimizer_class} is not known to be element-wise. Choose one of "
-            f"{', '.join(each.__name__ for each in OPTIMIZER_CLASSES)}."
         )
 
 

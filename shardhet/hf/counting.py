@@ -1,17 +1,52 @@
-"""What transformers counts about a model, for the whole model instead of a rank's rows."""
+"""What transformers counts while it trains, for all ranks' samples and the whole model."""
 
-import torch
-from torch import nn
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
 
 from shardhet.fsdp import HetFSDP
 
 
-def num_multiplied(model: HetFSDP) -> int:
-    """The number of elements in parameters that inputs are multiplied with: no embeddings."""
-    looked_up = {
-        f"{fqn}.weight"
-        for fqn, module in model.module.named_modules()
-        if isinstance(module, nn.Embedding)
-    }
-    boxes = model.sharded_state_dict().items()
-    return sum(torch.Size(b.global_shape).numel() for fqn, b in boxes if fqn not in looked_up)
+class InputCounts:
+    """The inputs of a run, counted as if one process had padded them all to one length."""
+
+    def __init__(self, model: HetFSDP) -> None:
+        self._het = model
+        self._name = getattr(model.module, "main_input_name", "input_ids")
+        looked_up = {
+            f"{fqn}.weight"
+            for fqn, module in model.module.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
+        slots = [slot for flat in model._flats for slot in flat.slots]
+        self._num_multiplied = (
+            sum(slot.shape.numel() for slot in slots if slot.fqn not in looked_up)
+            if hasattr(model.module, "num_parameters")
+            else 0  # transformers counts for its own models alone
+        )
+        self._shapes: list[tuple[int, int]] = []  # of each batch since the last ``flops``
+
+    def shape(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
+        """The rows of the model's main input, and the elements of each."""
+        main = inputs.get(self._name)
+        if not isinstance(main, Tensor) or not main.numel():
+            return 0, 0
+        return len(main), main[0].numel()
+
+    def add(self, inputs: Mapping[str, Any]) -> None:
+        """Count a batch of this rank."""
+        self._shapes.append(self.shape(inputs))
+
+    def flops(self) -> int:
+        """The estimate of transformers for what was added since the last call.  Collective."""
+        mine, self._shapes = self._shapes, []
+        return 6 * self._num_multiplied * self.numel(mine)
+
+    def numel(self, mine: list[tuple[int, int]]) -> int:
+        """The elements of batches of which this rank has rows of these shapes.  Collective."""
+        batches = zip(*self._het.exchange_objects(mine), strict=True)
+        return sum(
+            sum(rows for rows, _ in batch) * max(width for _, width in batch)
+            for batch in batches
+        )

@@ -12,13 +12,11 @@ from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
-def dealt(plan: Plan, position: int, num_samples: int) -> Span:
-    """The samples of a batch of ``num_samples``, at most the plan's, for ``position``.
-
-    If a batch is smaller, as at the end of an epoch, the last positions get fewer or none.
-    """
-    start = min(plan.first_sample(position), num_samples)
-    return Span(start, min(start + plan.ranks[position].rank_batch_size, num_samples))
+def share_of(plan: Plan, position: int, num_samples: int) -> Span:
+    """The samples of a batch of ``num_samples`` for ``position``, in the plan's proportions."""
+    first, whole = plan.first_sample(position), plan.global_batch_size
+    stop = first + plan.ranks[position].rank_batch_size
+    return Span(num_samples * first // whole, num_samples * stop // whole)
 
 
 def num_rows(batch: Any) -> int:
@@ -46,12 +44,20 @@ class PlanBatchSampler(BatchSampler):
     """
 
     def __init__(
-        self, sampler: Sampler[int], plan: Plan, position: int, *, drop_last: bool, whole: bool
+        self,
+        sampler: Sampler[int],
+        batch_size: int,
+        share: Span,
+        *,
+        drop_last: bool,
+        whole: bool,
     ) -> None:
-        """If ``whole``, every rank gets all indices and takes its rows after collating."""
-        super().__init__(sampler, plan.global_batch_size, drop_last)
-        self._plan = plan
-        self._position = position
+        """``share`` are this rank's samples of a full batch; the last batch may have fewer.
+
+        If ``whole``, every rank gets all indices and takes its rows after collating.
+        """
+        super().__init__(sampler, batch_size, drop_last)
+        self._share = share
         self._whole = whole
         # torch's generator when the order of the epoch in progress was drawn
         self.began_with: Tensor | None = None
@@ -77,26 +83,24 @@ class PlanBatchSampler(BatchSampler):
         if going_on is not None and going_on[1] is not None:
             torch.set_rng_state(going_on[1])
         self.began_with = torch.get_rng_state()
-        own = self._plan.ranks[self._position].rank_batch_size
         for i, batch in enumerate(super().__iter__()):
             if going_on is not None and going_on[0] == i:
                 going_on[2]()
             if self._whole:
                 yield batch
                 continue
-            span = dealt(self._plan, self._position, len(batch))
-            yield batch[span.start : span.stop] or batch[:1] * (own + 1)
+            own = batch[self._share.start : self._share.stop]
+            yield own or batch[:1] * (self._share.numel + 1)
 
 
 class DealtCollator:
     """Collates this rank's samples of a batch into tensors with a row for each."""
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], plan: Plan, position: int, *, whole: bool
+        self, collate: Callable[[list[Any]], Any], share: Span, *, whole: bool
     ) -> None:
         self._collate = collate
-        self._plan = plan
-        self._position = position
+        self._share = share
         self._whole = whole
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -110,8 +114,8 @@ class DealtCollator:
                 "a collator that keeps one row per sample; flattened ones cannot be dealt."
             )
         if self._whole:
-            return rows_of(batch, dealt(self._plan, self._position, len(samples)))
-        has_none = len(samples) > self._plan.ranks[self._position].rank_batch_size
+            return rows_of(batch, self._share)
+        has_none = len(samples) > self._share.numel
         return rows_of(batch, Span(0, 0)) if has_none else batch
 
 
@@ -122,19 +126,20 @@ class PlanLoader(DataLoader[Any]):
         self,
         dataset: Any,
         sampler: Sampler[int],
-        plan: Plan,
-        position: int,
+        batch_size: int,
+        share: Span,
         *,
         collate_fn: Callable[[list[Any]], Any],
         drop_last: bool,
         collates_whole_batch: bool,
         **options: Any,
     ) -> None:
-        """``options`` are passed to the DataLoader."""
+        """``share`` are this rank's samples of a batch; ``options`` are the DataLoader's."""
+        whole = collates_whole_batch
         self.batches = PlanBatchSampler(
-            sampler, plan, position, drop_last=drop_last, whole=collates_whole_batch
+            sampler, batch_size, share, drop_last=drop_last, whole=whole
         )
-        collator = DealtCollator(collate_fn, plan, position, whole=collates_whole_batch)
+        collator = DealtCollator(collate_fn, share, whole=whole)
         super().__init__(dataset, batch_sampler=self.batches, collate_fn=collator, **options)
 
     def set_epoch(self, epoch: int) -> None:

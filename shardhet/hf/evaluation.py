@@ -1,6 +1,9 @@
-"""Evaluation under a plan: losses over all tokens, predictions in the dataset's order."""
+"""Evaluation under a plan: the mean over samples of their batch's loss, as transformers takes
+it, and predictions in the dataset's order.
+"""
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import Any
 
 import torch
 from transformers.trainer_pt_utils import nested_numpify
@@ -8,31 +11,38 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from shardhet.hf.dealing import num_rows
 from shardhet.hf.predictions import joined, predictions_in
-
-if TYPE_CHECKING:
-    from shardhet.hf.trainer import HetTrainer
+from shardhet.hf.rank_loss import RankLoss
+from shardhet.hf.view import TrainerView
 
 
 class EvaluationPass:
     """One pass over a dataset, batch by batch."""
 
     def __init__(
-        self, trainer: "HetTrainer", *, loss_only: bool, ignore_keys: list[str] | None
+        self,
+        trainer: TrainerView,
+        rank_loss: RankLoss,
+        *,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
     ) -> None:
         """``ignore_keys`` are outputs that are no predictions; None: those of the model."""
         self._trainer = trainer
+        self._rank_loss = rank_loss
         self._loss_only = loss_only
         if ignore_keys is None:
             config = getattr(trainer.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         self._ignore_keys = ignore_keys
-        self._sums = [0.0, 0.0]  # of the losses and of their items, on this rank
+        # Of each batch, on this rank: the sum of losses, its items, its samples.
+        self._sums: list[tuple[float, int, int]] = []
         self._gathered: list[Any] = [None, None, None]  # predictions, labels, inputs
 
     def add(self, inputs: dict[str, Any]) -> None:
         """Evaluate this rank's samples of one batch.  Collective."""
         loss_sum, num_items, *parts = self._predict(inputs)
-        self._sums = [self._sums[0] + loss_sum, self._sums[1] + num_items]
+        if num_items is not None:
+            self._sums.append((loss_sum, num_items, num_rows(inputs)))
         if self._loss_only:
             return
         mine = [None if part is None else nested_numpify(part) for part in parts]
@@ -40,17 +50,19 @@ class EvaluationPass:
             self._gathered = list(map(joined, self._gathered, rank_parts))
 
     @torch.no_grad()
-    def _predict(self, inputs: dict[str, Any]) -> tuple[float, int, Any, Any, Any]:
-        """This rank's loss sum, its number of items, and predictions, labels and inputs."""
+    def _predict(self, inputs: dict[str, Any]) -> tuple[float, int | None, Any, Any, Any]:
+        """This rank's loss sum, its number of items (None without labels), and predictions,
+        labels and inputs.
+        """
         trainer = self._trainer
         inputs = trainer._prepare_inputs(inputs)
         names = trainer.label_names
         has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
         with trainer.compute_loss_context_manager():
             if has_labels:
-                loss_sum, num_items, outputs = trainer.rank_loss.sums(inputs)
+                loss_sum, num_items, outputs = self._rank_loss.sums(inputs)
             else:
-                loss_sum, num_items = torch.zeros(()), 0
+                loss_sum, num_items = torch.zeros(()), None
                 outputs = trainer.het(**inputs)
         if self._loss_only or not num_rows(inputs):
             return float(loss_sum), num_items, None, None, None
@@ -78,11 +90,8 @@ class EvaluationPass:
                 EvalPrediction(predictions=predictions, label_ids=labels, **chosen)
             )
         metrics = denumpify_detensorize(metrics)
-        loss_sum, num_items = (
-            sum(column) for column in zip(*self._trainer.het.exchange(self._sums), strict=True)
-        )
-        if num_items:
-            metrics[f"{prefix}_loss"] = loss_sum / num_items
+        if self._sums:
+            metrics[f"{prefix}_loss"] = self._mean_loss()
         metrics = {
             name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value
             for name, value in metrics.items()
@@ -90,3 +99,16 @@ class EvaluationPass:
         return EvalLoopOutput(
             predictions=predictions, label_ids=labels, metrics=metrics, num_samples=num_samples
         )
+
+    def _mean_loss(self) -> float:
+        """The mean over samples of the mean loss of their batch.  Collective."""
+        by_position = self._trainer.het.exchange_objects(self._sums)
+        batches = [
+            [sum(column) for column in zip(*rows, strict=True)]
+            for rows in zip(*by_position, strict=True)
+        ]
+        means = [(loss / n if n else math.nan, size) for loss, n, size in batches]
+        finite = [each for each in means if math.isfinite(each[0])]
+        if self._trainer.args.logging_nan_inf_filter and finite:
+            means = finite
+        return sum(mean * size for mean, size in means) / sum(size for _, size in means)

@@ -1,19 +1,18 @@
 """The data loaders of a HetTrainer: what transformers would load, dealt out by plan."""
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from shardhet.comm import devices
-from shardhet.hf.dealing import PlanLoader
-
-if TYPE_CHECKING:
-    from shardhet.hf.trainer import HetTrainer
+from shardhet.hf.dealing import PlanLoader, share_of
+from shardhet.hf.view import TrainerView
 
 
-def training_loader(trainer: "HetTrainer") -> PlanLoader:
+def training_loader(trainer: TrainerView) -> PlanLoader:
     """This rank's samples of every global batch of an epoch.  Collective."""
     dataset = trainer.train_dataset
     if dataset is None:
@@ -24,7 +23,7 @@ def training_loader(trainer: "HetTrainer") -> PlanLoader:
     return plan_loader(trainer, dataset, sampler, "Training", is_training=True)
 
 
-def evaluation_loader(trainer: "HetTrainer", eval_dataset: Any) -> PlanLoader:
+def evaluation_loader(trainer: TrainerView, eval_dataset: Any) -> PlanLoader:
     """This rank's samples of ``eval_dataset``: a dataset, the name of one, or None."""
     named: Any = trainer.eval_dataset
     if eval_dataset is None and named is None:
@@ -32,11 +31,23 @@ def evaluation_loader(trainer: "HetTrainer", eval_dataset: Any) -> PlanLoader:
     chosen = named if eval_dataset is None else eval_dataset
     if isinstance(eval_dataset, str):
         chosen = named[eval_dataset]
-    return plan_loader(trainer, chosen, SequentialSampler(chosen), "Evaluation")
+    return plan_loader(trainer, chosen, evaluation_sampler(trainer, chosen), "Evaluation")
+
+
+def evaluation_sampler(trainer: TrainerView, dataset: Any) -> Any:
+    """The order of transformers in one process, which groups by length here too if asked."""
+    args = trainer.args
+    trainer.args = copy.copy(args)
+    trainer.args.per_device_eval_batch_size *= args.world_size
+    try:
+        sampler = trainer._get_eval_sampler(dataset)
+    finally:
+        trainer.args = args
+    return SequentialSampler(dataset) if sampler is None else sampler
 
 
 def plan_loader(
-    trainer: "HetTrainer",
+    trainer: TrainerView,
     dataset: Any,
     sampler: Sampler[int],
     description: str,
@@ -49,13 +60,15 @@ def plan_loader(
     if hasattr(dataset, "column_names"):  # from the datasets library
         dataset = trainer._remove_unused_columns(dataset, description=description)
         collate = trainer.data_collator
+    batch_size = args.per_device_eval_batch_size * args.world_size
+    batch_size = trainer.plan.global_batch_size if is_training else batch_size
     return PlanLoader(
         dataset,
         sampler,
-        trainer.plan,
-        trainer.het.position,
+        batch_size,
+        share_of(trainer.plan, trainer.het.position, batch_size),
         collate_fn=collate,
-        drop_last=is_training and args.dataloader_drop_last,
+        drop_last=args.dataloader_drop_last,
         collates_whole_batch=trainer.collates_whole,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and not devices.is_on_host(args.device),
@@ -78,7 +91,7 @@ def _seedable(sampler: Any, dataset: Any, data_seed: int | None) -> Any:
     return SeedableRandomSampler(dataset, data_seed=seed)
 
 
-def _check_same_order(trainer: "HetTrainer", dataset: Any, sampler: Any) -> None:
+def _check_same_order(trainer: TrainerView, dataset: Any, sampler: Any) -> None:
     """Check that ranks draw the same batches, and the same random numbers to collate."""
     mine = [len(dataset), getattr(sampler, "initial_seed", None)]
     if mine[1] is None or trainer.collates_whole:

@@ -1,6 +1,6 @@
 """A rank's part of the loss: what transformers computes, as a sum over samples or tokens."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,16 +9,14 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from shardhet.hf.dealing import num_rows
 from shardhet.hf.losses import LossKind, find_kind, num_labels
+from shardhet.hf.view import TrainerView
 from shardhet.training.loss_scaling import check_scale
-
-if TYPE_CHECKING:
-    from shardhet.hf.trainer import HetTrainer
 
 
 class RankLoss:
     """The loss of a rank's samples, as a sum over them that can be added to other ranks'."""
 
-    def __init__(self, trainer: "HetTrainer") -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self.kind: LossKind | None = None  # found out on the first batch
         self._trainer = trainer
 

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import TrainerCallback
@@ -24,11 +24,9 @@ from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.fsdp import HetFSDP
+from shardhet.hf.dealing import PlanLoader
+from shardhet.hf.view import TrainerView
 from shardhet.training.resuming import random_states, restore_random_states
-
-if TYPE_CHECKING:
-    from shardhet.hf.dealing import PlanLoader
-    from shardhet.hf.trainer import HetTrainer
 
 STATE_DIR = "shardhet"
 logger = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ REMEDIES = {
 class WholeState:
     """Saves and restores what a trainer needs to go on as if it had never stopped."""
 
-    def __init__(self, trainer: "HetTrainer") -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None  # until the first epoch begins
 
@@ -124,7 +122,7 @@ class WholeState:
         return self._trainer.lr_scheduler
 
     @property
-    def _loader(self) -> "PlanLoader":
+    def _loader(self) -> PlanLoader:
         loader = self._trainer.train_loader
         assert loader is not None, "made when training begins"
         return loader

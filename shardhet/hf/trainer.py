@@ -13,32 +13,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SequentialSampler
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+from transformers.trainer_utils import EvalLoopOutput
 
 from shardhet.comm.liveness import HANG_TIMEOUT_S, watch_ranks
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.arguments import (
-    check_optimizer,
-    check_optimizer_class,
-    checked,
-    is_same_device,
-)
-from shardhet.hf.counting import num_multiplied
-from shardhet.hf.dealing import PlanLoader
+from shardhet.fsdp.params.optimizer_gate import look_at
+from shardhet.hf.arguments import check_optimizer, checked, is_same_device
+from shardhet.hf.counting import InputCounts
 from shardhet.hf.evaluation import EvaluationPass
 from shardhet.hf.folders.saving import save_pretrained
-from shardhet.hf.loaders import evaluation_loader, plan_loader, training_loader
+from shardhet.hf.loaders import (
+    evaluation_loader,
+    evaluation_sampler,
+    plan_loader,
+    training_loader,
+)
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen, inner
+from shardhet.hf.view import TrainerView
 from shardhet.records.plan import Plan
 from shardhet.training.loss_scaling import LossScaler
 
 
-class HetTrainer(Trainer):
+class HetTrainer(TrainerView):
     """A Trainer whose steps are those of one process on the plan's whole global batch.
 
         trainer = HetTrainer(model, args, plan=plan, train_dataset=dataset)
@@ -91,21 +91,12 @@ class HetTrainer(Trainer):
         self.rank_loss = RankLoss(self)
         self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
         self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
-        self.train_loader: PlanLoader | None = None  # of the last or present training
+        self.train_loader = None
         self._whole_state = WholeState(self)
         self.add_callback(EndWhenAsked(wrapped))
-        self._num_eval_steps = 0
-        self._num_multiplied = num_multiplied(wrapped)
+        self._counts = InputCounts(wrapped)
 
     # The model #
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: HetFSDP puts this rank's rows where they belong."""
-
-    def _wrap_model(
-        self, model: nn.Module, training: bool = True, dataloader: Any = None
-    ) -> nn.Module:
-        return self.het
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers.
@@ -142,20 +133,6 @@ class HetTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._whole_state.save(Path(output_dir))
 
-    def _save_scaler(self, output_dir: str) -> None:
-        """Do nothing: the scale is part of the whole state."""
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Do nothing: it is loaded with the optimizer's state."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: random states are part of the whole state."""
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        """Do nothing: parameters are loaded with the optimizer's state, once there is one."""
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._whole_state.load(Path(checkpoint))
@@ -184,22 +161,35 @@ class HetTrainer(Trainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """As for evaluation."""
-        return plan_loader(self, test_dataset, SequentialSampler(test_dataset), "test")
+        return plan_loader(self, test_dataset, evaluation_sampler(self, test_dataset), "test")
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The number of samples in one optimizer step."""
         return self.plan.global_batch_size * args.gradient_accumulation_steps
 
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """The number of samples in an epoch."""
-        return len(dataloader.dataset)  # type: ignore[arg-type]  # it has a length: see above
-
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """The estimate of transformers, for the whole model."""
-        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if main_input is None else 6 * main_input.numel() * self._num_multiplied
+        """Zero: they are counted for all ranks' samples together, when they are stored."""
+        self._counts.add(inputs)
+        return 0
+
+    def store_flos(self) -> None:
+        """The estimate of transformers, for the whole model and the global batches."""
+        self.state.total_flos += self._counts.flops()
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen == "all":
+            whole = self._counts.numel([self._counts.shape(inputs)])
+            self.state.num_input_tokens_seen += whole
+        else:
+            super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
 
     # A step #
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in transformers.  Raises ``ValueError`` if it cannot work on rows."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        look_at(inner(optimizer), (), {})
+        return optimizer
 
     def training_step(
         self,
@@ -212,13 +202,19 @@ class HetTrainer(Trainer):
         ``num_items_in_batch`` counts this rank's items in all accumulation steps; the runtime
         adds up the counts of all ranks and divides by the sum.
         """
-        self.het.train()
+        self._set_training(True)
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss_sum, num_items, _ = self.rank_loss.sums(inputs)
         divisor = self.rank_loss.divisor(num_items, num_items_in_batch)
         mean = self.rank_loss.backward(loss_sum, divisor)
         return torch.tensor(mean, dtype=torch.float64, device=self.args.device)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        # Every rank has the mean loss; in float32 the mean of their copies would be rounded.
+        exact = tr_loss.double()
+        super()._maybe_log_save_evaluate(exact, *args, **kwargs)
+        tr_loss.copy_(exact)  # zero if it was logged
 
     def compute_loss(
         self,
@@ -257,15 +253,12 @@ class HetTrainer(Trainer):
 
     # Evaluation #
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in transformers, with the rate of evaluation steps corrected."""
-        super().log(_with_own_rate(logs, self._num_eval_steps), start_time)
-
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """As in transformers; predictions are in the order of the dataset."""
-        output = super().predict(*args, **kwargs)
-        _with_own_rate(output.metrics or {}, self._num_eval_steps)
-        return output
+    def _set_training(self, is_training: bool) -> None:
+        """Of the model, and of an optimizer that averages parameters (schedule_free_adamw)."""
+        self.het.train(is_training)
+        set_mode = getattr(inner(self.optimizer), "train" if is_training else "eval", None)
+        if set_mode is not None:
+            set_mode()
 
     def evaluation_loop(
         self,
@@ -275,13 +268,14 @@ class HetTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The loss over all tokens of all ranks, and predictions in the dataset's order."""
+        """As in transformers, for all ranks' samples in the dataset's order."""
         stated, loss_only = prediction_loss_only, self.args.prediction_loss_only
         loss_only = loss_only if stated is None else stated
         self.callback_handler.eval_dataloader = dataloader
-        self._num_eval_steps = len(dataloader)
-        self.het.eval()
-        evaluation = EvaluationPass(self, loss_only=loss_only, ignore_keys=ignore_keys)
+        self._set_training(False)
+        evaluation = EvaluationPass(
+            self, self.rank_loss, loss_only=loss_only, ignore_keys=ignore_keys
+        )
         for inputs in dataloader:
             evaluation.add(inputs)
             self.control = self.callback_handler.on_prediction_step(
@@ -299,8 +293,6 @@ def _checked_plan(
 ) -> Plan:
     if kwargs.get("model_init") is not None:
         raise ValueError("HetTrainer: model_init is refused. Pass the model itself.")
-    if kwargs.get("optimizer_cls_and_kwargs") is not None:
-        check_optimizer_class(kwargs["optimizer_cls_and_kwargs"][0])
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             "HetTrainer: the model was sharded at load time by DistributedConfig. Load it "
@@ -334,12 +326,3 @@ def _check_device(wrapped: HetFSDP, args: TrainingArguments) -> None:
             f"HetTrainer: the model is on {wrapped.device} but the arguments say "
             f"{args.device}. Pass device= to where the model is wrapped, or use_cpu=True."
         )
-
-
-def _with_own_rate(metrics: dict[str, float], num_eval_steps: int) -> dict[str, float]:
-    """``metrics`` with the right rates; transformers assumes one batch per rank."""
-    for name in metrics:
-        prefix = name.removesuffix("_steps_per_second")
-        if prefix not in (name, "train") and metrics.get(f"{prefix}_runtime"):
-            metrics[name] = round(num_eval_steps / metrics[f"{prefix}_runtime"], 3)
-    return metrics

@@ -9,6 +9,7 @@ end of a training forward every rank applies all of them in the order of the sam
 Recomputations and probes note nothing.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,17 @@ class BatchNorms:
 
     def __len__(self) -> int:
         return len(self._norms)
+
+    def warn(self, microbatch_sizes: Sequence[Sequence[int]]) -> None:
+        """Warn that statistics are those of microbatches, whose sizes are given by rank."""
+        if self._norms and sum(map(len, microbatch_sizes)) > 1:
+            names = ", ".join(fqn for fqn, _ in self._norms)
+            warnings.warn(
+                f"{names}: a batch norm takes the statistics of one microbatch at a time, here "
+                f"of {[list(sizes) for sizes in microbatch_sizes]} samples by position of the "
+                "plan, so results depend on the plan.",
+                stacklevel=3,
+            )
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from lengths that happen to be equal.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
+    register_dataclass,
     tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
@@ -140,6 +141,7 @@ class VisitRules:
     results: Layout
     outputs: tuple[Rule, ...]  # per tensor among the results
     is_differentiable: tuple[bool, ...]  # per tensor among the results
+    counts: bool = False  # whether every call changes numbers among the module's attributes
 
     @property
     def is_batched(self) -> bool:
@@ -153,7 +155,18 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """
     if isinstance(tree, Tensor):  # the fast path: most units return one tensor
         return [tree], _LEAF
-    return tree_flatten(tree, is_leaf=_is_opaque)
+    leaves, spec = tree_flatten(tree, is_leaf=_is_opaque)
+    if unseen := {type(leaf) for leaf in leaves if is_dataclass(leaf) and _is_plain(leaf)}:
+        for each in unseen:
+            register_dataclass(each)
+        return flatten(tree)
+    return leaves, spec
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a dataclass is nothing but its fields, so that it can be made from them."""
+    is_made = all(field.init for field in fields(leaf)) and not hasattr(leaf, "__post_init__")
+    return is_made and not isinstance(leaf, type) and not _is_opaque(leaf)
 
 
 def named(leaves: Sequence[Any], arguments: Layout) -> list[tuple[str, Any]]:

@@ -77,6 +77,13 @@ class ModelCall:
                 f"{num_samples}. If this rank has no samples, give no argument any; if one of "
                 f"them never has samples, pass HetFSDP(batch_dim={{{empty!r}: None}})."
             )
+        unseen = [type(x).__name__ for x in leaves if not isinstance(x, (Tensor, *PLAIN))]
+        if unseen and not lengths:
+            raise ValueError(
+                f"model(...): its arguments are objects ({', '.join(unseen)}) whose tensors "
+                "HetFSDP cannot see, and nothing else has samples. Pass tensors, or tuples, "
+                "dicts or plain dataclasses of them."
+            )
         named = [isinstance(batch_dim, Mapping) and name in batch_dim for name in names]
         return cls(tuple(leaves), spec, tuple(names), tuple(dims), tuple(named), num_samples)
 

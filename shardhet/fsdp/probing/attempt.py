@@ -3,8 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +16,15 @@ from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.probing.order import PeerFailed
-from shardhet.fsdp.probing.probe import Probe
+from shardhet.fsdp.probing.probe import Probe, ProbedModel
 from shardhet.fsdp.probing.rules import LARGE, PARTS, SIZES, SMALL
-from shardhet.fsdp.probing.watch import Refusal
+from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 
-if TYPE_CHECKING:
-    from shardhet.fsdp.probing.prober import Prober
-
 Axes = tuple[BatchAxis | None, ...]
+# One forward on all ranks: the result of the call on this one, and the segments.
+RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
 RunModule = Callable[[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Zeros:
-    """Replaces a tensor in a model's output for no samples when it is sent to other ranks."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def _for_no_samples(plain: Any) -> Any:
@@ -53,7 +43,8 @@ class Attempt:
 
     def __init__(
         self,
-        prober: "Prober",
+        model: ProbedModel,
+        run_once: RunOnce,
         call: ModelCall | None,
         axes: Axes,
         run_module: RunModule,
@@ -61,9 +52,11 @@ class Attempt:
         splits: bool,
     ) -> None:
         self.segments: Any = ()
+        self.staying: int | None = None  # a unit that the model needs unsharded throughout
         self.is_refused = False  # whether the error is one of HetFSDP's, not the model's own
         self.probe: Probe | None = None
-        self._prober = prober
+        self._model = model
+        self._run_once = run_once
         self._call = call
         self._axes = axes
         self._run_module = run_module
@@ -73,30 +66,25 @@ class Attempt:
         self._outputs: dict[str, Any] = {}
         self._generators = HostGenerators()
         if call is not None:
-            self.probe = Probe(
-                prober.module,
-                prober.norms,
-                has_gradients=has_gradients,
-                splits=splits,
-                anchor=prober.anchor,
-                rows=prober.rows,
-            )
+            self.probe = Probe(model, has_gradients=has_gradients, splits=splits)
 
     def run(self) -> Exception | None:
         """The error found on this rank; None if there is none here.  Collective."""
         try:
-            device = self._prober.device
-            with restored_random_state(device), self._generators.restored():
+            with restored_random_state(self._model.device), self._generators.restored():
                 _, self.segments = self._forward("small", range(SMALL))
                 self._check_draws()
                 self._forward("large", range(LARGE))
                 self._raise_together(self._problem_of_outputs())
-                if self._prober.caches.is_asked_for:
+                if self._model.caches.is_asked_for:
                     self._raise_together(self._problem_of_caches())
                 if self._any_rank(self.splits and bool(self._losses("large"))):
                     self._check_losses()
         except PeerFailed:
             return None
+        except StaysUnsharded as found:
+            self.staying = found.unit
+            return RuntimeError("never raised: the model is probed once more")
         except Refusal as refusal:
             self.is_refused = True
             return refusal.error
@@ -138,7 +126,7 @@ class Attempt:
                     self.probe.check_output(output)
             return output
 
-        self._outputs[name], segments = self._prober.run_once(self.probe, run)
+        self._outputs[name], segments = self._run_once(self.probe, run)
         return self._outputs[name], segments
 
     def _check_draws(self) -> None:
@@ -195,7 +183,7 @@ class Attempt:
         first = 0 if self._call is None else self._call.num_samples
         rolled = range(first, first + SMALL)
         self._forward("rolled", rolled)
-        with self._prober.caches.on():
+        with self._model.caches.on():
             self._forward("plain", rolled)
         if self._call is None or self.probe is None:
             return None
@@ -211,7 +199,7 @@ class Attempt:
         return None
 
     def _any_rank(self, flag: bool) -> bool:
-        return any(row[0] for row in self._prober.control.exchange([float(flag)]))
+        return any(row[0] for row in self._model.control.exchange([float(flag)]))
 
     def _losses(self, name: str) -> list[Tensor]:
         """The 0-d tensors among the model's outputs, in float64."""
@@ -272,7 +260,7 @@ class Attempt:
         return abs(float(one - other)) <= bar * scale or not math.isfinite(scale)
 
     def empty_output(self) -> bytes | None:
-        """The output for no samples, pickled; None if it is not known."""
+        """The output for no samples, on the meta device, pickled; None if it is not known."""
         if self.probe is None:
             return None
         small, spec = flatten(self._outputs["small"])
@@ -287,7 +275,7 @@ class Attempt:
             except ValueError:  # several dimensions depend on the number of samples
                 axes = [BatchAxis(0)]
             shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
-            leaves.append(Zeros(tuple(shape), one.dtype))
+            leaves.append(torch.empty(shape, dtype=one.dtype, device="meta"))
         try:
             return pickle.dumps(unflatten(leaves, spec))
         except (pickle.PicklingError, AttributeError, TypeError):

@@ -1,11 +1,13 @@
-"""Switches off KV caches of Hugging Face models, which only generation needs.
+"""Switches off KV caches and gradient checkpointing of Hugging Face models while they run.
 
 Their configurations enable ``use_cache`` by default, also in training.  Each microbatch and
 each recomputation would append to the cache again, so it is off while a HetFSDP model runs,
 as it is under their own gradient checkpointing.  A model that computes something else with a
 cache than without (some tell packed sequences by their positions only without) is refused.
+Their checkpointing would call units once more in backward; the plan says what is recomputed.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +25,15 @@ class CacheSwitch:
             for config in _configs(getattr(each, "config", None))
         }
         self._configs = tuple(found.values())
+        self._checkpointing: list[Any] = [
+            each for each in module.modules() if getattr(each, "gradient_checkpointing", False)
+        ]
+        if self._checkpointing:
+            warnings.warn(
+                "gradient_checkpointing of the model has no effect, because the plan says what "
+                "each rank recomputes: Plan.by_hand(..., recompute=True).",
+                stacklevel=3,
+            )
         self._stays_on = False
 
     @property
@@ -45,11 +56,15 @@ class CacheSwitch:
         asking = [each for each in self._configs if each.use_cache and not self._stays_on]
         for config in asking:
             config.use_cache = False
+        for each in self._checkpointing:
+            each.gradient_checkpointing = False
         try:
             yield
         finally:
             for config in asking:
                 config.use_cache = True
+            for each in self._checkpointing:
+                each.gradient_checkpointing = True
 
 
 def _configs(config: Any) -> list[Any]:

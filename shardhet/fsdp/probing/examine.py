@@ -116,7 +116,15 @@ class Examiner:
             results=seen.results,
             outputs=(),
             is_differentiable=seen.is_differentiable,
+            counts=bool(seen.counted),
         )
+        with self._runner.counting_once(large, seen):
+            return self._compare(seen, large, rules)
+
+    def _compare(
+        self, seen: Seen, large: ProbedCall, rules: VisitRules
+    ) -> tuple[VisitRules, Any]:
+        inputs = rules.inputs
         kept = large.on(list(map(copied, large.tensors)))  # the call may write to its inputs
         output = self._run_whole(large, seen, inputs)
         pieces = [
@@ -140,13 +148,14 @@ class Examiner:
             output = joined_outputs(output, parts, found)
         return replace(rules, outputs=tuple(found)), output
 
-    def in_parts(self, call: ProbedCall, rules: VisitRules) -> Any:
+    def in_parts(self, call: ProbedCall, rules: VisitRules, seen: Seen | None) -> Any:
         """The output of a call with known rules for all samples of the large batch."""
-        output = self._runner.run(call)
-        if not (self._splits and rules.is_batched):
-            return output
-        pieces = [call.on(cut(call.tensors, rules, span, LARGE)) for span in PARTS]
-        parts = [list(map(copied, tensors_in(self._runner.run(piece)))) for piece in pieces]
+        with self._runner.counting_once(call, seen):
+            output = self._runner.run(call)
+            if not (self._splits and rules.is_batched):
+                return output
+            pieces = [call.on(cut(call.tensors, rules, span, LARGE)) for span in PARTS]
+            parts = [list(map(copied, tensors_in(self._runner.run(each)))) for each in pieces]
         return joined_outputs(output, parts, rules.outputs)
 
     def _run_whole(self, call: ProbedCall, seen: Seen, inputs: tuple[Rule, ...]) -> Any:

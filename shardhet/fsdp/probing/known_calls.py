@@ -11,6 +11,7 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, flatten
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.module_state import choosing_attributes
 from shardhet.fsdp.probing.probe import CallKey
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.unit import UnitModule
@@ -26,6 +27,7 @@ class KnownCalls:
         self._control = control
         self._findings: list[Findings] = []
         self._index_by_key: dict[Hashable, int] = {}
+        self._choices = choosing_attributes(prober.module)
 
         # Of the forward in progress
         self._index = UNKNOWN
@@ -44,7 +46,11 @@ class KnownCalls:
 
     def index_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> int:
         """The index of this rank's findings for such a call; UNKNOWN if it has none."""
-        return self._index_by_key.get(_key(call, is_training, splits), UNKNOWN)
+        return self._index_by_key.get(self._key(call, is_training, splits), UNKNOWN)
+
+    def _key(self, call: ModelCall, is_training: bool, splits: bool) -> Hashable:
+        chosen = tuple(held.get(name) for held, name in self._choices)
+        return (call.key, torch.is_grad_enabled(), is_training, splits, chosen)
 
     def begin(
         self,
@@ -60,6 +66,7 @@ class KnownCalls:
         Collective.
         """
         if index == UNKNOWN:
+            key = self._key(call, is_training, splits)  # before the model may change it
             _check_can_be_probed(call)
             rows = self._control.exchange([float(splits)])
             findings = self._prober.find(
@@ -71,7 +78,7 @@ class KnownCalls:
             self._findings.append(findings)
             index = len(self._findings) - 1
             if call.num_samples and findings.is_certain:
-                self._index_by_key[_key(call, is_training, splits)] = index
+                self._index_by_key[key] = index
         self._index = index
         self._num_samples = call.num_samples
         self._num_calls.clear()
@@ -127,10 +134,6 @@ class KnownCalls:
         )
         variants.append(inferred)
         return inferred
-
-
-def _key(call: ModelCall, is_training: bool, splits: bool) -> Hashable:
-    return (call.key, torch.is_grad_enabled(), is_training, splits)
 
 
 def _check_can_be_probed(call: ModelCall) -> None:

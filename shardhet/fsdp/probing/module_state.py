@@ -2,14 +2,16 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
+from shardhet.fsdp.microbatch.surroundings import Surrounding
 
 _CONTAINERS = (list, dict, set, deque)
 
@@ -77,6 +79,17 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(module.named_buffers())
 
 
+def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where modules keep what may choose what they do: flags, names, absent parts."""
+    own = vars(nn.Module())
+    return [
+        (vars(each), name)
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if name not in own and isinstance(value, bool | str | Enum | None)
+    ]
+
+
 def counters(module: nn.Module) -> dict[tuple[str, str], Any]:
     """All numbers and one-element tensors among the attributes of a module and its submodules.
 
@@ -92,6 +105,33 @@ def counters(module: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 Number = tuple[str, str]  # fqn of a module, name of an attribute
+
+
+def set_numbers(module: nn.Module, values: Mapping[Number, Any]) -> None:
+    """Give attributes of a module and its submodules the values that ``numbers`` found."""
+    for (fqn, name), value in values.items():
+        vars(module.get_submodule(fqn))[name] = value
+
+
+class CountedOnce(Surrounding):
+    """Numbers among a module's attributes change once per visit, as in one call of the module:
+    each microbatch and each recomputation begins with what they were before the visit.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = numbers(module)
+        self._is_counted = False
+
+    @contextmanager
+    def in_function(self, start: int, is_repeated: bool) -> Iterator[None]:
+        """Only the first run of the visit is counted."""
+        now = numbers(self._module)
+        set_numbers(self._module, self._before)
+        yield
+        if self._is_counted or is_repeated:
+            set_numbers(self._module, now)
+        self._is_counted = True
 
 
 def numbers(module: nn.Module) -> dict[Number, float]:

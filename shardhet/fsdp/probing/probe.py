@@ -19,14 +19,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import Layout, Rule, VisitRules, flatten, unflatten
 from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.module_state import BufferWrites, Number, numbers, restored_modules
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
@@ -41,31 +44,36 @@ class CallKey(NamedTuple):
     call: int  # number of earlier calls
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedModel:
+    """A model as its probes see it."""
+
+    module: nn.Module
+    norms: BatchNorms
+    caches: CacheSwitch
+    control: Channel
+    device: torch.device
+    anchor: Tensor  # requires a gradient
+    params: frozenset[int]  # ids of unsharded parameters
+    rows: Mapping[int, int]  # indices of units, by id of a sharded parameter
+
+
 class Probe:
     """The runs of a model on a few samples, on one rank."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        norms: BatchNorms,
-        *,
-        has_gradients: bool,
-        splits: bool,
-        anchor: Tensor,
-        rows: Mapping[int, str] | None = None,
-    ) -> None:
+    def __init__(self, model: ProbedModel, *, has_gradients: bool, splits: bool) -> None:
         self.rules: dict[CallKey, VisitRules] = {}
         self.counted: set[Number] = set()  # attributes that a forward has changed
         self._seen: dict[CallKey, Seen] = {}
-        self._module = module
-        self._norms = norms
+        self._module = model.module
+        self._norms = model.norms
         self._has_gradients = has_gradients
-        self._anchor = anchor
+        self._anchor = model.anchor
         self._watcher = Watcher()
-        self._watcher.rows = rows or {}
+        self._watcher.rows, self._watcher.params = model.rows, model.params
         self._watcher.on_random_outside = _refuse_random if splits else _accept
         self._runner = CallRunner(
-            module, self._watcher, device=anchor.device, has_gradients=has_gradients
+            model.module, self._watcher, device=model.device, has_gradients=has_gradients
         )
         self._examiner = Examiner(self._runner, self._watcher, splits=splits)
         # Not bound: a cycle would keep all that has been seen until cycles are collected.
@@ -121,7 +129,7 @@ class Probe:
     ) -> Any:
         """The output of a call of one of a unit's modules in the current run."""
         leaves, spec = flatten((args, kwargs))
-        self._watcher.check_arguments(fqn, tensors_in(leaves))
+        self._watcher.check_arguments(tensors_in(leaves))
         key = CallKey(fqn, self._num_calls[fqn])
         self._num_calls[fqn] += 1
         with self._watcher.paused():
@@ -154,14 +162,14 @@ class Probe:
             known = self._examiner.known_from(seen, call)
             rules = self._examiner.infer(call, LARGE, known)
             self.rules[key] = rules
-            return self._repeated(call, rules)
+            return self._repeated(key, call, rules)
         self.rules[key], output = self._examiner.rules_of(seen, call)
         return self._returned(output, tensors_in(output), seen.is_differentiable)
 
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
         if key not in self.rules:
             raise Refusal(ValueError(_calls_others(call.fqn)))
-        return self._repeated(call, self.rules[key])
+        return self._repeated(key, call, self.rules[key])
 
     def _run_plain(self, key: CallKey, call: ProbedCall) -> Any:
         """As it is, with a cache that it changes, for a comparison of outputs alone."""
@@ -171,10 +179,10 @@ class Probe:
         tensors = tensors_in(output)
         return self._returned(output, tensors, [False] * len(tensors))
 
-    def _repeated(self, call: ProbedCall, rules: VisitRules) -> Any:
+    def _repeated(self, key: CallKey, call: ProbedCall, rules: VisitRules) -> Any:
         flags = rules.is_differentiable
         if self._num_samples == LARGE:
-            output = self._examiner.in_parts(call, rules)
+            output = self._examiner.in_parts(call, rules, self._seen.get(key))
         else:
             output = self._runner.run(call)
         return self._returned(output, list(map(copied, tensors_in(output))), flags)

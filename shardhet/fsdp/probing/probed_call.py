@@ -5,7 +5,8 @@ cache, a list, a counter or its own inputs would change them more often than in 
 Each of these is refused by name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import Layout, flatten, named, unflatten
-from shardhet.fsdp.microbatch.layered import autocast_as, autocast_dtype_now, writes_on_input
+from shardhet.fsdp.microbatch.layered import (
+    autocast_as,
+    autocast_dtype_now,
+    tensors_in,
+    writes_on_input,
+)
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
-from shardhet.fsdp.probing.comparing import fingerprint
-from shardhet.fsdp.probing.module_state import counters
+from shardhet.fsdp.probing.comparing import are_close, fingerprint
+from shardhet.fsdp.probing.module_state import Number, counters, numbers, set_numbers
 from shardhet.fsdp.probing.watch import Refusal, Watcher
 from shardhet.fsdp.sharding.build import changes_arguments
 
@@ -55,6 +61,8 @@ class Seen:
     outputs: list[Tensor]
     results: Layout
     is_differentiable: tuple[bool, ...]
+    counted: Mapping[Number, Any]  # numbers that every call changes, after this one
+    began_with: Mapping[Number, Any]  # those numbers before it
 
 
 def filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
@@ -73,6 +81,8 @@ class CallRunner:
         self._watcher = watcher
         self._device = device
         self._has_gradients = has_gradients
+        # Of the call in progress, if it changes numbers: what they are before every run.
+        self._began_with: Mapping[Number, Any] = {}
 
     def run(self, call: ProbedCall, *, with_graph: bool = False) -> Any:
         """The output of the call; raises ``Refusal`` if it changes its arguments."""
@@ -84,6 +94,8 @@ class CallRunner:
         before = [fingerprint(each) for each in objects]
         versions = [t._version for t in given]
         args, kwargs = unflatten(leaves, call.arguments.spec)
+        if self._began_with:
+            set_numbers(self._module_of(call), self._began_with)
         grad_mode = torch.enable_grad() if with_graph else torch.no_grad()
         try:
             # Without autocast's cache, which would keep casts of parameters between calls.
@@ -109,20 +121,48 @@ class CallRunner:
         _check_plain(call.fqn, output)
         return output
 
+    def _module_of(self, call: ProbedCall) -> nn.Module:
+        # A function is no module of the model and has no attributes that count.
+        is_function = call.fqn == DROPOUT_CALLS
+        return nn.Module() if is_function else self._module.get_submodule(call.fqn)
+
+    @contextmanager
+    def counting_once(self, call: ProbedCall, seen: "Seen | None") -> Iterator[None]:
+        """A context for runs of one call, which all begin with the numbers of a call ``seen``.
+
+        Raises ``Refusal`` if one that counts depends on the samples.
+        """
+        if seen is None or not seen.counted:
+            yield
+            return
+        self._began_with = seen.began_with
+        try:
+            yield
+        finally:
+            self._began_with = {}
+        now = numbers(self._module_of(call))
+        for key, value in seen.counted.items():
+            if now.get(key) != value:
+                raise Refusal(ValueError(_counts(call.fqn, key[1])))
+
     def look(self, call: ProbedCall) -> tuple[Seen, Any]:
         """The call's result, as a record of copies and as it is.
 
-        Raises ``Refusal`` if the call changes a number among the module's attributes each time.
+        Raises ``Refusal`` if the call counts in a tensor, or computes with what it counts.
         """
-        # A function is no module of the model and has no attributes that count.
-        is_function = call.fqn == DROPOUT_CALLS
-        module = nn.Module() if is_function else self._module.get_submodule(call.fqn)
+        module = self._module_of(call)
         before = counters(module)
         output = self.run(call, with_graph=self._has_gradients and torch.is_grad_enabled())
         once = counters(module)
+        counted: dict[Number, Any] = {}
         if once != before:
-            self.run(call)
-            _check_counters(call.fqn, once, counters(module))
+            pairs = zip(tensors_in(self.run(call)), tensors_in(output), strict=False)
+            is_used = not all(are_close(*pair, self._watcher.eps) for pair in pairs)
+            twice = counters(module)
+            counted = {key: once[key] for key in once if twice.get(key) != once[key]}
+            for _, name in counted if is_used else counted.keys() - numbers(module).keys():
+                raise Refusal(ValueError(_counts(call.fqn, name)))
+            set_numbers(module, counted)
         outputs, spec = flatten(output)
         tensors = [each for each in outputs if isinstance(each, Tensor)]
         seen = Seen(
@@ -130,6 +170,8 @@ class CallRunner:
             outputs=list(map(copied, tensors)),
             results=Layout.of(outputs, spec),
             is_differentiable=tuple(each.requires_grad for each in tensors),
+            counted=counted,
+            began_with={key: before[key] for key in counted if key in before},
         )
         return seen, output
 
@@ -139,16 +181,13 @@ def copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _check_counters(fqn: str, once: Mapping[Any, Any], twice: Mapping[Any, Any]) -> None:
-    counting = [name for (_, name), value in once.items() if twice.get((_, name)) != value]
-    if counting:
-        raise Refusal(
-            ValueError(
-                f"unit {fqn!r} changes its attribute {counting[0]!r} at every call, that is "
-                "once for each microbatch and each recomputation. Count outside of units, once "
-                "for each forward."
-            )
-        )
+def _counts(fqn: str, name: str) -> str:
+    return (
+        f"unit {fqn!r} changes its attribute {name!r} at every call, that is once for each "
+        "microbatch and each recomputation, and computes with it, adds up samples, or keeps it "
+        "in a tensor. Count outside of units, once for each forward, or count calls in a plain "
+        "number that nothing depends on."
+    )
 
 
 def _check_plain(fqn: str, output: Any) -> None:

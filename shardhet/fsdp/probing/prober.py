@@ -5,13 +5,14 @@ If one rank cannot continue, all ranks learn of it and leave the forward at the 
 """
 
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
 from shardhet.comm.peers import LostPeerError
@@ -26,13 +27,13 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
-from shardhet.fsdp.probing.attempt import Attempt, Axes, RunModule, Zeros
+from shardhet.fsdp.probing.attempt import Attempt, Axes, RunModule
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.module_state import Number
 from shardhet.fsdp.probing.order import OrderFinder, PeerFailed
-from shardhet.fsdp.probing.probe import CallKey, Probe
+from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel
 from shardhet.fsdp.probing.probed_call import ProbedCall
-from shardhet.fsdp.probing.watch import Refusal
+from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
@@ -46,19 +47,18 @@ class Findings:
 
     rules: dict[CallKey, list[VisitRules]]  # one for each kind of arguments seen
     schedule: Schedule
+    staying: frozenset[int]  # units that are unsharded for the whole step
     splits: bool  # whether any rank has several microbatches
     is_certain: bool  # if False, they are used for one step only
     has_root_dropout: bool  # whether dropout is called as a function outside of units
     counted: tuple[Number, ...]  # attributes that code outside of units changes
-    empty_output: Any  # the model's output for no samples, with ``Zeros``; None: not known
+    empty_output: Any  # the model's output for no samples, on the meta device, or None
 
     def make_empty_output(self, device: torch.device) -> Any:
         """The model's output for no samples, with its tensors as zeros on ``device``."""
         leaves, spec = flatten(self.empty_output)
         made = [
-            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-            if isinstance(leaf, Zeros)
-            else leaf
+            torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
         return unflatten(made, spec)
@@ -71,6 +71,7 @@ class Prober:
         self,
         module: nn.Module,
         units: Sequence[FSDPUnit],
+        root: FSDPUnit,
         norms: BatchNorms,
         caches: CacheSwitch,
         *,
@@ -81,20 +82,29 @@ class Prober:
         self.is_running = False
         self.module = module
         self._units = tuple(units)
-        self.norms = norms
-        self.caches = caches
         self.control = control
-        self.device = device
         self._form = form
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._probe: Probe | None = None
         self._finder = OrderFinder([], control)
-        self.rows = {
-            id(param): slot.fqn
-            for unit in units
-            for flat in unit.flats
-            for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
-        }
+        self.staying: frozenset[int] = (
+            frozenset()
+        )  # units that the model needs unsharded throughout
+        flats = [(i, flat) for i, unit in enumerate((*units, root)) for flat in unit.flats]
+        self._model = ProbedModel(
+            module=module,
+            norms=norms,
+            caches=caches,
+            control=control,
+            device=device,
+            anchor=torch.zeros((), device=device, requires_grad=True),
+            params=frozenset(id(each) for _, flat in flats for each in flat.unsharded_params),
+            rows={
+                id(each): i
+                for i, flat in flats
+                for each in flat.sharded_params
+                if i < len(units)
+            },
+        )
 
     def find(
         self,
@@ -114,18 +124,40 @@ class Prober:
         is_refused = False
         num_computing = sum(row[0] for row in self.control.exchange([float(call is not None)]))
         for i, axes in enumerate(attempts):
-            attempt = Attempt(self, call, axes, run_module, has_gradients, splits)
+            attempt = Attempt(
+                self._model, self.run_once, call, axes, run_module, has_gradients, splits
+            )
             attempt.is_alone = num_computing == 1
             found = attempt.run()
-            has_failed = self.control.exchange([float(found is not None)])
-            if not any(row[0] for row in has_failed):
+            staying = -1 if attempt.staying is None else attempt.staying
+            rows = self.control.exchange([float(found is not None), staying])
+            if not any(row[0] for row in rows):
                 return self._settle(attempt, has_gradients)
+            if more := {int(row[1]) for row in rows if row[1] >= 0}:
+                self._keep_unsharded(more)
+                return self.find(call, run_module, has_gradients=has_gradients, splits=splits)
             if i == 0:
                 problem, is_refused = found, attempt.is_refused
         if problem is not None:
             raise _explained(problem, call, attempts, is_refused=is_refused)
         while True:  # until the rank that has failed raises, which raises here
             self.control.exchange([0.0])
+
+    def _keep_unsharded(self, units: set[int]) -> None:
+        self.staying |= units
+        names = ", ".join(repr(self._units[i].fqn) for i in sorted(units))
+        if self._form.num_rounds > 1:
+            raise ValueError(
+                f"model(...): parameters of {names} are used while the unit is not being called "
+                f"(x @ embedding.weight.T), but the plan has {self._form.num_rounds} "
+                "rounds. Give a plan of one round, or use them inside the unit."
+            )
+        warnings.warn(
+            f"model(...): parameters of {names} are used while the unit is not being called "
+            "(x @ embedding.weight.T, perhaps), so all of its parameters stay unsharded for "
+            "the whole step. Plan for that memory, or use them inside the unit.",
+            stacklevel=2,
+        )
 
     def _attempts(self, call: ModelCall | None) -> list[Axes]:
         """Which arguments may hold samples: first as their lengths suggest, then with one or
@@ -172,6 +204,7 @@ class Prober:
             trainable_units=trainable,
             # Evaluation is one round, and has no backward that could use the parameters again.
             form=self._form if has_gradients else StepForm(),
+            staying_units=self.staying,
         )
         probe = attempt.probe
         rules = {} if probe is None else probe.rules
@@ -186,6 +219,7 @@ class Prober:
         return Findings(
             rules={key: [found] for key, found in rules.items()},
             schedule=schedule,
+            staying=self.staying,
             splits=attempt.splits,
             is_certain=all(row[0] for row in rows),
             counted=tuple(sorted({number for _, counted in told for number in counted})),
@@ -223,15 +257,10 @@ class Prober:
 
         Raises ``ValueError`` if they cannot be found.
         """
-        probe = Probe(
-            self.module,
-            self.norms,
-            has_gradients=torch.is_grad_enabled(),
-            splits=splits,
-            anchor=self.anchor,
-        )
+        model = replace(self._model, rows={})
+        probe = Probe(model, has_gradients=torch.is_grad_enabled(), splits=splits)
         try:
-            with restored_random_state(self.device):
+            with restored_random_state(self._model.device):
                 call = ProbedCall(module.fqn, module.forward, leaves, arguments)
                 return probe.infer(call, num_samples, known_rules(known))
         except Refusal as refusal:
@@ -252,8 +281,11 @@ class Prober:
 
     def _take(self, unit_index: int) -> None:
         for i, unit in enumerate(self._units):
-            if i != unit_index and unit.state is not UnitState.SHARDED:
+            if i not in (unit_index, *self.staying) and unit.state is not UnitState.SHARDED:
                 unit.reshard()
+        self._unshard(unit_index)
+
+    def _unshard(self, unit_index: int) -> None:
         self._units[unit_index].unshard()
         self._units[unit_index].wait_for_unshard()
 
@@ -263,6 +295,8 @@ class Prober:
         Raises the error of this rank, or ``PeerFailed`` if another rank failed.
         """
         self._finder = OrderFinder([unit.fqn for unit in self._units], self.control)
+        for index in sorted(self.staying):
+            self._unshard(index)
         self._probe, self.is_running = probe, True
         try:
             if probe is not None:
@@ -274,7 +308,7 @@ class Prober:
             return None, self._finder.found
         except (LostPeerError, PeerFailed):
             raise
-        except (Exception, Refusal):
+        except (Exception, Refusal, StaysUnsharded):
             self._finder.fail()
             raise
         finally:

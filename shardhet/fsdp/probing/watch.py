@@ -50,6 +50,14 @@ class Refusal(BaseException):
         self.error = error
 
 
+class StaysUnsharded(BaseException):
+    """A unit's parameter is used while the unit is not called, so it has to stay unsharded."""
+
+    def __init__(self, unit: int) -> None:
+        super().__init__(unit)
+        self.unit = unit
+
+
 class Watcher(OperationMode):
     """Tracks where tensors are made while it is active; replaces random numbers."""
 
@@ -58,7 +66,8 @@ class Watcher(OperationMode):
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
         self.eps = 0.0  # of the narrowest dtype that anything was computed in
-        self.rows: Mapping[int, str] = {}  # fqns of the sharded parameters of units, by id
+        self.rows: Mapping[int, int] = {}  # indices of units, by id of a sharded parameter
+        self.params: frozenset[int] = frozenset()  # ids of the model's unsharded parameters
         self._place = OUTSIDE
         self._num_calls = 0
         self._unit_fqn = ""
@@ -97,10 +106,10 @@ class Watcher(OperationMode):
         for tensor in tensors:
             self._made_at[tensor] = self._place
 
-    def check_arguments(self, unit_fqn: str, tensors: Sequence[Tensor]) -> None:
+    def check_arguments(self, tensors: Sequence[Tensor]) -> None:
         """Raise if a unit is passed a parameter of a unit that is not being called."""
         for tensor in tensors:
-            self._check_rows(tensor, f"the arguments of unit {unit_fqn!r}")
+            self._check_rows(tensor)
 
     def check_returned(self, tensors: Sequence[Tensor]) -> None:
         """Raise if the model returns a tensor that a unit has made but not returned."""
@@ -140,24 +149,27 @@ class Watcher(OperationMode):
         if not is_never:
             self.on_random_outside("perhaps layers skipped at random")
 
-    def _check_rows(self, tensor: Tensor, used_by: str) -> None:
-        if id(tensor) not in self.rows:
-            return
-        where = (
-            "code outside of units" if self._place == OUTSIDE else f"unit {self._unit_fqn!r}"
-        )
-        raise Refusal(
-            ValueError(
-                f"{self.rows[id(tensor)]} is used by {where} (in {used_by}), but it belongs "
-                "to a unit that is not being called, so this rank sees only its own rows. Use "
-                "it inside that unit, or make the module that uses it a unit: "
-                "HetFSDP(units=[...])."
-            )
+    def _check_rows(self, tensor: Tensor) -> None:
+        if id(tensor) in self.rows:
+            raise StaysUnsharded(self.rows[id(tensor)])
+
+    def _is_from_elsewhere(self, tensor: Tensor, used_by: str) -> str:
+        return (
+            f"{self._where()} uses a tensor of shape {tuple(tensor.shape)} that requires a "
+            f"gradient (in {used_by}) but is neither a parameter of the model nor one of "
+            "its arguments: kept from before wrapping, or of another model, so that "
+            "its gradient would be lost. Read the parameter from its module in forward "
+            "(self.layer.weight), or pass the tensor to the model."
         )
 
+    def _where(self) -> str:
+        return "code outside of units" if self._place == OUTSIDE else f"unit {self._unit_fqn!r}"
+
     def _check(self, tensor: Tensor, used_by: str) -> None:
-        self._check_rows(tensor, used_by)
+        self._check_rows(tensor)
         place = self._made_at.get(tensor)
+        if place is None and tensor.requires_grad and id(tensor) not in self.params:
+            raise Refusal(ValueError(self._is_from_elsewhere(tensor, used_by)))
         if place is None or place == self._place or _address(tensor) in self._allowed:
             return
         maker = self._fqn_by_place[place]

@@ -1,6 +1,6 @@
 """What surrounds the forward or backward of a unit: turn, seeds, batch norm, observers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import VisitRules
 from shardhet.fsdp.microbatch.layered import Visit
 from shardhet.fsdp.microbatch.surroundings import Context, Seeded, Surrounding
+from shardhet.fsdp.probing.module_state import CountedOnce
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
@@ -80,7 +81,7 @@ class OneVisit:
 class Visits:
     """Makes the visits of a rank: what a call computes and what surrounds it."""
 
-    root: FSDPUnit
+    staying: Sequence[FSDPUnit]  # unsharded for the whole step, the root among them
     rank_plan: RankPlan
     random: RandomStates
     norms: BatchNorms
@@ -98,8 +99,9 @@ class Visits:
         backward: BackwardTurn | None = None,
     ) -> Visit:
         """The visit for the ``call``-th call of the unit, or of a module of the root."""
-        # Includes the root's: it owns the parameters that a unit shares with it.
-        flats = (*self.root.flats, *(() if unit is None else unit.flats))
+        # The root owns the parameters that a unit shares with it.
+        units = (*self.staying, *(() if unit is None else (unit,)))
+        flats = [flat for each in units for flat in each.flats]
         one = OneVisit(
             fqn=module.fqn if unit is None else unit.fqn,
             module=module,
@@ -148,10 +150,15 @@ def _observers(visits: Visits, one: OneVisit) -> Surrounding | None:
     return Reported(visits.observers, one.fqn)
 
 
+def _counters(visits: Visits, one: OneVisit) -> Surrounding | None:
+    return CountedOnce(one.module.module) if one.rules.counts else None
+
+
 # Entered in this order; a turn begins before anything else of its backward.
 SURROUNDINGS: list[Callable[[Visits, OneVisit], Surrounding | None]] = [
     _turn,
     _seeds,
     _norms,
+    _counters,
     _observers,
 ]

@@ -57,7 +57,8 @@ def agree_on_batch(
         if len(set(values)) > 1:
             raise ValueError(
                 f"model(...): ranks differ in {name}: {values} in plan order. Call it in "
-                "the same way on every rank."
+                "the same way on every rank; to evaluate on some of them alone, enter "
+                "model.unit_by_unit() on all, and call model.module there."
             )
     sizes = [int(row[0]) for row in rows]
     position = control.position

@@ -93,7 +93,7 @@ class Runtime:
         # Whether the global batch is cut at all: between ranks, or between rounds.
         self._is_cut = len(computing) > 1 or plan.num_rounds > 1
         self._visits = Visits(
-            root=self.root,
+            staying=self._walk.staying,
             rank_plan=self._rank_plan,
             random=self._random,
             norms=self._norms,
@@ -103,6 +103,7 @@ class Runtime:
         self._prober = Prober(
             self._module,
             self.units,
+            self.root,
             self._norms,
             self._caches,
             control=self._control,
@@ -110,6 +111,11 @@ class Runtime:
             form=plan.form,
         )
         self._known = KnownCalls(self._prober, self._control)
+
+    @property
+    def known_to_stay(self) -> frozenset[int]:
+        """Units that some forward so far needed unsharded throughout."""
+        return self._prober.staying
 
     # Forward #
 
@@ -156,7 +162,7 @@ class Runtime:
                 index, call, run_module, is_training=is_training, splits=splits
             )
         self._num_visits.clear()
-        self._walk.begin(findings.schedule, self.moment.round)
+        self._walk.begin(findings.schedule, self.moment.round, findings.staying)
         output = None
         if is_training:
             self._norms.begin()
@@ -310,7 +316,7 @@ class Runtime:
         """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
         assert self.batch is not None
         self.awaits_backward = False
-        self.root.begin_backward()
+        self._walk.begin_backward()
         if self.batch.num_samples:
             self._is_in_autograd = True
             try:

@@ -7,7 +7,7 @@ of a unit that autograd skipped because none of the unit's outputs were used.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.probing.order import VisitOrder
@@ -40,6 +40,8 @@ class TurnWalk:
     ) -> None:
         self._units = tuple(units)
         self._root = root
+        # Unsharded for the whole step: the root, and units that code outside of them reads.
+        self.staying = [root]
         self._comm = comm
         self._lifeline = lifeline
         self._observers = observers
@@ -53,11 +55,16 @@ class TurnWalk:
 
     # Forward #
 
-    def begin(self, schedule: Schedule, round_index: int = 0) -> None:
+    def begin(
+        self, schedule: Schedule, round_index: int = 0, staying: Iterable[int] = ()
+    ) -> None:
         """Begin the forward of a round with this schedule and launch its first gathers.
 
         If the rounds before followed another one, the rest of the step is laid out anew.
         """
+        for index in sorted(staying):  # none where a step has several rounds
+            self.take_in(self._units[index])
+            self.staying.append(self._units[index])
         rest = schedule
         if round_index and schedule is not self._base:
             owed = self._order.schedule.owed_at(self._cursor)
@@ -113,10 +120,10 @@ class TurnWalk:
                 RUNS[launch.kind].launch(self._units[launch.unit])
                 self._last_launched = launch.turn
 
-    def take_in(self, root: FSDPUnit) -> None:
-        """Unshard the root, which is in no turn, and wait for its parameters."""
-        RUNS[GATHER].launch(root)
-        self._wait(GATHER, root)
+    def take_in(self, unit: FSDPUnit) -> None:
+        """Unshard a unit that stays, and wait for its parameters."""
+        RUNS[GATHER].launch(unit)
+        self._wait(GATHER, unit)
 
     def end_turn(self) -> None:
         """Reshard and launch what the turn says, and advance to the next one."""
@@ -137,6 +144,11 @@ class TurnWalk:
 
     # Backward #
 
+    def begin_backward(self) -> None:
+        """Let the units that stay accumulate gradients from now on."""
+        for unit in self.staying:
+            unit.begin_backward()
+
     def reach(self, segment: int) -> None:
         """Begin the backward turn of a segment; take the turns that autograd skipped."""
         while self._turn.segment != segment:
@@ -153,8 +165,9 @@ class TurnWalk:
         """Launch the reductions that no turn is left for, the root's last, and finish all."""
         for launch in self._order.schedule.launched_last():
             self._launch_after(launch.kind, self._units[launch.unit])
-        if self._root.is_trainable:
-            self._launch_after(REDUCE, self._root)
+        for unit in reversed(self.staying):
+            if unit.is_trainable:
+                self._launch_after(REDUCE, unit)
         self.finish()
 
     def finish(self) -> None:
@@ -178,8 +191,10 @@ class TurnWalk:
     # Between steps #
 
     def end_step(self) -> None:
-        """Reshard the root and wait until no peer reads this rank's shards any more."""
-        self._root.reshard()
+        """Reshard what stayed and wait until no peer reads this rank's shards any more."""
+        for unit in self.staying:
+            unit.reshard()
+        del self.staying[1:]
         self._comm.wait_all_sent()
 
     def abandon(self) -> None:
@@ -187,6 +202,7 @@ class TurnWalk:
         self._reshard((*self._units, self._root))
         for unit in (*self._units, self._root):
             unit.drop_grads()
+        del self.staying[1:]
         self._in_flight.clear()
         self._comm.wait_all_sent()
 

@@ -12,8 +12,8 @@ context keeps taking part, without wanting a unit, until all ranks have left.
     rank 2   leaves             sends its rows of a, b, c, a, b, c
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 
@@ -48,11 +49,40 @@ def unit_by_unit(
         rounds.open()
         runtime.unit_by_unit = rounds
         try:
-            yield
+            with _RowsRefused(runtime.units) if control.world_size > 1 else nullcontext():
+                yield
             rounds.follow_until_all_leave()
             rounds.close()
         finally:
             runtime.unit_by_unit = None
+
+
+class _RowsRefused(OperationMode):
+    """Refuses operations on rows of a unit that is not being called: they look like the whole
+    parameter.
+    """
+
+    def __init__(self, units: Sequence[FSDPUnit]) -> None:
+        super().__init__()
+        self._fqns = {
+            id(param): slot.fqn
+            for unit in units
+            for flat in unit.flats
+            for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+        }
+
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        for each in tensors_among((args, kwargs)):
+            if id(each) in self._fqns:
+                raise RuntimeError(
+                    f"{self._fqns[id(each)]} is used inside unit_by_unit() while its unit is "
+                    "not called, where this rank has only some of its rows. Call model(...) "
+                    "once before, which finds such units and keeps them gathered, or use it "
+                    "inside of its unit."
+                )
+        return func(*args, **kwargs)
 
 
 class UnitByUnit:
@@ -65,15 +95,21 @@ class UnitByUnit:
         self._open_unit: int | None = None  # the unit whose forward this rank is in
 
     def open(self) -> None:
-        """Gather the root for the whole context."""
+        """Gather the root, and units that stay, for the whole context."""
         everyone = tuple(range(self._comm.gather_channel.world_size))
         self._control.enter("unit_by_unit", [WANTS_NOTHING, 1])
-        self._gather(self._runtime.root, everyone)
+        for unit in self._staying():
+            self._gather(unit, everyone)
+
+    def _staying(self) -> list[FSDPUnit]:
+        units = self._runtime.units
+        return [self._runtime.root, *(units[i] for i in sorted(self._runtime.known_to_stay))]
 
     def close(self) -> None:
-        """Reshard the root and wait until no peer reads this rank's rows."""
+        """Reshard what stayed and wait until no peer reads this rank's rows."""
         self._comm.receivers = tuple(range(self._comm.gather_channel.world_size))
-        self._runtime.root.reshard()
+        for unit in self._staying():
+            unit.reshard()
         self._comm.wait_all_sent()
 
     def visit(
@@ -100,7 +136,8 @@ class UnitByUnit:
             return module.forward(*args, **kwargs)
         finally:
             self._open_unit = None
-            unit.reshard()
+            if unit_index not in self._runtime.known_to_stay:
+                unit.reshard()
 
     def follow_until_all_leave(self) -> None:
         """Send this rank's rows to ranks that are still calling units."""
@@ -121,7 +158,7 @@ class UnitByUnit:
         for index in distinct:
             receivers = tuple(i for i, unit in enumerate(wanted_by_position) if unit == index)
             self._gather(self._runtime.units[index], receivers)
-            if index != wanted:
+            if index not in (wanted, *self._runtime.known_to_stay):
                 self._runtime.units[index].reshard()
         return bool(distinct)
 

@@ -27,6 +27,7 @@ class Shape:
 
     trainable_units: frozenset[int]
     form: StepForm
+    staying_units: frozenset[int] = frozenset()  # gathered and reduced with the root
 
 
 Turns = tuple[Turn, ...]
@@ -86,7 +87,17 @@ def mark_reductions(turns: Turns, shape: Shape) -> Turns:
     )
 
 
-PASSES: list[Pass] = [mark_gathers, mark_reductions]
+def clear_staying(turns: Turns, shape: Shape) -> Turns:
+    """Launch nothing for units that stay unsharded for the whole step, like the root."""
+    return tuple(
+        replace(turn, ahead=(), reshards=False, after=())
+        if turn.unit in shape.staying_units
+        else turn
+        for turn in turns
+    )
+
+
+PASSES: list[Pass] = [mark_gathers, mark_reductions, clear_staying]
 
 
 def make_schedule(
@@ -96,13 +107,14 @@ def make_schedule(
     form: StepForm = ONE_ROUND,
     first_round: int = 0,
     owed: frozenset[int] = frozenset(),
+    staying_units: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule of a step that visits ``segments`` in forward and returns in reverse.
 
     If ``first_round`` is not 0, it is that of the rest of a step whose earlier rounds visited
     other units and have left the gradients of the units in ``owed``.
     """
-    shape = Shape(trainable_units=trainable_units, form=form)
+    shape = Shape(trainable_units=trainable_units, form=form, staying_units=staying_units)
     turns = bare_turns(segments, range(first_round, form.num_rounds))
     for each in PASSES:
         turns = each(turns, shape)

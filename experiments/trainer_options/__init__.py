@@ -1,0 +1,1 @@
+"""Options of transformers' Trainer under a plan."""

@@ -1,0 +1,49 @@
+"""What the helpers of a HetTrainer know of it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from shardhet.fsdp import HetFSDP
+from shardhet.hf.dealing import PlanLoader
+from shardhet.records.plan import Plan
+from shardhet.training.loss_scaling import LossScaler
+
+
+class TrainerView(Trainer):
+    """A Trainer of a wrapped model, without what transformers does to models of its own."""
+
+    het: HetFSDP
+    plan: Plan
+    collates_whole: bool  # every rank collates the whole batch and takes its rows
+    loss_scaler: LossScaler | None  # with fp16=True
+    train_loader: PlanLoader | None  # of the last or present training
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: HetFSDP puts this rank's rows where they belong."""
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        return self.het
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: the scale is part of the whole state."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Do nothing: it is loaded with the optimizer's state."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: random states are part of the whole state."""
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Do nothing: parameters are loaded with the optimizer's state, once there is one."""
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The number of samples in an epoch."""
+        return len(dataloader.dataset)  # type: ignore[arg-type]  # it has a length: see above
