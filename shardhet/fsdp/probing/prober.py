@@ -148,7 +148,7 @@ class Prober:
         names = ", ".join(repr(self._units[i].fqn) for i in sorted(units))
         if self._form.num_rounds > 1:
             raise ValueError(
-                f"model(...): parameters of {names} are used while the unit is not being called "
+                f"model(...): parameters of {names} are used while the unit is not called "
                 f"(x @ embedding.weight.T), but the plan has {self._form.num_rounds} "
                 "rounds. Give a plan of one round, or use them inside the unit."
             )
