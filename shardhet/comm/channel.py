@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.calls import Computing, Transport
+from shardhet.comm.calls import ComputingRanks, Transport
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
 
@@ -67,7 +67,7 @@ class Channel:
     rank_by_position: tuple[int, ...]  # ranks within ``group``
     position: int  # of this process
     transport: Transport | None = None  # carries the traffic in place of ``group``
-    computing: Computing | None = None  # with NCCL, if others only store
+    computing: ComputingRanks | None = None  # with NCCL, if others only store
 
     def __post_init__(self) -> None:
         holders.append(ref(self, holders.remove))

@@ -24,6 +24,7 @@ from shardhet.comm import devices, nccl
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import (
     Gathering,
+    Messages,
     Pending,
     Reduction,
     Seats,
@@ -32,7 +33,6 @@ from shardhet.comm.calls import (
     sum_into,
 )
 from shardhet.comm.channel import Channel
-from shardhet.comm.messages import Messages
 
 
 def all_gather_uneven(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import Computing, Transport
+from shardhet.comm.calls import ComputingRanks, Transport
 from shardhet.comm.channel import Channel, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.transport import meet, timeout_of
@@ -234,7 +234,7 @@ def among_computing(
             ranks=ranks if group.rank() in ranks else others,
         )
         made[ranks] = part if group.rank() in ranks else None
-    computing = Computing(positions, tuple(carrier_by_position), made[ranks])
+    computing = ComputingRanks(positions, tuple(carrier_by_position), made[ranks])
     channel = replace(channel, computing=computing)
     if is_new:
         _run_once(channel, [1] * channel.world_size, positions, device)

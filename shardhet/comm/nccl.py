@@ -2,7 +2,7 @@
 
 They run among the ranks that receive or contribute: all of them, or those that compute by the
 plan, on a communicator of their own.  Rows of a position that only stores pass through its
-carrier (``calls.Computing``), so each rank receives every byte that it needs once:
+carrier (``calls.ComputingRanks``), so each rank receives every byte that it needs once:
 
     gather    stores only --rows--> carrier --broadcast--> all that compute
     reduce    all that compute --reduce--> carrier --sum--> stores only
@@ -28,13 +28,13 @@ from torch.distributed import distributed_c10d
 
 from shardhet.comm.calls import (
     Gathering,
+    Messages,
     Pending,
     Reduction,
     failing_as_peers,
     in_rank_order,
     pieces_of,
 )
-from shardhet.comm.messages import Messages
 
 
 class _Ring(NamedTuple):
