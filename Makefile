@@ -18,14 +18,14 @@ demo: $(INSTALLED) ## train a small model on emulated unequal devices and compar
 
 # Lint runs beside the tests.  Many of these wait, so there are more workers than cores; those
 # that time things come last, alone.
-test: $(INSTALLED) ## lint and tests: eight minutes on two cores
+test: $(INSTALLED) ## lint and tests
 	@$(MAKE) --no-print-directory -j2 lint together
 	@$(BIN)/python -m pytest -m alone
 
 together: $(INSTALLED)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not campaign"
 
-campaign: $(INSTALLED) ## the cases that `make test` has a sample of: half an hour on two cores
+campaign: $(INSTALLED) ## the cases that `make test` has a sample of
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m campaign
 
 lint: $(INSTALLED) ## style, types and import contracts
