@@ -1,7 +1,6 @@
 """One rank that keeps a state of a gigabyte, and one that gets it back."""
 
 import hashlib
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import Checkpoints, Replicas
 from shardhet.checkpoint.format.reading import Reader
-from shardhet.checkpoint.replicas import source as replica_source
 
 WIDTH = 2048
 STORE_BYTES_PER_S = 125e6  # of the store, for all ranks together
@@ -138,7 +136,7 @@ def keep(rank: int, num_layers: int, num_rounds: int, memory: Path, disk: Path) 
 def restore(
     rank: int, num_layers: int, nodes: list[int], way: str, memory: Path, disk: Path, clock: Any
 ) -> Restored:
-    """The state from "replicas", the "checkpoint", or "both" for what no node has."""
+    """The state from "replicas", or the "checkpoint"."""
     run = Run(num_layers, len(nodes))
     replicas = Replicas(memory / f"node{nodes[rank]}")
     checkpoints = Checkpoints(disk)
@@ -150,8 +148,7 @@ def restore(
         if way == "checkpoint":
             assert checkpoints.load_latest(run.model, run.optimizer) is not None
             return
-        stored = checkpoints if way == "both" else None
-        found = replicas.load_latest(run.model, run.optimizer, checkpoints=stored)
+        found = replicas.load_latest(run.model, run.optimizer)
         assert found is not None
         said = found.came_from or ""
 
@@ -165,7 +162,7 @@ def _slow_down_the_store(clock: Any) -> None:
     ``clock`` is when the store has given what was asked for so far, shared by all ranks.
     Comparing digests reads files a second time, which costs nothing here.
     """
-    load, copy = Reader._load, shutil.copyfile
+    load = Reader._load
 
     def wait(num_bytes: int) -> None:
         with clock.get_lock():
@@ -179,9 +176,4 @@ def _slow_down_the_store(clock: Any) -> None:
             wait(place.bytes.numel)
         return load(self, place, name)
 
-    def copy_slowly(source: Path, target: Path) -> Any:
-        wait(source.stat().st_size)
-        return copy(source, target)
-
     Reader._load = load_slowly  # type: ignore[method-assign]
-    replica_source.shutil.copyfile = copy_slowly  # type: ignore[attr-defined]

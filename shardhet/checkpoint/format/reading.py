@@ -28,7 +28,6 @@ class SavedCheckpoint:
         self.manifest = manifest  # None: written by torch.distributed.checkpoint itself
         self.stored = stored
         # What lies elsewhere: a whole file, or the bytes of one place.
-        self.path_by_file: dict[str, Path] = {}
         self.content_by_place: dict[BytesPlace, memoryview] = {}
 
     @classmethod
@@ -177,7 +176,7 @@ class Reader:
             output[box].copy_(found)
 
     def _load(self, place: BytesPlace, name: str) -> Any:
-        path = self._saved.path_by_file.get(place.file, self._saved.folder / place.file)
+        path = self._saved.folder / place.file
         try:
             content: bytes | memoryview | None = self._saved.content_by_place.get(place)
             if content is None:

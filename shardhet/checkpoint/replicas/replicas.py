@@ -183,9 +183,8 @@ class Replicas:
     ) -> Resumed | None:
         """Load the newest replica that the nodes have together; None if there is none.
 
-        Rows come from this node where it has them, else from another one, and only what no
-        node has from the checkpoint of the same step, if ``checkpoints`` has it.  None as
-        well if ``checkpoints`` has a later step.  Replicas of later steps, which are not
+        Rows come from this node where it has them, else from another one.  None as well if
+        ``checkpoints`` has a later step.  Replicas of later steps, which are not
         whole, are removed.  Raises ``CheckpointError`` as ``shardhet.checkpoint.load``.
         """
         self.wait(model)
@@ -205,8 +204,6 @@ class Replicas:
             except DamagedReplicaError as error:  # nothing was loaded yet
                 logger.warning("skipped a replica: %s", error)
                 damaged |= error.files
-            finally:
-                source.clear()
         path = self.path_of(source.step)
         self.forget_after(model, source.step)
         return Resumed(path=path, step=source.step, extra=extra, came_from=came_from)

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ class WholeReplica:
     digest: str
     digest_by_file: Mapping[str, str]
     holders: Mapping[str, tuple[int, ...]]  # by file the positions whose node has it
-    missing: tuple[str, ...]  # files that only the checkpoint of the same step has
 
 
 def versions_in(folder: Path) -> list[Version]:
@@ -79,17 +77,15 @@ def versions_in(folder: Path) -> list[Version]:
 
 def choose(
     versions: Sequence[Sequence[Version]],
-    stored: Mapping[int, Mapping[str, str]],
     damaged_files: Collection[DamagedFile] = (),
 ) -> WholeReplica | None:
-    """The newest step of which the nodes and the checkpoint have all files together.
+    """The newest step of which the nodes have all files together.
 
     Two nodes may have different replicas of one step, of which one was given up: only files
     of equal manifests count.
 
     Args:
         versions: of the node of each position.
-        stored: the digests of the files of checkpoints, by step.
         damaged_files: position, digest of the manifest, and file, of those that do not count.
     """
     by_version: dict[tuple[int, str], dict[int, Version]] = defaultdict(dict)
@@ -107,15 +103,9 @@ def choose(
             )
             for file in wanted
         }
-        missing = tuple(sorted(file for file, positions in holders.items() if not positions))
-        is_whole = all(stored.get(step, {}).get(file) == wanted[file] for file in missing)
-        if is_whole and not set(DESCRIPTIONS) & set(missing):
+        if all(holders.values()):
             return WholeReplica(
-                step=step,
-                digest=digest,
-                digest_by_file=wanted,
-                holders=holders,
-                missing=missing,
+                step=step, digest=digest, digest_by_file=wanted, holders=holders
             )
     return None
 
@@ -144,15 +134,7 @@ def find(
     """
     looks = ranks.agree(lambda: (node_name(folder), versions_in(folder)), call=CALL)
     nodes = Nodes.of([name for name, _ in looks])
-    versions = [found for _, found in looks]
-    [stored] = [
-        each
-        for each in ranks.agree(
-            lambda: _stored(checkpoints, versions) if ranks.is_writer else None, call=CALL
-        )
-        if each is not None
-    ]
-    choice = choose(versions, stored, damaged_files)
+    choice = choose([found for _, found in looks], damaged_files)
     if choice is None:
         return None
     later = ranks.agree(
@@ -161,29 +143,8 @@ def find(
     if any(later):
         return None
     source = ReplicaSource(folder, choice, nodes, channel)
-    try:
-        source.prepare(ranks, checkpoints)
-    except BaseException:
-        source.clear()
-        raise
+    source.prepare(ranks)
     return source
-
-
-def _stored(
-    checkpoints: Checkpoints | None, versions: Sequence[Sequence[Version]]
-) -> dict[int, dict[str, str]]:
-    """The digests of the files of the checkpoints whose steps have replicas."""
-    found: dict[int, dict[str, str]] = {}
-    if checkpoints is None:
-        return found
-    steps = {version.step for each in versions for version in each}
-    for step in steps & set(checkpoints.steps()):
-        try:
-            manifest = Manifest.load(checkpoints.path_of(step))
-        except CheckpointError:
-            continue
-        found[step] = {file: facts.digest for file, facts in manifest.files.items()}
-    return found
 
 
 def _has_later(checkpoints: Checkpoints | None, step: int) -> bool:
@@ -206,18 +167,13 @@ class ReplicaSource:
         self._nodes = nodes
         self._channel = channel
         self._path = folder / f"step_{choice.step:08d}"
-        self._fetched_dir = folder / ".fetched"
-        self._path_by_file: dict[str, Path] = {}  # of files that come from the checkpoint
         self._holders = dict(choice.holders)  # but for those whose file is damaged
         self._verified: set[tuple[int, str]] = set()  # nodes and files
         self._description: tuple[bytes, bytes]
-        self._num_bytes = [0, 0, 0]  # read here, sent by other nodes, from the checkpoint
+        self._num_bytes = [0, 0]  # read here, sent by other nodes
 
-    def prepare(self, ranks: Ranks, checkpoints: Checkpoints | None) -> None:
-        """Get what describes the replica, and what no node has.  Collective.
-
-        The files that only the checkpoint has are read once, each by another rank.
-        """
+    def prepare(self, ranks: Ranks) -> None:
+        """Get what describes the replica.  Collective."""
         is_first = ranks.position == self._holders[files.METADATA][0]
         [self._description] = [
             found
@@ -226,9 +182,6 @@ class ReplicaSource:
             )
             if found is not None
         ]
-        for i, name in enumerate(self._choice.missing):
-            self._holders[name] = (i % ranks.world_size,)
-        ranks.agree(lambda: self._fetch_missing(ranks, checkpoints), call=CALL)
 
     def _read_description(self) -> tuple[bytes, bytes]:
         return (
@@ -236,25 +189,9 @@ class ReplicaSource:
             (self._path / files.METADATA).read_bytes(),
         )
 
-    def _fetch_missing(self, ranks: Ranks, checkpoints: Checkpoints | None) -> None:
-        for name in self._choice.missing:
-            if ranks.position in self._holders[name]:
-                assert checkpoints is not None
-                source = checkpoints.path_of(self.step) / name
-                # Several ranks of one node share the folder, but no file.
-                self._fetched_dir.mkdir(parents=True, exist_ok=True)
-                target = self._path_by_file[name] = self._fetched_dir / name
-                target.unlink(missing_ok=True)
-                shutil.copyfile(source, target)
-                if not files.fits(target, self._choice.digest_by_file[name]):
-                    raise damaged(source, "its content does not fit its digest")
-                self._num_bytes[2] += target.stat().st_size
-
     def open(self, ranks: Ranks) -> SavedCheckpoint:
         """What every rank was told of the replica; files are verified when they are needed."""
-        saved = SavedCheckpoint.described(self._path, *self._description)
-        saved.path_by_file |= self._path_by_file
-        return saved
+        return SavedCheckpoint.described(self._path, *self._description)
 
     def fetch(self, saved: SavedCheckpoint, places: Sequence[BytesPlace], ranks: Ranks) -> None:
         """Verify the files that are needed, and exchange the bytes that ranks' nodes lack.
@@ -326,8 +263,7 @@ class ReplicaSource:
         """Of this rank's share of its node's used files, those that are damaged."""
         node = self._nodes.node_by_position[ranks.position]
         neighbours = self._nodes.positions(node)
-        # What came from the checkpoint was compared when it came.
-        names = sorted(n for each, n in used if each == node and n not in self._choice.missing)
+        names = sorted(name for each, name in used if each == node)
         wrong = set()
         for name in names[neighbours.index(ranks.position) :: len(neighbours)]:
             try:
@@ -357,16 +293,8 @@ class ReplicaSource:
         """Where the state came from, over all ranks.  Collective."""
         rows = ranks.exchange(self._num_bytes, call=CALL)
         sums = [sum(column) for column in zip(*rows, strict=True)]
-        here, elsewhere, stored = (f"{each / 2**20:,.1f} MiB" for each in sums)
-        return (
-            f"replicas: {here} from the node that needed it, {elsewhere} from other nodes, "
-            f"{stored} from the checkpoint"
-        )
-
-    def clear(self) -> None:
-        """Remove what came from the checkpoint."""
-        for path in self._path_by_file.values():
-            path.unlink(missing_ok=True)
+        here, elsewhere = (f"{each / 2**20:,.1f} MiB" for each in sums)
+        return f"replicas: {here} from the node that needed it, {elsewhere} from other nodes"
 
 
 class _Outgoing:
@@ -390,7 +318,7 @@ class _Outgoing:
                 self._left.insert(0, (name, type(span)(span.start + number, span.stop)))
 
     def _read(self, name: str, start: int, memory: memoryview) -> None:
-        path = self._saved.path_by_file.get(name, self._saved.folder / name)
+        path = self._saved.folder / name
         try:
             with path.open("rb") as file:
                 file.seek(start)
