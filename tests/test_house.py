@@ -1,0 +1,114 @@
+"""The rules of the house: how large the package, its files and its folders may be.
+
+``python tests/test_house.py`` prints the code lines of each folder.
+"""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "shardhet"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_CODE_LINES = 27_450  # of the package; lower it with what goes
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES, MAX_FILES_IN_FOLDER = 450, 80, 250, 14
+LARGE = {"Runtime", "HetFSDP", "__init__", "HetTrainer", "Run"}  # are larger; shorten the list
+FULL = {"comm"}  # have more files; shorten the list
+ROUND = {  # imports that close a circle of files; shorten the list
+    ("planner.candidates.role_times", "planner.candidates.candidates"),
+    ("fsdp.probing.attempt", "fsdp.probing.prober"),
+    ("fsdp.step.unit_by_unit", "fsdp.step.runtime"),
+    *(
+        (f"hf.{each}", "hf.trainer")
+        for each in ("evaluation", "loaders", "rank_loss", "resuming")
+    ),
+}
+NOT_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+
+
+def lines_of(node: ast.AST) -> set[int]:
+    return set(range(node.lineno, node.end_lineno + 1))  # type: ignore[attr-defined]
+
+
+def code_lines(text: str) -> int:
+    """Lines without blank ones, comments, docstrings and imports."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= lines_of(node)
+        elif isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and ast.get_docstring(node, clean=False):
+            left_out |= lines_of(node.body[0])
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            found |= set(range(token.start[0], token.end[0] + 1))
+    return len(found - left_out)
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+def test_code_lines_are_counted_as_described() -> None:
+    text = (
+        '"""Doc."""\n\nimport ast\n\n# why\nx = f(\n    1,\n)\n\n\ndef f():\n    """Doc."""\n'
+    )
+    assert code_lines(text) == 4
+
+
+def test_the_package_does_not_grow() -> None:
+    assert sum(code_lines(path.read_text()) for path in FILES) <= MAX_CODE_LINES
+
+
+def test_files_and_folders_are_small() -> None:
+    long = {name_of(p): n for p in FILES if (n := p.read_text().count("\n")) > MAX_FILE_LINES}
+    full = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    assert not long
+    assert not {each.name for each, n in full.items() if n > MAX_FILES_IN_FOLDER} - FULL
+
+
+def test_functions_and_classes_are_short() -> None:
+    found = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            most = MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES
+            is_one = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_one and node.name not in LARGE and len(lines_of(node)) > most:
+                found[f"{name_of(path)}.{node.name}"] = len(lines_of(node))
+    assert not found
+
+
+def test_no_circle_of_files() -> None:
+    """Imports for annotations count as well."""
+    known = {name_of(path): path for path in FILES if path.name != "__init__.py"}
+    imported: dict[str, set[str]] = {}
+    for name, path in known.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        short = {each.removeprefix("shardhet."): each for each in found & set(known) - {name}}
+        mine = name.removeprefix("shardhet.")
+        imported[mine] = {each for each in short if (mine, each) not in ROUND}
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle of files: {error.args[1]}") from None
+
+
+if __name__ == "__main__":
+    sums: Counter[str] = Counter()
+    for path in FILES:
+        sums[str(path.parent.relative_to(PACKAGE.parent))] += code_lines(path.read_text())
+    print("\n".join(f"{n:6,} {room}" for room, n in (*sums.items(), ("all", sums.total()))))  # noqa: T201
