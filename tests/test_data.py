@@ -98,18 +98,6 @@ def test_a_folder_without_sources_is_refused_with_its_name(tmp_path: Path) -> No
         PySource(root=tmp_path).load()
 
 
-def test_cache_outlives_the_sources(tmp_path: Path) -> None:
-    root, cache_dir = tmp_path / "sources", tmp_path / "cache"
-    root.mkdir()
-    for i in range(100):
-        (root / f"module_{i}.py").write_text(f"x = {i}\n")
-    first = PySource(root=root).load(cache_dir)
-    (root / "module_0.py").write_text("changed\n")
-    assert PySource(root=root).load(cache_dir).digest == first.digest
-    assert PySource(root=root).load().digest != first.digest
-    assert [path.name for path in cache_dir.iterdir()] == ["py_source.npz"]
-
-
 def test_a_folder_of_text_is_mapped_from_token_files(tmp_path: Path) -> None:
     root, cache_dir = tmp_path / "text", tmp_path / "tokens"
     root.mkdir()

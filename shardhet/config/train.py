@@ -28,6 +28,7 @@ from shardhet.config.training import (
     PlanConf,
 )
 from shardhet.records.plan import Plan
+from shardhet.training.guard import OnBadStep
 
 
 class Precision(Enum):
@@ -86,19 +87,11 @@ class ReplicasConf:
         check_at_least("replicas.every", self.every, 0)
 
 
-class OnBadStepConf(Enum):
-    """What happens after a bad step."""
-
-    STOP = "stop"  # the run fails
-    SKIP = "skip"  # the step changes nothing
-    ROLL_BACK = "roll_back"  # to the last checkpoint, and on with the batch after the bad one
-
-
 @dataclass(kw_only=True)
 class GuardConf:
     """Which steps are bad: a loss or gradient norm that is not finite, or a spike."""
 
-    on_bad_step: OnBadStepConf = OnBadStepConf.STOP
+    on_bad_step: OnBadStep = OnBadStep.STOP
     # Also bad: above so many times the median of the last 50 good steps.  null: no such limit.
     spike_factor: float | None = None
     max_in_a_row: int = 10  # bad steps, before the run stops in any case
@@ -181,7 +174,7 @@ class TrainConf:
         check_at_least("log_every", self.log_every, 1)
         check_at_least("eval_every", self.eval_every, 0)
         check_at_least("num_sampled_tokens", self.num_sampled_tokens, 0)
-        rolls_back = self.guard.on_bad_step is OnBadStepConf.ROLL_BACK
+        rolls_back = self.guard.on_bad_step is OnBadStep.ROLL_BACK
         if rolls_back and not self.checkpoint.every:
             raise ConfigError(
                 "guard.on_bad_step: ROLL_BACK but checkpoint.every is 0, so there is no "

@@ -63,19 +63,16 @@ class PySource:
 
     root: Path = field(default_factory=lambda: Path(sysconfig.get_paths()["stdlib"]))
 
-    def load(self, cache_dir: Path | None = None) -> Corpus:
-        """The corpus; read from ``cache_dir`` if it was saved there before.
-
-        Python releases differ in their text.  To see the same bytes on another machine or
-        after an upgrade, copy ``cache_dir`` there.
-        """
-        if cache_dir is None:
-            return self._read()
-        cached = cache_dir / "py_source.npz"
-        if not cached.exists():
-            _write_corpus(cached, self._read())
-        with np.load(cached) as arrays:
-            return Corpus(train=arrays["train"], held_out=arrays["held_out"])
+    def load(self) -> Corpus:
+        """The corpus; Python releases differ in their text."""
+        corpus = _join(self.documents())
+        if not corpus.train.size or not corpus.held_out.size:
+            raise ValueError(
+                f"{self.root}: {corpus.train.size} bytes to train on and "
+                f"{corpus.held_out.size} held out, but both are needed. Name a folder with "
+                f"Python sources as root."
+            )
+        return corpus
 
     def documents(self) -> Iterator[tuple[str, Path]]:
         """(path relative to ``root`` with forward slashes, path) in the corpus's order."""
@@ -84,16 +81,6 @@ class PySource:
             subfolders[:] = set(subfolders) - SKIPPED_FOLDERS  # these are not even looked into
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
         yield from _sorted_by_name(self.root, paths)
-
-    def _read(self) -> Corpus:
-        corpus = _join(self.documents())
-        if not corpus.train.size or not corpus.held_out.size:
-            raise ValueError(
-                f"{self.root}: {corpus.train.size} bytes to train on and "
-                f"{corpus.held_out.size} held out, but both are needed. Name a folder with "
-                f"Python sources as root, or a cache_dir that was filled on another machine."
-            )
-        return corpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +141,12 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(first_bytes, "little") % 100 < HELD_OUT_PERCENT
 
 
-def _write_corpus(path: Path, corpus: Corpus) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
-        np.savez(file, train=corpus.train, held_out=corpus.held_out)
-    # Ranks that start together may all write; every reader finds a complete file.
-    Path(file.name).replace(path)
-
-
 def _write_array(path: Path, array: npt.NDArray[np.uint8]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npy", delete=False) as file:
         np.save(file, array)
-    Path(file.name).replace(path)  # complete for every reader, as above
+    # Ranks that start together may all write; every reader finds a complete file.
+    Path(file.name).replace(path)
 
 
 class Batch(Protocol):

@@ -21,7 +21,7 @@ from shardhet.config.compose import portable_values
 from shardhet.config.train import Precision, TrainConf
 from shardhet.records.plan import Plan
 from shardhet.training.compiling import compile_units
-from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.guard import Guard
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.trainer import Trainer
@@ -147,7 +147,7 @@ def _trainer(
 def guard_of(conf: TrainConf) -> Guard:
     """What judges the steps of the run."""
     return Guard(
-        OnBadStep(conf.guard.on_bad_step.value),
+        conf.guard.on_bad_step,
         spike_factor=conf.guard.spike_factor,
         max_in_a_row=conf.guard.max_in_a_row,
     )

@@ -1,6 +1,6 @@
 """After the demo: the same training, stopped half-way, goes on with one device fewer.
 
-    python -m shardhet.apps.demo_goes_on DEMO
+    python -m experiments.recovery.goes_on DEMO
 
 DEMO is the folder that ``shardhet.apps.demo`` has written.  Its training is started again and
 told to end after half of its steps, as a spot instance is.  A plan for the devices without one
@@ -172,7 +172,7 @@ class Story:
 def main(argv: Sequence[str] | None = None) -> None:
     """Tell it; if a command fails, this ends with its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m shardhet.apps.demo_goes_on",
+        prog="python -m experiments.recovery.goes_on",
         description=(__doc__ or "").partition("\n")[0],
     )
     parser.add_argument("demo", type=Path, help="the folder that the demo has written")
