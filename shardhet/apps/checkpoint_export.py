@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import Tensor
 
 from shardhet.checkpoint import CheckpointError
@@ -29,10 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format of the file")
     parser.add_argument("--out", type=Path, required=True, help="the file, which must be new")
     given = parser.parse_args(arguments)
-    if given.to == "safetensors" and not _has_safetensors():
-        parser.error(
-            "safetensors is not installed. Run pip install safetensors, or choose --to torch."
-        )
     if given.out.exists():
         parser.error(f"{given.out} exists. Name a new file, or remove it.")
     if not given.out.absolute().parent.is_dir():
@@ -57,8 +54,6 @@ def write_model(tensors: Mapping[str, Tensor], path: Path, to: str) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         if to == "safetensors":
-            from safetensors.torch import save_file
-
             save_file(_unshared(tensors), unfinished, metadata={"format": "pt"})
         else:
             torch.save(dict(tensors), unfinished)
@@ -80,11 +75,3 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(id(tensor))
         found[name] = tensor.clone() if is_shared else tensor
     return found
-
-
-def _has_safetensors() -> bool:
-    try:
-        import safetensors.torch  # noqa: F401 -- only to see whether it is here
-    except ImportError:
-        return False
-    return True

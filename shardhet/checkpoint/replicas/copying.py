@@ -6,18 +6,19 @@ noted, and said when all are through.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.description import Description
 from shardhet.checkpoint.format.errors import CheckpointError, damaged, in_words
 from shardhet.checkpoint.format.writing import Report, write_rank_file
-from shardhet.checkpoint.replicas.transfer import Stream, all_to_all_bytes
+from shardhet.checkpoint.replicas.transfer import Sending, Stream, all_to_all_bytes
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.checkpoint.threads import Thread
 from shardhet.comm.channel import Channel, join
 from shardhet.comm.groups import break_connections
+from shardhet.records.layout import Span
 
 
 class Copying:
@@ -107,14 +108,14 @@ class Copying:
         folder = files.unfinished_path(self._path)
         outgoing: dict[int, Stream] = {}
         incoming: dict[int, Stream] = {}
-        ends: list[_Sent | _Copy] = []
+        ends: list[Sending | _Copy] = []
         for i, report in enumerate(reports):
             keeper = self._keeper_of[i]
             if report.file is None or report.facts is None or keeper is None:
                 continue
             path, num_bytes = folder / report.file, report.facts.num_bytes
             if i == self._position:
-                ends.append(sent := _Sent(path))
+                ends.append(sent := Sending([(path, Span(0, num_bytes))]))
                 outgoing[keeper] = Stream(num_bytes, sent.move)
             elif keeper == self._position:
                 ends.append(copy := _Copy(path, report.facts.digest))
@@ -151,34 +152,6 @@ def _failure_of(work: Callable[[], None]) -> str | None:
     except Exception as error:
         return in_words(error)
     return None
-
-
-class _Sent:
-    """A file that is read from its beginning."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self._error: Exception | None = None
-
-    def move(self, memory: memoryview) -> None:
-        """Fill ``memory`` with the next bytes."""
-        try:
-            if self._file is None:
-                self._file = self._path.open("rb")
-            content = self._file.read(len(memory))
-            memory[: len(content)] = content
-            if len(content) < len(memory):
-                self._error = damaged(self._path, "it is shorter than it was")
-        except OSError as error:
-            self._error = error
-
-    def close(self) -> None:
-        """Raise what failed."""
-        if self._file is not None:
-            self._file.close()
-        if self._error is not None:
-            raise self._error
 
 
 class _Copy:

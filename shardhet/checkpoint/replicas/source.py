@@ -3,20 +3,20 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from shardhet.checkpoint.folder import Checkpoints
 from shardhet.checkpoint.format import files
-from shardhet.checkpoint.format.errors import CheckpointError, damaged, in_words
+from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.format.manifest import Manifest
 from shardhet.checkpoint.format.metadata import BytesPlace
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL
 from shardhet.checkpoint.replicas.nodes import node_name
-from shardhet.checkpoint.replicas.transfer import Stream, all_to_all_bytes
+from shardhet.checkpoint.replicas.transfer import Sending, Stream, all_to_all_bytes
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.channel import Channel
 from shardhet.records.nodes import Nodes
@@ -206,12 +206,14 @@ class ReplicaSource:
         self._num_bytes[0] -= received_bytes
         self._num_bytes[1] += received_bytes
         asked: list[list[BytesPlace]] = ranks.exchange(wanted, call=CALL)
-        outgoing: dict[int, _Outgoing] = {}
+        outgoing: dict[int, Sending] = {}
         incoming: dict[int, _Incoming] = {}
         for requester, each in enumerate(asked):
             for sender, part in self._by_sender(requester, each).items():
                 if sender == ranks.position:
-                    outgoing[requester] = _Outgoing(saved, part)
+                    outgoing[requester] = Sending(
+                        [(saved.folder / place.file, place.bytes) for place in part]
+                    )
                 if requester == ranks.position:
                     incoming[sender] = _Incoming(part)
         if self._channel is not None:
@@ -220,7 +222,12 @@ class ReplicaSource:
                 {i: Stream(each.num_bytes, each.move) for i, each in outgoing.items()},
                 {i: Stream(each.num_bytes, each.move) for i, each in incoming.items()},
             )
-        ranks.agree(lambda: _close_all(outgoing.values()), call=CALL)
+
+        def end() -> None:
+            for each in outgoing.values():
+                each.close()
+
+        ranks.agree(end, call=CALL)
         for received in incoming.values():
             saved.content_by_place |= received.contents()
 
@@ -295,49 +302,6 @@ class ReplicaSource:
         sums = [sum(column) for column in zip(*rows, strict=True)]
         here, elsewhere = (f"{each / 2**20:,.1f} MiB" for each in sums)
         return f"replicas: {here} from the node that needed it, {elsewhere} from other nodes"
-
-
-class _Outgoing:
-    """Places of files, one after the other."""
-
-    def __init__(self, saved: SavedCheckpoint, places: Sequence[BytesPlace]) -> None:
-        self._saved = saved
-        self._left = [(place.file, place.bytes) for place in places]
-        self.num_bytes = sum(place.bytes.numel for place in places)
-        self._failure: str | None = None
-
-    def move(self, memory: memoryview) -> None:
-        """Fill ``memory`` with the next bytes."""
-        filled = 0
-        while filled < len(memory):
-            name, span = self._left.pop(0)
-            number = min(span.numel, len(memory) - filled)
-            self._read(name, span.start, memory[filled : filled + number])
-            filled += number
-            if number < span.numel:
-                self._left.insert(0, (name, type(span)(span.start + number, span.stop)))
-
-    def _read(self, name: str, start: int, memory: memoryview) -> None:
-        path = self._saved.folder / name
-        try:
-            with path.open("rb") as file:
-                file.seek(start)
-                content = file.read(len(memory))
-            memory[: len(content)] = content
-            if len(content) < len(memory):
-                self._failure = str(damaged(path, "it is shorter than it was"))
-        except OSError as error:
-            self._failure = in_words(error)
-
-    def close(self) -> None:
-        """Raise what failed."""
-        if self._failure is not None:
-            raise CheckpointError(self._failure)
-
-
-def _close_all(streams: Iterable[_Outgoing]) -> None:
-    for each in streams:
-        each.close()
 
 
 class _Incoming:

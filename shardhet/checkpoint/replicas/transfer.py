@@ -1,13 +1,16 @@
 """Bytes from every rank to every other, unevenly, in pieces."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from shardhet.checkpoint.format.errors import CheckpointError, damaged, in_words
 from shardhet.comm.channel import Channel
 from shardhet.comm.peers import LostPeerError
+from shardhet.records.layout import Span
 
 PIECE_BYTES = 2**22  # to one peer at a time
 
@@ -21,6 +24,42 @@ class Stream:
 
     num_bytes: int
     move: Callable[[memoryview], None]
+
+
+class Sending:
+    """Parts of files, one after the other; a failure is raised when all is sent."""
+
+    def __init__(self, parts: Sequence[tuple[Path, Span]]) -> None:
+        self._left = list(parts)
+        self.num_bytes = sum(span.numel for _, span in parts)
+        self._error: Exception | None = None
+
+    def move(self, memory: memoryview) -> None:
+        """Fill ``memory`` with the next bytes."""
+        filled = 0
+        while filled < len(memory):
+            path, span = self._left.pop(0)
+            stop = min(span.stop, span.start + len(memory) - filled)
+            self._read(path, span.start, memory[filled : filled + stop - span.start])
+            filled += stop - span.start
+            if stop < span.stop:
+                self._left.insert(0, (path, Span(stop, span.stop)))
+
+    def _read(self, path: Path, start: int, memory: memoryview) -> None:
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(len(memory))
+            memory[: len(content)] = content
+            if len(content) < len(memory):
+                self._error = damaged(path, "it is shorter than it was")
+        except OSError as error:
+            self._error = error
+
+    def close(self) -> None:
+        """Raise what failed."""
+        if self._error is not None:
+            raise CheckpointError(in_words(self._error))
 
 
 def all_to_all_bytes(
