@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from experiments.decoders import flops_per_token, num_params
 from shardhet.models.decoder import (
     Decoder,
     DecoderConfig,
-    flops_per_token,
     next_token_loss,
-    num_params,
     rotate_by_position,
 )
 from tests.small_models import small_decoder

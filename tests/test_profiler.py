@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet.models.decoder import Decoder, DecoderConfig, flops_per_token
+from experiments.decoders import flops_per_token
+from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import find_plan
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting

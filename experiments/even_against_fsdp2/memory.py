@@ -13,10 +13,9 @@ import torch
 
 from experiments.common.systems import FSDP2, HET, System
 from experiments.common.unlike import MIB, forget_peak
-from experiments.decoders import decoder_config
+from experiments.decoders import decoder_config, num_params
 from experiments.even_against_fsdp2.speed import fsdp2, het_fsdp
 from shardhet import Plan
-from shardhet.models.decoder import num_params
 from shardhet.training.peak_memory import memory_of_process
 
 CONFIG = decoder_config(width=512, num_layers=12, seq_len=128)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.decoders import decoder_config
-from shardhet.models.decoder import DecoderConfig, num_params
+from experiments.decoders import decoder_config, num_params
+from shardhet.models.decoder import DecoderConfig
 
 STATE_BYTES_PER_PARAM = 16 + 16 + 20
 KEPT_BYTES_PER_CHANNEL = 52  # of a token in a block

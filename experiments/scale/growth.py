@@ -12,11 +12,17 @@ from experiments.common import systems
 from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Table
 from experiments.common.systems import FSDP2, HET, Rounds
-from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
+from experiments.decoders import (
+    decoder_config,
+    make_decoder,
+    num_params,
+    random_batches,
+    units_of,
+)
 from experiments.scale import records
 from experiments.scale.records import Effort, Part, Report, Sample, cases_in, ms_spread, spread
 from shardhet import HetFSDP, Plan
-from shardhet.models.decoder import DecoderConfig, num_params
+from shardhet.models.decoder import DecoderConfig
 
 NAME = "growth"
 NUM_RANKS = 2

@@ -58,35 +58,22 @@ class DecoderConfig:
         return self.head_width * self.num_kv_heads
 
 
-class Projection(nn.Module):
+class Projection(nn.Linear):
     """x W^T without bias; W is normal with deviation ``init_gain`` / sqrt(in_width)."""
 
     def __init__(self, in_width: int, out_width: int, *, init_gain: float = 1.0) -> None:
-        super().__init__()
         self.init_std = init_gain / in_width**0.5
-        self.weight = nn.Parameter(torch.empty(out_width, in_width))
-        self.reset_parameters()
+        super().__init__(in_width, out_width, bias=False)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.init_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
-
-class Embedding(nn.Module):
+class Embedding(nn.Embedding):
     """The token embedding, with one row of length ``width`` per token."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.width))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=EMBEDDING_INIT_STD)
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return F.embedding(tokens_BT, self.weight)
 
 
 class Attention(nn.Module):
@@ -205,7 +192,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config)
+        self.embedding = Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.head = Head(config)
 
@@ -216,24 +203,3 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.head(x_BTD, targets_BT)
-
-
-def num_params(config: DecoderConfig) -> int:
-    """Elements in all parameters of ``Decoder(config)``."""
-    width = config.width
-    attention = width * (2 * width + 2 * config.kv_width)
-    mlp = 3 * width * config.hidden_width
-    block = attention + mlp + 2 * width
-    return 2 * config.vocab_size * width + config.num_layers * block + width
-
-
-def flops_per_token(config: DecoderConfig) -> int:
-    """Forward and backward FLOPs: 6 per matrix element, 12 L T D for the attention.
-
-    Attention counts the full T x T square (PaLM, appendix B).  Norms are not counted, nor is
-    the embedding, which multiplies nothing.
-    """
-    num_norm_params = (2 * config.num_layers + 1) * config.width
-    num_matrix_params = num_params(config) - num_norm_params - config.vocab_size * config.width
-    attention = 12 * config.num_layers * config.seq_len * config.width
-    return 6 * num_matrix_params + attention
