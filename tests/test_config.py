@@ -246,7 +246,7 @@ def test_configurations_become_records() -> None:
     assert conf.lr_scheduler.to_record(100) == WarmupStableDecay(
         num_steps=100, num_decay_steps=20, num_warmup_steps=5, final_fraction=0.1
     )
-    given = {"optim.arguments={eps: 1e-7}": ("Adagrad", 1), "optim.momentum=0.5": ("SGD", 1),
+    given = {"+optim.arguments.eps=1e-7": ("Adagrad", 1), "optim.momentum=0.5": ("SGD", 1),
              "optim.lr=0.2": ("sgd", 0), "optim.betas=[0.8,0.9]": ("NAdam", 2)}  # fmt: skip
     for override, (kind, num_moments) in given.items():
         optim = conf_with("optim=any", f"optim.kind={kind}", "optim.lr=0.1", override).optim

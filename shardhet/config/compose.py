@@ -97,6 +97,13 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
     "logger": dict.fromkeys(LoggerKind, LoggerConf),
 }
 
+# The values that a file begins with, by the schema that it names.
+OPTIM_BY_SCHEMA: dict[str, dict[str, Any]] = {
+    "any": {},
+    "adamw": {"kind": "AdamW", "betas": [0.9, 0.95], "eps": 1e-8},
+    "sgd": {"kind": "SGD", "momentum": 0.9, "nesterov": False},
+}
+
 
 def conf_dir() -> Path:
     """The folder ``conf/``, inside the installed package or next to it in a checkout."""
@@ -133,7 +140,9 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConf)
     store.store(group="schema/cluster", name="cluster", node=ClusterConf)
-    store.store(group="schema/optim", name="optim", node=OptimConf)
+    for name, values in OPTIM_BY_SCHEMA.items():
+        node = OmegaConf.merge(OmegaConf.structured(OptimConf), values)
+        store.store(group="schema/optim", name=name, node=node)
     for group, schema_by_kind in SCHEMA_BY_KIND.items():
         for kind, schema in schema_by_kind.items():
             store.store(group=f"schema/{group}", name=kind.value, node=schema)
