@@ -39,10 +39,10 @@ BY_HAND = "plan=by_hand plan.microbatch_sizes=[2,1] plan.num_microbatches=[1,2] 
 # What a user might type, and what the answer must name.
 BAD = {
     # keys that do not exist
-    "optim.lrr=1": ("optim.lrr", "lr, weight_decay", "Did you mean optim.lr?"),
+    "optim.lrr=1": ("optim.lrr", "lr, momentum", "Did you mean optim.lr?"),
     "modle=tiny": ("modle", "model", "Did you mean model?"),
     "model.widht=64": ("model.widht", "width", "Did you mean model.width?"),
-    "optim=sgd optim.betas=[0.9,0.9]": ("optim.betas", "momentum", "nesterov"),
+    "optim=sgd optim.betas=[0.9,0.9]": ("optim: SGD: ", "betas"),
     "num_step=5": ("num_step", "Did you mean num_steps?"),
     "trace_steps.first=1": ("trace_steps.first", "first_step"),
     "plan=even plan.speeds=[1,2]": ("plan.speeds", "microbatch_size"),
@@ -87,7 +87,7 @@ BAD = {
     "seed=-1": ("seed: -1", "at least 0"),
     "optim.lr=0": ("optim.lr: 0.0", "above 0"),
     "optim.lr=nan": ("optim.lr: nan",),
-    "optim.betas=[0.9]": ("optim: AdamW: ",),
+    "optim.betas=[0.9]": ("optim.betas: [0.9]", "two numbers"),
     "optim.betas=[0.9,1.0]": ("optim: AdamW: Invalid beta parameter at index 1: 1.0",),
     "optim.momentum=0.9": ("optim: AdamW: ", "momentum"),
     "optim.kind=Adamw2": ("'Adamw2' is no optimizer of torch.optim",),

@@ -75,6 +75,8 @@ class OptimConf:
     def __post_init__(self) -> None:
         check_above("optim.lr", self.lr, 0)
         check_at_least("optim.weight_decay", self.weight_decay, 0)
+        if self.betas is not None and len(self.betas) != 2:
+            raise ConfigError(f"optim.betas: {list(self.betas)} but it must be two numbers.")
 
     def to_record(self) -> "OptimizerSpec":
         """What builds the optimizer."""
