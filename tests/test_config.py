@@ -281,7 +281,8 @@ def test_devices_have_the_names_of_the_cluster() -> None:
 def test_every_pair_of_optimizer_and_schedule_composes() -> None:
     groups = choices_by_group(conf_dir())
     for optim, schedule in itertools.product(groups["optim"], groups["lr_scheduler"]):
-        conf = conf_with(f"optim={optim}", f"lr_scheduler={schedule}")
+        needed = NEEDED.get(f"optim={optim}", [])
+        conf = conf_with(f"optim={optim}", *needed, f"lr_scheduler={schedule}")
         assert conf.lr_scheduler.to_record(conf.num_steps)(0) > 0
 
 
