@@ -32,9 +32,7 @@ def test_its_loss_continues_on_fewer_devices(tmp_path: Path) -> None:
     plan = ("plan=file", f"plan.path={demo}/plan.json", f"plan.measured={demo}/measured")
     trained = run([*SHARDHET, "train", *keys, *plan, f"hydra.run.dir={demo}/run"], tmp_path)
     assert trained.returncode == 0, trained.stdout + trained.stderr
-    done = run(
-        ["-m", "experiments.recovery.goes_on", "demo"], tmp_path, is_cold=True, within_s=200
-    )
+    done = run(["-m", "experiments.recovery.goes_on", "demo"], tmp_path, within_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Device 1 (any) is removed" in done.stdout
     whole, stopped, goes_on = (
@@ -46,7 +44,7 @@ def test_its_loss_continues_on_fewer_devices(tmp_path: Path) -> None:
     assert {**stopped, **goes_on} == pytest.approx(whole, rel=1e-9)
     [apart] = re.findall(r"are at most (\S+) apart", done.stdout)
     assert float(apart) < 1e-9
-    again = run(["-m", "experiments.recovery.goes_on", "demo"], tmp_path, is_cold=True)
+    again = run(["-m", "experiments.recovery.goes_on", "demo"], tmp_path)
     assert "exists. Remove it." in again.stderr
     resume = (f"resume={demo}/goes_on/checkpoints", f"hydra.run.dir={demo}/finished")
     finished = run([*SHARDHET, "train", *keys, *plan, *resume], tmp_path)

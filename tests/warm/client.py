@@ -7,7 +7,7 @@ import socket
 import sys
 
 # Modules, "program" for a test's own; others get a cold interpreter.
-FORKED = ("shardhet.", "torch.distributed.run", "tests.", "program")
+FORKED = ("shardhet.", "experiments.", "torch.distributed.run", "tests.", "program")
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 HERE = os.path.dirname(sys.argv[0])  # noqa: PTH120 -- pathlib takes longer than all of this
 
