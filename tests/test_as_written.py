@@ -404,7 +404,7 @@ class KeepsWeight(Net):
         self.aside = [weight.T if is_view else weight]
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ self.aside[0]
+        return super().forward(x @ self.aside[0])
 
 
 @pytest.mark.parametrize("is_view", [False, True])
