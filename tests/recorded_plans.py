@@ -11,6 +11,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 
 from shardhet.planner import PlanError, PlanSolution, solve
+from shardhet.planner.preference import TOLERANCE
 from shardhet.pricing.setting import Setting
 from tests.test_planner import WORKLOAD, random_case
 
@@ -32,9 +33,8 @@ def record_of(seed: int) -> RecordedPlan:
     """What the planner says today."""
     cluster, profile, batch = random_case(seed)
     try:
-        # The prediction alone counts: a simulation tells plans apart that are equal by it.
         solution = solve(
-            Setting(cluster, WORKLOAD, profile), global_batch_size=batch, num_rescored=1
+            Setting(cluster, WORKLOAD, profile), global_batch_size=batch, tolerance=TOLERANCE
         )
     except PlanError as error:
         return RecordedPlan(seed, 0.0, 0.0, _digest(str(error)))

@@ -65,7 +65,7 @@ def asked(
     setting: Setting, *, batch: int = 16, demands: Demands | None = None
 ) -> tuple[PlanSolution, Fewer | None]:
     demands = demands or Demands()
-    whole = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
+    whole = solve(setting, global_batch_size=batch, demands=demands)
 
     def smaller(positions: Positions) -> Setting:
         return part_of(setting, positions)
@@ -95,10 +95,7 @@ def test_one_of_several_that_are_alike_may_go() -> None:
     whole, fewer = asked(setting, batch=12)
     every = range(4)
     best = min(
-        (
-            solve(part_of(setting, tuple(every[:n])), global_batch_size=12, num_rescored=1)
-            for n in (1, 2, 3, 4)
-        ),
+        (solve(part_of(setting, tuple(every[:n])), global_batch_size=12) for n in (1, 2, 3, 4)),
         key=lambda each: each.predicted.step_time_s,
     )
     reached = whole if fewer is None else fewer.solution
@@ -277,7 +274,7 @@ def test_single_devices_are_left_out_where_kinds_are_few(num_kinds: int) -> None
     letters = "abcdefghijklmnopqrstuvwxyz"[:num_kinds]
     setting = setting_of(letters * 2, s_per_byte=FAST_LINKS)
     kept = tuple(range(setting.cluster.world_size))
-    whole = solve(setting, global_batch_size=64, num_rescored=1, is_bounded=False)
+    whole = solve(setting, global_batch_size=64, is_bounded=False)
     trials = _Trials(setting, whole, Demands(), lambda _: setting, Effort())
     alone = {members for members in trials._sets(kept) if len(members) == 1}
     assert len(alone) == (num_kinds if num_kinds <= MAX_KINDS else 0)

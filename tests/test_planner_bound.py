@@ -28,7 +28,7 @@ def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
     setting = Setting(cluster, WORKLOAD, profile)
     demands = demanded(seed, cluster.world_size)
     try:
-        plan = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
+        plan = solve(setting, global_batch_size=batch, demands=demands)
     except PlanError:
         return
     used = {i: rank.memory.total_bytes for i, rank in enumerate(plan.predicted.ranks)}
@@ -41,7 +41,7 @@ def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
 def bound_of(setting: Setting, batch: int, demands: Demands) -> float:
     """The bound on all plans, whether one is found or not; no plan found is below it."""
     try:
-        plan = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
+        plan = solve(setting, global_batch_size=batch, demands=demands)
     except PlanError as error:
         return error.lower_bound_s
     assert plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-12)

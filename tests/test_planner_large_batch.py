@@ -30,7 +30,7 @@ def test_a_coarse_search_first_changes_no_plan(
     setting = Setting(cluster, WORKLOAD, profile)
     strides = []
     try:
-        usual = solve(setting, global_batch_size=batch, num_rescored=1)
+        usual = solve(setting, global_batch_size=batch)
     except PlanError:
         return
     monkeypatch.setattr(candidates, "MANY_BATCHES", 3)
@@ -42,7 +42,7 @@ def test_a_coarse_search_first_changes_no_plan(
         return table(builder, *args, stride=stride, **kwargs)
 
     monkeypatch.setattr(TableBuilder, "table", noted)
-    coarse = solve(setting, global_batch_size=batch, num_rescored=1)
+    coarse = solve(setting, global_batch_size=batch)
     assert max(strides) > 1
     assert coarse.predicted.step_time_s == pytest.approx(usual.predicted.step_time_s, rel=1e-9)
     assert coarse.lower_bound_s == pytest.approx(usual.lower_bound_s, rel=1e-9)
@@ -57,7 +57,7 @@ def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.Monkey
         return made
 
     monkeypatch.setattr(TableBuilder, "table", counted)
-    solution = solve(roomy(2), global_batch_size=6000, num_rescored=1)
+    solution = solve(roomy(2), global_batch_size=6000)
     assert solution.plan.global_batch_size == 6000
     assert solution.relative_gap < 1e-3
     assert max(most) < 1500

@@ -248,7 +248,7 @@ def planned(setting: Setting, batch: int, demands: Demands) -> tuple[float, floa
     """The planner's step and bound, and the seconds of its processor."""
     started_s = time.process_time()
     try:
-        solution = solve(setting, global_batch_size=batch, demands=demands, num_rescored=1)
+        solution = solve(setting, global_batch_size=batch, demands=demands)
     except PlanError as error:
         planned_s, bound_s = 0.0, error.lower_bound_s
     else:

@@ -1,7 +1,6 @@
 """Does HiGHS alone find what the search finds, and how long does each take?
 
-Writes highs.csv (400 problems, none of those that are compared with exhaustive search) and
-assignment.csv (the last word of HiGHS within the limits found, on large problems).
+Writes highs.csv (400 problems, none of those that are compared with exhaustive search).
 """
 
 import time
@@ -11,16 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from experiments.common.results import Spread, console, write_csv
-from shardhet.planner.certificate import certify
-from shardhet.planner.search.assignment import assign
-from shardhet.planner.search.search import Effort, NothingFitsError, search
-from tests.planning_problems import random_problem
+from experiments.planner.certificate import certify
+from shardhet.planner.search.search import NothingFitsError, search
 from tests.test_planner_highs import random_medium
 
 HERE = Path(__file__).parent
 NUM_PROBLEMS = 400
-SIZES = ((64, 3, 128), (256, 8, 512), (1024, 8, 2048))  # devices, kinds, batch
-SEEDS_PER_SIZE = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +30,6 @@ class Comparison:
     search_objective_s: float
     highs_objective_s: float
     highs_is_solved: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastWord:
-    """HiGHS within the limits of a search."""
-
-    num_devices: int
-    num_kinds: int
-    seed: int
-    num_variables: int
-    search_s: float
-    highs_s: float
-    is_by_highs: bool
-    compute_after_before: float
 
 
 def compare() -> list[Comparison]:
@@ -80,43 +61,6 @@ def compare() -> list[Comparison]:
     return rows
 
 
-def last_words() -> list[LastWord]:
-    """HiGHS's assignment of large problems."""
-    rows = []
-    for num_devices, num_kinds, batch in SIZES:
-        for seed in range(SEEDS_PER_SIZE):
-            problem = random_problem(
-                np.random.default_rng([seed, num_devices]),
-                num_groups=num_kinds,
-                num_devices=num_devices,
-                global_batch_size=batch,
-                memory_binds=seed % 2 == 0,
-            )
-            started_at_s = time.process_time()
-            found = search(problem, Effort(relative_gap=1e-4))
-            searched_at_s = time.process_time()
-            assigned = assign(problem, found.choices, found.value)
-            ended_at_s = time.process_time()
-            total_s = np.sum(problem.costs, axis=0)
-            before, after = (
-                sum(c.count * total_s[c.group, c.candidate] for c in choices)
-                for choices in (found.choices, assigned.choices)
-            )
-            rows.append(
-                LastWord(
-                    num_devices=num_devices,
-                    num_kinds=num_kinds,
-                    seed=seed,
-                    num_variables=assigned.num_variables,
-                    search_s=searched_at_s - started_at_s,
-                    highs_s=ended_at_s - searched_at_s,
-                    is_by_highs=assigned.is_by_highs,
-                    compute_after_before=float(after / before),
-                )
-            )
-    return rows
-
-
 def main() -> None:
     """Run, print and keep."""
     rows = compare()
@@ -133,19 +77,6 @@ def main() -> None:
         f"HiGHS {Spread.of(certified).cell(1, scale=1e3)} ms, worst {max(certified):.2f} s, "
         f"most choices {max(r.num_choices for r in rows)}"
     )
-    words = last_words()
-    write_csv(HERE / "assignment.csv", words)
-    for num_devices, num_kinds, batch in SIZES:
-        of_size = [word for word in words if word.num_devices == num_devices]
-        console.print(
-            f"{num_devices} devices of {num_kinds} kinds, batch {batch}: HiGHS chose "
-            f"{sum(w.is_by_highs for w in of_size)} of {len(of_size)}, variables "
-            f"{max(w.num_variables for w in of_size)}, search "
-            f"{Spread.of([w.search_s for w in of_size]).cell(0, scale=1e3)} ms, HiGHS "
-            f"{Spread.of([w.highs_s for w in of_size]).cell(0, scale=1e3)} ms, worst "
-            f"{max(w.highs_s for w in of_size):.2f} s; compute "
-            f"{Spread.of([w.compute_after_before for w in of_size]).cell(3)} of the search's"
-        )
 
 
 if __name__ == "__main__":

@@ -48,9 +48,7 @@ def planned(inputs: Inputs, row: Row) -> Row | None:
     effort = Effort(recompute_steps=row.steps)
     start_s = time.process_time()
     try:
-        solution = solve(
-            inputs.setting, global_batch_size=row.batch, effort=effort, num_rescored=1
-        )
+        solution = solve(inputs.setting, global_batch_size=row.batch, effort=effort)
     except PlanError:
         return None
     return replace(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from experiments.common.machine import SHARED_DATA
 from experiments.common.results import write_csv
-from shardhet.planner.cephalo import cephalo_choice
+from experiments.planner.cephalo import cephalo_choice
 from shardhet.planner.problem.problem import Group, Problem
 from shardhet.planner.search.search import NothingFitsError, search
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import inf
 
+from experiments.planner.cephalo import cephalo
 from experiments.published.inputs import (
     DERIVED,
     FEWER_BATCH,
@@ -14,7 +15,6 @@ from shardhet.apps.plan import COMPARED
 from shardhet.config.planning import Inputs
 from shardhet.planner import PlanError, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
-from shardhet.planner.cephalo import cephalo
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.step_cost import StepCost
 from shardhet.records.plan import Plan
@@ -85,7 +85,6 @@ def _fewer_nodes(case: Case) -> list[Row]:
                 inputs.setting,
                 global_batch_size=case.global_batch_size,
                 effort=COMPARED,
-                num_rescored=1,
             )
         except PlanError:
             continue

@@ -1,6 +1,5 @@
 """``shardhet plan``: finds the best plan for a cluster and a model, and what limits it."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -37,22 +36,15 @@ from shardhet.planner.advice.explain import (
     larger_situations,
 )
 from shardhet.planner.advice.steady import (
-    NOISE,
     OFF,
-    Steadiest,
     disturbances,
     loss_of,
-    steadier,
-    steadiest_met,
 )
 from shardhet.planner.baselines import compute_only, even, memory_only
-from shardhet.planner.cephalo import cephalo
-from shardhet.planner.certificate import MAX_VARIABLES, Certificate
-from shardhet.planner.find import certify_search, least_step_s
+from shardhet.planner.find import least_step_s
 from shardhet.planner.misses import even_shortfall
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
-from shardhet.planner.search.search import Effort, Found
-from shardhet.planner.shares import NEAR_MARGIN
+from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import LINK_FRACTION
 from shardhet.pricing.replicas import replica_price
@@ -73,8 +65,7 @@ shardhet plan key=value ...
   shardhet plan objective=largest_batch        or least_memory, or throughput
   shardhet plan objective=least_memory spared=[0]    on the device with the screen
   shardhet plan leave_out=auto         without the devices that only slow it down
-  shardhet plan replicas.every=10      and what it takes to lose no more steps than that
-  shardhet plan certify=true           small problems a second time, by HiGHS alone""",
+  shardhet plan replicas.every=10      and what it takes to lose no more steps than that""",
 )
 LEAST_LOSS = 5e-4  # that is stated
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
@@ -90,7 +81,6 @@ class _Answer:
     value: float
     objective: Objective | None  # None: too slow to evaluate often
     note: str = ""
-    steadiness: str = ""  # how it was chosen among plans that are nearly as fast
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         demands = conf.to_demands(inputs.setting.cluster.devices)
         check_outputs(out=conf.out, picture=conf.picture)
         check_folder_output("setting_out", conf.setting_out)
+        for line in conf.unheeded():
+            errors.print(line, markup=False)
         show(conf, inputs, demands, wide_console(), Waiting(errors))
     except PlanError as error:
         errors.print(str(error), markup=False)
@@ -130,7 +122,6 @@ def show(
             solution=answer.solution,
             times=simulate(answer.solution.plan, inputs.setting),
             note=answer.note,
-            steadiness=answer.steadiness,
             without=without,
         )
     show_plan(report, console)
@@ -138,10 +129,6 @@ def show(
         console.print(_replicas(conf, report), markup=False, soft_wrap=True)
     _write(conf, report, console)
     batch = answer.solution.plan.global_batch_size
-    if conf.certify:
-        with waiting.for_("solving it with HiGHS alone"):
-            certificate = _certificate(conf, inputs, demands, batch)
-        console.print(certificate, markup=False, soft_wrap=True)
     if conf.leave_out == "ask":
         with waiting.for_("planning without some devices"):
             without = _without(conf, inputs, demands, answer)
@@ -234,50 +221,6 @@ def _without(
     )
 
 
-def _certificate(conf: PlannerConf, inputs: Inputs, demands: Demands, batch: int) -> str:
-    """What HiGHS alone says about the same problem.
-
-    Raises ``RuntimeError`` if it contradicts the search, because one of them is then wrong.
-    """
-    started_at_s = time.perf_counter()
-    certificate, found = certify_search(
-        inputs.setting,
-        global_batch_size=batch,
-        demands=demands,
-    )
-    took = f"{certificate.num_variables:,} choices, {time.perf_counter() - started_at_s:.2g} s"
-    return _what_is_certified(certificate, found, took)
-
-
-def _what_is_certified(certificate: Certificate, found: Found, took: str) -> str:
-    objective_s = found.value.objective_s
-    if certificate.num_variables > MAX_VARIABLES:
-        return (
-            f"Not certified: HiGHS alone is given up to {MAX_VARIABLES:,} choices, here are "
-            f"{certificate.num_variables:,}."
-        )
-    if not certificate.is_solved or certificate.objective_s is None:
-        bound = "without a bound"
-        if certificate.bound_s is not None:
-            bound = f"with a bound of {certificate.bound_s:.6g} s"
-        return (
-            f"Not certified: HiGHS alone was stopped {bound}, the search has "
-            f"{objective_s:.6g} s ({took})."
-        )
-    if certificate.agrees_with(objective_s):
-        return f"Certified: HiGHS alone finds {objective_s:.9g} s as well ({took})."
-    if found.lower_bound_s < certificate.objective_s < objective_s:
-        return (
-            f"Not certified: HiGHS alone finds {certificate.objective_s:.6g} s. The search has "
-            f"{objective_s:.6g} s and was stopped before it had proven that to be the least "
-            f"({took})."
-        )
-    raise RuntimeError(
-        f"plan: HiGHS alone finds {certificate.objective_s} s and the search {objective_s} "
-        "s for the same problem. This is a bug: please report it with the input."
-    )
-
-
 def _comparison_note(demands: Demands) -> str:
     """Which demands the simpler plans cannot meet."""
     limits = demands.limits.values()
@@ -306,16 +249,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         return _Answer(solution, size, batch_size, f"the largest batch that fits: {size}")
     batch = conf.global_batch_size
     spared = conf.to_spared(setting.cluster.devices)
-    best = solve(setting, global_batch_size=batch, demands=demands)
-    if conf.steady:
-        best = steadier(
-            best, setting, tolerance=conf.steady, demands=demands, effort=_compared(setting)
-        )
-    steadiness = ""
-    if conf.steady is None and conf.measured is not None and conf.objective == "throughput":
-        steadiest = steadiest_met(best, setting, demands=demands)
-        if steadiest is not None:
-            best, steadiness = steadiest.solution, _how_steady(steadiest)
+    best = solve(setting, global_batch_size=batch, demands=demands, tolerance=conf.tolerance)
     if conf.objective == "throughput":
 
         def step_s(situation: Situation, at_most_s: float) -> float:
@@ -335,7 +269,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
                 here_s.append(step_s(Situation(setting=setting, demands=demands), inf))
             return best.samples_per_s * here_s[0] / step_s(situation, here_s[0])
 
-        return _Answer(best, best.samples_per_s, samples_per_s, steadiness=steadiness)
+        return _Answer(best, best.samples_per_s, samples_per_s)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
     least = least_memory(
         setting,
@@ -354,20 +288,6 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         f"{least.lower_bound:.1%})"
     )
     return _Answer(least.solution, wanted, None, note)
-
-
-def _how_steady(steadiest: Steadiest) -> str:
-    """What was chosen among plans that are nearly as fast, and what it gives."""
-    of = f"{steadiest.num_met} plans that are within {NEAR_MARGIN:.0%} of the fastest"
-    loses = f"loses {steadiest.mean_loss:.1%} on average if one kind's speed is {NOISE:.0%} off"
-    if steadiest.mean_loss == steadiest.mean_loss_of_fastest:
-        return f"Of {of}, none is steadier: this one {loses}."
-    slower = max(0.0, steadiest.slower)  # the fastest may be that by simulation
-    return (
-        f"Of {of}, this one is the steadiest: it {loses}, the fastest "
-        f"{steadiest.mean_loss_of_fastest:.1%}; it is predicted {slower:.2%} slower "
-        "(steady=0 takes the fastest)."
-    )
 
 
 def _alternatives(
@@ -391,17 +311,6 @@ def _alternatives(
             except PlanError:
                 note = _shortfall(inputs, demands, batch) if baseline is even else ""
         yield Alternative(name=name, step_time_s=seconds, reason="does not fit", note=note)
-    name = "Cephalo's formulation"
-    seconds, reason = None, ""
-    with waiting.for_(name):
-        try:
-            plan = cephalo(inputs.setting, global_batch_size=batch)
-        except PlanError as error:
-            slow = "too slow" in str(error)
-            reason = "too slow to search" if slow else "finds none that fits"
-        else:
-            seconds = CostModel(inputs.setting).predict(plan).step_time_s
-    yield Alternative(name=name, step_time_s=seconds, reason=reason)
 
 
 def _shortfall(inputs: Inputs, demands: Demands, batch: int) -> str:

@@ -24,6 +24,7 @@ from shardhet.config.checks import (
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
 from shardhet.config.train import check_fp16_accumulation
+from shardhet.planner.preference import TOLERANCE
 from shardhet.planner.problem.demands import Demands, DeviceLimits
 from shardhet.pricing import derive
 from shardhet.pricing.replicas import WRITE_BYTES_PER_S
@@ -235,11 +236,11 @@ class PlannerConf(InputsConf):
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
     leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
-    # A plan may be this part slower if it loses less at other speeds.  null: of a measured
-    # profile, 0.01 among the plans that the search meets anyway.
-    steady: float | None = None
+    # A plan may be this part slower than the fastest if it is simpler and fills memory less.
+    tolerance: float = TOLERANCE
+    steady: float | None = None  # has no effect
     replicas: PricedReplicasConf = field(default_factory=PricedReplicasConf)
-    certify: bool = False  # solve it a second time with HiGHS alone
+    certify: bool = False  # has no effect
     explain: bool = True  # show what limits the plan, and what more of each resource would give
     baselines: bool = True
     out: str | None = None  # the plan, as JSON
@@ -256,19 +257,8 @@ class PlannerConf(InputsConf):
                 f"leave_out: auto but objective={self.objective}. Devices are left out for "
                 "throughput only: drop one of them."
             )
-        if self.steady is not None:
-            check_at_least("steady", self.steady, 0)
-            check_fraction("steady", self.steady)
-        if self.steady and self.objective != OBJECTIVES[0]:
-            raise ConfigError(
-                f"steady: {self.steady} but objective={self.objective}. It applies to "
-                "objective=throughput only: drop one of them."
-            )
-        if self.certify and self.objective == "least_memory":
-            raise ConfigError(
-                "certify: objective=least_memory solves many problems. Leave certify out, or "
-                "take objective=throughput."
-            )
+        check_at_least("tolerance", self.tolerance, 0)
+        check_fraction("tolerance", self.tolerance)
         if self.max_microbatch_size is not None:
             check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         if self.min_samples_per_s is not None:
@@ -280,6 +270,20 @@ class PlannerConf(InputsConf):
                     f"{key}: {value} but only objective=least_memory asks for it. Drop one of "
                     "them."
                 )
+
+    def unheeded(self) -> list[str]:
+        """What is said of keys that are set and have no effect."""
+        found = []
+        if self.steady is not None:
+            found.append(
+                "steady: it has no effect. tolerance says how much slower than the fastest a "
+                "plan may be that is simpler and fills memory less."
+            )
+        if self.certify:
+            found.append(
+                "certify: it has no effect. experiments/planner compares the search with HiGHS."
+            )
+        return found
 
     def to_demands(self, devices: Sequence[DeviceSpec]) -> Demands:
         """The demands on these devices; ConfigError if a limit matches none of them."""

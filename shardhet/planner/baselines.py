@@ -37,7 +37,6 @@ def _solve_as(
         global_batch_size=global_batch_size,
         demands=replace(demands, has_even_state=has_even_state),
         effort=effort,
-        num_rescored=1,
         is_bounded=False,
     )
 

@@ -258,7 +258,6 @@ def least_memory(
             global_batch_size=global_batch_size,
             demands=demands.with_budgets({i: int(fraction * budgets[i]) for i in spared}),
             effort=effort,
-            num_rescored=1,
         )
 
     def fraction_of(solution: PlanSolution) -> float:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
+from typing import Self
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.candidates.role_times import PortShares
 from shardhet.planner.problem.demands import NO_LIMITS, Demands, Role
 from shardhet.planner.problem.problem import Bools, Floats
+from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.turns import Turns
 from shardhet.records.plan import RankPlan
@@ -46,6 +48,17 @@ class Computing:
     unevenness: float  # no such plan has less
     bound_s: float  # nor a shorter step
     most_unevenness: float = inf
+
+    @classmethod
+    def every(cls, demands: Demands, world_size: int) -> Self:
+        """All plans, priced as with even shares."""
+        return cls(demands, world_size, 1.0, 0.0)
+
+    @classmethod
+    def as_in(cls, met: PlanSolution, demands: Demands, unevenness: float) -> Self:
+        """Plans in which the same devices compute as in one that was met."""
+        computes = np.array([rank.rank_batch_size > 0 for rank in met.plan.ranks])
+        return cls(_without(demands, ~computes), int(computes.sum()), unevenness, 0.0)
 
     def stored(self, world_size: int) -> PortShares:
         """How much devices may store in such a plan."""

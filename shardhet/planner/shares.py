@@ -7,72 +7,47 @@ from math import inf
 
 import numpy as np
 
-from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.candidates.table import Candidate, CandidateTable
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.problem.problem import Choice, Floats, Value, fill_level
+from shardhet.planner.problem.problem import Choice, Floats, fill_level
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
-from shardhet.planner.search.assignment import assign
 from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 
-RESCORED_MARGIN = 1e-3  # plans within this margin of the best prediction count as equal
-NEAR_MARGIN = 1e-2  # plans within this margin are kept
 MAX_MOVES = 8  # of rows from devices that are too full
+LEVEL_BISECTIONS = 50
 
 
 def fitting_plans(
-    builder: TableBuilder,
+    model: CostModel,
     demands: Demands,
     table: CandidateTable,
     met: Sequence[tuple[Choice, ...]],
-    *,
-    is_final: bool,
 ) -> list[PlanSolution]:
-    """The plans of these choices that fit after rounding to rows, fastest first.
+    """The plans of the first of these choices with any that fit after rounding to rows.
 
-    Candidates are assigned anew within the limits of each choice; if the plan ``is_final``,
-    and not only its step of interest, also those that are as fast and compute less.  The state
-    of each is spread in several ways.  The plans do not have a bound yet.
+    The state is spread in several ways.  The plans do not have a bound yet.
     """
-    model = builder.model
-    budgets = [demands.budget_bytes(model.cluster, i) for i in range(model.cluster.world_size)]
-    solutions: dict[Plan, PlanSolution] = {}
-    worth = [(choices, table.rounded.evaluate(choices)) for choices in met]
-    values = [value for _, value in worth if value is not None]
-    if not values:
-        return []
-    wider = _wider(builder, values) if is_final else table
-    for choices, value in worth:
+    for choices in met:
+        value = table.rounded.evaluate(choices)
         if value is None:
             continue
-        # The search's own choice is tried as well, in case the least compute does not fit
-        # after rounding to rows.
-        least = assign(wider.rounded, choices, value)
-        for assignment in dict.fromkeys((least, least.replaced_by(choices))):
-            from_table = wider if assignment.is_by_highs else table
-            spread = [
-                PlanSolution(
-                    plan=plan,
-                    predicted=model.predict(plan).within(budgets),
-                    lower_bound_s=0.0,
-                    assignment=assignment,
-                )
-                for plan in dict.fromkeys(
-                    _plans_of_choices(
-                        model, demands, from_table, assignment.choices, value.optimizer_s
-                    )
-                )
-            ]
-            if not any(each.fits for each in spread):
-                spread += [
-                    moved for each in spread if (moved := _rows_moved(each, model, demands))
-                ]
-            solutions |= {each.plan: each for each in spread if each.plan not in solutions}
-            if any(each.fits for each in spread):
-                break
-    return as_fast([each for each in solutions.values() if each.fits], margin=NEAR_MARGIN)
+        plans = plans_of_choices(model, demands, table, choices, value.optimizer_s)
+        spread = [priced(plan, model, demands) for plan in dict.fromkeys(plans)]
+        if not any(each.fits for each in spread):
+            spread += [moved for each in spread if (moved := _rows_moved(each, model, demands))]
+        fitting = [each for each in spread if each.fits]
+        if fitting:
+            return fitting
+    return []
+
+
+def priced(plan: Plan, model: CostModel, demands: Demands) -> PlanSolution:
+    """The plan with its predicted cost, without a bound."""
+    predicted = model.predict(plan).within(demands.budgets(model.cluster))
+    return PlanSolution(plan=plan, predicted=predicted, lower_bound_s=0.0)
 
 
 def _rows_moved(
@@ -108,27 +83,7 @@ def _rows_moved(
     return solution if solution.fits else None
 
 
-def as_fast(solutions: Sequence[PlanSolution], *, margin: float) -> list[PlanSolution]:
-    """Those that are slower than the fastest by no more than ``margin``, in order."""
-    ranked = sorted(solutions, key=lambda each: each.predicted.step_time_s)  # stable
-    slowest_s = (1 + margin) * min((each.predicted.step_time_s for each in ranked), default=0.0)
-    return [each for each in ranked if each.predicted.step_time_s <= slowest_s]
-
-
-def _wider(builder: TableBuilder, values: Sequence[Value]) -> CandidateTable:
-    """All candidates that may be as fast as these choices, with those that compute less.
-
-    Where links hide compute, ``builder.table`` has only one of candidates that are equally
-    fast, perhaps one that recomputes.
-    """
-    longest_s = [
-        max(column) for column in zip(*(each.phases_s for each in values), strict=True)
-    ]
-    cut_s = 1.01 * max(each.objective_s for each in values)  # no device computes longer
-    return builder.table(cut_s, within_s=longest_s)
-
-
-def _plans_of_choices(
+def plans_of_choices(
     model: CostModel,
     demands: Demands,
     table: CandidateTable,
@@ -137,8 +92,8 @@ def _plans_of_choices(
 ) -> Iterator[Plan]:
     """The plans of the choices, whose state is spread in several ways.
 
-    For an optimizer that takes ``optimizer_s``, as evenly as room allows, and where collectives
-    depend on it also so that they take the least time.
+    For an optimizer that takes ``optimizer_s``: to one level of all budgets, and as evenly as
+    room allows.  Where collectives depend on it, also so that they take the least time.
     """
     number = len(model.cluster.devices)
     demanded = demands.state_shares(number)
@@ -146,15 +101,14 @@ def _plans_of_choices(
         taken, _ = _taken(model, table, choices, inf)
         yield _plan(model, taken, np.full(number, 1 / number))
         return
-    for within_s in (optimizer_s, inf):
+    wanted = table.problem.state_numel
+    for within_s, is_level in ((optimizer_s, True), (optimizer_s, False), (inf, False)):
         taken, room = _taken(model, table, choices, within_s)
-        level = fill_level(
-            room,
-            np.ones(number),
-            np.ones(number),
-            min(table.problem.state_numel, float(room.sum())),  # equal up to rounding
+        stored = (
+            _to_one_level(model, demands, taken, room, wanted)
+            if is_level
+            else _as_evenly(room, wanted)
         )
-        stored = np.minimum(room, level if level is not None else inf)
         shares = stored / stored.sum() if stored.any() else stored
         shares *= 1 - sum(demanded.values())
         for position, share in demanded.items():
@@ -166,6 +120,39 @@ def _plans_of_choices(
         spread = least_uneven_shares(computes, room * part, demanded)
         if spread is not None:
             yield _plan(model, taken, spread)
+
+
+def _as_evenly(room: Floats, wanted: float) -> Floats:
+    """Elements on each device, the same where there is room."""
+    ones = np.ones(len(room))
+    level = fill_level(room, ones, ones, min(wanted, float(room.sum())))  # equal up to rounding
+    return np.minimum(room, level if level is not None else inf)
+
+
+def _to_one_level(
+    model: CostModel,
+    demands: Demands,
+    taken: Sequence[Candidate],
+    room: Floats,
+    wanted: float,
+) -> Floats:
+    """Elements on each device within its room, such that all are filled to the same part."""
+    known: dict[tuple[str | None, Candidate], int] = {}
+    for device, candidate in zip(model.cluster.devices, taken, strict=True):
+        if (device.kind, candidate) not in known:
+            rank = _rank_plan(candidate, 0.0, device)
+            known[device.kind, candidate] = model.memory(rank, 0).total_bytes
+    pairs = zip(model.cluster.devices, taken, strict=True)
+    own = np.array([known[device.kind, each] for device, each in pairs], dtype=np.float64)
+    budgets = np.array(demands.budgets(model.cluster), dtype=np.float64)
+    low, high = 0.0, 1.0
+    for _ in range(LEVEL_BISECTIONS):
+        level = (low + high) / 2
+        stored = np.clip((level * budgets - own) / model.bytes_per_stored_numel, 0.0, room)
+        for positions in map(list, demands.equal):
+            stored[positions] = stored[positions].min()
+        low, high = (level, high) if stored.sum() < wanted else (low, level)
+    return stored
 
 
 def _taken(
@@ -189,20 +176,21 @@ def _taken(
 
 
 def _plan(model: CostModel, taken: Sequence[Candidate], shares: Floats) -> Plan:
-    ranks = tuple(
-        RankPlan(
-            microbatch_sizes=candidate.microbatch_sizes,
-            state_share=float(share),
-            recomputed_units=candidate.recomputed_units,
-            device=device,
-        )
-        for candidate, share, device in zip(taken, shares, model.cluster.devices, strict=True)
-    )
+    trios = zip(taken, shares.tolist(), model.cluster.devices, strict=True)
     return Plan(
-        ranks=ranks,
+        ranks=tuple(_rank_plan(*each) for each in trios),
         reshard_after_forward=model.reshard_after_forward,
         units=tuple(
             PlannedUnit(fqn=unit.fqn, numel=model.workload.kind_of(unit).numel)
             for unit in model.workload.units
         ),
+    )
+
+
+def _rank_plan(candidate: Candidate, share: float, device: DeviceSpec) -> RankPlan:
+    return RankPlan(
+        microbatch_sizes=candidate.microbatch_sizes,
+        state_share=share,
+        recomputed_units=candidate.recomputed_units,
+        device=device,
     )

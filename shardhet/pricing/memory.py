@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from shardhet.pricing.curves import at_sizes
 from shardhet.pricing.priced import Priced
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import RankPlan
@@ -96,6 +97,11 @@ class MemoryPrices(Priced):
             if not is_recomputed
         )
 
+    def num_recomputed(self, rank: RankPlan) -> int:
+        """The number of units that the rank recomputes; 0 if it does not compute."""
+        runs = self._runs_of(rank.recomputed_units)
+        return sum(number for (_, is_recomputed), number in runs.items() if is_recomputed)
+
     def running_bytes(self, rank: RankPlan, device_kind: str | None, size: int) -> int:
         """Bytes that the running microbatch needs besides the graphs that are kept anyway."""
         return int(self._running_by_size(rank, device_kind, size)[size])
@@ -107,17 +113,9 @@ class MemoryPrices(Priced):
         is_counted = all(units[kind].peak_bytes is None for kind, _ in runs if kind in units)
         key = (tuple(runs), None if is_counted else device_kind)
         if key not in known or len(known[key]) <= largest:
-            sizes = range(max(1 + largest, LEAST_KNOWN_SIZES))
-            known[key] = np.max(
-                [
-                    [
-                        float(self._running_bytes(kind, is_recomputed, device_kind, size))
-                        for size in sizes
-                    ]
-                    for kind, is_recomputed in runs
-                ],
-                axis=0,
-            )
+            size = max(largest, LEAST_KNOWN_SIZES)
+            found = [self._running_of_unit(*run, device_kind, size) for run in runs]
+            known[key] = np.max(found, axis=0)
         return known[key]
 
     def turn_bytes(
@@ -185,16 +183,18 @@ class MemoryPrices(Priced):
     def _known_running_bytes(self) -> dict[tuple[object, ...], Floats]:
         return {}
 
-    def _running_bytes(
-        self, kind_name: str, is_recomputed: bool, device_kind: str | None, size: int
-    ) -> int:
+    def _running_of_unit(
+        self, kind_name: str, is_recomputed: bool, device_kind: str | None, largest: int
+    ) -> Floats:
+        """[1 + largest] what one unit needs while it runs, by size of the microbatch."""
         kind = self.workload.kind_by_name[kind_name]
-        graph = size * kind.activation_bytes
+        sizes = np.arange(1 + largest, dtype=np.float64)
+        graph = sizes * kind.activation_bytes
         measured = self.profile.unit(device_kind, kind.name).peak_bytes
-        peak = graph + size * kind.transient_bytes
+        peak = graph + sizes * kind.transient_bytes
         if measured is not None:
-            peak = int(measured.at(size))
-        return peak if is_recomputed else max(0, peak - graph)
+            peak = np.trunc(at_sizes(measured, largest))
+        return peak if is_recomputed else np.maximum(0.0, peak - graph)
 
     def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
         """The memory of a rank that stores this many elements, by purpose."""

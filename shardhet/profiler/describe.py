@@ -101,7 +101,7 @@ def plan_for(
     ``units``, ``loss_fn`` and ``param_dtype`` are those of HetFSDP.  Times follow from the
     devices' specifications unless a measured ``profile`` is given.
     """
-    from shardhet.planner import find_plan  # imports scipy
+    from shardhet.planner import find_plan  # imports numpy
 
     if not isinstance(cluster, Cluster):
         cluster = Cluster.load(cluster)

@@ -25,7 +25,7 @@ from experiments.mixed_cluster.clusters import CASES, MILD, STRONG, Case
 from experiments.mixed_cluster.plans import Planned, demands_of, measured
 from shardhet import Plan
 from shardhet.planner import solve
-from shardhet.planner.advice.steady import steadiest_met
+from shardhet.planner.preference import TOLERANCE
 from shardhet.profiler.measure import Measurement, MeasuringEffort
 
 HERE = Path(__file__).parent
@@ -64,9 +64,12 @@ def planned(case: Case, measurement: Measurement, name: str) -> Planned:
     cluster = replace(measurement.setting.cluster, usable_memory_fraction=USABLE_FRACTION)
     setting = replace(measurement.setting, cluster=cluster)
     demands = demands_of(case, recomputes=False)
-    best = solve(setting, global_batch_size=case.work.global_batch_size, demands=demands)
-    steadiest = steadiest_met(best, setting, demands=demands)
-    chosen = best if steadiest is None else steadiest.solution
+    chosen = solve(
+        setting,
+        global_batch_size=case.work.global_batch_size,
+        demands=demands,
+        tolerance=TOLERANCE,
+    )
     return Planned(
         system=name, plan=chosen.plan, predicted_step_time_s=chosen.predicted.step_time_s
     )

@@ -16,6 +16,11 @@ def duration(seconds: float) -> str:
 
 def of_budget(used_bytes: float, budget_bytes: float) -> str:
     """How much of a memory budget is used: ``21.1 of 21.6 GiB``, ``31 of 36 MiB``."""
-    if budget_bytes < SMALL_BUDGET_BYTES:
-        return f"{used_bytes / MIB:,.0f} of {budget_bytes / MIB:,.0f} MiB"
-    return f"{used_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"
+    name = "MiB" if budget_bytes < SMALL_BUDGET_BYTES else "GiB"
+    return f"{of_budget_in(name, used_bytes, budget_bytes)} {name}"
+
+
+def of_budget_in(unit: str, used_bytes: float, budget_bytes: float) -> str:
+    """The same without the unit, ``GiB`` or ``MiB``: ``21.1 of 21.6``."""
+    size, digits = (GIB, 1) if unit == "GiB" else (MIB, 0)
+    return " of ".join(f"{each / size:,.{digits}f}" for each in (used_bytes, budget_bytes))

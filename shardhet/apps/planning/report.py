@@ -12,12 +12,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.cli.quantities import counted, duration, of_budget
+from shardhet.apps.cli.quantities import (
+    GIB,
+    MIB,
+    SMALL_BUDGET_BYTES,
+    counted,
+    duration,
+    of_budget_in,
+)
 from shardhet.apps.cli.streamed import StreamedTable
 from shardhet.apps.planning.fewer_devices import BetterWithout
 from shardhet.config.planning import Inputs
 from shardhet.planner import PlanSolution
 from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
+from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
+from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
@@ -51,7 +60,6 @@ class PlanReport:
     times: Timeline  # simulated
     note: str  # on the objective
     without: BetterWithout | None = None  # devices that the plan leaves out
-    steadiness: str = ""  # how the plan was chosen among those that are nearly as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,19 +216,32 @@ def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
     )
 
 
+def _memory(row: Row, unit: str) -> str:
+    """``18.1 of 21.6 (24 on the card)``."""
+    text = of_budget_in(unit, row.cost.memory.total_bytes, row.cost.memory_budget_bytes)
+    card = row.rank.device.memory_capacity_bytes
+    if not card:
+        return text
+    return f"{text} ({card / (GIB if unit == 'GiB' else MIB):,.0f} on the card)"
+
+
 def _show_devices(report: PlanReport, console: Console) -> None:
     units = [unit.fqn for unit in report.inputs.setting.workload.units]
-    columns = ("device", "microbatches", "recomputes", "share", "memory", "busy")
+    found = rows(report)
+    budget = max(row.cost.memory_budget_bytes for row in found)
+    unit = "MiB" if budget < SMALL_BUDGET_BYTES else "GiB"
+    memory = f"memory, {unit}"
+    columns = ("device", "microbatches", "recomputes", "share", memory, "busy")
     lines = [
         (
             row.label,
             microbatches(row.rank.microbatch_sizes),
             recomputed(row.rank, units),
             f"{row.share:.2%}",
-            of_budget(row.cost.memory.total_bytes, row.cost.memory_budget_bytes),
+            _memory(row, unit),
             f"{row.busy:.0%}",
         )
-        for row in rows(report)
+        for row in found
     ]
     if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -247,17 +268,11 @@ def _result(report: PlanReport) -> Iterator[str]:
     )
     if not report.note:
         yield _proven(solution.relative_gap)
-    if report.steadiness:
-        yield report.steadiness
+        yield from _preferred(solution)
     if not solution.plan.reshard_after_forward:
         yield (
             "Units stay gathered from forward to backward (reshard_after_forward=False): "
             "there is memory for it, and each is gathered once instead of twice."
-        )
-    if not solution.assignment.is_by_highs:
-        yield (
-            "The search's own assignment is used: HiGHS did not finish within its limits on "
-            f"{solution.assignment.num_variables:,} candidates."
         )
     unused = [
         str(i)
@@ -276,9 +291,24 @@ def _proven(relative_gap: float) -> str:
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
     return (
         f"No plan of this form is predicted to be {limit} faster: any batches and shares; "
-        "microbatches alike but the last, or cut as is fastest; recomputation kind by kind, in "
+        f"microbatches of up to {MAX_MICROBATCH_SIZE:,} samples where memory allows, alike but "
+        f"the last, or cut as is fastest (those of up to {LEAST_MIXED_SIZE}, or twice what was "
+        f"measured, in batches of up to {MAX_BATCH:,}); recomputation kind by kind, in "
         "quarters; units resharded after forward, or kept gathered."
     )
+
+
+def _preferred(solution: PlanSolution) -> Iterator[str]:
+    """What a plan that is slower than the fastest is preferred for."""
+    if solution.fastest_s is None:
+        return
+    slower = solution.predicted.step_time_s / solution.fastest_s - 1
+    if slower >= SHOWN_GAP:
+        yield (
+            f"The fastest plan takes {slower:.2%} less. Of those nearly as fast, in this one "
+            "alike devices do alike if they do in any, then least is recomputed, then the "
+            "fullest device is emptiest (tolerance=0 takes the fastest)."
+        )
 
 
 def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:

@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardhet.planner.candidates.candidates import (
-    LEAST_MAX_MICROBATCH_SIZE,
-    MICROBATCHES_BEYOND_MEASURED,
-)
+import numpy as np
+
+from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.find import least_step_s, solve
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.curves import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, Node
 
@@ -149,7 +149,6 @@ class _Trials:
                 global_batch_size=self.whole.plan.global_batch_size,
                 demands=demands,
                 effort=self.effort,
-                num_rescored=1,
                 is_bounded=False,
             )
         except ValueError:  # nothing fits after rounding to rows
@@ -224,21 +223,13 @@ class _Trials:
         workload, device = setting.workload, setting.profile.device(kind)
         key = (kind, workload.param_dtype)
         if key not in self._paces:
-            units = [
-                (number, unit)
-                for name, number in workload.num_units_by_kind.items()
-                if (unit := device.unit_by_kind.get(name)) is not None
-            ]
-            measured = max(unit.points[-1].microbatch_size for _, unit in units)
-            largest = max(LEAST_MAX_MICROBATCH_SIZE, MICROBATCHES_BEYOND_MEASURED * measured)
-            self._paces[key] = min(
-                sum(
-                    number * (unit.forward_s.at(size) + unit.backward_s.at(size))
-                    for number, unit in units
-                )
-                / size
-                for size in range(1, 1 + largest)
-            )
+            largest = min(self.whole.plan.global_batch_size, MAX_MICROBATCH_SIZE)
+            whole = np.zeros(1 + largest)
+            for name, number in workload.num_units_by_kind.items():
+                if (unit := device.unit_by_kind.get(name)) is not None:
+                    curves = (unit.forward_s, unit.backward_s)
+                    whole += number * sum(at_sizes(curve, largest) for curve in curves)
+            self._paces[key] = float((whole[1:] / np.arange(1, 1 + largest)).min())
         return self._paces[key]
 
 

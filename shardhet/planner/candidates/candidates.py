@@ -13,8 +13,8 @@ import numpy as np
 
 from shardhet.planner.candidates.dominance import dominated
 from shardhet.planner.candidates.recompute import recompute_choices
-from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Worth
-from shardhet.planner.candidates.splits import splits_of
+from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Worth
+from shardhet.planner.candidates.splits import Splits, compressed, splits_of
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.problem.demands import Demands, Role
 from shardhet.planner.problem.problem import Bools, Floats, Group, Ints, Problem
@@ -23,9 +23,7 @@ from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
 
-MICROBATCHES_BEYOND_MEASURED = 2  # sizes up to this multiple of the largest measured one
-LEAST_MAX_MICROBATCH_SIZE = 16
-BATCHES_AT_ONCE = 2048
+SPLITS_AT_ONCE = 2**21  # of batches into microbatches
 MOST_SAMPLES_LISTED = 2**17  # on one device
 MOST_LISTED_AT_ONCE = 2**14  # on devices of different groups together
 MANY_BATCHES, FEW_BATCHES = 1024, 256  # of one device: then first with a stride, to so many
@@ -71,8 +69,15 @@ class TableBuilder:
             ),
             default=0.0,
         )
-        self.stored = stored
-        self.max_microbatch_size = demands.max_microbatch_size
+        self._terms = Terms(
+            model,
+            self.turns,
+            self.recompute_choices,
+            self.state,
+            stored,
+            global_batch_size,
+            demands.max_microbatch_size,
+        )
         all_roles = demands.roles(model.cluster)
         # Equal roles are one object, which is faster to compare than what it says.
         role_by_id = {id(role): role for role in all_roles}
@@ -85,22 +90,13 @@ class TableBuilder:
         self.bundles = tuple(map(tuple, bundles.values()))
         self._groups = [
             _GroupTimes(
-                self,
+                self._terms,
                 [role_by_id[each] for each in role_ids],
                 num_members=num_members,
                 count=len(of_group),
             )
             for (num_members, role_ids), of_group in bundles.items()
         ]
-
-    def largest_microbatch_size(self, role: Role) -> int:
-        """The largest size to consider: beyond the measured ones, at most the batch."""
-        units = self.model.profile.device(role.device_kind).units
-        measured = max(unit.points[-1].microbatch_size for unit in units)
-        size = max(LEAST_MAX_MICROBATCH_SIZE, MICROBATCHES_BEYOND_MEASURED * measured)
-        limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
-        stated = [each for each in limits if each is not None]
-        return max(1, min(self.global_batch_size, *(stated or [size])))
 
     @property
     def unequal_s(self) -> float:
@@ -241,36 +237,40 @@ class _GroupTimes:
     """Candidates of a group, whose members are sets of equal devices (mostly of one device)."""
 
     def __init__(
-        self, builder: TableBuilder, roles: Sequence[Role], *, num_members: int, count: int
+        self, terms: Terms, roles: Sequence[Role], *, num_members: int, count: int
     ) -> None:
         self.count = count
         self.num_members = num_members
-        self._builder = builder
+        self._terms = terms
         self._roles = roles
-        largest = min(builder.largest_microbatch_size(role) for role in roles)
-        self._sizes: Ints = np.arange(1, largest + 1)
+        largest = min(map(terms.largest_microbatch_size, roles))
         self._members = [
-            RoleTimes(builder, role, self._sizes, is_together=num_members > 1) for role in roles
+            RoleTimes(terms, role, largest, is_together=num_members > 1) for role in roles
         ]
+        self._num_measured = max(each.num_measured for each in self._members)
         # Devices that must be equal cut their batches by the slowest of them.
         self._whole_s: Floats = reduce(np.maximum, [each.whole_s for each in self._members])
-        self.splits = splits_of(tuple(self._whole_s.tolist()), 0)
+        self.splits = self._splits(0)
         self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
         self.least_seconds = max(member.least_seconds for member in self._members)
-        profile = builder.model.profile
+        profile = terms.model.profile
         self.slowest_optimizer_s = max(  # per element
             profile.device(role.device_kind).optimizer_seconds_per_element for role in roles
         )
+
+    def _splits(self, max_batch: int) -> Splits:
+        return splits_of(tuple(self._whole_s.tolist()), self._num_measured, max_batch)
 
     def group(
         self, window: range, within_s: Sequence[float] | None, stride: int
     ) -> tuple[Group, Ints, Ints]:
         """The group with batches in a window, and splits and recompute choices."""
         batches, allowed = self._batches(window, stride), self._allowed_choices()
-        self.splits = splits_of(tuple(self._whole_s.tolist()), int(batches.max(initial=0)))
+        self.splits = self._splits(int(batches.max(initial=0)))
+        at_once = max(1, SPLITS_AT_ONCE // len(self.splits.largest))
         parts = [  # few batches at a time need little memory
-            self._candidates(batches[start : start + BATCHES_AT_ONCE], allowed, within_s)
-            for start in range(0, max(1, len(batches)), BATCHES_AT_ONCE)
+            self._candidates(batches[start : start + at_once], allowed, within_s)
+            for start in range(0, max(1, len(batches)), at_once)
         ]
         batch, costs, room, compute, splits, choices = (
             np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)
@@ -322,17 +322,13 @@ class _GroupTimes:
 
         Others are slower in every unit than one with smaller microbatches.
         """
-        largest = self.splits.largest
-        exists = (largest <= batches[:, None]) & self.splits.exist(batches)
-        if all(member.needs_more_if_larger for member in self._members):
-            seconds = [self.splits.seconds(each.curves_s, batches) for each in self._members]
-            is_slower = dominated(
-                np.concatenate(seconds), np.where(exists, -1.0 * largest, -np.inf)
-            )
-            exists &= ~is_slower
-        number = max(1, int(exists.sum(axis=1).max(initial=1)))
-        splits = np.argsort(~exists, axis=1, kind="stable")[:, :number]
-        return splits, np.take_along_axis(exists, splits, axis=1)
+        tried, exists = self.splits.candidates(batches)
+        if not all(member.needs_more_if_larger for member in self._members):
+            return tried, exists
+        seconds = [self.splits.seconds(each.curves_s, batches, tried) for each in self._members]
+        largest = np.where(exists, -1.0 * self.splits.largest[tried], -np.inf)
+        kept, is_kept = compressed(exists & ~dominated(np.concatenate(seconds), largest))
+        return np.take_along_axis(tried, kept, axis=1), is_kept
 
     @cached_property
     def _fixed(self) -> set[int]:
@@ -344,8 +340,8 @@ class _GroupTimes:
         """The largest batch that each member may compute."""
         if self._fixed:
             return max(self._fixed)
-        per_sample = self._builder.model.boundary_bytes_per_sample
-        largest = self._builder.global_batch_size // self.num_members
+        per_sample = self._terms.model.boundary_bytes_per_sample
+        largest = self._terms.global_batch_size // self.num_members
         if per_sample:
             largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
         if self.is_cut(cut_s):
@@ -360,17 +356,17 @@ class _GroupTimes:
             return np.arange(window.start, window.stop)
         multiples = np.arange(-(-window.start // stride) * stride, window.stop, stride)
         # One device may compute what is left of the batch.
-        rest = multiples + self._builder.global_batch_size % stride
+        rest = multiples + self._terms.global_batch_size % stride
         ends = (window.start, window.stop - 1)
         return np.unique(np.concatenate((multiples, rest[rest < window.stop], ends)))
 
     def is_cut(self, cut_s: float) -> bool:
         """Whether the cut leaves out larger batches."""
-        whole_s = self._builder.global_batch_size * self.least_seconds_per_sample
+        whole_s = self._terms.global_batch_size * self.least_seconds_per_sample
         return not self._fixed and whole_s > cut_s * self.num_members
 
     def _allowed_choices(self) -> list[int]:
-        last = len(self._builder.recompute_choices) - 1
+        last = len(self._terms.recompute_choices) - 1
         claims = {role.limits.recomputes for role in self._roles} - {None}
         if not claims:
             return list(range(last + 1))

@@ -1,19 +1,23 @@
 """Seconds and bytes of one kind of device under one set of limits."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from shardhet.planner.candidates.splits import Splits
 from shardhet.planner.problem.demands import Role
 from shardhet.planner.problem.problem import Floats, Ints
-from shardhet.records.plan import RankPlan
+from shardhet.planner.problem.state_numels import StateNumels
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.curves import at_sizes
+from shardhet.pricing.turns import Turns
+from shardhet.records.plan import EVERY_UNIT, RankPlan
 
-if TYPE_CHECKING:
-    from shardhet.planner.candidates.candidates import TableBuilder
+MAX_MICROBATCH_SIZE = 2048  # larger ones are not looked at
 
 
 class PortShares(NamedTuple):
@@ -22,6 +26,29 @@ class PortShares(NamedTuple):
     least: float = 0.0  # if it computes
     most: float = inf  # if it computes
     most_idle: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the candidates of all devices have in common."""
+
+    model: CostModel
+    turns: Turns
+    recompute_choices: tuple[tuple[str, ...], ...]
+    state: StateNumels
+    stored: PortShares
+    global_batch_size: int
+    max_microbatch_size: int | None
+
+    def largest_microbatch_size(self, role: Role) -> int:
+        """The largest size to consider: what fits if everything is recomputed."""
+        limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
+        stated = [each for each in limits if each is not None]
+        sizes = np.arange(1, 1 + min(self.global_batch_size, MAX_MICROBATCH_SIZE, *stated))
+        needed = self.model.working_bytes(
+            role.device_kind, _recomputing(EVERY_UNIT), sizes, sizes
+        )
+        return int(sizes[needed <= role.budget_bytes].max(initial=1))
 
 
 class Worth(NamedTuple):
@@ -35,40 +62,39 @@ class Worth(NamedTuple):
 class RoleTimes:
     """Seconds and bytes of one kind of device under one set of limits, by microbatch size."""
 
-    def __init__(
-        self, builder: "TableBuilder", role: Role, sizes: Ints, *, is_together: bool
-    ) -> None:
-        """``is_together``: other devices must store the same, up to rows."""
-        model, device_kind = builder.model, role.device_kind
+    def __init__(self, terms: Terms, role: Role, largest: int, *, is_together: bool) -> None:
+        """With microbatches of at most ``largest``.
+
+        ``is_together``: other devices must store the same, up to rows.
+        """
+        model, device_kind = terms.model, role.device_kind
         self._is_together = is_together
-        self._builder = builder
+        self._terms = terms
         self._role = role
-        self._sizes = sizes
+        self._sizes = np.arange(1, 1 + largest)
         # By kind of unit, [2, 1 + sizes]: forward and backward of one unit by microbatch
         # size; size 0 takes no time.
         self._seconds: dict[str, Floats] = {}
-        whole = np.zeros(1 + len(sizes))
+        self.num_measured = 1
+        whole = np.zeros(1 + largest)
         for name, number in model.workload.num_units_by_kind.items():
-            if any(each.kind.name == name for each in builder.turns.classes):
+            if any(each.kind.name == name for each in terms.turns.classes):
                 unit = model.profile.unit(device_kind, name)
+                self.num_measured = max(self.num_measured, unit.points[-1].microbatch_size)
                 self._seconds[name] = np.array(
-                    [
-                        [0.0, *map(curve.at, sizes.tolist())]
-                        for curve in (unit.forward_s, unit.backward_s)
-                    ]
+                    [at_sizes(curve, largest) for curve in (unit.forward_s, unit.backward_s)]
                 )
                 whole += number * self._seconds[name].sum(axis=0)
         self.whole_s = whole  # [1 + sizes] of a microbatch in all units
-        self.curves_s: Floats = np.concatenate(
-            [*self._seconds.values()]
-        )  # [2 kinds, 1 + sizes]
-        self.least_seconds_per_sample = float((whole[1:] / sizes).min())
+        # [2 kinds, 1 + sizes]
+        self.curves_s: Floats = np.concatenate([*self._seconds.values()])
+        self.least_seconds_per_sample = float((whole[1:] / self._sizes).min())
         self.least_seconds = float(whole[1:].min())
 
     @cached_property
     def needs_more_if_larger(self) -> bool:
         """Whether larger microbatches need no less memory, whatever is recomputed."""
-        model, none = self._builder.model, np.array([1])
+        model, none = self._terms.model, np.array([1])
         return all(
             bool(
                 (
@@ -78,7 +104,7 @@ class RoleTimes:
                     >= 0
                 ).all()
             )
-            for rank in map(_recomputing, self._builder.recompute_choices)
+            for rank in map(_recomputing, self._terms.recompute_choices)
         )
 
     def of_choices(
@@ -90,16 +116,14 @@ class RoleTimes:
         The forward of all classes of a kind is a single phase, because all of them are
         longest on the same rank: the sum of their maxima is the maximum of their sum.
         """
-        all_seconds = np.take_along_axis(
-            splits.seconds(self.curves_s, batches), tried[None], axis=2
-        )
+        all_seconds = splits.seconds(self.curves_s, batches, tried)
         sizes = splits.largest[tried]
         seconds = {
             name: all_seconds[2 * i : 2 * i + 2]  # [2, b, n]
             for i, name in enumerate(self._seconds)
         }
-        classes = self._builder.turns.classes
-        excess = self._builder.model.profile.device(self._role.device_kind).overlap_excess
+        classes = self._terms.turns.classes
+        excess = self._terms.model.profile.device(self._role.device_kind).overlap_excess
 
         def beside(compute_s: Floats, comm_s: float) -> Floats:
             # Compute that ends before its communication is hidden by it.
@@ -115,7 +139,7 @@ class RoleTimes:
                 each.num_units * seconds[each.kind.name][0], each.forward_comm_s
             )
         for choice in choices:
-            rank = _recomputing(self._builder.recompute_choices[choice])
+            rank = _recomputing(self._terms.recompute_choices[choice])
             costs, compute_s = [*forward.values()], alone_s
             for each in classes:
                 forward_s, backward_s = seconds[each.kind.name]
@@ -128,7 +152,7 @@ class RoleTimes:
 
     def _room(self, rank: RankPlan, batches: Ints, sizes: Ints) -> Floats:
         """Elements of state that fit besides each batch and microbatch size."""
-        model, role, state = self._builder.model, self._role, self._builder.state
+        model, role, state = self._terms.model, self._role, self._terms.state
         used = model.working_bytes(role.device_kind, rank, batches[:, None], sizes)
         left = model.room_numel(role.budget_bytes, used)
         if role.limits.max_state_share is not None:
@@ -151,10 +175,10 @@ class RoleTimes:
 
     def _within_ports(self, left: Floats, batches: Ints) -> Floats:
         """The room of which collectives can make use; -1 where it is less than they need."""
-        stored, row_numel = self._builder.stored, self._builder.state.row
+        stored, row_numel = self._terms.stored, self._terms.state.row
         if stored == PortShares():
             return left
-        least, most, most_idle = (each * self._builder.model.workload.numel for each in stored)
+        least, most, most_idle = (each * self._terms.model.workload.numel for each in stored)
         computes = batches[:, None] > 0
         # ``Problem.rounded`` takes row_numel off all room, so it is added here.
         within = np.minimum(left, np.where(computes, most, most_idle) + row_numel)

@@ -9,6 +9,10 @@ the unbounded knapsack.  Where it is less than that of full microbatches of m an
 remainder, both splits are candidates: the fastest as a whole may be slower in one phase.
 Curves that are straight lines tie all splits with the same number of microbatches; others
 have sizes that a device is slow at.
+
+Beyond the largest size that was measured, all curves are straight lines.  There, of the splits
+into as many microbatches, only the one with the smallest is a candidate, and those whose last
+microbatch is so small that it was measured; and the fastest are not looked for.
 """
 
 from functools import lru_cache
@@ -17,52 +21,73 @@ import numpy as np
 
 from shardhet.planner.problem.problem import Bools, Floats, Ints
 
-LEAST_GAIN = 1e-3  # of compute, for which microbatches may be unlike each other
-MAX_BATCH = 2048  # beyond, one microbatch among so many matters little
+LEAST_GAIN = 1e-9  # of compute, for which microbatches may be unlike each other
+MAX_BATCH = 2048  # beyond, only splits into microbatches that are alike but the last
+LEAST_MIXED_SIZE = 16  # microbatches of at least so many samples are mixed as is fastest
 
 
 @lru_cache(maxsize=1024)
-def splits_of(whole_s: tuple[float, ...], max_batch: int) -> "Splits":
+def splits_of(whole_s: tuple[float, ...], num_measured: int, max_batch: int) -> "Splits":
     """``Splits``, kept: plans that reshard, that do not, and with more memory have the same."""
-    return Splits(np.array(whole_s), max_batch)
+    return Splits(np.array(whole_s), num_measured, max_batch)
 
 
 class Splits:
     """For every batch b and largest microbatch m, the sizes of the microbatches."""
 
-    def __init__(self, whole_s: Floats, max_batch: int) -> None:
-        """``whole_s`` [1 + M] is the compute of one microbatch by its size; 0 at size 0."""
+    def __init__(self, whole_s: Floats, num_measured: int, max_batch: int) -> None:
+        """``whole_s`` [1 + M] is the compute of one microbatch by its size; 0 at size 0.
+
+        It is a straight line from size ``num_measured`` on.
+        """
         self.num_sizes = len(whole_s) - 1
+        self._num_measured = num_measured
+        self.num_mixed = min(self.num_sizes, max(LEAST_MIXED_SIZE, 2 * num_measured))
         self._ends_with: list[Bools] = []  # per size m, [1 + B]: f_m(b) uses m
-        self._is_other = np.zeros((min(max_batch, MAX_BATCH) + 1, self.num_sizes), dtype=bool)
-        if max_batch <= MAX_BATCH:
-            batches = np.arange(max_batch + 1)
-            least_s: Floats = np.asarray(batches * whole_s[1], dtype=np.float64)
-            self._ends_with.append(batches > 0)
-            for size in range(2, self.num_sizes + 1):
-                least_s, uses = _with_size(least_s, float(whole_s[size]), size)
-                self._ends_with.append(uses)
-                alike_s = batches // size * whole_s[size] + whole_s[batches % size]
-                self._is_other[:, size - 1] = least_s < alike_s * (1 - LEAST_GAIN)
+        self._is_other = np.zeros((min(max_batch, MAX_BATCH) + 1, self.num_mixed), dtype=bool)
+        batches = np.arange(len(self._is_other))
+        least_s: Floats = np.asarray(batches * whole_s[1], dtype=np.float64)
+        self._ends_with.append(batches > 0)
+        for size in range(2, self.num_mixed + 1):
+            least_s, uses = _with_size(least_s, float(whole_s[size]), size)
+            self._ends_with.append(uses)
+            alike_s = batches // size * whole_s[size] + whole_s[batches % size]
+            self._is_other[:, size - 1] = uses & (least_s < alike_s * (1 - LEAST_GAIN))
         # [n] the largest microbatch of each split: alike ones, then the fastest if others are.
         sizes = np.arange(1, self.num_sizes + 1)
-        self.largest: Ints = np.tile(sizes, 2) if self._is_other.any() else sizes
+        mixed = sizes[: self.num_mixed] if self._is_other.any() else sizes[:0]
+        self.largest: Ints = np.concatenate((sizes, mixed))
 
-    def exist(self, batches: Ints) -> Bools:
-        """[b, n] which splits there are; the fastest is one only where it is another."""
-        alike = np.ones((len(batches), self.num_sizes), dtype=bool)
-        if len(self.largest) == self.num_sizes:
-            return alike
-        return np.concatenate((alike, self._is_other[batches]), axis=1)
+    def candidates(self, batches: Ints) -> tuple[Ints, Bools]:
+        """[b, n] the splits of each batch that may be worth it, and which entries there are."""
+        sizes, batch = np.arange(1, self.num_sizes + 1), batches[:, None]
+        exists = sizes <= batch
+        first = self._num_measured  # of the sizes beyond the measured ones
+        if first < self.num_sizes:
+            beyond = sizes[first:]
+            rest = batch % beyond
+            number = batch // beyond + (rest > 0)
+            is_smallest = beyond == -(-batch // np.maximum(1, number))
+            exists[:, first:] &= is_smallest | ((rest > 0) & (rest < self._num_measured))
+        if len(self.largest) > self.num_sizes:
+            is_known = batches < len(self._is_other)
+            other = self._is_other[np.where(is_known, batches, 0)] & is_known[:, None]
+            exists = np.concatenate((exists, other), axis=1)
+        return compressed(exists)
 
-    def seconds(self, curves_s: Floats, batches: Ints) -> Floats:
-        """[K, b, n] seconds of each batch for K ``curves_s`` [K, 1 + M] by microbatch size."""
-        sizes = np.arange(1, self.num_sizes + 1)
-        whole, rest = batches[:, None] // sizes, batches[:, None] % sizes
-        alike: Floats = whole * curves_s[:, None, 1:] + curves_s[:, rest]
-        if len(self.largest) == self.num_sizes:
-            return alike
-        return np.concatenate((alike, _fastest(self, curves_s.tobytes())[:, batches]), axis=2)
+    def seconds(self, curves_s: Floats, batches: Ints, tried: Ints) -> Floats:
+        """[K, b, n] seconds of the splits ``tried`` [b, n] of each batch.
+
+        There are K ``curves_s`` [K, 1 + M] by microbatch size.
+        """
+        size, batch = self.largest[tried], batches[:, None]
+        alike: Floats = batch // size * curves_s[:, size] + curves_s[:, batch % size]
+        is_mixed = tried >= self.num_sizes
+        if is_mixed.any():
+            b, n = np.nonzero(is_mixed)
+            fastest = _fastest(self, curves_s[:, : 1 + self.num_mixed].tobytes())
+            alike[:, b, n] = fastest[:, batches[b], tried[b, n] - self.num_sizes]
+        return alike
 
     def sizes(self, batch: int, split: int) -> tuple[int, ...]:
         """The microbatches of a batch under the split at this index, the largest first."""
@@ -81,7 +106,7 @@ class Splits:
         return tuple(found)
 
     def fastest(self, curves_s: Floats) -> Floats:
-        """[K, 1 + B, M] seconds of the fastest split."""
+        """[K, 1 + B, M] seconds of the fastest split of mixed sizes."""
         sums: Floats = curves_s[:, 1:2] * np.arange(len(self._is_other))
         found = [sums]
         for size, uses in enumerate(self._ends_with[1:], start=2):
@@ -97,7 +122,7 @@ class Splits:
 @lru_cache(maxsize=16)  # each is large
 def _fastest(splits: Splits, curves_s: bytes) -> Floats:
     """``Splits.fastest``, kept."""
-    shape = (-1, 1 + splits.num_sizes)
+    shape = (-1, 1 + splits.num_mixed)
     return splits.fastest(np.frombuffer(curves_s, dtype=np.float64).reshape(shape))
 
 
@@ -110,3 +135,14 @@ def _with_size(least_s: Floats, microbatch_s: float, size: int) -> tuple[Floats,
         uses[start:stop] = with_size < found[start:stop] * (1 - 1e-12)
         found[start:stop] = np.where(uses[start:stop], with_size, found[start:stop])
     return found, uses
+
+
+def compressed(exists: Bools) -> tuple[Ints, Bools]:
+    """[b, n] the columns that exist in each row, the first ones first, and which entries do."""
+    rows, columns = np.nonzero(exists)
+    counts = exists.sum(axis=1)
+    width = max(1, int(counts.max(initial=1)))
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1])).astype(np.int64)
+    found: Ints = np.zeros((len(exists), width), dtype=np.int64)
+    found[rows, np.arange(len(rows)) - starts[rows]] = columns
+    return found, np.arange(width) < counts[:, None]

@@ -134,6 +134,12 @@ class Demands:
         """Whether samples or state are demanded of the device."""
         return bool(self.rank_batch_size(position) or self.state_share(position))
 
+    def caps_state(self, position: int) -> bool:
+        """Whether more than memory limits what the device stores."""
+        limits = self.limits.get(position, NO_LIMITS)
+        is_capped = limits.max_state_share is not None or self.has_even_state
+        return is_capped or self.state_share(position) is not None
+
     def only(self, positions: Collection[int]) -> "Demands":
         """The demands on these devices, in a cluster that has no others."""
         place = {position: i for i, position in enumerate(sorted(positions))}
@@ -189,6 +195,10 @@ class Demands:
         budget = cluster.memory_budget_bytes(position)
         stated = self.limits.get(position, NO_LIMITS).memory_budget_bytes
         return budget if stated is None else min(budget, stated)
+
+    def budgets(self, cluster: Cluster) -> list[int]:
+        """``budget_bytes`` of every device, in the order of the cluster."""
+        return [self.budget_bytes(cluster, i) for i in range(cluster.world_size)]
 
 
 def check_position(what: str, position: int, world_size: int) -> None:

@@ -227,6 +227,12 @@ class Problem:
             matrix[i, : len(row)] = row
         return matrix
 
+    def phases_of(self, choices: Sequence[Choice]) -> tuple[float, ...]:
+        """The time of every phase under a choice."""
+        group = [choice.group for choice in choices]
+        candidate = [choice.candidate for choice in choices]
+        return tuple(float(cost[group, candidate].max()) for cost in self.costs)
+
     def evaluate(self, choices: Sequence[Choice]) -> Value | None:
         """The exact objective of a choice; None if the state does not fit."""
         group = [choice.group for choice in choices]
@@ -241,7 +247,7 @@ class Problem:
         if optimizer_s is None:
             return None
         optimizer_s = max(optimizer_s, self.fixed_optimizer_s)
-        phases = tuple(float(cost[group, candidate].max()) for cost in self.costs)
+        phases = self.phases_of(choices)
         return Value(sum(phases) + optimizer_s + self.fixed_s, phases, optimizer_s)
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from math import inf
 
-from shardhet.planner.search.assignment import Assignment
 from shardhet.pricing.step_cost import StepCost
 from shardhet.records.plan import Plan
 
@@ -28,9 +27,7 @@ class PlanSolution:
     plan: Plan
     predicted: StepCost  # of the plan as it will run: shares rounded to rows
     lower_bound_s: float  # of the step time of any plan among the candidates
-    assignment: Assignment  # of candidates to devices
-    simulated_step_time_s: float | None = None  # if simulation decided between several plans
-    near: tuple["PlanSolution", ...] = ()  # others that were met and are nearly as fast
+    fastest_s: float | None = None  # the step of the fastest plan, if another was preferred
 
     @property
     def relative_gap(self) -> float:

@@ -11,17 +11,13 @@ Then the problem of ``problem`` is linear:
 It uses no bound, limit or choice of the search.
 """
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardhet.planner.problem.problem import Choice, Floats, Ints, Problem
+from shardhet.planner.search.assignment import silenced
 
 MAX_VARIABLES = 2_500
 MAX_NODES = 50_000
@@ -146,7 +142,7 @@ class _Programme:
         least, most = np.zeros(num_columns), np.full(num_columns, np.inf)
         most[: columns.num_choices] = 1.0
         least[columns.optimizer] = least_optimizer
-        with _silenced():
+        with silenced():
             return milp(
                 objective,
                 integrality=integrality,
@@ -154,20 +150,6 @@ class _Programme:
                 constraints=LinearConstraint(matrix, self.low, self.high),
                 options={"mip_rel_gap": 0.0, "node_limit": MAX_NODES},
             )
-
-
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """Suppress a line that HiGHS prints for some solutions despite ``disp`` (scipy 1.17)."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _programme(problem: Problem, columns: _Columns, scale: float) -> _Programme:

@@ -1,0 +1,276 @@
+"""The best plan of one form, with a bound: units resharded after forward, or kept gathered."""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+
+from shardhet.planner.candidates.candidates import TableBuilder
+from shardhet.planner.candidates.table import CandidateTable
+from shardhet.planner.misses import nearest_miss
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
+from shardhet.planner.receivers import Computing, depends_on_shares, who_computes
+from shardhet.planner.search.search import Effort, Found, NothingFitsError, search
+from shardhet.planner.shares import fitting_plans
+from shardhet.pricing.cost import CostModel
+
+CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
+# Where collectives depend on shares: searches at most, and the gap that ends them.
+MAX_SEARCHES, SHARES_GAP = 48, 1e-3
+COARSE = Effort(relative_gap=1e-3)
+ROUNDING = 1e-9
+# Parts of the room that rounding to rows may take, and what the first may cost.
+ROW_PARTS, ROWS_GAP = (1.0, 0.5, 0.0), 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked, of plans of one kind of resharding."""
+
+    model: CostModel
+    global_batch_size: int
+    demands: Demands
+    effort: Effort
+    is_bounded: bool = True  # else the bound holds for plans that meet shares to the element
+    at_most_s: float = inf  # slower plans are not asked for
+
+    def builder(
+        self,
+        computing: Computing | None = None,
+        *,
+        row_part: float = 1.0,
+        is_lenient: bool = False,
+    ) -> TableBuilder:
+        """Lists candidates, of all plans or of some."""
+        listing = partial(
+            TableBuilder,
+            self.model,
+            global_batch_size=self.global_batch_size,
+            effort=self.effort,
+            row_part=row_part,
+            is_lenient=is_lenient,
+        )
+        if computing is None:
+            return listing(demands=self.demands)
+        return listing(
+            demands=computing.demands,
+            unevenness=computing.unevenness,
+            stored=computing.stored(self.model.cluster.world_size),
+        )
+
+
+def solve_form(task: Task) -> tuple[list[PlanSolution], float, PlanError | None]:
+    """The best plan if there is one, a bound on all, and why there is none.
+
+    Where collectives depend on shares, plans are searched by which devices compute and by how
+    uneven their shares are, those with the least bound first.
+    """
+    sets = None
+    if depends_on_shares(task.model):
+        sets = who_computes(task.builder(), task.demands)
+    if not sets:
+        every = Computing.every(task.demands, task.model.cluster.world_size)
+        solution, bound_s, error = _solve_for(task, every)
+        found = [] if solution is None else [solution]
+        return found, bound_s - _share_dependent_s(task.model), error
+    best: PlanSolution | None = None
+    missed: PlanError | None = None
+    order = count()
+    # The first has the most devices that compute.
+    waiting = [
+        (0.0 if i == 0 else each.bound_s, next(order), each) for i, each in enumerate(sets)
+    ]
+    heapify(waiting)
+    settled_s = inf
+    for _ in range(MAX_SEARCHES):
+        best_s = inf if best is None else best.predicted.step_time_s
+        if not waiting or waiting[0][0] >= best_s / (1 + SHARES_GAP):
+            break
+        computing = heappop(waiting)[2]
+        solution, bound_s, error = _solve_for(task, computing)
+        bound_s, missed = max(bound_s, computing.bound_s), missed or error
+        if solution is None:
+            settled_s = min(settled_s, bound_s)
+            continue
+        if solution.predicted.step_time_s < best_s:
+            best = solution
+        most = min(computing.most_unevenness, unevenness_of(task.model, solution))
+        if most <= computing.unevenness * (1 + SHARES_GAP):
+            settled_s = min(settled_s, bound_s)
+            continue
+        for half in computing.halves((computing.unevenness + most) / 2, bound_s):
+            heappush(waiting, (bound_s, next(order), half))
+    bound_s = min([settled_s, *(each.bound_s for _, _, each in waiting)])
+    return ([] if best is None else [best]), bound_s, missed
+
+
+def unevenness_of(model: CostModel, solution: PlanSolution) -> float:
+    """That of the plan's shares, as they are rounded to rows."""
+    shares = [rank.stored_numel / model.workload.numel for rank in solution.predicted.ranks]
+    computes = [rank.rank_batch_size > 0 for rank in solution.plan.ranks]
+    return model.unevenness(shares, computes)
+
+
+def _solve_for(
+    task: Task, computing: Computing
+) -> tuple[PlanSolution | None, float, PlanError | None]:
+    """The best plan of these, a bound on all of them, or why there is none."""
+    solution: PlanSolution | None = None
+    missed: PlanError | None = None
+    try:
+        solution = _best_plan(task, computing)
+    except PlanError as error:
+        missed, bound_s = error, error.lower_bound_s
+    else:
+        bound_s = solution.lower_bound_s
+    demands = task.demands
+    has_shares = demands.has_even_state or demands.state_shares(task.model.cluster.world_size)
+    if task.is_bounded and (has_shares or demands.equal):
+        bound_s = min(bound_s, _lenient_bound_s(task, computing))
+    return solution, bound_s, missed
+
+
+def _lenient_bound_s(task: Task, computing: Computing) -> float:
+    """A bound on plans that meet demanded shares to within rows; inf if there are none.
+
+    The problem behind the plan leaves room for shares that are a few rows larger, and has
+    equal devices store the same to the element.  So its own bound does not hold for plans
+    whose shares are a few rows smaller.
+    """
+    builder = task.builder(computing, is_lenient=True)
+    cut_s = builder.first_cut_s()
+    while True:
+        bound_s = inf
+        try:
+            cut_s = _close_cut_s(builder, cut_s)
+            table = builder.table(cut_s)
+        except PlanError as error:  # a device can do nothing that is demanded of it
+            return error.lower_bound_s
+        with suppress(NothingFitsError):
+            bound_s = search(table.problem, task.effort).lower_bound_s
+        if not table.is_cut or bound_s <= cut_s:
+            return bound_s - builder.unequal_s
+        cut_s *= CUT_GROWTH
+
+
+def _best_plan(task: Task, computing: Computing) -> PlanSolution:
+    """The best plan of these, with a bound on all of them.
+
+    Where leaving room for rounding to rows costs time, plans with less of it are tried.
+    """
+    fitting: list[PlanSolution] = []
+    missed: NoRoomForRowsError | None = None
+    for row_part in ROW_PARTS:
+        builder = task.builder(computing, row_part=row_part)
+        try:
+            table, found, is_tight = search_table(builder, task.effort, task.at_most_s)
+        except NoRoomForRowsError as error:
+            missed = missed or error
+            continue
+        fitting += fitting_plans(
+            task.model, computing.demands, table, (found.choices, *found.runners_up)
+        )
+        missed = NoRoomForRowsError(
+            "plan: no share fits once it is rounded to rows. Raise a budget.",
+            lower_bound_s=found.lower_bound_s,
+        )
+        if fitting and not is_tight:
+            break
+    assert missed is not None
+    if not fitting:
+        raise missed
+    best = min(fitting, key=lambda each: each.predicted.step_time_s)
+    return replace(best, lower_bound_s=missed.lower_bound_s)
+
+
+def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) -> float:
+    """A cut that leaves fewer batches where there are many; else ``cut_s`` itself.
+
+    A plan with batches that are multiples of a stride is not faster than the best, so its step
+    is a cut, and with it the batches that devices may compute are few.
+    """
+    builder.check_listed(cut_s, is_whole=True)
+    stride = builder.stride(cut_s)
+    while stride > 1:
+        table = builder.table(cut_s, stride=stride)
+        try:
+            found = search(table.rounded, COARSE)
+        except NothingFitsError:
+            if not table.is_cut:
+                message = nearest_miss(table.rounded, builder.model)
+                raise PlanError(message, lower_bound_s=builder.least_s) from None
+            cut_s = min(at_most_s, cut_s * CUT_GROWTH)
+            if cut_s == at_most_s:
+                return cut_s
+            stride = builder.stride(cut_s)
+            continue
+        cut_s = min(at_most_s, found.value.objective_s * (1 + ROUNDING))
+        closer = builder.stride(cut_s)
+        if closer > stride / 2:
+            break
+        stride = closer
+    return cut_s
+
+
+def search_table(
+    builder: TableBuilder, effort: Effort, at_most_s: float = inf
+) -> tuple[CandidateTable, Found, bool]:
+    """Search candidates up to a cut, raised until those left out are slower than the result.
+
+    The bound holds for shares of any size; the choices leave room to round shares to rows,
+    and the last value is whether they are slower for it.  The cut is not raised beyond
+    ``at_most_s``: nothing slower is asked for.
+    """
+    cut_s = _close_cut_s(builder, min(builder.first_cut_s(), at_most_s), at_most_s)
+    while True:
+        builder.check_listed(cut_s, is_whole=False)
+        table = builder.table(cut_s)
+        is_last = not table.is_cut or cut_s >= at_most_s
+        error, bound_s, is_tight = PlanError, inf, False
+        try:
+            found = search(table.problem, effort)
+            if table.rounded.evaluate(found.choices) is None:
+                error, bound_s = NoRoomForRowsError, found.lower_bound_s
+                tighter = search(table.rounded, effort)
+                is_tight = tighter.value.objective_s > found.value.objective_s * (1 + ROWS_GAP)
+                found = replace(tighter, lower_bound_s=bound_s)
+        except NothingFitsError:
+            if is_last:
+                message = "nothing is as fast as demanded"
+                if not table.is_cut:
+                    message = nearest_miss(table.rounded, builder.model)
+                raise error(message, lower_bound_s=bound_s) from None
+        else:
+            if is_last or found.value.objective_s <= cut_s:
+                return table, found, is_tight
+        cut_s *= CUT_GROWTH
+
+
+def _share_dependent_s(model: CostModel) -> float:
+    """How much all communication of a step could at most gain over even shares.
+
+    With few receivers, direct messages take less time; a turn gains at most what its
+    communication does, times what compute loses beside it.
+    """
+    if not depends_on_shares(model):
+        return 0.0
+    of_both = [model.turns(unevenness=each).comm_s for each in (1.0, 0.0)]
+    return _most_slowed(model) * (of_both[0] - of_both[1])
+
+
+def spared_s(model: CostModel) -> float:
+    """How much plans that do not reshard after forward are at most faster than those that do.
+
+    Each turn gains at most the gather that it is spared, times what compute loses beside it.
+    """
+    resharding = replace(model, reshard_after_forward=True).turns(unevenness=1.0)
+    return _most_slowed(model) * (resharding.comm_s - model.turns(unevenness=1.0).comm_s)
+
+
+def _most_slowed(model: CostModel) -> float:
+    """Seconds that a turn takes at most longer per second of its collectives."""
+    kinds = {device.kind for device in model.cluster.devices}
+    return max(1.0, *(model.profile.device(kind).overlap_excess for kind in kinds))
