@@ -16,6 +16,7 @@ from shardhet.apps.planning.replicas import told_price
 from shardhet.apps.planning.report import (
     Alternative,
     PlanReport,
+    could_be_float16,
     limit_lines,
     pace_line,
     show_alternatives,
@@ -24,7 +25,7 @@ from shardhet.apps.planning.report import (
     show_without,
     wide_console,
 )
-from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
+from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     MANY_KINDS,
@@ -212,9 +213,19 @@ def _without(
     """The devices that are better left out, if that is asked for."""
     if conf.objective != "throughput" or conf.leave_out == "never":
         return None
+    in_float16 = None
+    workload, cluster = inputs.setting.workload, inputs.setting.cluster
+    if (
+        conf.measured is None
+        and workload.param_dtype == "float32"
+        and could_be_float16(cluster)
+    ):
+        half = replace(conf, precision=PlannedPrecision.FP16)
+        in_float16 = half.derived(cluster, inputs.name).setting
     return better_without(
         inputs,
         answer.solution,
+        in_float16=in_float16,
         demands=demands,
         derived=conf.derived if conf.measured is None else None,
         effort=_compared(inputs.setting),

@@ -13,6 +13,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 
 NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
+MAX_DEVICES, MAX_UNITS = 2**16, 2**14
 NO_DEMANDS = Demands()
 
 
@@ -54,6 +55,7 @@ def solve(
         raise ValueError(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."
         )
+    _check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     tasks: list[Task] = []
@@ -79,6 +81,19 @@ def solve(
     best = min(found, key=lambda each: each.predicted.step_time_s)
     best = replace(best, lower_bound_s=min(bounds_s))
     return best if tolerance is None else preferred(best, tasks, tolerance)
+
+
+def _check_size(setting: Setting) -> None:
+    """Refuse what would take minutes or more: ``PlanError``."""
+    for number, most, what in (
+        (setting.cluster.world_size, MAX_DEVICES, "devices"),
+        (len(setting.workload.units), MAX_UNITS, "units of the model"),
+    ):
+        if number > most:
+            raise PlanError(
+                f"plan: {number:,} {what} but plans are searched for up to {most:,}. Plan for "
+                "a part of them."
+            )
 
 
 def least_step_s(

@@ -15,26 +15,29 @@ from shardhet.records.plan import EVERY_UNIT, RankPlan
 GIB = 2**30
 
 
-def nearest_miss(problem: Problem, model: CostModel) -> str:
-    """Why nothing fits, and what would: the largest batch, or the memory that is missing."""
+def nearest_miss(problem: Problem, model: CostModel, stride: int = 1) -> str:
+    """Why nothing fits, and what would: the largest batch, or the memory that is missing.
+
+    Of large batches, the problem has those that are multiples of ``stride``.
+    """
     wanted = problem.global_batch_size
-    fits, misses = 0, wanted
+    fits, misses = 0, -(-wanted // stride)
     while misses - fits > 1:
         middle = (fits + misses) // 2
-        if _fits(replace(problem, global_batch_size=middle)):
+        if _fits(replace(problem, global_batch_size=middle * stride)):
             fits = middle
         else:
             misses = middle
-    if fits:
+    if fits or stride > 1:
+        lower = f"to {fits * stride:,}" if fits else f"below {stride:,}"
         return (
-            f"plan: a global batch of {wanted} does not fit beside the state. Lower "
-            f"global_batch_size to {fits}, or raise memory budgets."
+            f"plan: a global batch of {wanted:,} does not fit beside the state. Lower "
+            f"global_batch_size {lower}, or raise memory budgets."
         )
     per_numel = model.bytes_per_stored_numel
-    alone = sum(group.count * float(group.room.max()) for group in problem.groups)
-    if alone >= problem.state_numel:
-        return _no_sample_fits(model)
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
+    if room >= problem.state_numel:
+        return _no_sample_fits(model)
     is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
     state, who = (
         ("the rest of the state, beside what limits fix, of", "the other devices")

@@ -200,7 +200,7 @@ def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) ->
             found = search(table.rounded, COARSE)
         except NothingFitsError:
             if not table.is_cut:
-                message = nearest_miss(table.rounded, builder.model)
+                message = nearest_miss(table.rounded, builder.model, stride)
                 raise PlanError(message, lower_bound_s=builder.least_s) from None
             cut_s = min(at_most_s, cut_s * CUT_GROWTH)
             if cut_s == at_most_s:

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 
 from shardhet.config.planning import Inputs
 from shardhet.planner.advice.fewer import Fewer, faster_on_fewer, node_type
+from shardhet.planner.find import least_step_s
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
@@ -32,6 +34,7 @@ class BetterWithout:
     samples_per_s_with_all: float
     is_described: bool  # the cluster can be planned for by names of hosts
     estimate: str  # where its collectives come from, if they were not measured
+    samples_per_s_in_float16: float | None  # with all devices, if that was not asked for
 
     @property
     def gain_line(self) -> str:
@@ -43,6 +46,14 @@ class BetterWithout:
         return (
             f"Better without {which}: {rate:,.4g} samples/s instead of "
             f"{self.samples_per_s_with_all:,.4g}{formats}.{self.estimate}"
+        )
+
+    @property
+    def float16_line(self) -> str:
+        """What all devices reach in float16."""
+        return (
+            f"With all devices in float16: {self.samples_per_s_in_float16:,.4g} samples/s "
+            "(precision=FP16, which trains with a scaled loss)."
         )
 
     @property
@@ -78,12 +89,14 @@ def better_without(
     *,
     demands: Demands,
     derived: Callable[[Cluster, str], Inputs] | None,
+    in_float16: Setting | None,
     effort: Effort,
 ) -> BetterWithout | None:
     """The devices that are better left out; None if there are none.
 
     ``derived`` creates the inputs for a cluster from specifications; if it is None, they
-    follow from what was measured.
+    follow from what was measured.  ``in_float16`` is the setting of all devices in float16,
+    where that is another.
     """
     setting = inputs.setting
 
@@ -95,7 +108,18 @@ def better_without(
     fewer = faster_on_fewer(setting, whole, demands=demands, smaller=smaller, effort=effort)
     if fewer is None:
         return None
+    half_s = inf
+    if in_float16 is not None:
+        half_s = least_step_s(
+            in_float16,
+            global_batch_size=whole.plan.global_batch_size,
+            demands=demands,
+            effort=effort,
+        )
     return BetterWithout(
+        samples_per_s_in_float16=None
+        if half_s == inf
+        else whole.plan.global_batch_size / half_s,
         whole=setting.cluster,
         fewer=fewer,
         param_dtype=setting.workload.param_dtype,

@@ -158,7 +158,7 @@ def _heading(report: PlanReport) -> Iterator[str]:
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
     )
     yield source_line(inputs)
-    if workload.param_dtype == "float32" and _could_be_float16(cluster):
+    if workload.param_dtype == "float32" and could_be_float16(cluster):
         yield (
             "Not every device is described to compute in bfloat16, but all in float16: "
             "precision=FP16 plans for that, and trains with a scaled loss."
@@ -167,7 +167,7 @@ def _heading(report: PlanReport) -> Iterator[str]:
         yield report.note
 
 
-def _could_be_float16(cluster: Cluster) -> bool:
+def could_be_float16(cluster: Cluster) -> bool:
     """Whether all devices are described to be faster in float16, and not all have bfloat16."""
     rates = [dict(kind.peak_flops_per_s) for kind in cluster.kinds]
     return (
@@ -313,6 +313,8 @@ def _preferred(solution: PlanSolution) -> Iterator[str]:
 
 def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:
     yield without.gain_line
+    if without.samples_per_s_in_float16 is not None:
+        yield without.float16_line
     if is_done:
         yield "This plan leaves them out."
         yield from without.launch_lines()

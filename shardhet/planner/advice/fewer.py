@@ -116,16 +116,21 @@ class _Trials:
                 setting = self.smaller(part)
                 bounded.append((self._least_step_s(setting), part, setting))
         bounded.sort(key=lambda each: each[0])
-        before = len(self.found)
+        target_s = self.found[-1][0] / LEAST_GAIN if self.found else self._most_s
+        faster = []
         for bound_s, part, setting in bounded:
-            target_s = self.found[-1][0] if self.found else self._most_s
             if bound_s >= target_s or self.num_searched >= self._max_searches:
                 break
             self.num_searched += 1
             step_s = self._step_s(part, setting, target_s)
             if step_s < target_s:
-                self.found.append((step_s, part, setting))
-        return len(self.found) > before
+                faster.append((step_s, part, setting))
+        if faster:
+            # Devices that gain less than that are not left out for it.
+            enough_s = LEAST_GAIN * min(step_s for step_s, _, _ in faster)
+            enough = [each for each in faster if each[0] <= enough_s]
+            self.found.append(max(enough, key=lambda each: (len(each[1]), -each[0])))
+        return bool(faster)
 
     def _step_s(self, part: Positions, setting: Setting, target_s: float) -> float:
         """The least step on a part, before rounding to rows; ``target_s`` if not below it."""

@@ -37,16 +37,25 @@ def _patterns(model: CostModel, chosen: set[str]) -> tuple[str, ...]:
     if wanted == fqns:
         return EVERY_UNIT
     patterns: dict[str, None] = {}
+    by_prefix: dict[tuple[str, str], list[str]] = {}
+    for fqn in fqns:
+        prefix, dot, _ = fqn.rpartition(".")
+        by_prefix.setdefault((prefix, dot), []).append(fqn)
+    settled: set[str] = set()  # prefixes
     for fqn in wanted:
         prefix, dot, last = fqn.rpartition(".")
-        siblings = [each for each in fqns if each.rpartition(".")[:2] == (prefix, dot)]
+        if dot and last.isdigit() and prefix in settled:
+            continue
+        siblings = by_prefix[prefix, dot]
         taken = [each for each in siblings if each in chosen]
         if not (dot and last.isdigit()):
             patterns[fqn] = None
         elif taken == siblings:
             patterns[f"{prefix}.*"] = None
+            settled.add(prefix)
         elif {each.rpartition(".")[2] for each in taken} == set(map(str, range(len(taken)))):
             patterns.update((f"{prefix}.{each}", None) for each in _numbers_below(len(taken)))
+            settled.add(prefix)
         else:
             patterns[fqn] = None
     matched = [fqn for fqn in fqns if any(fnmatchcase(fqn, each) for each in patterns)]
