@@ -9,7 +9,7 @@ from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.fewer_devices import estimated, named, ranges, whole_hosts
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
 from shardhet.planner.advice.fewer import MAX_KINDS, Fewer, Positions, _Trials, faster_on_fewer
-from shardhet.planner.search.search import Effort
+from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
@@ -278,3 +278,45 @@ def test_single_devices_are_left_out_where_kinds_are_few(num_kinds: int) -> None
     trials = _Trials(setting, whole, Demands(), lambda _: setting, Effort())
     alone = {members for members in trials._sets(kept) if len(members) == 1}
     assert len(alone) == (num_kinds if num_kinds <= MAX_KINDS else 0)
+
+
+def test_a_device_that_gains_less_than_two_percent_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = setting_of("ffss", s_per_byte=1e-9)
+    whole = solve(setting, global_batch_size=12)
+    step_s = whole.predicted.step_time_s
+    seconds = {(0, 1, 2): 0.90 * step_s, (0, 1): 0.895 * step_s}
+    monkeypatch.setattr(_Trials, "_least_step_s", lambda *_: 0.0)
+    monkeypatch.setattr(
+        _Trials, "_step_s", lambda _, part, __, target_s: seconds.get(part, target_s)
+    )
+    trials = _Trials(setting, whole, Demands(), lambda _: setting, DEFAULT_EFFORT)
+    assert trials._try([(0, 1), (0, 1, 2)])
+    assert trials.found[-1][1] == (0, 1, 2)
+    assert not trials._try([(0, 1)])
+
+
+DESCRIBED = """\
+version: 1
+nodes:
+  - {host: fast, link: {latency_s: 2.0e-5, bandwidth_bytes_per_s: 20.0e+9, source: made up},
+     devices: [{kind: NVIDIA A10G, count: 8}]}
+  - {host: slow, count: 4, devices: [{kind: Tesla T4, count: 4}],
+     link: {latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9, source: made up}}
+between_nodes: {latency_s: 5.0e-5, bandwidth_bytes_per_s: 3.125e+9, source: made up}
+"""
+
+
+def test_what_all_devices_reach_in_float16_is_said_beside_those_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cards.yaml").write_text(DESCRIBED)
+    plan_main(
+        [f"cluster={tmp_path / 'cards.yaml'}", "model=llama_1b", "global_batch_size=128"]
+        + ["explain=false", "baselines=false"]
+    )
+    text = capsys.readouterr().out
+    assert "Better without the 16 Tesla T4 (devices 8-23): 20." in text
+    assert "With all devices in float16: 22." in text
+    assert "(precision=FP16, which trains with a scaled loss)." in text

@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardhet.planner import PlanError, solve
+from shardhet.apps.plan import main
+from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.candidates import candidates
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster, Node
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.profiles import Collectives, Profile, Source
+from shardhet.records.workload import Workload
+from tests.made_up import device_profile
 from tests.test_planner import WORKLOAD, random_case
 
 
@@ -72,3 +76,36 @@ def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
     monkeypatch.setattr(TableBuilder, "table", listed)
     with pytest.raises(PlanError, match="plans are searched up to 131,072 on one device"):
         solve(roomy(2), global_batch_size=10**7)
+
+
+def test_a_batch_that_is_merely_huge_is_told_the_largest_that_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["model=llama_1b", "global_batch_size=1000000"])
+    text = capsys.readouterr().err
+    assert "a global batch of 1,000,000 does not fit beside the state. Lower" in text
+    assert "no single sample" not in text
+
+
+def test_microbatches_are_as_large_as_memory_allows() -> None:
+    """Of a device whose every visit takes long, whatever the size."""
+    device = DeviceSpec(kind="A", memory_capacity_bytes=2**34)
+    times = device_profile("A", lambda m: (1 + 0.01 * m, 1 + 0.02 * m), sizes=(1, 2, 4))
+    setting = Setting(
+        Cluster(nodes=(Node(host="a", devices=(device,)),)),
+        WORKLOAD,
+        Profile(devices=(times,), collectives=Collectives(source=Source.DERIVED, points=())),
+    )
+    solution = solve(setting, global_batch_size=64)
+    assert solution.plan.ranks[0].microbatch_sizes == (64,)
+    huge = Demands(max_microbatch_size=10**12)
+    assert solve(setting, global_batch_size=64, demands=huge).plan == solution.plan
+
+
+def test_what_would_take_minutes_is_refused_by_name() -> None:
+    layers = Workload.transformer(
+        num_layers=100_000, width=8, num_heads=1, seq_len=4, vocab_size=8, hidden_width=8
+    )
+    with pytest.raises(PlanError, match=r"100,00\d units of the model but plans are searched"):
+        solve(replace(roomy(2), workload=layers), global_batch_size=2)

@@ -243,7 +243,7 @@ def _comparison_note(demands: Demands) -> str:
     fixed += "even state is not what limits fix; " * any(
         each.state_share is not None for each in limits
     )
-    return f" ({fixed}Cephalo's knows no limits)"
+    return f" ({fixed.removesuffix('; ')})" if fixed else ""
 
 
 def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:

@@ -4,7 +4,7 @@
 ``compute_only``  batches follow compute speed, state is even
 ``memory_only``   batches are even, state follows free memory
 Each runs the search of ``solve`` over fewer candidates, so it finds the best plan of its form.
-Cephalo's own programme is in ``shardhet.planner.cephalo``.
+Cephalo's own programme is in ``experiments/planner``.
 """
 
 from dataclasses import replace

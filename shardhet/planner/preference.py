@@ -12,19 +12,20 @@ that was found (``shardhet.planner.search.assignment``).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardhet.planner.candidates.table import CandidateTable
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.demands import NO_LIMITS, Demands
 from shardhet.planner.problem.problem import Limits, Problem, Value
-from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
+from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.receivers import Computing, depends_on_shares
 from shardhet.planner.search.assignment import Fullness, assign
 from shardhet.planner.shares import plans_of_choices, priced
 from shardhet.planner.task import Task, search_table, solve_form, unevenness_of
 from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster
 from shardhet.records.plan import RankPlan
 
 TOLERANCE = 5e-3  # of the step: less than any prediction is wrong by
@@ -35,12 +36,13 @@ ROUNDING = 1e-9
 def preferred(best: PlanSolution, tasks: Sequence[Task], tolerance: float) -> PlanSolution:
     """The plan to prefer to ``best``, the fastest; each of ``tasks`` is one form of plans."""
     limit_s = (1 + tolerance) * best.predicted.step_time_s * (1 + ROUNDING)
-    for demands in _wishes(tasks[0]):
-        found = [
-            each
-            for task in tasks
-            if (each := _within(replace(task, demands=demands, at_most_s=limit_s)))
-        ]
+    for wish in _wishes(tasks[0].demands, tasks[0].model):
+        wished = [replace(wish.of(task), at_most_s=limit_s) for task in tasks]
+        found = [each for task in wished if (each := _within(task))]
+        if not found and not depends_on_shares(
+            tasks[0].model
+        ):  # perhaps only because room for rounding to rows is tight
+            found = [each for task in wished if (each := _fast_enough(task))]
         if found:
             chosen = min(found, key=lambda each: _burden(each, tasks[0].model))
             budgets = tasks[0].demands.budgets(tasks[0].model.cluster)
@@ -53,29 +55,46 @@ def preferred(best: PlanSolution, tasks: Sequence[Task], tolerance: float) -> Pl
     return replace(best, fastest_s=best.predicted.step_time_s)
 
 
-def _wishes(task: Task) -> Iterator[Demands]:
-    """The demands with what is wished besides, the most first."""
-    cluster, demands = task.model.cluster, task.demands
-    budgets = demands.budgets(cluster)
-    fuller = demands.with_budgets({i: int(FULL * each) for i, each in enumerate(budgets)})
-    alike = _alike(task)
-    if alike != demands.equal:
-        yield replace(fuller, equal=alike)
-        yield replace(demands, equal=alike)
-    yield fuller
-    yield demands
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What is wished besides the demands."""
+
+    equal: Sequence[Sequence[int]]
+    part: float  # of every budget that may be filled
+
+    def of(self, task: Task) -> Task:
+        """The task with the wish."""
+        setting, demands = task.model.setting, replace(task.demands, equal=self.equal)
+        if self.part < 1:
+            fraction = self.part * setting.cluster.usable_memory_fraction
+            cluster = replace(setting.cluster, usable_memory_fraction=fraction)
+            setting = replace(setting, cluster=cluster)
+            stated = {
+                i: int(self.part * each.memory_budget_bytes)
+                for i, each in demands.limits.items()
+                if each.memory_budget_bytes is not None
+            }
+            demands = demands.with_budgets(stated)
+        return replace(task, model=replace(task.model, setting=setting), demands=demands)
 
 
-def _alike(task: Task) -> Sequence[Sequence[int]]:
+def _wishes(demands: Demands, model: CostModel) -> Iterator[_Wish]:
+    """The most first."""
+    alike = _alike(demands, model.cluster)
+    for equal in dict.fromkeys((alike, tuple(map(tuple, demands.equal)))):
+        yield _Wish(equal, FULL)
+        yield _Wish(equal, 1.0)
+
+
+def _alike(demands: Demands, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Sets of equal devices: those demanded, and the rest by role."""
-    demands = task.demands
     held = {i for each in demands.equal for i in each}
     members: dict[int, list[int]] = {}
-    for i, role in enumerate(demands.roles(task.model.cluster)):
+    for i, role in enumerate(demands.roles(cluster)):
         if i not in held:
             members.setdefault(id(role), []).append(i)
     alike = [tuple(each) for each in members.values() if len(each) > 1]
-    return (*demands.equal, *alike) if alike else demands.equal
+    return (*map(tuple, demands.equal), *alike)
 
 
 def _burden(solution: PlanSolution, model: CostModel) -> tuple[int, float]:
@@ -99,13 +118,11 @@ def _within(task: Task) -> PlanSolution | None:
     builder = task.builder(computing)
     try:
         table, found, _ = search_table(builder, task.effort, task.at_most_s)
-    except NoRoomForRowsError:
-        return met or _fast_enough(task)
     except PlanError:
         return met
     value = table.rounded.evaluate(found.choices)
     if value is None or value.objective_s > task.at_most_s:
-        return met or _fast_enough(task)
+        return met
     limits = _lengthened(value, table.problem, task.at_most_s)
     wide = builder.table(task.at_most_s, within_s=limits.phases_s)
     if wide.problem.counts.max() == 1:
@@ -124,16 +141,13 @@ def _within(task: Task) -> PlanSolution | None:
         problem = of_table.rounded
         phases_s = sum(problem.phases_of(choices))
         optimizer_s = max(value.optimizer_s, task.at_most_s - problem.fixed_s - phases_s)
-        plans = plans_of_choices(model, demands, of_table, choices, optimizer_s)
-        spread = [priced(plan, model, demands) for plan in dict.fromkeys(plans)]
-        fast = [
-            each
-            for each in spread
-            if each.fits and each.predicted.step_time_s <= task.at_most_s
-        ]
-        if fast:
-            return min(fast, key=lambda each: _burden(each, model))
-    return met or _fast_enough(task)
+        for plan in plans_of_choices(
+            model, demands, of_table, choices, optimizer_s, to_one_level=True
+        ):
+            solution = priced(plan, model, demands)
+            if solution.fits and solution.predicted.step_time_s <= task.at_most_s:
+                return solution
+    return met
 
 
 def _fast_enough(task: Task) -> PlanSolution | None:
@@ -157,6 +171,7 @@ def _lengthened(value: Value, problem: Problem, at_most_s: float) -> Limits:
 
 def _fullness(task: Task, table: CandidateTable) -> Fullness:
     model, demands, problem = task.model, task.demands, table.problem
+    exact = demands.state_shares(model.cluster.world_size)
     numbers = np.array(
         [
             model.num_recomputed(
@@ -173,7 +188,10 @@ def _fullness(task: Task, table: CandidateTable) -> Fullness:
         of_members = [demands.budget_bytes(model.cluster, i) for i in positions]
         budget[g] = len(positions) * max(1, min(of_members)) / model.bytes_per_stored_numel
         is_known[g] = max(of_members) == min(of_members) and not any(
-            demands.caps_state(i) for i in positions
+            demands.has_even_state
+            or i in exact
+            or demands.limits.get(i, NO_LIMITS).max_state_share is not None
+            for i in positions
         )
         counts = numbers[table.choices[g]] * (group.batch > 0) * len(positions)
         recomputed[g, : len(counts)] = counts

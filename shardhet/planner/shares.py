@@ -34,8 +34,11 @@ def fitting_plans(
         value = table.rounded.evaluate(choices)
         if value is None:
             continue
-        plans = plans_of_choices(model, demands, table, choices, value.optimizer_s)
-        spread = [priced(plan, model, demands) for plan in dict.fromkeys(plans)]
+        spread = []
+        for plan in plans_of_choices(model, demands, table, choices, value.optimizer_s):
+            spread.append(priced(plan, model, demands))
+            if spread[-1].fits and not depends_on_shares(model):
+                return spread[-1:]  # the others are not faster
         if not any(each.fits for each in spread):
             spread += [moved for each in spread if (moved := _rows_moved(each, model, demands))]
         fitting = [each for each in spread if each.fits]
@@ -89,11 +92,14 @@ def plans_of_choices(
     table: CandidateTable,
     choices: Sequence[Choice],
     optimizer_s: float,
+    *,
+    to_one_level: bool = False,
 ) -> Iterator[Plan]:
     """The plans of the choices, whose state is spread in several ways.
 
-    For an optimizer that takes ``optimizer_s``: to one level of all budgets, and as evenly as
-    room allows.  Where collectives depend on it, also so that they take the least time.
+    For an optimizer that takes ``optimizer_s``, to one level of all budgets if that is wanted,
+    and as evenly as room allows.  Where collectives depend on it, also so that they take the
+    least time.
     """
     number = len(model.cluster.devices)
     demanded = demands.state_shares(number)
@@ -102,7 +108,8 @@ def plans_of_choices(
         yield _plan(model, taken, np.full(number, 1 / number))
         return
     wanted = table.problem.state_numel
-    for within_s, is_level in ((optimizer_s, True), (optimizer_s, False), (inf, False)):
+    ways = [(optimizer_s, True)] * to_one_level + [(optimizer_s, False), (inf, False)]
+    for within_s, is_level in ways:
         taken, room = _taken(model, table, choices, within_s)
         stored = (
             _to_one_level(model, demands, taken, room, wanted)

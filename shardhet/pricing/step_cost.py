@@ -96,6 +96,8 @@ class StepCost:
 
     def within(self, budgets: Sequence[int]) -> "StepCost":
         """The same cost with these memory budgets, one per rank, instead of the cluster's."""
+        if budgets == [rank.memory_budget_bytes for rank in self.ranks]:
+            return self
         ranks = tuple(
             replace(rank, memory_budget_bytes=budget)
             for rank, budget in zip(self.ranks, budgets, strict=True)

@@ -13,6 +13,7 @@ from shardhet.records.codec import (
     Document,
     from_document,
     read_document,
+    repeated,
 )
 from shardhet.records.kinds import DeviceKind, built_in_kinds, unknown_kind
 
@@ -85,9 +86,9 @@ class Cluster(Document):
 
     def __post_init__(self) -> None:
         hosts = [node.host for node in self.nodes]
-        repeated = sorted({host for host in hosts if hosts.count(host) > 1})
-        if repeated:
-            raise ValueError(f"cluster: hosts {repeated} appear twice. Name each once.")
+        twice = repeated(hosts)
+        if twice:
+            raise ValueError(f"cluster: hosts {twice} appear twice. Name each once.")
         if not self.devices:
             raise ValueError("cluster: it has no devices. Give at least one node a device.")
         if not 0 < self.usable_memory_fraction <= 1:

@@ -8,6 +8,7 @@ admits ``None`` or it is marked ``OMITTABLE``; a field that is ``None`` is not w
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -254,6 +255,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     return value.value if isinstance(value, Enum) else value
+
+
+def repeated(values: Iterable[Any]) -> list[Any]:
+    """The values that are there more than once, in order."""
+    return sorted(value for value, number in Counter(values).items() if number > 1)
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from shardhet.records.codec import (
     NonNegative,
     PositiveInt,
     Seconds,
+    repeated,
 )
 
 # How a layer's time is extrapolated beyond the measured sizes.  Chosen on the 424 curves of
@@ -290,10 +291,10 @@ class Profile(Document):
 
     def __post_init__(self) -> None:
         kinds = [device.device_kind for device in self.devices]
-        repeated = sorted({kind for kind in kinds if kinds.count(kind) > 1})
-        if repeated or not kinds:
+        twice = repeated(kinds)
+        if twice or not kinds:
             raise ValueError(
-                f"profile: {len(kinds)} device kinds, {repeated} more than once. Give at least "
+                f"profile: {len(kinds)} device kinds, {twice} more than once. Give at least "
                 "one, and each once."
             )
         if not 0 <= self.turn_overhead_s < inf:

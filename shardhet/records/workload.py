@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import Annotated, ClassVar, Self
 
-from shardhet.records.codec import OMITTABLE, Bounds, Count, Document, PositiveInt
+from shardhet.records.codec import OMITTABLE, Bounds, Count, Document, PositiveInt, repeated
 from shardhet.records.layout import FlatLayout
 
 _FIGURES = (
@@ -105,10 +105,10 @@ class Workload(Document):
         names = [kind.name for kind in self.kinds]
         fqns = [unit.fqn for unit in self.units]
         for values, what in ((names, "kinds"), (fqns, "units")):
-            repeated = sorted({repr(value) for value in values if values.count(value) > 1})
-            if repeated:
+            twice = [repr(value) for value in repeated(values)]
+            if twice:
                 raise ValueError(
-                    f"workload: {what} {', '.join(repeated)} appear twice. Name each once."
+                    f"workload: {what} {', '.join(twice)} appear twice. Name each once."
                 )
         unknown = sorted({unit.kind for unit in self.units} - set(names))
         if unknown or not self.units:

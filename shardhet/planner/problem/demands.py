@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardhet.records.cluster import Cluster
+from shardhet.records.codec import repeated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +50,10 @@ class Demands:
         members = [position for each in self.equal for position in each]
         for position in members:
             check_position("equal", position, world_size)
-        repeated = sorted({each for each in members if members.count(each) > 1})
-        if repeated:
+        twice = repeated(members)
+        if twice:
             raise ValueError(
-                f"plan: equal names devices {repeated} more than once. Put each into one set."
+                f"plan: equal names devices {twice} more than once. Put each into one set."
             )
         for each in self.equal:
             claims = {self.limits.get(i, NO_LIMITS).recomputes for i in each} - {None}
@@ -77,10 +79,10 @@ class Demands:
 
     def check_batches(self, world_size: int, global_batch_size: int) -> None:
         """Raise ``ValueError`` if the batches that limits give cannot sum to the global one."""
-        named = {*self.limits, *(i for each in self.equal for i in each)}
-        stated = [self.rank_batch_size(i) if i in named else None for i in range(world_size)]
-        total = sum(batch for batch in stated if batch is not None)
-        if total > global_batch_size or (None not in stated and total < global_batch_size):
+        stated = self._stated("rank_batch_size")
+        total = sum(stated.values())
+        is_open = len(stated) < world_size
+        if total > global_batch_size or (not is_open and total < global_batch_size):
             raise ValueError(
                 f"plan: the batches that limits give sum to {total}, but global_batch_size is "
                 f"{global_batch_size}. Change one of them, or leave a device's batch open."
@@ -88,23 +90,31 @@ class Demands:
 
     def rank_batch_size(self, position: int) -> int | None:
         """The batch that is demanded of the device, or of one that it must equal."""
-        alike = [position, *(i for each in self.equal if position in each for i in each)]
-        stated = [self.limits.get(i, NO_LIMITS).rank_batch_size for i in alike]
-        return next((batch for batch in stated if batch is not None), None)
+        return self._stated("rank_batch_size").get(position)
+
+    def _stated(self, name: str) -> dict[int, Any]:
+        """What limits state by this name, of each device and of those that must equal it."""
+        values = ((i, getattr(each, name)) for i, each in self.limits.items())
+        stated = {i: value for i, value in values if value is not None}
+        if stated:
+            for positions in self.equal:
+                of_set = [stated[i] for i in positions if i in stated]
+                if of_set:
+                    stated |= dict.fromkeys(positions, of_set[0])
+        return stated
 
     def _check_state_shares(self, world_size: int) -> None:
         for each in self.equal:
-            shares = [self.limits.get(i, NO_LIMITS).state_share for i in each]
+            shares = [self.limits[i].state_share for i in each if i in self.limits]
             stated = {share for share in shares if share is not None}
             if len(stated) > 1:
                 raise ValueError(
                     f"plan: devices {list(each)} must be equal but limits give them the state "
                     f"shares {sorted(stated)}. Give them the same one."
                 )
-        named = {*self.limits, *(i for each in self.equal for i in each)}
-        stated_shares = [self.state_share(i) if i in named else None for i in range(world_size)]
-        total = sum(share for share in stated_shares if share is not None)
-        has_rest = None in stated_shares
+        stated_shares = self._stated("state_share")
+        total = sum(stated_shares.values())
+        has_rest = len(stated_shares) < world_size
         if total > 1 + SUM_TOLERANCE or (not has_rest and total < 1 - SUM_TOLERANCE):
             raise ValueError(
                 f"plan: the state shares that limits give sum to {total:g} but "
@@ -116,9 +126,8 @@ class Demands:
 
         The shares sum to 1 if every device has one.
         """
-        named = {*self.limits, *(i for each in self.equal for i in each)}
-        stated = ((i, self.state_share(i)) for i in sorted(named) if i < world_size)
-        shares = {i: share for i, share in stated if share is not None}
+        stated = self._stated("state_share")
+        shares = {i: stated[i] for i in sorted(stated) if i < world_size}
         total = sum(shares.values())
         if total > 1 - SUM_TOLERANCE:
             return {i: share / total for i, share in shares.items()}
@@ -126,19 +135,11 @@ class Demands:
 
     def state_share(self, position: int) -> float | None:
         """The exact share that is demanded of the device, or of one that it must equal."""
-        alike = [position, *(i for each in self.equal if position in each for i in each)]
-        stated = [self.limits.get(i, NO_LIMITS).state_share for i in alike]
-        return next((share for share in stated if share is not None), None)
+        return self._stated("state_share").get(position)
 
     def needs(self, position: int) -> bool:
         """Whether samples or state are demanded of the device."""
         return bool(self.rank_batch_size(position) or self.state_share(position))
-
-    def caps_state(self, position: int) -> bool:
-        """Whether more than memory limits what the device stores."""
-        limits = self.limits.get(position, NO_LIMITS)
-        is_capped = limits.max_state_share is not None or self.has_even_state
-        return is_capped or self.state_share(position) is not None
 
     def only(self, positions: Collection[int]) -> "Demands":
         """The demands on these devices, in a cluster that has no others."""

@@ -34,7 +34,7 @@ MAX_NODES = 200  # of branch and bound
 # HiGHS's tolerances are absolute, 1e-6 of a row and of the objective, so both are scaled up.
 SCALE = 1e4
 TIME_WEIGHT = 1e-3  # of the step beside the level of budgets: it decides between equals
-LEVEL_STEPS, LEVEL_PRECISION = 6, 1e-3
+LEVEL_STEPS, LEVEL_PRECISION = 4, 5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class _Programme:
                     LinearConstraint(rows * SCALE, low * SCALE, high * SCALE),
                     LinearConstraint(recomputed, -inf, self._most_recomputed + 0.5),
                 ],
-                options={"mip_rel_gap": LEVEL_PRECISION, "node_limit": MAX_NODES},
+                options={"mip_rel_gap": 1e-3, "node_limit": MAX_NODES},
             )
         if solved.x is None:
             return None
