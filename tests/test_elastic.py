@@ -24,7 +24,7 @@ from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.train import checked_world_size
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import register_schemas, to_conf
-from shardhet.planner import PlanError, solve
+from shardhet.planner import PlanError, find_plan
 from shardhet.planner.present import part_for, plan_for, positions_of
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
@@ -90,7 +90,7 @@ def test_a_device_with_less_memory_than_was_measured_is_another() -> None:
 def test_the_plan_is_that_of_the_devices_that_are_there() -> None:
     present = there("t@b", "f@new", "s@b")
     plan = plan_for(present, MEASURED, global_batch_size=BATCH)
-    expected = solve(part_of(MEASURED, (0, 2, 3)), global_batch_size=BATCH).plan
+    expected = find_plan(part_of(MEASURED, (0, 2, 3)), global_batch_size=BATCH)
     assert [rank.state_share for rank in plan.ranks] == [
         rank.state_share for rank in expected.ranks
     ]

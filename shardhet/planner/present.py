@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardhet.planner.find import solve
+from shardhet.planner.find import find_plan
 from shardhet.planner.problem.demands import Demands
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
@@ -60,14 +60,14 @@ def plan_for(
     """
     positions = positions_of(present, measured.cluster)
     setting = part_of(measured, positions)
-    solution = solve(setting, global_batch_size=global_batch_size, demands=demands or Demands())
+    plan = find_plan(setting, global_batch_size=global_batch_size, demands=demands or Demands())
     # The part has its devices in the order of the measured cluster.
     order = sorted(range(len(present)), key=positions.__getitem__)
     ranks = tuple(
         replace(rank, device=_named(rank.device, present[i]))
-        for rank, i in zip(solution.plan.ranks, order, strict=True)
+        for rank, i in zip(plan.ranks, order, strict=True)
     )
-    return replace(solution.plan, ranks=ranks)
+    return replace(plan, ranks=ranks)
 
 
 def _first(

@@ -21,6 +21,7 @@ from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
+from shardhet.planner.preference import TOLERANCE
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.training.slow_devices import (
@@ -238,7 +239,10 @@ class Rebalancer:
         setting = at_speeds(self._setting, slowness)
         try:
             solution = solve(
-                setting, global_batch_size=before.global_batch_size, demands=self._demands
+                setting,
+                global_batch_size=before.global_batch_size,
+                demands=self._demands,
+                tolerance=TOLERANCE,
             )
         except PlanError as error:
             return _Decision(why_not=f"no plan was found: {error}")
