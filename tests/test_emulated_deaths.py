@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm.liveness import EXIT_STATUS, watch_ranks
+from shardhet.comm.liveness import EXIT_STATUS, watch
 from tests.emulated.accelerator import Accelerator
 from tests.misdeeds import commit
 from tests.selection import one_in
@@ -64,7 +64,8 @@ def train(rank: int, case: Case) -> None:
     accelerator = Accelerator()
     accelerator.nccl.blocks_on_loss = True
     accelerator.nccl.aborts = case.aborts
-    with accelerator.installed(), watch_ranks(device=accelerator.device):
+    watch._is_decided.clear()  # so that HetFSDP starts the watch itself
+    with accelerator.installed():
         take_steps(rank, case, accelerator.device)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import save
 from shardhet.checkpoint.state import ranks
-from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch_ranks
+from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch, watch_ranks
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import start
@@ -333,6 +333,25 @@ def test_ranks_that_wait_for_each_other_are_shown_with_where_they_wait(
     said = [o.message for o in outcomes if "all ranks have waited for each other" in o.message]
     assert said, outcomes
     assert all("model(...)" in each for each in said)
+
+
+def watch_by_itself(rank: int) -> None:
+    """HetFSDP alone starts the watch; the program's own calls change it, or switch it off."""
+    watch._is_decided.clear()  # as in a program that has not called watch_ranks
+    small_model(2)
+    [started] = watch._running
+    assert started._hang_timeout_s == watch.HANG_TIMEOUT_S <= 60.0
+    small_model(2)
+    assert watch._running == [started]
+    assert watch_ranks(hang_timeout_s=7.0) is started
+    assert started._hang_timeout_s == 7.0
+    watch_ranks(hang_timeout_s=0)
+    small_model(2)
+    assert not watch._running
+
+
+def test_a_model_starts_the_watch_unless_the_program_has_decided() -> None:
+    run_ranks(watch_by_itself, 2, fresh_world=True)
 
 
 def test_the_watch_can_be_switched_off_and_costs_no_thread_then() -> None:

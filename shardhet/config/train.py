@@ -135,7 +135,6 @@ class TrainConf:
     compile: bool = False  # compile each unit with torch.compile, on ranks where that works
     log_every: int = 10  # steps between two log lines, and two reports of device use
     eval_every: int = 0  # steps between two evaluations; 0: only at the end
-    num_sampled_tokens: int = 0  # of text at the end
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     replicas: ReplicasConf = field(default_factory=ReplicasConf)
@@ -173,7 +172,6 @@ class TrainConf:
         check_at_least("hang_timeout_s", self.hang_timeout_s or 0, 0)
         check_at_least("log_every", self.log_every, 1)
         check_at_least("eval_every", self.eval_every, 0)
-        check_at_least("num_sampled_tokens", self.num_sampled_tokens, 0)
         rolls_back = self.guard.on_bad_step is OnBadStep.ROLL_BACK
         if rolls_back and not self.checkpoint.every:
             raise ConfigError(
@@ -232,11 +230,6 @@ class TrainConf:
             )
         if isinstance(self.model, HfConf):
             self.model.check_weights()
-        if self.num_sampled_tokens and not isinstance(self.model, DecoderConf):
-            raise ConfigError(
-                f"num_sampled_tokens: {self.num_sampled_tokens} but only a decoder writes "
-                f"text. Set it to 0 for model={self.model.kind.value}."
-            )
 
     def check_device(self) -> None:
         """Raise if the requested device is not available."""

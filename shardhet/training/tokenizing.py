@@ -1,14 +1,13 @@
-"""From bytes to tokens and back: each byte by itself, or the tokenizer of a model."""
+"""From bytes to tokens, by the tokenizer of a model; without one, each byte is a token."""
 
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,44 +17,12 @@ from shardhet.training.data import SEPARATOR, Corpus
 FILE_VERSION = 1
 
 
-class Tokenizer(Protocol):
-    """Converts bytes to tokens and back, without loss."""
-
-    @property
-    def digest(self) -> str:
-        """A hash that is equal exactly for tokenizers that do the same."""
-        ...
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of ``text``."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of ``tokens``; tokens that were not learned have none."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ByteTokenizer:
-    """A tokenizer with one token per byte."""
-
-    @property
-    def digest(self) -> str:
-        return "bytes"
-
-    def encode(self, text: bytes) -> list[int]:
-        return list(text)
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        return bytes(tokens)
-
-
 @dataclass(frozen=True)
 class ModelTokenizer:
     """The tokenizer that a model was trained with, in the JSON of the package ``tokenizers``.
 
     Its text is UTF-8.  Invalid bytes become the replacement character, and some tokenizers
-    normalise letters, so decoding does not restore every byte.
+    normalise letters, so tokens do not determine every byte.
     """
 
     state: str
@@ -77,17 +44,13 @@ class ModelTokenizer:
 
     @property
     def digest(self) -> str:
+        """A hash that is equal exactly for tokenizers that do the same."""
         return hashlib.sha256(f"{self.end} {self.state}".encode()).hexdigest()
 
     def token(self, *names: str) -> int | None:
         """The id of the first of these tokens that the vocabulary has."""
         found = (self._backend.token_to_id(name) for name in names)
         return next((token for token in found if token is not None), None)
-
-    def encode(self, text: bytes) -> list[int]:
-        plain = text.decode("utf-8", errors="replace")
-        ids: list[int] = self._backend.encode(plain, add_special_tokens=False).ids
-        return ids
 
     def encode_all(self, text: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """The tokens of all documents of ``text``, [tokens], in the smallest type that fits."""
@@ -98,10 +61,6 @@ class ModelTokenizer:
         encodings = self._backend.encode_batch_fast(plain, add_special_tokens=False)
         parts = [np.array([*each.ids, *end], dtype=dtype) for each in encodings]
         return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        text: str = self._backend.decode(list(tokens), skip_special_tokens=False)
-        return text.encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ ROUND = (LAUNCHER, AGENT, RANK, STOP, LAUNCHER, AGENT, RANK)  # stops are half a
 NUM_FAULTS = 70
 HANG_TIMEOUT_S = 10.0  # of the runs in which a rank is stopped
 MAX_SECONDS_LEFT = 30.0  # after the deed; after the patience with a rank that is stopped
+HANGS_AFTER_S = 150.0  # what runs then is killed
 LIMIT_S = 400.0  # of one start, on a busy machine
 SECONDS_BETWEEN_LOOKS = 0.2
 START_S = 12.0  # about; deeds at the start fall into it
@@ -113,6 +114,7 @@ class Outcome:
     seconds: float  # from the deed until nothing was left running
     went_on_after: int  # the step
     verdict: str  # "as it should", or what went wrong
+    load: float = 0.0  # runnable processes at the end, mean of a minute
 
     @property
     def is_well(self) -> bool:
@@ -199,8 +201,7 @@ def inject(fault: Fault) -> Outcome:
             began_s = time.monotonic()
             if pid is not None:
                 os.kill(pid, signal.SIGSTOP if fault.deed == STOP else signal.SIGKILL)
-            limit_s = MAX_SECONDS_LEFT + (HANG_TIMEOUT_S if fault.deed == STOP else 0.0)
-            left = _wait_until_none_runs(run, process, limit_s)
+            left = _wait_until_none_runs(run, process)
             seconds = time.monotonic() - began_s
             said = run.text()
         verdict = _judge(fault, pid, left, said)
@@ -218,6 +219,7 @@ def inject(fault: Fault) -> Outcome:
         seconds=round(seconds, 2),
         went_on_after=went_on_after,
         verdict=verdict or "as it should",
+        load=round(os.getloadavg()[0], 1),
     )
 
 
@@ -238,11 +240,9 @@ def _reach(fault: Fault, run: Run, process: subprocess.Popen[bytes]) -> int | No
     return pid
 
 
-def _wait_until_none_runs(
-    run: Run, process: subprocess.Popen[bytes], limit_s: float
-) -> list[str]:
+def _wait_until_none_runs(run: Run, process: subprocess.Popen[bytes]) -> list[str]:
     """Wait; the command lines of those that run at the limit."""
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = time.monotonic() + HANGS_AFTER_S
     while True:
         process.poll()  # or it stays as a zombie
         left = run.pids()

@@ -15,6 +15,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.measure_report import Progress, show_measurement
 from shardhet.apps.run.model_to_measure import model_to_measure
+from shardhet.comm.liveness.ending import end_now
 from shardhet.config.measure import MeasureConf
 from shardhet.config.train import Precision
 from shardhet.profiler.measure import MeasuringEffort, measure
@@ -31,7 +32,7 @@ def main() -> None:
             measure_as_rank(conf, folder, env)
         except Exception:
             # The launcher shows the root cause; this rank's traceback is in its log.
-            raise SystemExit(1) from None
+            end_now(1)
 
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:

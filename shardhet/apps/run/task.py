@@ -35,14 +35,10 @@ from shardhet.training.samples import (
     masked,
     second_half,
 )
-from shardhet.training.tokenizing import (
-    ByteTokenizer,
-    ModelTokenizer,
-    TokenFile,
-    Tokenizer,
-)
+from shardhet.training.tokenizing import ModelTokenizer, TokenFile
 from shardhet.training.trainer import Evaluation, Run, run_plainly
 
+BYTES = "bytes"  # in place of a tokenizer's digest where each byte is a token
 DIGEST_LENGTH_IN_NAMES = 12  # hexadecimal digits
 DTYPE_BY_PRECISION = {
     Precision.FP64: torch.float64,
@@ -66,7 +62,6 @@ class Task:
     data_digest: str  # equal on two machines exactly if their samples are
     score_name: str  # of what ``score`` returns
     baselines: Mapping[str, float] = field(default_factory=dict)  # scores of simpler methods
-    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     model_name: str | None = None  # None: the name of its kind in the configuration
     loss_fn: LossFn | None = None  # of HetFSDP
     units: tuple[str, ...] | None = None  # of HetFSDP; None: found
@@ -88,7 +83,7 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
             module=make_module(conf.model, conf.data, conf.precision),
             batches=batches,
             judged=judged,
-            data_digest=f"{text.digest} {ByteTokenizer().digest}",
+            data_digest=f"{text.digest} {BYTES}",
             score_name="bits per token",
         ),
         text,
@@ -129,7 +124,7 @@ def _hf_task(
     """The folder's model on text, tokenized by its own tokenizer or as bytes."""
     folder = model.folder()
     own = own_tokenizer(model, conf.data)
-    corpus, tokenizer = _as_tokens(conf.data, text, token_dir, own)
+    corpus = _as_tokens(conf.data, text, token_dir, own)
     batches: Batches
     batches, judged = _batches(conf, corpus, global_batch_size)
     if folder.objective is Objective.MASKED:
@@ -154,9 +149,8 @@ def _hf_task(
         module=module,
         batches=batches,
         judged=judged,
-        data_digest=f"{corpus.digest} {tokenizer.digest}",
+        data_digest=f"{corpus.digest} {BYTES if own is None else own.digest}",
         score_name="bits per token",
-        tokenizer=tokenizer,
         model_name=model.name_of(module),
         loss_fn=called.loss_fn,
         units=None if called.loss_is_in_head else called.units,
@@ -214,9 +208,9 @@ def _batches(
 
 def _as_tokens(
     data: DataConf, text: Corpus, token_dir: Path, own: ModelTokenizer | None
-) -> tuple[Corpus, Tokenizer]:
+) -> Corpus:
     if own is None:
-        return text, ByteTokenizer()
+        return text
     folder = token_dir if data.cache_dir is None else Path(data.cache_dir)
     digests = [each.digest[:DIGEST_LENGTH_IN_NAMES] for each in (own, text)]
-    return TokenFile.load(folder / "_".join(("own", *digests)), text, own).corpus, own
+    return TokenFile.load(folder / "_".join(("own", *digests)), text, own).corpus

@@ -32,16 +32,14 @@ from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.run.task import Task
 from shardhet.apps.run.tracing import Tracer
 from shardhet.checkpoint import Resumed
+from shardhet.comm.liveness.ending import end_now
 from shardhet.comm.progress import phase, progress
 from shardhet.config.train import Precision, TrainConf
 from shardhet.training.emulation import HostMemory
-from shardhet.training.sampling import sample_tokens
 from shardhet.training.slow_devices import of_any_device
 from shardhet.training.trainer import DeviceUse, StepMetrics
 
 logger = logging.getLogger(__name__)
-
-SAMPLE_PROMPT = b"def "
 
 
 def main() -> None:
@@ -55,7 +53,7 @@ def main() -> None:
             run_rank(conf, folder, env)
         except Exception:
             # The launcher shows the root cause; this rank's traceback is in its log.
-            raise SystemExit(1) from None
+            end_now(1)
 
 
 def run_rank(
@@ -105,19 +103,14 @@ class Run:
         self._conf = conf
         self._folder = folder
         self._env = env
-        built = build(conf, folder, env, device, clock)
+        self._built = built = build(conf, folder, env, device, clock)
         self.trainer = built.trainer
         self._model = built.trainer.model
-        self._task = built.task
         self._checkpoints = built.checkpoints
-        self._resumed = built.resumed
         self._clock = None if built.resumed is None else clock
-        self._devices = built.devices
-        self._prediction = built.prediction
+        self._prediction = built.prediction  # of the plan that is followed
         if built.prediction is not None:
             progress.predicted_bytes = built.prediction.memory_bytes[self._model.position]
-        self._rebalancer = built.rebalancer
-        self._why_eager = built.why_eager
         self._outcome = Outcome()
         self.was_told: str | None = None  # to end before the last step, and how
         self.goes_on_without_some = False  # without the ranks that were told to end
@@ -197,7 +190,6 @@ class Run:
         elif self._prediction is not None:
             console.print(self._outcome.beside(self._prediction), soft_wrap=True)
             console.print(self._outcome.table(self._model.plan, self._prediction))
-        show_text(console, self._conf, self._task, self._model)
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     def begin(self, console: Console) -> Display:
@@ -205,19 +197,19 @@ class Run:
         logger.info("rank %d has position %d of the plan", self._env.rank, self._model.position)
         if self.is_rank_zero:
             self._model.plan.save(self._folder.plan_path)
-            self._folder.save_devices(self._devices)
+            self._folder.save_devices(self._built.devices)
             self._loggers = open_loggers(
                 self._conf.logger, self._folder, first_step=self._model.step + 1
             )
-        show_start(console, self._conf, self._task, self._model, self._resumed)
+        show_start(console, self._conf, self._built.task, self._model, self._built.resumed)
         if self._conf.compile:
-            said = say_who_compiles(self._model, self._why_eager, self._folder)
+            said = say_who_compiles(self._model, self._built.why_eager, self._folder)
             console.print(said, markup=False, soft_wrap=True)
         if not console.is_terminal:
-            console.print(device_table(self._model.plan, self._devices))
+            console.print(device_table(self._model.plan, self._built.devices))
         return Display(
             self._model.plan,
-            self._devices,
+            self._built.devices,
             num_steps=self._conf.num_steps,
             log_every=self._conf.log_every,
             console=console,
@@ -237,8 +229,8 @@ class Run:
             if self.is_rank_zero and self._prediction is not None:
                 self._prediction.timeline.save_chrome_trace(self._folder.predicted_trace_path)
             self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
-        if self._rebalancer is not None:
-            self._look_at_speeds(step, self._rebalancer, display)
+        if self._built.rebalancer is not None:
+            self._look_at_speeds(step, self._built.rebalancer, display)
         if metrics.why_skipped is None:
             self._record(metrics, display)
         elif self._skip(metrics, display):
@@ -259,8 +251,7 @@ class Run:
         log_all(self._loggers, step, seconds)
         told = self._checkpoints.replicas_told
         if is_first and told is not None:
-            logger.info("%s", told)
-            display.show_remark(told)
+            _tell(told, display)
 
     def _record(self, metrics: StepMetrics, display: Display) -> None:
         values = {
@@ -283,10 +274,8 @@ class Run:
         self._clock = None
         clock.end("take a step")
         said = f"resumed with step {step} on {_count(self._env.world_size, 'device')} after "
-        said += clock.text
-        logger.info("%s", said)
         log_all(self._loggers, step, clock.values)
-        display.show_remark(said)
+        _tell(said + clock.text, display)
 
     def _skip(self, metrics: StepMetrics, display: Display) -> bool:
         """Record a step that changed nothing; whether it has taken the run back."""
@@ -301,8 +290,7 @@ class Run:
             for each in self._loggers:
                 each.roll_back(to_step)
             log_all(self._loggers, to_step, {"rolled_back_from": step})
-        logger.warning("%s", said)
-        display.show_remark(said)
+        _tell(said, display, logging.WARNING)
         return rolls_back
 
     def _look_at_speeds(self, step: int, rebalancer: Rebalancer, display: Display) -> None:
@@ -310,7 +298,7 @@ class Run:
         imbalance = rebalancer.after_step()
         if imbalance is None:
             return
-        said = f"after step {step}: {imbalance.text([str(each) for each in self._devices])}"
+        said = f"after step {step}: {imbalance.text([str(e) for e in self._built.devices])}"
         pairs = enumerate(imbalance.slowness)
         values = {f"device{i}/slowness": each for i, each in pairs if each is not None}
         if imbalance.new_plan is not None:
@@ -324,8 +312,7 @@ class Run:
         elif not self._conf.rebalance:
             said += "; rebalance=true would plan anew"
         log_all(self._loggers, step, values)
-        logger.warning("%s", said)
-        display.show_remark(said)
+        _tell(said, display, logging.WARNING)
 
     def _look(self, step: int, display: Display) -> None:
         uses = self.trainer.look_at_devices()
@@ -335,12 +322,17 @@ class Run:
             display.show_devices(uses)
 
     def _evaluate(self, step: int, display: Display) -> None:
-        evaluation = self.trainer.evaluate(self._task.judged)
-        score, name = self._task.score(evaluation), self._task.score_name
+        evaluation = self.trainer.evaluate(self._built.task.judged)
+        score, name = self._built.task.score(evaluation), self._built.task.score_name
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
         log_all(self._loggers, step, values)
         if self.is_rank_zero:
-            display.show_score(step, name, score, self._task.baselines)
+            display.show_score(step, name, score, self._built.task.baselines)
+
+
+def _tell(said: str, display: Display, level: int = logging.INFO) -> None:
+    logger.log(level, "%s", said)
+    display.show_remark(said)
 
 
 def show_start(
@@ -381,24 +373,6 @@ def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> s
         return "every unit is compiled; the first steps and evaluation take longer"
     why = reason or f"see the logs in {folder.logs_dir}"
     return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
-
-
-def show_text(console: Console, conf: TrainConf, task: Task, model: HetFSDP) -> None:
-    """Print a text that the model generates, if the configuration asks for one.  Collective."""
-    data, num_tokens = conf.data, conf.num_sampled_tokens
-    if not num_tokens:
-        return
-    tokens = sample_tokens(
-        model,
-        task.tokenizer.encode(SAMPLE_PROMPT),
-        num_tokens,
-        seq_len=data.seq_len,
-        seed=conf.seed,
-        device=model.device,
-    )
-    whole = (SAMPLE_PROMPT + task.tokenizer.decode(tokens)).decode(errors="replace")
-    console.print("a sample of generated text:", style="bold")
-    console.print(whole, markup=False, soft_wrap=True)
 
 
 @phase("writing the model")

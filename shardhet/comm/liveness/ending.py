@@ -168,15 +168,19 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _exit(message: str) -> NoReturn:
-    """End the process now, whatever its threads do."""
     logger.critical("%s", message)
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{message}\n")
+    end_now(EXIT_STATUS)
+
+
+def end_now(status: int) -> NoReturn:
+    """End the process, whatever its threads do, and without the destructors of torch."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     logging.shutdown()
-    os._exit(EXIT_STATUS)
+    os._exit(status)
 
 
 def _limit_exit() -> None:
