@@ -106,7 +106,11 @@ def in_order(model: HetFSDP, optimizer: Any, x: Any) -> list[tuple[str, Callable
 def test_all_end_within_seconds_with_the_name_of_the_rank(seed: int) -> None:
     case = draw(seed)
     outcomes = run_ranks_expecting_failure(
-        train, case.plan.world_size, case, within_s=WITHIN_S + BEFORE_S
+        train,
+        case.plan.world_size,
+        case,
+        within_s=WITHIN_S + BEFORE_S,
+        leaves_on_failure=True,
     )
     done_at_s = outcomes[case.rank].ended_at_s
     for outcome in outcomes:
