@@ -258,3 +258,20 @@ def _num_buffers(rank: int) -> None:
 
 def test_gradients_that_are_reduced_once_are_held_in_one_buffer() -> None:
     run_ranks(_num_buffers, 2)
+
+
+def _one_unit(rank: int) -> None:
+    """Its reduction of a round is the only one in flight when it begins the next backward."""
+    plan = plan_of(3, 3)
+    torch.manual_seed(5)
+    module = Small().double()
+    model = HetFSDP(copy.deepcopy(module), plan, units=["hidden"])
+    inputs, targets = tokens(plan.global_batch_size)
+    mine = plan.sample_indices(model.position)
+    model.forward_backward(inputs[mine], targets[mine])
+    mean_of(module, inputs, targets)
+    check_grads(model, module)
+
+
+def test_a_unit_is_reduced_before_its_next_round_adds() -> None:
+    run_ranks(_one_unit, 3)
