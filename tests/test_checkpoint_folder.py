@@ -76,7 +76,7 @@ def test_the_newest_whole_one_is_found_and_others_are_named(
     assert (latest.step, latest.path) == (1, checkpoints.path_of(1))
     assert "step_00000003" in latest.skipped[0]
     assert "step_00000002" in latest.skipped[1]
-    assert caplog.text.count("not whole") == 2
+    assert caplog.text.count("skipped an incomplete checkpoint") == 2
     damage(checkpoints.path_of(1))
     with pytest.raises(CheckpointError, match="none of its 3 checkpoints is complete"):
         checkpoints.latest()

@@ -57,7 +57,7 @@ def test_commands_groups_choices_and_keys_are_offered(commands: Path) -> None:
     )
     assert names == {"train"}
     assert {"plan=", "plan."} <= groups
-    assert choices == {"adamw", "sgd"}  # what follows the =, which parts words in bash
+    assert choices == {"adamw", "any", "sgd"}  # what follows the =, which parts words in bash
     assert {"optim.lr=", "optim.momentum="} <= keys
     assert not any("betas" in key for key in keys)
 

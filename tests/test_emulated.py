@@ -89,7 +89,7 @@ class OnAccelerator:
             mean = train_step(self.model, self.problem, mine, self.course)
         if len(runtime._known._findings) == num_probes:
             # The host reads the losses when backward is queued, and nothing else.
-            assert self.accelerator.syncs == ["comm/host_copy.py read: event"]
+            assert self.accelerator.syncs == ["comm/host_copy.py read: event"], self.accelerator.syncs
             for group, communicator in by_group.items():
                 for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
                     assert stream == "of priority -1"

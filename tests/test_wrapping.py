@@ -170,13 +170,13 @@ def test_units_tied_in_a_chain_become_one() -> None:
 def test_a_name_that_misses_is_answered_with_those_that_come_close(
     wanted: str, candidate: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"units: '{wanted}' is no .*\b{candidate}\b"):
+    with pytest.raises(ValueError, match=rf"units: '{wanted}' is not a .*\b{candidate}\b"):
         find_units(GPT(), [wanted])
 
 
 def test_a_class_that_misses_is_answered_with_the_classes_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"units: 'TransformerEncoderLayer' .* below GPT"
+        ValueError, match=r"units: 'TransformerEncoderLayer' is not a module of GPT"
     ) as caught:
         find_units(GPT(), [nn.TransformerEncoderLayer])
     assert "LayerNorm" in str(caught.value)

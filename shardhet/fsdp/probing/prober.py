@@ -58,7 +58,9 @@ class Findings:
         """The model's output for no samples, with its tensors as zeros on ``device``."""
         leaves, spec = flatten(self.empty_output)
         made = [
-            torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+            if isinstance(leaf, Tensor)
+            else leaf
             for leaf in leaves
         ]
         return unflatten(made, spec)
