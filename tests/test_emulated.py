@@ -89,7 +89,8 @@ class OnAccelerator:
             mean = train_step(self.model, self.problem, mine, self.course)
         if len(runtime._known._findings) == num_probes:
             # The host reads the losses when backward is queued, and nothing else.
-            assert self.accelerator.syncs == ["comm/host_copy.py read: event"], self.accelerator.syncs
+            syncs = self.accelerator.syncs
+            assert syncs == ["comm/host_copy.py read: event"], syncs
             for group, communicator in by_group.items():
                 for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
                     assert stream == "of priority -1"

@@ -12,7 +12,7 @@ from tests.programs import SHARDHET, run
 from tests.test_rebalancing import measured_decoder
 from tests.test_worker import SHORT_TEXT, write_pages
 
-NUM_STEPS = 100  # of 25 ms: it is told to end at half of them, and must hear it
+NUM_STEPS = 300  # of 10 to 25 ms: it is told to end at half of them, and must hear it
 
 
 @pytest.mark.timeout(400)

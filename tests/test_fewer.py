@@ -231,7 +231,7 @@ def test_measured_profiles_are_asked_as_well(
     assert "measured groups" not in text  # a single device has no collectives
     odd = GroupCollectives(
         positions=(0, 1, 2),
-        collectives=collectives((2**18,), gather_s_per_byte=1e-8, reduce_s_per_byte=1e-8),
+        collectives=collectives((2**18,), gather_s_per_byte=5e-7, reduce_s_per_byte=5e-7),
     )
     four = setting_of("ffss", s_per_byte=1e-6)
     profile = replace(four.profile, groups=(odd,))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from shardhet import HetFSDP, Rebalancer
 from shardhet.apps.cli.display import Display, device_table
-from shardhet.apps.launch.crash import RankConsole
+from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole
 from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.joining import joined
 from shardhet.apps.launch.leaving import agree_on_end, leave
@@ -51,6 +51,12 @@ def main() -> None:
     with suppress(KeyboardInterrupt):  # the launcher reports it
         try:
             run_rank(conf, folder, env)
+        except SystemExit as ended:
+            if ended.code == OUTPUT_CLOSED:
+                end_now(
+                    OUTPUT_CLOSED
+                )  # before its peers miss it: the launcher asks who was first
+            raise
         except Exception:
             # The launcher shows the root cause; this rank's traceback is in its log.
             end_now(1)
