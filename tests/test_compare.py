@@ -1,11 +1,12 @@
 """A traced step beside its prediction."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from shardhet.apps.compare import main
+from shardhet.apps.compare import StepParts, main, verdict
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.tracing import NUM_STEPS, POSITION
 from shardhet.pricing.setting import Setting
@@ -78,3 +79,11 @@ def test_a_run_without_a_traced_step_is_told_how_to_trace(
     with pytest.raises(SystemExit):
         main([str(folder.path)])
     assert "Train with trace=true." in capsys.readouterr().err
+
+
+def test_a_device_that_has_nothing_to_compute_is_not_blamed() -> None:
+    works = StepParts(Counter({("forward", "head"): 2.0}))
+    quicker = StepParts(Counter({("forward", "head"): 1.9}))
+    idle, updates = StepParts(Counter()), StepParts(Counter({("optimizer", ""): 1e-6}))
+    text = verdict([("0 fast", works, quicker), ("1 idle", idle, updates)])
+    assert "Every device computes about as long" in text

@@ -143,12 +143,14 @@ def differences_of(device: str, predicted: StepParts, measured: StepParts) -> li
 
 def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
     """Where most of the difference is: computing on one device, or waiting everywhere."""
-    computing = [
-        (sum(m.of_phase(each) - p.of_phase(each) for each in COMPUTING), name, p)
-        for name, p, m in pairs
-    ]
-    slower_s, name, parts = max(computing, key=lambda each: each[0])
-    predicted_s = sum(parts.of_phase(each) for each in COMPUTING)
+    slower = []
+    for name, predicted, measured in pairs:
+        predicted_s, measured_s = (
+            sum(parts.of_phase(each) for each in COMPUTING) for parts in (predicted, measured)
+        )
+        if predicted_s:  # a device without samples and state computes nothing
+            slower.append((measured_s - predicted_s, predicted_s, name))
+    slower_s, predicted_s, name = max(slower)
     if slower_s > 0.05 * predicted_s:
         return (
             f"Device {name} computes {duration(slower_s)} a step longer than predicted "
