@@ -28,6 +28,15 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return name
 
 
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors on ``device``."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def backends_for(device: torch.device) -> str:
     """What to give ``init_process_group`` so that host and ``device`` can both communicate."""
     if is_on_host(device):

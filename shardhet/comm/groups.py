@@ -175,10 +175,10 @@ def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:
     have made fewer: they would wait in the next one under another name, for ever.
     """
     world = dist.distributed_c10d._world
-    with suppress(RuntimeError):  # no gloo in this group
-        group._get_backend(torch.device("cpu"))
-        device = torch.device("cpu")
-    number = torch.tensor([world.group_count], device=device)
+    host = torch.device("cpu")
+    number = torch.tensor(
+        [world.group_count], device=host if devices.carries(group, host) else device
+    )
     dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
     world.group_count = int(number)
 

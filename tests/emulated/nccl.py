@@ -81,8 +81,12 @@ class Nccl:
         def backend(group: dist.ProcessGroup, device: torch.device) -> str:
             return "nccl" if device.index is not None else backend_of(group, device)
 
+        def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+            return device.index is not None or group not in _is_nccl
+
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(devices, "backend_of", backend))
+            stack.enter_context(mock.patch.object(devices, "carries", carries))
             stack.enter_context(mock.patch.object(dist, "new_group", self._make_group))
             stack.enter_context(mock.patch.object(groups, "_break", self._break))
             stack.enter_context(mock.patch.object(c10d, "_coalescing_manager", self._grouped))
