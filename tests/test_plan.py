@@ -318,12 +318,19 @@ VALID_CHANGES = [
     put("units", 0, "fqn", "blocks.1"),
     put("ranks", 0, "microbatch_sizes", [4, 3, 4]),
     put("ranks", 0, "recomputed_units", ["blocks.*"]),
+    put("ranks", 0, "optimizer_on_host", True),
     put("ranks", 0, "device", {}),
     put("ranks", 0, "device", "host", "b"),
     put("ranks", 1, "device", "uuid", "GPU-8"),
 ]
 
-RANK_FIELDS = ("device", "microbatch_sizes", "state_share", "recomputed_units")
+RANK_FIELDS = (
+    "device",
+    "microbatch_sizes",
+    "state_share",
+    "recomputed_units",
+    "optimizer_on_host",
+)
 UNIT_FIELDS = ("fqn", "numel")
 TOP_FIELDS = ("version", "reshard_after_forward", "ranks", "units")
 ILL_TYPED: dict[str, list[Any]] = {
@@ -335,6 +342,7 @@ ILL_TYPED: dict[str, list[Any]] = {
     "microbatch_sizes": [None, 4, "4", {}, [0], [-1], [1.5], ["1"], [None], [True], [[1]]],
     "state_share": [None, "0.5", [], True, -0.1, 1.5, 0.9, math.nan, math.inf, 10**400],
     "recomputed_units": [None, "*", True, {}, [1], [None], [["*"]]],
+    "optimizer_on_host": [0, "true", []],
     "fqn": [None, 1, [], True],
     "numel": [None, "96", 9.5, True, -1],
 }
@@ -346,7 +354,8 @@ def mutations() -> Iterator[Any]:
     places |= {field: ("ranks", 0, field) for field in RANK_FIELDS}
     places |= {field: ("units", 0, field) for field in UNIT_FIELDS}
     for field, place in places.items():
-        yield pytest.param(drop(*place), field, place, id=f"{field} missing")
+        if field != "optimizer_on_host":
+            yield pytest.param(drop(*place), field, place, id=f"{field} missing")
         for value in ILL_TYPED[field]:
             shown = repr(value) if len(repr(value)) < 40 else "huge"
             yield pytest.param(put(*place, value), field, place, id=f"{field} {shown}")
@@ -418,6 +427,25 @@ def test_units_that_share_a_name_are_refused() -> None:
     unit = PlannedUnit(fqn="head", numel=3)
     with pytest.raises(ValueError, match=r"plan: .*head"):
         Plan(ranks=Plan.even(1, microbatch_size=1).ranks, units=(unit, unit))
+
+
+# Places
+
+
+def test_where_the_optimizer_steps_is_said_for_all_devices_or_for_each() -> None:
+    for said, meant in ((True, [True, True]), ([False, True], [False, True])):
+        plan = Plan.by_hand(microbatch_sizes=[1, 2], optimizer_on_host=said)
+        assert [rank.optimizer_on_host for rank in plan.ranks] == meant
+        assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(ValueError, match=r"plan: optimizer_on_host has 1 entries but .* 2"):
+        Plan.by_hand(microbatch_sizes=[1, 2], optimizer_on_host=[True])
+
+
+def test_a_file_that_does_not_say_where_the_optimizer_steps_means_the_device() -> None:
+    document = json.loads(WHOLE.to_json())
+    for rank in document["ranks"]:
+        del rank["optimizer_on_host"]
+    assert Plan.from_json(json.dumps(document)) == WHOLE
 
 
 # Rounds

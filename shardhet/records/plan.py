@@ -24,6 +24,9 @@ class RankPlan:
     microbatch_sizes: tuple[int, ...]  # samples in each microbatch; empty if it only stores
     state_share: float  # of all parameters, gradients and optimizer state
     recomputed_units: tuple[str, ...] = ()  # fnmatch patterns; ("*",) is every unit
+    # Whether its rows of parameters and gradients, and the optimizer's state, are in the memory
+    # of the host, where the optimizer steps.
+    optimizer_on_host: Annotated[bool, OMITTABLE] = False
 
     @property
     def rank_batch_size(self) -> int:
@@ -187,6 +190,7 @@ class Plan(Document):
         num_microbatches: Sequence[int] | None = None,
         rank_batch_sizes: Sequence[int] | None = None,
         recompute: bool | Sequence[bool | Sequence[str]] = False,
+        optimizer_on_host: bool | Sequence[bool] = False,
         devices: Sequence[DeviceSpec] | None = None,
         reshard_after_forward: bool = True,
         num_rounds: int = 1,
@@ -200,8 +204,9 @@ class Plan(Document):
         (the last microbatch may be smaller); with neither, every device with a microbatch size
         runs one microbatch.  Without ``state_shares`` each device stores by its memory if all
         ``devices`` state theirs, and otherwise as much as any other.  ``recompute`` is one bool
-        for all devices, or one bool or list of unit patterns per device.  With a
-        ``global_batch_size`` the last round has what the others leave of it.
+        for all devices, or one bool or list of unit patterns per device.  ``optimizer_on_host``
+        is one bool for all devices, or one per device.  With a ``global_batch_size`` the last
+        round has what the others leave of it.
         """
         world_size = len(microbatch_sizes)
         if num_microbatches is not None and rank_batch_sizes is not None:
@@ -218,10 +223,21 @@ class Plan(Document):
                 _ragged(b, m) for b, m in zip(rank_batch_sizes, microbatch_sizes, strict=True)
             ]
         claims = [recompute] * world_size if isinstance(recompute, bool) else list(recompute)
+        on_host = (
+            [optimizer_on_host] * world_size
+            if isinstance(optimizer_on_host, bool)
+            else list(optimizer_on_host)
+        )
         devices = devices or [DeviceSpec()] * world_size
         if state_shares is None:
             state_shares = _shares_by_memory(devices)
-        _check_lengths(world_size, state_shares=state_shares, recompute=claims, devices=devices)
+        _check_lengths(
+            world_size,
+            state_shares=state_shares,
+            recompute=claims,
+            optimizer_on_host=on_host,
+            devices=devices,
+        )
         round_size = sum(map(sum, sizes))
         return cls(
             ranks=tuple(
@@ -229,6 +245,7 @@ class Plan(Document):
                     microbatch_sizes=sizes[i],
                     state_share=float(state_shares[i]),
                     recomputed_units=_patterns(claims[i]),
+                    optimizer_on_host=on_host[i],
                     device=devices[i],
                 )
                 for i in range(world_size)
