@@ -255,8 +255,8 @@ def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
     on_host = [i for i, rank in enumerate(plan.ranks) if rank.optimizer_on_host]
     if on_host:
         raise ValueError(
-            f"plan: positions {on_host} have optimizer_on_host, which HetFSDP cannot follow yet. "
-            "Leave it out."
+            f"plan: positions {on_host} have optimizer_on_host, which HetFSDP cannot "
+            "follow yet. Leave it out."
         )
     if not plan.units:
         return  # written by hand, for any model
