@@ -3,7 +3,7 @@
 import copy
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -540,10 +540,3 @@ def test_a_loss_through_two_wrapped_models_is_told_to_wrap_both() -> None:
     loss = squared(critic, generator(draw(5, WIDTH)))
     with pytest.raises(RuntimeError, match="Wrap both in one module"):
         generator.backward(loss, 5)
-
-
-def test_several_rounds_and_a_unit_that_would_stay_unsharded_are_refused() -> None:
-    plan = Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[4])
-    model = HetFSDP(TiedByProduct(), replace(plan, num_rounds=2), units=["table", "blocks.0"])
-    with pytest.raises(ValueError, match="but the plan has 2 rounds"):
-        model(torch.zeros(4, 3, dtype=torch.long))

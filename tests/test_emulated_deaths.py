@@ -88,8 +88,8 @@ def take_steps(rank: int, case: Case, device: torch.device) -> None:
             if doing in PLACES[2:]:
                 spring()
             act()
-            model._runtime.end_step(step)  # all of it belongs to one step
-        model._runtime.end_step(step + 1)
+            model._runtime.rounds.end_step(step)  # all of it belongs to one step
+        model._runtime.rounds.end_step(step + 1)
 
 
 def in_order(model: HetFSDP, optimizer: Any, x: Any) -> list[tuple[str, Callable[[], Any]]]:

@@ -61,8 +61,9 @@ def check_grads(model: HetFSDP, module: nn.Module, bar: float = 1e-12) -> None:
     boxes, expected = model.sharded_state_dict(), dict(module.named_parameters())
     for fqn, param in model.named_parameters():
         rows, whole = boxes[fqn].rows, expected[fqn].grad
-        assert whole is not None
-        assert param.grad is not None
+        assert (whole is None) == (param.grad is None), fqn
+        if whole is None or param.grad is None:
+            continue
         difference = param.grad.as_subclass(Tensor) - whole[rows.start : rows.stop]
         assert not difference.numel() or difference.abs().max() <= bar * whole.abs().max(), fqn
 
@@ -152,6 +153,51 @@ def test_a_call_first_met_in_a_later_round_is_probed_and_keeps_the_sums(
     run_ranks(_other_ways, 3, gathers, each)
 
 
+class Product(nn.Module):
+    """Scores words by products with their embeddings, which no call of the unit gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.hidden, self.out = nn.Linear(4, 4), nn.Linear(4, 7)
+
+    def forward(self, words: Tensor, way: str) -> tuple[Tensor, int]:
+        x = self.table(words) if way != "only" else self.table.weight[:1] * words[..., None]
+        x = self.hidden(x).tanh()
+        scores = self.out(x) if way == "plain" else x @ self.table.weight.T
+        return scores.square().sum(), words.numel()
+
+
+def _stays(rank: int, gathers: int, each: bool) -> None:
+    plan = plan_of(3, 3, gathers, reduce_each_round=each)
+    torch.manual_seed(3)
+    module = Product().double()
+    model = HetFSDP(copy.deepcopy(module), plan, units=["table", "hidden", "out"])
+    cases = [("plain", "product", "plain"), ("product",) * 3, ("plain", "plain", "only")]
+    for ways in (cases, cases[::-1])[gathers % 2]:
+        words = torch.randint(0, 7, (plan.global_batch_size, 3))
+        module.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for i, way in enumerate(ways):
+            mine = plan.round_samples(model.position, i)
+            mean = model.backward(*model(words[mine.start : mine.stop], way))
+            part = words[i * plan.round_size : (i + 1) * plan.round_size]
+            total = total + module(part, way)[0] / words.numel()
+        total.backward()
+        assert mean == pytest.approx(total.item(), rel=1e-12)
+        check_grads(model, module)
+        model.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:.*so all of its parameters stay unsharded")
+@pytest.mark.parametrize("gathers", [0, 1, 2])
+@pytest.mark.parametrize("each", [True, False])
+def test_a_unit_that_has_to_stay_unsharded_does_so_in_all_rounds(
+    gathers: int, each: bool
+) -> None:
+    run_ranks(_stays, 3, gathers, each)
+
+
 def _in_dtype(rank: int, dtype: torch.dtype, gathers: int) -> None:
     """16 samples of 4 tokens: a power of two, whose reciprocal does not round."""
     by_rounds = []
@@ -223,6 +269,30 @@ def _dropped(rank: int) -> None:
         mean_of(module, inputs, targets)
         check_grads(model, module)
         run_round(model, 0, inputs, targets)  # the next forward_backward drops it
+
+
+def _batches(rank: int) -> None:
+    """Two batches of the plan a step; the last round of each has fewer samples."""
+    plan = plan_of(3, 2, 0, global_batch_size=5)
+    model, module = make(plan)
+    for batches in (2, 1, 2):
+        model.batches_per_step = batches
+        inputs, targets = tokens(batches * 5)
+        for i in range(batches):
+            assert model.rounds_left == (batches - i) * 2
+            for j in range(2):
+                part = slice(5 * i, 5 * (i + 1))
+                mean = run_round(model, j, inputs[part], targets[part])
+        assert mean == pytest.approx(mean_of(module, inputs, targets), rel=1e-12)
+        check_grads(model, module)
+        model.zero_grad()
+    assert model.step == 3
+    with pytest.raises(ValueError, match="batches_per_step is 0"):
+        model.batches_per_step = 0
+
+
+def test_a_step_may_have_several_batches_of_the_plan() -> None:
+    run_ranks(_batches, 3)
 
 
 def test_rounds_are_dropped_on_demand_and_by_a_whole_step() -> None:

@@ -103,7 +103,7 @@ def take_steps(rank: int, world_size: int, case: Case) -> int:
         output = model(x)
         doing = "backward"
         model.backward(*output)
-        model._runtime.end_step(step)  # the deeds below belong to the same step
+        model._runtime.rounds.end_step(step)  # the deeds below belong to the same step
         doing = "optimizer"
         optimizer.step()
         doing = "saving"
@@ -117,7 +117,7 @@ def take_steps(rank: int, world_size: int, case: Case) -> int:
             doing = "evaluation"
             model(x)
             model.train()
-        model._runtime.end_step(step + 1)
+        model._runtime.rounds.end_step(step + 1)
     return model.step
 
 

@@ -1,7 +1,7 @@
 """HetFSDP: the module that users wrap around theirs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -20,12 +20,12 @@ from shardhet.fsdp.params.optimizer_gate import know, know_given_up
 from shardhet.fsdp.params.param_hooks import ParamHooks
 from shardhet.fsdp.params.rows import RowGroup
 from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.rounds_door import ModuleInRounds
 from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
 from shardhet.fsdp.sharding.wrapping import find_units
-from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
@@ -36,7 +36,7 @@ from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 
 
-class HetFSDP(ModuleWithState):
+class HetFSDP(ModuleInRounds):
     """Trains ``module`` on all ranks; each computes and stores what ``plan`` assigns to it.
 
     One step:
@@ -193,79 +193,11 @@ class HetFSDP(ModuleWithState):
         warn_of_large_output(output)
         return output
 
-    @contextmanager
-    def _forgetting_rounds(self) -> Iterator[None]:
-        """A context in which an error ends the step, with what its rounds have summed up."""
-        try:
-            yield
-        except BaseException:
-            self._runtime.forget_rounds()
-            raise
-
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
         with self._loss.of(loss_inputs), self._caches.off():
             return self.module(*args, **kwargs)
-
-    def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
-        """Compute gradients of the mean loss over all ranks' tokens; return the mean.
-
-        Collective.  ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their
-        number.  Gradients are summed over ranks and added to existing ones.  A parameter for
-        which no rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank
-        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
-        finite; the model may be used again after that.
-
-        In a plan of several rounds, each is one call of the model and one of this.  All but the
-        last return None and set no gradient; the last returns the mean over all rounds.
-        """
-        with self._forgetting_rounds():
-            return self._backward.run(loss_sum, num_tokens)
-
-    def forward_backward(
-        self,
-        *args: Any,
-        loss_inputs: Any = (),
-        scaler: torch.amp.GradScaler | None = None,
-        **kwargs: Any,
-    ) -> float | None:
-        """All rounds of a step: ``model(...)`` and ``backward`` for each.  Collective.
-
-        The arguments hold this rank's samples of the whole step, round after round, as in
-        ``plan.sample_indices(model.position, num_samples)``.  The model, or ``loss_fn``,
-        returns ``(loss_sum, num_tokens)``.  ``scaler`` scales the loss, in float16.  Returns
-        the mean of the loss, as ``backward`` does of the last round, but never scaled.
-        """
-        loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
-        if self._runtime.moment.round:
-            self.drop_rounds()
-        mean = None
-        own, rounds = self.plan.ranks[self.position].rank_batch_size, self._runtime.num_rounds
-        with self._lifeline.guard("forward_backward"):
-            call = ModelCall.of(
-                self._forward,
-                args,
-                kwargs,
-                loss_inputs,
-                self._batch_dim,
-                planned=rounds * own,
-            )
-            parts = call.in_rounds(rounds, own)
-        for positional, named, of_loss in parts:
-            loss_sum, num_tokens, *_ = self(*positional, loss_inputs=of_loss, **named)
-            if scaler is not None:
-                loss_sum = scaler.scale(loss_sum)
-            mean = self.backward(loss_sum, num_tokens)
-        return mean if mean is None or scaler is None else mean / scaler.get_scale()
-
-    def drop_rounds(self) -> None:
-        """Begin the step anew at the next call, without the rounds so far.  Collective.
-
-        For programs that go on after an error of their own between two rounds.
-        """
-        with self._lifeline.guard("drop_rounds"):
-            self._runtime.drop()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -297,20 +229,6 @@ class HetFSDP(ModuleWithState):
     def rank(self) -> int:
         """This process's rank in the group; state dicts are whole on rank zero."""
         return self._control.rank_by_position[self.position]
-
-    @property
-    def own_samples(self) -> range:
-        """The places of this rank's samples in the global batch of the last ``model(...)``."""
-        return self._runtime.own_samples
-
-    @property
-    def step(self) -> int:
-        """The number of finished steps; set it to resume a run (dropout depends on it)."""
-        return self._runtime.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._runtime.end_step(step)
 
     def ask_to_end(self) -> None:
         """Ask all ranks to end the run, from this rank; may be called by a signal handler.

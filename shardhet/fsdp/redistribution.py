@@ -63,7 +63,7 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
             "not move. Call it between steps, after optimizer.zero_grad()."
         )
     runtime = model._runtime
-    if runtime.awaits_backward or runtime.moment.round or runtime.unit_by_unit is not None:
+    if runtime.awaits_backward or runtime.rounds.have_begun or runtime.unit_by_unit is not None:
         return "a step is in progress. Call it after model.backward, outside of unit_by_unit."
     return None
 
@@ -82,5 +82,5 @@ def follow(model: HetFSDP, plan: Plan) -> None:
     """Compute as ``plan`` says from the next step on; the rows have been moved."""
     model._comm.buffers.release()  # of the sizes of the plan before
     model._comm.follow(plan, model._control)
-    model._runtime.follow(plan)
+    model._runtime.follow(plan, model.batches_per_step)
     model.plan = replace(plan, units=model.plan.units)

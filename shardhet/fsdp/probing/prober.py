@@ -148,12 +148,6 @@ class Prober:
     def _keep_unsharded(self, units: set[int]) -> None:
         self.staying |= units
         names = ", ".join(repr(self._units[i].fqn) for i in sorted(units))
-        if self._form.num_rounds > 1:
-            raise ValueError(
-                f"model(...): parameters of {names} are used while the unit is not called "
-                f"(x @ embedding.weight.T), but the plan has {self._form.num_rounds} "
-                "rounds. Give a plan of one round, or use them inside the unit."
-            )
         warnings.warn(
             f"model(...): parameters of {names} are used while the unit is not being called "
             "(x @ embedding.weight.T, perhaps), so all of its parameters stay unsharded for "

@@ -12,7 +12,8 @@ from shardhet.fsdp.probing.module_state import CountedOnce
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import Moment, RankBatch
+from shardhet.fsdp.step.rank_batch import RankBatch
+from shardhet.fsdp.step.rounds import Moment
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule import Phase
 

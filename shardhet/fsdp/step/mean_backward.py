@@ -81,7 +81,7 @@ class MeanBackward:
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
                 rows_on_host, total = self._share(loss_sum, num_tokens)
-            is_last = self._runtime.is_last_round
+            is_last = self._runtime.rounds.is_last
             seed_grad = self._scale(total).to(loss_sum.dtype)
 
             def run_autograd() -> None:
@@ -102,11 +102,12 @@ class MeanBackward:
                 return None
             if not is_finite or sum(counts) == 0:
                 self._runtime.drop()
-        self._runtime.end_step(self._runtime.step + 1)
-        progress.end_step(self._runtime.step)
+        step = self._runtime.rounds.step + 1
+        self._runtime.rounds.end_step(step)
+        progress.end_step(step)
         if not is_finite or sum(counts) == 0:
-            self._check_finite(losses)
-            logger.warning("step %d has no valid token and is skipped.", self._runtime.step)
+            _check_finite(step, losses)
+            logger.warning("step %d has no valid token and is skipped.", step)
             return None
         with self._lifeline.guard("hooks on parameters"):
             for flat in self._flats:
@@ -124,8 +125,8 @@ class MeanBackward:
         It stays a tensor, so that the host does not wait for an accelerator.
         """
         divisor = torch.where(num_tokens == 0, 1.0, num_tokens)
-        rounds, before = self._runtime.num_rounds, self._scale_on_host
-        if not self._runtime.moment.round:
+        rounds, before = self._runtime.rounds.number, self._scale_on_host
+        if not self._runtime.rounds.have_begun:
             self._sums, before = None, None
         if rounds == 1:
             self._scale_on_host = None
@@ -217,15 +218,6 @@ class MeanBackward:
         comm.current_stream().wait_event(shared)
         return on_host, total
 
-    def _check_finite(self, losses: Sequence[float]) -> None:
-        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad:
-            raise FloatingPointError(
-                f"step {self._runtime.step}: the loss is not finite at positions {bad} of the "
-                f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
-                "clip gradients, or look for bad samples there."
-            )
-
 
 def warn_of_large_output(output: Any) -> None:
     """Warn if the model returns logits of a whole batch."""
@@ -257,3 +249,13 @@ def _check_is_number(loss_sum: Any) -> None:
         "sum over this rank's tokens. "
         + ("Pass output.loss * num_tokens." if has_loss else "Pass the loss itself.")
     )
+
+
+def _check_finite(step: int, losses: Sequence[float]) -> None:
+    bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+    if bad:
+        raise FloatingPointError(
+            f"step {step}: the loss is not finite at positions {bad} of the "
+            f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
+            "clip gradients, or look for bad samples there."
+        )

@@ -2,21 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.fsdp.step.rounds import Rounds
 from shardhet.records.plan import Plan
-
-
-class Moment(NamedTuple):
-    """When a forward is: which round of which step."""
-
-    step: int  # number of steps finished before
-    round: int = 0  # of this step
-    num_samples_before: int = 0  # of all ranks, in its rounds before
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ class RankBatch:
 
 
 def agree_on_batch(
-    plan: Plan, control: Channel, *, num_samples: int, index: int, moment: Moment
+    plan: Plan, control: Channel, *, num_samples: int, index: int, rounds: Rounds
 ) -> tuple[RankBatch, int]:
     """This rank's part of the batch, and the index of the findings to use.  Collective.
 
@@ -45,7 +37,7 @@ def agree_on_batch(
     ways, or with more samples than the plan gives them.
     """
     with_gradients = torch.is_grad_enabled()
-    num_rounds = plan.num_rounds
+    moment, num_rounds = rounds.moment, rounds.number
     finished = moment.step * num_rounds + moment.round
     rows = control.enter("model(...)", [num_samples, 2 * index + with_gradients, finished])
     gradients = [bool(int(row[1]) % 2) for row in rows]

@@ -27,7 +27,8 @@ from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import Moment, RankBatch, agree_on_batch
+from shardhet.fsdp.step.rank_batch import RankBatch, agree_on_batch
+from shardhet.fsdp.step.rounds import Moment, Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.step.unit_by_unit import UnitByUnit
 from shardhet.records.plan import Plan
@@ -55,7 +56,7 @@ class Runtime:
         self.observers = Observers(
             None if devices.is_on_host(comm.device) else comm.mark_device_time
         )
-        self.moment = Moment(0)  # of the next forward, or of the one in progress
+        self.rounds = Rounds(plan)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self._comm = comm
         self._control = control
@@ -81,17 +82,11 @@ class Runtime:
         self._visiting = ""  # the unit that is being computed
         self.awaits_backward = self._is_in_autograd = False
 
-    def follow(self, plan: Plan) -> None:
-        """Compute as ``plan`` says from the next forward on."""
+    def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
+        """Compute as ``plan`` says from the next forward on, so many of its batches a step."""
         self._plan = plan
         self._rank_plan = plan.ranks[self._control.position]
-        self.num_rounds = plan.num_rounds
-        computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
-        # In several rounds these stay the same, whichever of them have samples in one: a unit
-        # that is kept for the next round, and gradients kept in one, are on all of them.
-        self._receivers = tuple(computing) if plan.num_rounds > 1 else None
-        # Whether the global batch is cut at all: between ranks, or between rounds.
-        self._is_cut = len(computing) > 1 or plan.num_rounds > 1
+        self.rounds.follow(plan, batches_per_step)
         self._visits = Visits(
             staying=self._walk.staying,
             rank_plan=self._rank_plan,
@@ -108,7 +103,7 @@ class Runtime:
             self._caches,
             control=self._control,
             device=self._comm.device,
-            form=plan.form,
+            form=self.rounds.form,
         )
         self._known = KnownCalls(self._prober, self._control)
 
@@ -125,12 +120,14 @@ class Runtime:
         Returns None if no rank has samples, unless earlier rounds of the step had some.
         """
         self._has_gradients = torch.is_grad_enabled()
-        if self.moment.round:
-            self._check_goes_on()
+        if self.rounds.have_begun:
+            self.rounds.check_goes_on(
+                has_gradients=self._has_gradients, awaits_backward=self.awaits_backward
+            )
         else:
             self.abandon()
         self.features.begin()
-        splits = self._is_cut or (
+        splits = self.rounds.is_cut or (
             call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
         )
         index = self._known.index_of(call, is_training=is_training, splits=splits)
@@ -140,19 +137,19 @@ class Runtime:
                 self._control,
                 num_samples=call.num_samples,
                 index=index,
-                moment=self.moment,
+                rounds=self.rounds,
             )
-        first = self.batch.first_sample - self.moment.num_samples_before
+        first = self.batch.first_sample - self.rounds.moment.num_samples_before
         self.own_samples = range(first, first + self.batch.num_samples)
         self.had_samples = bool(self.batch.computing)
         if not self.batch.computing:
-            if not self.moment.round:
+            if not self.rounds.have_begun:
                 self.features.is_in_forward = False
                 return None
             index = self._known.latest  # its turns are taken all the same
         self._comm.receivers = self.batch.computing
-        if self._receivers is not None and self._has_gradients:
-            self._comm.receivers = self._receivers
+        if self.rounds.receivers is not None and self._has_gradients:
+            self._comm.receivers = self.rounds.receivers
         self._comm.mark_compute()  # gathers read shards that the optimizer wrote
         self._walk.take_in(self.root)
         if index == UNKNOWN:
@@ -162,7 +159,7 @@ class Runtime:
                 index, call, run_module, is_training=is_training, splits=splits
             )
         self._num_visits.clear()
-        self._walk.begin(findings.schedule, self.moment.round, findings.staying)
+        self._walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
         output = None
         if is_training:
             self._norms.begin()
@@ -210,7 +207,9 @@ class Runtime:
         self._num_visits[unit.fqn] += 1
         with self._dropout.left_alone():
             leaves, rules = self._known.prepare(module, (args, kwargs))
-        backward = BackwardTurn(self._enter_backward, self._walk.end_turn, segment, self.moment)
+        backward = BackwardTurn(
+            self._enter_backward, self._walk.end_turn, segment, self.rounds.moment
+        )
         assert self.batch is not None
         with self._visiting_unit(unit.fqn):
             visit = self._visits.of(
@@ -288,29 +287,11 @@ class Runtime:
 
     # Backward #
 
-    @property
-    def step(self) -> int:
-        """The number of finished steps."""
-        return self.moment.step
-
-    @property
-    def is_last_round(self) -> bool:
-        """Whether gradients are set at the end of the round in progress."""
-        return self.moment.round == self.num_rounds - 1
-
-    def end_step(self, step: int) -> None:
-        """Let the next forward begin the step after ``step`` finished ones."""
-        self.moment = Moment(step)
-
-    def forget_rounds(self) -> None:
-        """Let the next forward begin the step anew, and drop what its rounds have summed up."""
-        self.moment = Moment(self.step)
-
     def drop(self) -> None:
-        """``forget_rounds``, and drop it now.  Collective."""
+        """Drop the rounds of the step so far, and begin it anew.  Collective."""
         self._walk.finish()  # nothing may write what is dropped
         self.abandon()
-        self.forget_rounds()
+        self.rounds.forget()
 
     def backward(self, run_autograd: Callable[[], None]) -> None:
         """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
@@ -325,37 +306,20 @@ class Runtime:
                 self._is_in_autograd = False
         self.features.finish()
         self._walk.end_backward()
-        if self.is_last_round:
+        if self.rounds.is_last:
             self._walk.reduce_rest()
             self._walk.end_step()
         else:
-            before = self.moment.num_samples_before + self.batch.num_together
-            self.moment = Moment(self.step, self.moment.round + 1, before)
+            self.rounds.end_round(self.batch.num_together)
         self.batch = None
 
     def finish_reductions(self) -> None:
         """Wait until nothing is being reduced, so that sums may be changed or dropped."""
         self._walk.finish()
 
-    def _check_goes_on(self) -> None:
-        """Raise unless a forward with gradients may begin the next round of the step."""
-        done, rounds = self.moment.round, self.num_rounds
-        if self._has_gradients and not self.awaits_backward:
-            return
-        raise RuntimeError(
-            f"model(...): round {done + 1} of {rounds} of a step "
-            + (
-                "was computed, but model.backward did not follow. "
-                if self.awaits_backward
-                else "comes next, but gradients are disabled. "
-            )
-            + "Call model(...) and model.backward once for each round, or drop_rounds() to "
-            "begin the step anew; its gradients are dropped now."
-        )
-
     def _enter_backward(self, segment: int, moment: Moment) -> None:
         """Begin the backward of a visit; take the turns before it that autograd skipped."""
-        if self.batch is None or self.moment != moment or not self._is_in_autograd:
+        if self.batch is None or self.rounds.moment != moment or not self._is_in_autograd:
             with self._lifeline.guard():  # outside of model.backward no other guard tells peers
                 raise RuntimeError(
                     "backward of an earlier forward, or not through HetFSDP. Call "

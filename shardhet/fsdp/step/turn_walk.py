@@ -62,19 +62,24 @@ class TurnWalk:
 
         If the rounds before followed another one, the rest of the step is laid out anew.
         """
-        for index in sorted(staying):  # none where a step has several rounds
-            self.take_in(self._units[index])
-            self.staying.append(self._units[index])
-        rest = schedule
+        rest, staying = schedule, frozenset(staying) | self._staying_units
         if round_index and schedule is not self._base:
-            owed = self._order.schedule.owed_at(self._cursor)
-            rest = rest_of_step(schedule, round_index, owed)
+            owed = self._order.schedule.owed_at(self._cursor) - staying
+            rest = rest_of_step(schedule, round_index, owed, staying)
             self._reshard(self._units)
+        for index in sorted(staying):
+            self.take_in(self._units[index])
+            if self._units[index] not in self.staying:
+                self.staying.append(self._units[index])
         if not round_index or schedule is not self._base:
             self._order.schedule, self._base = rest, schedule
             self._cursor, self._last_launched = 0, -1
         self._first = self._cursor
         self.launch_ahead()
+
+    @property
+    def _staying_units(self) -> frozenset[int]:
+        return frozenset(i for i, unit in enumerate(self._units) if unit in self.staying)
 
     def expect(self, unit_index: int, needs_backward: bool) -> tuple[int, bool]:
         """The segment of a visit of the unit now, and whether the visit needs a backward.
@@ -107,10 +112,7 @@ class TurnWalk:
         for kind in turn.ahead:
             self._wait(kind, unit)
         if turn.phase is Phase.BACKWARD:
-            for kind, units in self._in_flight.items():
-                while unit in units:  # its gradients of the round before
-                    self._wait(kind, units.popleft())
-            unit.begin_backward()
+            self._begin_backward(unit)
 
     def launch_ahead(self) -> None:
         """Launch what this turn and the next need, unless it is launched already."""
@@ -147,7 +149,13 @@ class TurnWalk:
     def begin_backward(self) -> None:
         """Let the units that stay accumulate gradients from now on."""
         for unit in self.staying:
-            unit.begin_backward()
+            self._begin_backward(unit)
+
+    def _begin_backward(self, unit: FSDPUnit) -> None:
+        for kind, units in self._in_flight.items():
+            while unit in units:  # its gradients of the round before
+                self._wait(kind, units.popleft())
+        unit.begin_backward()
 
     def reach(self, segment: int) -> None:
         """Begin the backward turn of a segment; take the turns that autograd skipped."""

@@ -38,7 +38,7 @@ def unit_by_unit(
     """A context in which units are gathered as they are called.  Collective."""
     if runtime.unit_by_unit is not None:
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
-    if runtime.moment.round:
+    if runtime.rounds.have_begun:
         raise RuntimeError(
             "unit_by_unit: entered between two rounds of a step. Enter it between steps, or "
             "call model.drop_rounds() first."

@@ -127,14 +127,22 @@ def make_schedule(
     )
 
 
-def rest_of_step(schedule: Schedule, first_round: int, owed: frozenset[int]) -> Schedule:
-    """The schedule of the same visits from ``first_round`` on, where every unit is sharded."""
+def rest_of_step(
+    schedule: Schedule,
+    first_round: int,
+    owed: frozenset[int],
+    staying_units: frozenset[int] = frozenset(),
+) -> Schedule:
+    """The schedule of the same visits from ``first_round`` on, where all other units than
+    those that stay are sharded.
+    """
     return make_schedule(
         schedule.segments,
         trainable_units=schedule.trainable_units,
         form=schedule.form,
         first_round=first_round,
         owed=owed,
+        staying_units=staying_units,
     )
 
 

@@ -1,0 +1,128 @@
+"""The steps of a HetFSDP: backward, and the rounds of a step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
+from shardhet.fsdp.state_door import ModuleWithState
+from shardhet.fsdp.step.mean_backward import MeanBackward
+from shardhet.records.plan import Plan
+
+
+class ModuleInRounds(ModuleWithState):
+    """A base of HetFSDP: what follows its forward, and where it is in its steps."""
+
+    plan: Plan
+    position: int
+    _backward: MeanBackward
+    _forward: Callable[..., Any]  # of the wrapped module
+    _batch_dim: BatchDims
+
+    def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
+        """Compute gradients of the mean loss over all ranks' tokens; return the mean.
+
+        Collective.  ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their
+        number.  Gradients are summed over ranks and added to existing ones.  A parameter for
+        which no rank has a gradient keeps None.  Returns None, and sets no gradient, if no rank
+        has a valid token.  Raises ``FloatingPointError`` on every rank if the loss is not
+        finite; the model may be used again after that.
+
+        In a plan of several rounds, each is one call of the model and one of this.  All but the
+        last return None and set no gradient; the last returns the mean over all rounds.
+        """
+        with self._forgetting_rounds():
+            return self._backward.run(loss_sum, num_tokens)
+
+    def forward_backward(
+        self,
+        *args: Any,
+        loss_inputs: Any = (),
+        scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> float | None:
+        """All rounds of a step: ``model(...)`` and ``backward`` for each.  Collective.
+
+        The arguments hold this rank's samples of the whole step, round after round, as in
+        ``plan.sample_indices(model.position, num_samples)``.  The model, or ``loss_fn``,
+        returns ``(loss_sum, num_tokens)``.  ``scaler`` scales the loss, in float16.  Returns
+        the mean of the loss, as ``backward`` does of the last round, but never scaled.
+        """
+        loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+        if self._runtime.rounds.have_begun:
+            self.drop_rounds()
+        mean = None
+        own = self.plan.ranks[self.position].rank_batch_size
+        num_rounds = self._runtime.rounds.number
+        with self._lifeline.guard("forward_backward"):
+            call = ModelCall.of(
+                self._forward,
+                args,
+                kwargs,
+                loss_inputs,
+                self._batch_dim,
+                planned=num_rounds * own,
+            )
+            parts = call.in_rounds(num_rounds, own)
+        for positional, named, of_loss in parts:
+            loss_sum, num_tokens, *_ = self(*positional, loss_inputs=of_loss, **named)
+            if scaler is not None:
+                loss_sum = scaler.scale(loss_sum)
+            mean = self.backward(loss_sum, num_tokens)
+        return mean if mean is None or scaler is None else mean / scaler.get_scale()
+
+    def drop_rounds(self) -> None:
+        """Begin the step anew at the next call, without the rounds so far.  Collective.
+
+        For programs that go on after an error of their own between two rounds.
+        """
+        with self._lifeline.guard("drop_rounds"):
+            self._runtime.drop()
+
+    @contextmanager
+    def _forgetting_rounds(self) -> Iterator[None]:
+        """A context in which an error ends the step, with what its rounds have summed up."""
+        try:
+            yield
+        except BaseException:
+            self._runtime.rounds.forget()
+            raise
+
+    @property
+    def batches_per_step(self) -> int:
+        """How many of the plan's batches one optimizer step has; 1 unless it is set.
+
+        A step has all rounds of each, one after the other.  Set it to the same on all ranks,
+        between steps: a step in progress is dropped, and the model is probed again.
+        """
+        return self._runtime.rounds.batches_per_step
+
+    @batches_per_step.setter
+    def batches_per_step(self, number: int) -> None:
+        if number < 1:
+            raise ValueError(f"batches_per_step is {number} but must be at least 1.")
+        if number != self.batches_per_step:
+            self._runtime.rounds.forget()
+            self._runtime.follow(self.plan, number)
+
+    @property
+    def rounds_left(self) -> int:
+        """How many rounds the step has yet: all of them between steps."""
+        return self._runtime.rounds.number - self._runtime.rounds.moment.round
+
+    @property
+    def own_samples(self) -> range:
+        """The places of this rank's samples in the global batch of the last ``model(...)``."""
+        return self._runtime.own_samples
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps; set it to resume a run (dropout depends on it)."""
+        return self._runtime.rounds.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._runtime.rounds.end_step(step)
