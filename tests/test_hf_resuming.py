@@ -15,6 +15,7 @@ from shardhet import Plan
 from shardhet.checkpoint import CheckpointError
 from tests.test_hf_trainer import (
     FIRST_CASE_S,
+    IN_ROUNDS,
     ONE,
     PLAN,
     arguments,
@@ -29,6 +30,9 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 OTHER = Plan.by_hand(
     microbatch_sizes=[1, 3], rank_batch_sizes=[1, 6], state_shares=[0.8, 0.2], recompute=True
+)
+OTHER_IN_ROUNDS = Plan.by_hand(
+    microbatch_sizes=[1, 3], state_shares=[0.8, 0.2], num_rounds=2, global_batch_size=7
 )
 NUM_STEPS = 11
 STOPS_AFTER = 7  # the checkpoint is that of step 6, in the middle of the second epoch
@@ -52,6 +56,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "drawing": {},
     "dropout": {},  # by microbatches, so that another plan trains with other masks
 }
+
+
+# Trained in rounds and resumed in none; the others the other way round.
+IN_ROUNDS_FIRST = ("base", "accumulation", "drawing")
 
 
 class Drawing:
@@ -104,16 +112,17 @@ def undisturbed_and_stopped(rank: int, folder: str, variants: Sequence[str]) -> 
     """The results of undisturbed runs; others are stopped, and resumed under their plan."""
     found = {}
     for variant in variants:
-        with as_torchrun_starts(rank, PLAN.world_size):
-            whole = make(f"{folder}/whole", PLAN, variant)
+        plan = IN_ROUNDS if variant in IN_ROUNDS_FIRST else PLAN
+        with as_torchrun_starts(rank, plan.world_size):
+            whole = make(f"{folder}/whole", plan, variant)
             whole.train()
             place = f"{folder}/{variant}"
-            stopped = make(place, PLAN, variant)
+            stopped = make(place, plan, variant)
             stopped.add_callback(Stop())
             stopped.train()
             assert stopped.state.global_step == STOPS_AFTER
             shutil.copytree(place, f"{place} again", dirs_exist_ok=True) if rank == 0 else None
-            resumed = make(place, PLAN, variant)
+            resumed = make(place, plan, variant)
             resumed.train(resume_from_checkpoint=True)
             found[variant] = result_of(whole), result_of(resumed)
     return found if rank == 0 else None
@@ -125,7 +134,8 @@ def resumed_by_two(rank: int, folder: str, variants: Sequence[str]) -> Any:
     for variant in variants:
         with as_torchrun_starts(rank, OTHER.world_size):
             path = f"{folder}/{variant} again"
-            trainer = make(path, OTHER, variant)
+            plan = OTHER if variant in IN_ROUNDS_FIRST else OTHER_IN_ROUNDS
+            trainer = make(path, plan, variant)
             trainer.train(resume_from_checkpoint=path + "/checkpoint-" + first_step(variant))
             found[variant] = result_of(trainer)
     return found if rank == 0 else None

@@ -15,6 +15,7 @@ from tests.worlds import TRANSFORMERS, preload, run_ranks
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 preload(*TRANSFORMERS)
 from tests.trainer_options import (  # noqa: E402  # needs transformers
+    IN_ROUNDS,
     LOGGED_BAR,
     NUM_PREDICTED,
     PARAM_BAR,
@@ -31,6 +32,11 @@ from tests.trainer_options import (  # noqa: E402  # needs transformers
 )
 
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
+TRIED_IN_ROUNDS = [
+    ("padded, tokens seen", "float64"),
+    ("smoothed labels", "own"),
+    ("load the best", "own"),
+] + [("accumulation over epochs", "float64"), ("evaluate apart", "float64")]
 TRIED = (
     [("long", "own"), ("padded", "float64")]
     + [(each, "float64") for each in ("accumulation", "epochs", "by length", "checkpointing")]
@@ -39,9 +45,13 @@ TRIED = (
 )
 
 
-def test_options_log_what_one_process_logs(tmp_path: Path) -> None:
-    found = run_ranks(train_by_plan, 3, str(tmp_path), TRIED, timeout_s=2 * FIRST_CASE_S)[0]
-    for (option, loss), by_plan in zip(TRIED, found, strict=True):
+@pytest.mark.parametrize("plan, tried", [(PLAN, TRIED), (IN_ROUNDS, TRIED_IN_ROUNDS)])
+def test_options_log_what_one_process_logs(
+    tmp_path: Path, plan: Plan, tried: list[tuple[str, str]]
+) -> None:
+    args = str(tmp_path), tried, plan
+    found = run_ranks(train_by_plan, 3, *args, timeout_s=2 * FIRST_CASE_S)[0]
+    for (option, loss), by_plan in zip(tried, found, strict=True):
         if option in ("lion in 8 bits", "losses in metrics"):
             assert "TrainingArguments: " in by_plan
             continue
@@ -65,19 +75,20 @@ def into_an_encoding(rows: list[dict[str, Tensor]]) -> Any:
     return transformers.BatchEncoding(tensors)
 
 
-def train_a_classifier(rank: int, folder: str) -> dict[str, Any]:
+def train_a_classifier(rank: int, folder: str, plan: Plan, num_batches: int) -> dict[str, Any]:
     """A model whose loss is a mean over samples, under its own loss, for five steps."""
     from shardhet.hf import HetTrainer
 
     with as_torchrun_starts(rank, PLAN.world_size):
-        args = arguments(folder, max_steps=5)
+        args = arguments(folder, max_steps=5, gradient_accumulation_steps=num_batches)
         trainer = HetTrainer(
             classifier(),
             args,
-            plan=PLAN,
+            plan=plan,
             train_dataset=labelled(40),
             data_collator=into_an_encoding,
         )
+        trainer.model_accepts_loss_kwargs = num_batches == 1  # else the mean of batches' means
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         return trainer.het.state_dict()
@@ -105,15 +116,21 @@ def labelled(num_samples: int) -> list[dict[str, Tensor]]:
     ]
 
 
-def test_a_mean_over_samples_is_trained_as_on_one_process(tmp_path: Path) -> None:
-    found = run_ranks(train_a_classifier, 3, str(tmp_path), timeout_s=FIRST_CASE_S)[0]
+@pytest.mark.parametrize("plan, num_batches", [(PLAN, 1), (IN_ROUNDS, 2)])
+def test_a_mean_over_samples_is_trained_as_on_one_process(
+    tmp_path: Path, plan: Plan, num_batches: int
+) -> None:
+    given = str(tmp_path), plan, num_batches
+    found = run_ranks(train_a_classifier, 3, *given, timeout_s=FIRST_CASE_S)[0]
     args = arguments(
         tmp_path,
         max_steps=5,
+        gradient_accumulation_steps=num_batches,
         per_device_train_batch_size=PLAN.global_batch_size,
     )
     model = classifier()
     trainer = transformers.Trainer(model, args, train_dataset=labelled(40))
+    trainer.model_accepts_loss_kwargs = num_batches == 1
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     for fqn, param in model.state_dict().items():
@@ -227,7 +244,7 @@ def test_means_are_not_added_up(tmp_path: Path) -> None:
         return outputs.logits[labels != -100].square().mean()
 
     one_step(tmp_path, mean)
-    with pytest.raises(ValueError, match="give the plan more microbatches"):
+    with pytest.raises(ValueError, match="give the plan more rounds"):
         one_step(tmp_path, mean, gradient_accumulation_steps=2)
 
 

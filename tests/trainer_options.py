@@ -27,6 +27,15 @@ NUM_PREDICTED = 9
 PLAN = Plan.by_hand(
     microbatch_sizes=[2, 3, 0], rank_batch_sizes=[4, 3, 0], state_shares=[0.5, 0.2, 0.3]
 )
+IN_ROUNDS = Plan.by_hand(  # the same samples a step; the last round has only one
+    microbatch_sizes=[1, 1, 0],
+    rank_batch_sizes=[2, 1, 0],
+    state_shares=[0.1, 0.6, 0.3],
+    num_rounds=3,
+    global_batch_size=7,
+    reshard_after_forward=False,
+    reduce_each_round=False,
+)
 PARAM_BAR = 1e-12
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
 # By the loss, for everything logged, relative: transformers' own is computed in float32.
@@ -78,6 +87,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no clipping": {"max_grad_norm": 0.0},
     "much clipping": {"max_grad_norm": 0.01},
     "accumulation": {"max_steps": 4, "gradient_accumulation_steps": 3},
+    "accumulation over epochs": {  # a step of each epoch has one batch instead of two
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 2,
+    },
     "epochs": {"max_steps": -1, "num_train_epochs": 1.4},
     "drop last": {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": True},
     "seeds": {"seed": 7, "data_seed": 9},
@@ -268,9 +282,12 @@ def trained(trainer: Any) -> dict[str, Any]:
     }
 
 
-def with_option(trainer_class: Any, folder: str, option: str, loss: str) -> dict[str, Any]:
+def with_option(
+    trainer_class: Any, folder: str, option: str, loss: str, **options: Any
+) -> dict[str, Any]:
     """Train with one of OPTIONS, and with the loss "float64" or the model's "own"."""
-    options: dict[str, Any] = {} if loss == "float64" else {"compute_loss_func": None}
+    if loss != "float64":
+        options["compute_loss_func"] = None
     if option.startswith("padded"):
         options["data_collator"] = padded
     changes = dict(OPTIONS[option])
@@ -284,7 +301,7 @@ def with_option(trainer_class: Any, folder: str, option: str, loss: str) -> dict
 
 
 def train_by_plan(
-    rank: int, folder: str, cases: list[tuple[str, str]]
+    rank: int, folder: str, cases: list[tuple[str, str]], plan: Plan = PLAN
 ) -> list[dict[str, Any] | str] | None:
     """On rank zero the result of each case, (option, loss), or why it is refused."""
     from shardhet.hf import HetTrainer
@@ -293,7 +310,7 @@ def train_by_plan(
     for option, loss in cases:
         with as_torchrun_starts(rank, PLAN.world_size):
             try:
-                results.append(with_option(HetTrainer, folder, option, loss))
+                results.append(with_option(HetTrainer, folder, option, loss, plan=plan))
             except (ValueError, ImportError) as error:
                 results.append(f"{type(error).__name__}: {error}")
     return results if rank == 0 else None

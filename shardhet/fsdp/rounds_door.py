@@ -22,7 +22,9 @@ class ModuleInRounds(ModuleWithState):
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
 
-    def backward(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
+    def backward(
+        self, loss_sum: Tensor, num_tokens: Tensor | int, *, divisor: float | None = None
+    ) -> float | None:
         """Compute gradients of the mean loss over all ranks' tokens; return the mean.
 
         Collective.  ``loss_sum`` is the sum over this rank's valid tokens, ``num_tokens`` their
@@ -32,10 +34,13 @@ class ModuleInRounds(ModuleWithState):
         finite; the model may be used again after that.
 
         In a plan of several rounds, each is one call of the model and one of this.  All but the
-        last return None and set no gradient; the last returns the mean over all rounds.
+        last return None and set no gradient; the last returns the mean over all rounds.  What
+        the loss is divided by is known then; give a ``divisor``, the same on all ranks, if it
+        is known before, or another in each round: gradients and the value returned are the
+        sums of the rounds' losses over their divisors.
         """
         with self._forgetting_rounds():
-            return self._backward.run(loss_sum, num_tokens)
+            return self._backward.run(loss_sum, num_tokens, divisor)
 
     def forward_backward(
         self,
@@ -109,9 +114,21 @@ class ModuleInRounds(ModuleWithState):
             self._runtime.follow(self.plan, number)
 
     @property
+    def is_between_steps(self) -> bool:
+        """Whether the next ``backward`` is of the first round of a step."""
+        return not self._runtime.rounds.have_begun
+
+    @property
     def rounds_left(self) -> int:
         """How many rounds the step has yet: all of them between steps."""
         return self._runtime.rounds.number - self._runtime.rounds.moment.round
+
+    @property
+    def mean_so_far(self) -> float:
+        """The mean loss in the rounds so far of the step in progress, or of the last one; the
+        sum over their divisors if ``backward`` was given them.  The same on all ranks.
+        """
+        return self._backward.mean_so_far
 
     @property
     def own_samples(self) -> range:

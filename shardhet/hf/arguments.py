@@ -69,12 +69,6 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
             f"{plan.world_size} devices. Start the script with torchrun "
             f"--nproc-per-node={plan.world_size}, and pass use_cpu=True where there is no GPU."
         )
-    if plan.num_rounds > 1:
-        raise ValueError(
-            f"HetTrainer: the plan has {plan.num_rounds} rounds, but a HetTrainer accumulates "
-            "by TrainingArguments. Give a plan of one round and "
-            f"gradient_accumulation_steps={plan.num_rounds}."
-        )
     found, whole = args.per_device_train_batch_size, plan.global_batch_size
     if found != DEFAULT_BATCH_SIZE and whole not in (found, found * args.world_size):
         raise ValueError(

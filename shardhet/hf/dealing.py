@@ -1,7 +1,9 @@
 """A data loader that gives each rank its samples of every global batch, in plan order."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,11 +14,33 @@ from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
-def share_of(plan: Plan, position: int, num_samples: int) -> Span:
-    """The samples of a batch of ``num_samples`` for ``position``, in the plan's proportions."""
-    first, whole = plan.first_sample(position), plan.global_batch_size
-    stop = first + plan.ranks[position].rank_batch_size
-    return Span(num_samples * first // whole, num_samples * stop // whole)
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's samples of a batch."""
+
+    spans: tuple[Span, ...]  # in order; in training one for each round
+
+    @classmethod
+    def of_step(cls, plan: Plan, position: int) -> Self:
+        """Those of a global batch of the plan for ``position``, in each of its rounds."""
+        rounds = [plan.round_samples(position, i) for i in range(plan.num_rounds)]
+        return cls(tuple(Span(each.start, each.stop) for each in rounds))
+
+    @classmethod
+    def in_proportion(cls, plan: Plan, position: int, num_samples: int) -> Self:
+        """Those of ``num_samples`` for ``position``, in the proportions of a round."""
+        first, whole = plan.first_sample(position), plan.round_size
+        stop = first + plan.ranks[position].rank_batch_size
+        return cls((Span(num_samples * first // whole, num_samples * stop // whole),))
+
+    @property
+    def numel(self) -> int:
+        """How many they are."""
+        return sum(span.numel for span in self.spans)
+
+    def of(self, indices: list[int]) -> list[int]:
+        """The rank's part of a batch's indices, of which there may be fewer."""
+        return [i for span in self.spans for i in indices[span.start : span.stop]]
 
 
 def num_rows(batch: Any) -> int:
@@ -25,15 +49,24 @@ def num_rows(batch: Any) -> int:
     return len(tensors[0]) if tensors else 0
 
 
-def rows_of(batch: Any, rows: Span) -> Any:
-    """The samples ``rows`` of a collated batch."""
+def rows_of(batch: Any, *spans: Span) -> Any:
+    """The samples in ``spans`` of a collated batch."""
     whole = num_rows(batch)
 
     def take(tensor: Tensor) -> Tensor:
-        is_batched = tensor.dim() > 0 and len(tensor) == whole
-        return tensor[rows.start : rows.stop] if is_batched else tensor
+        if not tensor.dim() or len(tensor) != whole:
+            return tensor
+        rows = [tensor[span.start : span.stop] for span in spans]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     return tree_map_only(Tensor, take, batch)
+
+
+def rounds_of(inputs: Any, plan: Plan, position: int) -> list[Any]:
+    """What the rank computes of its batch in each round, of which the last may have no rows."""
+    size, whole = plan.ranks[position].rank_batch_size, num_rows(inputs)
+    borders = [min(i * size, whole) for i in range(plan.num_rounds + 1)]
+    return [rows_of(inputs, Span(start, stop)) for start, stop in pairwise(borders)]
 
 
 class PlanBatchSampler(BatchSampler):
@@ -47,7 +80,7 @@ class PlanBatchSampler(BatchSampler):
         self,
         sampler: Sampler[int],
         batch_size: int,
-        share: Span,
+        share: Share,
         *,
         drop_last: bool,
         whole: bool,
@@ -89,15 +122,14 @@ class PlanBatchSampler(BatchSampler):
             if self._whole:
                 yield batch
                 continue
-            own = batch[self._share.start : self._share.stop]
-            yield own or batch[:1] * (self._share.numel + 1)
+            yield self._share.of(batch) or batch[:1] * (self._share.numel + 1)
 
 
 class DealtCollator:
     """Collates this rank's samples of a batch into tensors with a row for each."""
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], share: Span, *, whole: bool
+        self, collate: Callable[[list[Any]], Any], share: Share, *, whole: bool
     ) -> None:
         self._collate = collate
         self._share = share
@@ -114,7 +146,7 @@ class DealtCollator:
                 "a collator that keeps one row per sample; flattened ones cannot be dealt."
             )
         if self._whole:
-            return rows_of(batch, self._share)
+            return rows_of(batch, *self._share.spans)
         has_none = len(samples) > self._share.numel
         return rows_of(batch, Span(0, 0)) if has_none else batch
 
@@ -127,7 +159,7 @@ class PlanLoader(DataLoader[Any]):
         dataset: Any,
         sampler: Sampler[int],
         batch_size: int,
-        share: Span,
+        share: Share,
         *,
         collate_fn: Callable[[list[Any]], Any],
         drop_last: bool,

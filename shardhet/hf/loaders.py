@@ -8,7 +8,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from shardhet.comm import devices
-from shardhet.hf.dealing import PlanLoader, share_of
+from shardhet.hf.dealing import PlanLoader, Share
 from shardhet.hf.view import TrainerView
 
 
@@ -60,13 +60,17 @@ def plan_loader(
     if hasattr(dataset, "column_names"):  # from the datasets library
         dataset = trainer._remove_unused_columns(dataset, description=description)
         collate = trainer.data_collator
-    batch_size = args.per_device_eval_batch_size * args.world_size
-    batch_size = trainer.plan.global_batch_size if is_training else batch_size
+    plan, position = trainer.plan, trainer.het.position
+    if is_training:
+        batch_size, share = plan.global_batch_size, Share.of_step(plan, position)
+    else:
+        batch_size = args.per_device_eval_batch_size * args.world_size
+        share = Share.in_proportion(plan, position, batch_size)
     return PlanLoader(
         dataset,
         sampler,
         batch_size,
-        share_of(trainer.plan, trainer.het.position, batch_size),
+        share,
         collate_fn=collate,
         drop_last=args.dataloader_drop_last,
         collates_whole_batch=trainer.collates_whole,

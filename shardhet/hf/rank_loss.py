@@ -1,5 +1,7 @@
 """A rank's part of the loss: what transformers computes, as a sum over samples or tokens."""
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,9 +9,10 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import unwrap_peft_model
 
-from shardhet.hf.dealing import num_rows
+from shardhet.hf.dealing import num_rows, rounds_of, rows_of
 from shardhet.hf.losses import LossKind, find_kind, num_labels
 from shardhet.hf.view import TrainerView
+from shardhet.records.layout import Span
 from shardhet.training.loss_scaling import check_scale
 
 
@@ -19,6 +22,11 @@ class RankLoss:
     def __init__(self, trainer: TrainerView) -> None:
         self.kind: LossKind | None = None  # found out on the first batch
         self._trainer = trainer
+        # Of the step in progress, if it has several rounds, and of all ranks
+        self._num_items = 0.0  # in all batches, as transformers counts them
+        self._num_labels: deque[float] = deque()  # in each batch that comes next
+        self._divisor: float | None = None  # of the batch in progress
+        self._mean_before = 0.0  # what the batches before it add up to
 
     def sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
         """This rank's loss sum, the number of items in it, and the model's outputs."""
@@ -46,35 +54,78 @@ class RankLoss:
             called["num_items_in_batch"] = num_items
         return called
 
-    def divisor(self, num_items: int, num_items_in_batch: Tensor | int | None) -> Tensor | int:
-        """What this rank adds to the number that the sum of all losses is divided by.
+    def begin_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> None:
+        """Find out what the losses of a step's ``batches`` are divided by.  Collective.
 
-        ``num_items`` are those of one batch, ``num_items_in_batch`` those that transformers
-        has counted in all batches of a step.
+        transformers takes the mean over the items of all batches, or, if it has not counted
+        them (``num_items_in_batch`` is None), the mean of the batches' means.  Where a step has
+        one round, the runtime counts.
         """
-        args = self._trainer.args
-        if num_items_in_batch is None:  # transformers averages the means of the batches
-            return num_items * self._trainer.current_gradient_accumulation_steps
-        if self.kind is LossKind.SUM:
-            return num_items_in_batch
-        if args.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "TrainingArguments: gradient_accumulation_steps="
-                f"{args.gradient_accumulation_steps}, but the loss is a mean that ignores "
-                "num_items_in_batch, so a plain Trainer adds up means. Leave it out, and "
-                "give the plan more microbatches."
-            )
-        return num_items
+        trainer = self._trainer
+        self._num_labels.clear()
+        if trainer.het.rounds_left == 1:
+            return
+        labels = [float(num_labels(batch, trainer.label_names)) for batch in batches]
+        rows = trainer.het.exchange([float(num_items_in_batch or 0), *labels])
+        self._num_items, *totals = map(sum, zip(*rows, strict=True))
+        self._num_labels.extend(totals)
 
-    def backward(self, loss_sum: Tensor, divisor: Tensor | int) -> float:
-        """The mean loss over all ranks; gradients are added, scaled with ``fp16=True``."""
+    def run_batch(self, inputs: dict[str, Any], num_items_in_batch: Any) -> float:
+        """Forward and backward of all rounds of a batch; what it adds to the step's mean loss,
+        of all ranks.
+        """
+        trainer = self._trainer
+        rounds = rounds_of(inputs, trainer.plan, trainer.het.position)
+        if (
+            trainer.accelerator.sync_gradients
+        ):  # an epoch may end with fewer batches than a step
+            no_rows = rows_of(inputs, Span(0, 0))
+            rounds += [no_rows] * (trainer.het.rounds_left - len(rounds))
+        for i, part in enumerate(rounds):
+            with trainer.compute_loss_context_manager():
+                loss_sum, num_items, _ = self.sums(part)
+            if i == 0:  # which has found out the kind of the loss
+                self._begin_batch(num_items_in_batch)
+            self._backward(loss_sum, num_items)
+        return self._mean_so_far - self._mean_before
+
+    def _begin_batch(self, num_items_in_batch: Any) -> None:
+        """Go on to the next batch of the step; raises ``ValueError`` if it cannot be added."""
+        trainer = self._trainer
+        num_batches = trainer.args.gradient_accumulation_steps
+        is_counted = num_items_in_batch is not None
+        if is_counted and self.kind is LossKind.MEAN and num_batches > 1:
+            raise ValueError(
+                f"TrainingArguments: gradient_accumulation_steps={num_batches}, but the loss "
+                "is a mean that ignores num_items_in_batch, so a plain Trainer adds up means. "
+                "Leave it out, and give the plan more rounds: Plan.by_hand(num_rounds="
+                f"{num_batches})."
+            )
+        self._mean_before = 0.0 if trainer.het.is_between_steps else self._mean_so_far
+        self._divisor = None
+        if self._num_labels:
+            labels = self._num_labels.popleft()
+            if not is_counted:
+                self._divisor = labels * trainer.current_gradient_accumulation_steps or 1.0
+            else:
+                number = self._num_items if self.kind is LossKind.SUM else labels
+                self._divisor = number or 1.0
+
+    def _backward(self, loss_sum: Tensor, num_items: int) -> None:
+        """Add the gradients of a round, scaled with ``fp16=True``."""
         trainer = self._trainer
         het, scaler = trainer.het, trainer.loss_scaler
-        if scaler is None:
-            return het.backward(loss_sum, divisor) or 0.0
-        mean = het.backward(scaler.scaled(loss_sum), divisor) or 0.0
-        check_scale(scaler.scale, het.step, instead="bf16=True, or leave fp16 out")
-        return mean / scaler.scale
+        if scaler is not None:
+            loss_sum = scaler.scaled(loss_sum)
+        het.backward(loss_sum, num_items, divisor=self._divisor)
+        if scaler is not None:
+            check_scale(scaler.scale, het.step, instead="bf16=True, or leave fp16 out")
+
+    @property
+    def _mean_so_far(self) -> float:
+        """Of the step, or what its batches add up to; without the scale of ``fp16=True``."""
+        scaler = self._trainer.loss_scaler
+        return self._trainer.het.mean_so_far / (1.0 if scaler is None else scaler.scale)
 
     def smoothed(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Any

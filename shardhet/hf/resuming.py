@@ -155,6 +155,10 @@ class EndWhenAsked(TrainerCallback):
     def __init__(self, het: HetFSDP) -> None:
         self._het = het
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Training may be told to stop in the middle of a step; its gradients are dropped."""
+        self._het.drop_rounds()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All ranks decide alike: they have learnt of it in the same backward."""
         if self._het.is_asked_to_end:

@@ -7,7 +7,7 @@ saving).
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,11 @@ class HetTrainer(TrainerView):
         global batch, or True for the newest whole one in ``output_dir``.
         """
         folder = chosen(self.het, resume_from_checkpoint, self.args.output_dir)
-        return super().train(folder, *args, **kwargs)
+        self.het.batches_per_step = self.args.gradient_accumulation_steps
+        try:
+            return super().train(folder, *args, **kwargs)
+        finally:
+            self.het.batches_per_step = 1
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search would create the model anew in this process."""
@@ -197,18 +201,18 @@ class HetTrainer(TrainerView):
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """The mean loss over all ranks; gradients are added.
-
-        ``num_items_in_batch`` counts this rank's items in all accumulation steps; the runtime
-        adds up the counts of all ranks and divides by the sum.
-        """
+        """Run the rounds of one batch; what it adds to the mean loss of the step."""
         self._set_training(True)
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss_sum, num_items, _ = self.rank_loss.sums(inputs)
-        divisor = self.rank_loss.divisor(num_items, num_items_in_batch)
-        mean = self.rank_loss.backward(loss_sum, divisor)
+        mean = self.rank_loss.run_batch(self._prepare_inputs(inputs), num_items_in_batch)
         return torch.tensor(mean, dtype=torch.float64, device=self.args.device)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """As in transformers, for this rank's samples."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.rank_loss.begin_step(batches, num_items)
+        return batches, num_items
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # Every rank has the mean loss; in float32 the mean of their copies would be rounded.

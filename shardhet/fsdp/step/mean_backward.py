@@ -1,10 +1,10 @@
 """Backward from a rank's loss to gradients of the mean over all ranks' tokens.
 
 [Note: Scale of the loss]
-In a step of one round the loss is divided by the number of tokens before backward.  In several
-rounds the number is not known then: every backward is scaled by the same power of two, near
-what the number will be, and the sums are multiplied once, at the end.  Powers of two do not
-round.
+In a step of one round the loss is divided by the number of tokens before backward, as in any by
+a divisor that the caller gives.  In several rounds the number is not known then: every backward
+is scaled by the same power of two, near what the number will be, and the sums are multiplied
+once, at the end.  Powers of two do not round.
 """
 
 import logging
@@ -56,12 +56,15 @@ class MeanBackward:
         self._control = rows.control
         self._lifeline = rows.lifeline
         self._is_in_backward = False
+        self._is_divided = False  # the loss, by what ``backward`` is told
         # Of the rounds of the step so far
         self._sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
         self._power = torch.ones(())  # by which losses are multiplied, on the device
         self._scale_on_host: HostCopy | None = None  # the same; None in a step of one round
 
-    def run(self, loss_sum: Tensor, num_tokens: Tensor | int) -> float | None:
+    def run(
+        self, loss_sum: Tensor, num_tokens: Tensor | int, divisor: float | None
+    ) -> float | None:
         """See ``HetFSDP.backward``.  Collective."""
         with self._lifeline.guard("model.backward"):
             if not self._runtime.awaits_backward:
@@ -77,12 +80,14 @@ class MeanBackward:
                 self._check_scaled(loss_sum)
             with self._runtime.observers.watch("", Activity.AGREE):
                 fingerprint = self._hooks.fingerprint(self._param_by_fqn)
-                check_hooks_agree(self._control.enter("model.backward", [fingerprint]))
+                rows = self._control.enter("model.backward", [fingerprint, divisor or 0.0])
+                check_hooks_agree(rows)
+                self._check_divisor(divisor, {row[1] for row in rows})
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
                 rows_on_host, total = self._share(loss_sum, num_tokens)
             is_last = self._runtime.rounds.is_last
-            seed_grad = self._scale(total).to(loss_sum.dtype)
+            seed_grad = self._scale(total, divisor).to(loss_sum.dtype)
 
             def run_autograd() -> None:
                 if loss_sum.requires_grad:
@@ -95,6 +100,8 @@ class MeanBackward:
                 self._is_in_backward = False
             has_grad = self._agree_on_grads() if is_last else {}
             of_round = rows_on_host.read()
+            if divisor is not None:
+                of_round = of_round / torch.tensor([divisor, 1.0], dtype=torch.float64)
             self._sums = of_round if self._sums is None else self._sums + of_round
             losses, counts = self._sums.T.tolist()
             is_finite = all(map(math.isfinite, losses))
@@ -117,25 +124,49 @@ class MeanBackward:
                         flat.grad.multiply(1.0 / (scale * sum(counts)))
                     has = [has_grad[slot.fqn] for slot in flat.slots]
                     set_grads_with_hooks(flat, has, self._hooks, self._rows)
-        return float(sum(losses) / sum(counts))
+        return self.mean_so_far
 
-    def _scale(self, num_tokens: Tensor) -> Tensor:
+    @property
+    def mean_so_far(self) -> float:
+        """Of the rounds so far of the step in progress, or of the last one."""
+        if self._sums is None:
+            return 0.0
+        losses, counts = map(sum, self._sums.T.tolist())
+        return float(losses if self._is_divided else losses / counts if counts else 0.0)
+
+    def _check_divisor(self, divisor: float | None, divisors: set[float]) -> None:
+        """Raise ``ValueError`` unless ranks, and rounds of a step, agree on there being one."""
+        if len(divisors) > 1 or not all(each >= 0 for each in divisors):
+            raise ValueError(
+                f"model.backward: divisor is {sorted(divisors)} on different ranks (0.0: "
+                "none) but must be the same and above 0."
+            )
+        is_divided = divisor is not None
+        if self._runtime.rounds.have_begun and is_divided != self._is_divided:
+            raise ValueError(
+                "model.backward: give a divisor in all rounds of a step, or in none of them."
+            )
+        self._is_divided = is_divided
+
+    def _scale(self, num_tokens: Tensor, divisor: float | None) -> Tensor:
         """By what to multiply the loss of a round in which all ranks have so many tokens.
 
         It stays a tensor, so that the host does not wait for an accelerator.
         """
-        divisor = torch.where(num_tokens == 0, 1.0, num_tokens)
+        number = torch.where(num_tokens == 0, 1.0, num_tokens)
         rounds, before = self._runtime.rounds.number, self._scale_on_host
         if not self._runtime.rounds.have_begun:
             self._sums, before = None, None
-        if rounds == 1:
+        if rounds == 1 or divisor is not None:
             self._scale_on_host = None
-            return divisor.reciprocal()
+            return (
+                number if divisor is None else torch.full_like(number, divisor)
+            ).reciprocal()
         if self._sums is None or not self._sums[:, 1].any():
             # See [Note: Scale of the loss].  m / (m 2^e) is exact, also where exp2 is not.
-            mantissa, _ = torch.frexp(divisor * rounds)
+            mantissa, _ = torch.frexp(number * rounds)
             nearest = torch.where(mantissa < 0.5**0.5, 2.0, 1.0)
-            self._power = nearest * mantissa / (divisor * rounds)
+            self._power = nearest * mantissa / (number * rounds)
             self._scale_on_host = HostCopy(self._power)
             if before is not None:  # the rounds so far, without tokens, are rescaled
                 self._runtime.finish_reductions()
