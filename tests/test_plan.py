@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,7 @@ VALID_CHANGES = [
     put("ranks", 0, "microbatch_sizes", [4, 3, 4]),
     put("ranks", 0, "recomputed_units", ["blocks.*"]),
     put("ranks", 0, "optimizer_on_host", True),
+    put("ranks", 0, "inputs_on_host", ["*"]),
     put("ranks", 0, "device", {}),
     put("ranks", 0, "device", "host", "b"),
     put("ranks", 1, "device", "uuid", "GPU-8"),
@@ -329,6 +331,7 @@ RANK_FIELDS = (
     "microbatch_sizes",
     "state_share",
     "recomputed_units",
+    "inputs_on_host",
     "optimizer_on_host",
 )
 UNIT_FIELDS = ("fqn", "numel")
@@ -342,6 +345,7 @@ ILL_TYPED: dict[str, list[Any]] = {
     "microbatch_sizes": [None, 4, "4", {}, [0], [-1], [1.5], ["1"], [None], [True], [[1]]],
     "state_share": [None, "0.5", [], True, -0.1, 1.5, 0.9, math.nan, math.inf, 10**400],
     "recomputed_units": [None, "*", True, {}, [1], [None], [["*"]]],
+    "inputs_on_host": ["*", True, {}, [1], [None], [["*"]]],
     "optimizer_on_host": [0, "true", []],
     "fqn": [None, 1, [], True],
     "numel": [None, "96", 9.5, True, -1],
@@ -354,7 +358,7 @@ def mutations() -> Iterator[Any]:
     places |= {field: ("ranks", 0, field) for field in RANK_FIELDS}
     places |= {field: ("units", 0, field) for field in UNIT_FIELDS}
     for field, place in places.items():
-        if field != "optimizer_on_host":
+        if field not in ("inputs_on_host", "optimizer_on_host"):
             yield pytest.param(drop(*place), field, place, id=f"{field} missing")
         for value in ILL_TYPED[field]:
             shown = repr(value) if len(repr(value)) < 40 else "huge"
@@ -446,6 +450,47 @@ def test_a_file_that_does_not_say_where_the_optimizer_steps_means_the_device() -
     for rank in document["ranks"]:
         del rank["optimizer_on_host"]
     assert Plan.from_json(json.dumps(document)) == WHOLE
+
+
+def test_inputs_on_the_host_are_those_of_recomputed_units() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 2, 1],
+        recompute=[True, ["blocks.*"], False],
+        inputs_on_host=[["blocks.1", "head"], True, False],
+    )
+    fqns = ("blocks.0", "blocks.1", "head")
+    kept = [[fqn for fqn in fqns if rank.keeps_input_on_host(fqn)] for rank in plan.ranks]
+    assert kept == [["blocks.1", "head"], ["blocks.0", "blocks.1"], []]
+    assert Plan.from_json(plan.to_json()) == plan
+    for_all = Plan.by_hand(
+        microbatch_sizes=[1, 1], recompute=[True, False], inputs_on_host=True
+    )
+    assert [rank.inputs_on_host for rank in for_all.ranks] == [("*",), ()]
+
+
+@pytest.mark.parametrize(
+    "recompute, on_host, unit",
+    [
+        (False, [True, False], "any unit"),
+        (False, [["blocks.1"], False], "blocks.1"),
+        (False, [["blocks.*"], False], "any unit"),
+        ([["blocks.*"], True], [["blocks.1", "head"], False], "head"),
+    ],
+)
+def test_inputs_on_the_host_of_units_that_are_not_recomputed_are_refused(
+    recompute: Any, on_host: Any, unit: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^plan: ranks\[0\] has .* not recompute {unit}\. "):
+        Plan.by_hand(microbatch_sizes=[1, 1], recompute=recompute, inputs_on_host=on_host)
+
+
+def test_patterns_of_units_that_are_not_recomputed_are_refused_once_units_are_known() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1], recompute=[["blocks.1"]], inputs_on_host=[["blocks.*"]]
+    )
+    units = tuple(PlannedUnit(fqn=f"blocks.{i}", numel=1) for i in range(2))
+    with pytest.raises(ValueError, match=r"^plan: .* does not recompute blocks\.0\. "):
+        replace(plan, units=units)
 
 
 # Rounds

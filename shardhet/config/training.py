@@ -276,6 +276,7 @@ class ByHandPlanConf(PlanConf):
     num_microbatches: list[int] = field(default_factory=list)  # empty: one microbatch each
     state_shares: list[float] = field(default_factory=list)  # empty: even
     recompute: list[bool] = field(default_factory=list)  # empty: no recomputation
+    inputs_on_host: list[bool] = field(default_factory=list)  # of recomputed units
     optimizer_on_host: list[bool] = field(default_factory=list)  # empty: on the devices
     reshard_after_forward: bool = True
     num_rounds: int = 1  # of one optimizer step; the lists are of one round
@@ -297,6 +298,7 @@ class ByHandPlanConf(PlanConf):
                 num_microbatches=self.num_microbatches or None,
                 state_shares=self.state_shares or None,
                 recompute=self.recompute or False,
+                inputs_on_host=self.inputs_on_host or False,
                 optimizer_on_host=self.optimizer_on_host or False,
                 reshard_after_forward=self.reshard_after_forward,
                 num_rounds=self.num_rounds,

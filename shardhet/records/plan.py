@@ -24,6 +24,9 @@ class RankPlan:
     microbatch_sizes: tuple[int, ...]  # samples in each microbatch; empty if it only stores
     state_share: float  # of all parameters, gradients and optimizer state
     recomputed_units: tuple[str, ...] = ()  # fnmatch patterns; ("*",) is every unit
+    # Patterns of recomputed units whose inputs are in the memory of the host from forward to
+    # backward; ("*",) is every recomputed unit.
+    inputs_on_host: Annotated[tuple[str, ...], OMITTABLE] = ()
     # Whether its rows of parameters and gradients, and the optimizer's state, are in the memory
     # of the host, where the optimizer steps.
     optimizer_on_host: Annotated[bool, OMITTABLE] = False
@@ -41,6 +44,22 @@ class RankPlan:
     def recomputes(self, unit_fqn: str) -> bool:
         """Whether the unit's activations are recomputed in backward instead of kept."""
         return _is_matched(unit_fqn, tuple(self.recomputed_units))
+
+    def keeps_input_on_host(self, unit_fqn: str) -> bool:
+        """Whether the unit's inputs are in the memory of the host from forward to backward."""
+        is_matched = _is_matched(unit_fqn, tuple(self.inputs_on_host))
+        return is_matched and self.recomputes(unit_fqn)
+
+    def check_inputs_on_host(self, position: int, unit_fqns: Sequence[str]) -> None:
+        """Raise ``ValueError`` if units of ``inputs_on_host`` are not recomputed."""
+        patterns = tuple(each for each in self.inputs_on_host if each not in EVERY_UNIT)
+        kept = [f for f in unit_fqns if _is_matched(f, patterns) and not self.recomputes(f)]
+        if kept or (self.inputs_on_host and not self.recomputed_units):
+            units = ", ".join(kept[:3]) or "any unit"
+            raise ValueError(
+                f"plan: ranks[{position}] has inputs_on_host {list(self.inputs_on_host)} but "
+                f"does not recompute {units}. Recompute them too, or leave them out."
+            )
 
     def split(self, num_samples: int) -> tuple[int, ...]:
         """Microbatch sizes for a batch of ``num_samples``, whatever the plan's own batch is."""
@@ -92,6 +111,10 @@ class Plan(Document):
         for i, rank in enumerate(self.ranks):
             _check_rank(i, rank)
         _check_units(self.units)
+        for i, rank in enumerate(self.ranks):
+            # Without the model's units, those that are named in full are known.
+            fqns = [unit.fqn for unit in self.units] or _names_in_full(rank.inputs_on_host)
+            rank.check_inputs_on_host(i, fqns)
         total = sum(rank.state_share for rank in self.ranks)
         if abs(total - 1) > SHARES_TOLERANCE:
             raise ValueError(
@@ -190,6 +213,7 @@ class Plan(Document):
         num_microbatches: Sequence[int] | None = None,
         rank_batch_sizes: Sequence[int] | None = None,
         recompute: bool | Sequence[bool | Sequence[str]] = False,
+        inputs_on_host: bool | Sequence[bool | Sequence[str]] = False,
         optimizer_on_host: bool | Sequence[bool] = False,
         devices: Sequence[DeviceSpec] | None = None,
         reshard_after_forward: bool = True,
@@ -204,7 +228,9 @@ class Plan(Document):
         (the last microbatch may be smaller); with neither, every device with a microbatch size
         runs one microbatch.  Without ``state_shares`` each device stores by its memory if all
         ``devices`` state theirs, and otherwise as much as any other.  ``recompute`` is one bool
-        for all devices, or one bool or list of unit patterns per device.  ``optimizer_on_host``
+        for all devices, or one bool or list of unit patterns per device.  So is
+        ``inputs_on_host``: the inputs of these recomputed units (True: of all of them) wait for
+        backward in the memory of the host.  ``optimizer_on_host``
         is one bool for all devices, or one per device.  With a ``global_batch_size`` the last
         round has what the others leave of it.
         """
@@ -223,6 +249,9 @@ class Plan(Document):
                 _ragged(b, m) for b, m in zip(rank_batch_sizes, microbatch_sizes, strict=True)
             ]
         claims = [recompute] * world_size if isinstance(recompute, bool) else list(recompute)
+        if inputs_on_host is True:  # on every device that recomputes any
+            inputs_on_host = [claim is not False for claim in claims]
+        with_inputs = list(inputs_on_host or [False] * world_size)
         on_host = (
             [optimizer_on_host] * world_size
             if isinstance(optimizer_on_host, bool)
@@ -235,6 +264,7 @@ class Plan(Document):
             world_size,
             state_shares=state_shares,
             recompute=claims,
+            inputs_on_host=with_inputs,
             optimizer_on_host=on_host,
             devices=devices,
         )
@@ -244,7 +274,8 @@ class Plan(Document):
                 RankPlan(
                     microbatch_sizes=sizes[i],
                     state_share=float(state_shares[i]),
-                    recomputed_units=_patterns(claims[i]),
+                    recomputed_units=_patterns(claims[i], "recompute"),
+                    inputs_on_host=_patterns(with_inputs[i], "inputs_on_host"),
                     optimizer_on_host=on_host[i],
                     device=devices[i],
                 )
@@ -385,12 +416,16 @@ def _ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
     return (microbatch_size,) * whole + ((rest,) if rest else ())
 
 
-def _patterns(claim: bool | Sequence[str]) -> tuple[str, ...]:
+def _names_in_full(patterns: Sequence[str]) -> list[str]:
+    return [each for each in patterns if not set(each) & set("*?[")]
+
+
+def _patterns(claim: bool | Sequence[str], key: str) -> tuple[str, ...]:
     if isinstance(claim, bool):
         return EVERY_UNIT if claim else ()
     if isinstance(claim, str):  # a str is also a sequence, of its letters
         raise ValueError(
-            f"plan: recompute is {claim!r} for a device but must be True, False or a list of "
+            f"plan: {key} is {claim!r} for a device but must be True, False or a list of "
             f"patterns. Write [{claim!r}]."
         )
     return tuple(claim)

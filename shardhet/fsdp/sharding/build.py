@@ -258,6 +258,10 @@ def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
             f"plan: positions {on_host} have optimizer_on_host, which HetFSDP cannot "
             "follow yet. Leave it out."
         )
+    if any(rank.inputs_on_host for rank in plan.ranks):
+        raise ValueError(
+            "plan: it has inputs_on_host, which HetFSDP cannot follow yet. Leave it out."
+        )
     if not plan.units:
         return  # written by hand, for any model
     planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
