@@ -88,9 +88,16 @@ class OnAccelerator:
             self.accelerator.syncs.clear()
             mean = train_step(self.model, self.problem, mine, self.course)
         if len(runtime._known._findings) == num_probes:
-            # The host reads the losses when backward is queued, and nothing else.
-            syncs = self.accelerator.syncs
-            assert syncs == ["comm/host_copy.py read: event"], syncs
+            # The host reads the losses when backward is queued, and nothing else but
+            # gradients that are to be on the host.
+            syncs, losses = self.accelerator.syncs, "comm/host_copy.py read: event"
+            if self.model.plan.ranks[self.model.position].optimizer_on_host:
+                gradients = {"comm/on_host/lanes.py wait: event"}
+                if self.course.steps_between_zero_grad > 1:  # to memory that is not pinned
+                    gradients.add("fsdp/sharding/placement.py make: copy_")
+                assert set(syncs) <= {losses, *gradients}, syncs
+            else:
+                assert syncs == [losses], syncs
             for group, communicator in by_group.items():
                 for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
                     assert stream == "of priority -1"

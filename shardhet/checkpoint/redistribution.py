@@ -23,7 +23,8 @@ from shardhet.checkpoint.state.parts import as_rows, parts_of
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.redistribution import FlatMove, follow, moves, why_not
+from shardhet.fsdp.redistribution import FlatMove, follow, moves, room_under, why_not
+from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.records.plan import Plan
 
 CALL = "redistribute"
@@ -59,15 +60,22 @@ def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) 
     ranks.meet(CALL)
     wait_for_pending(model)
 
+    room: HostRoom | None = None
+
     def examine() -> tuple[str, _States]:
+        nonlocal room
         reason = why_not(model, plan)
         if reason is not None:
             raise CheckpointError(reason)
-        parts = parts_of(model)
-        if optimizer is None:
-            return plan.digest, {}
-        groups_of(optimizer, parts)  # raises for parameters of another model
-        return plan.digest, states_of(optimizer, parts)[0]
+        parts, held = parts_of(model), dict[str, dict[str, HeldState]]()
+        if optimizer is not None:
+            groups_of(optimizer, parts)  # raises for parameters of another model
+            held = states_of(optimizer, parts)[0]
+        num_moments = max(map(_num_moments, held.values()), default=0)
+        room = room_under(model, plan, num_moments)
+        if room is not None and (lack := room.lack(num_moments)) is not None:
+            raise CheckpointError(lack)
+        return plan.digest, held
 
     found = ranks.agree(examine, call=CALL)
     digests = [digest for digest, _ in found]
@@ -78,8 +86,13 @@ def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) 
         for move in moves(model, plan):
             progress.mark(f"{CALL}: unit {move.unit_fqn!r}")
             _move(move, model, optimizer, states)
-        follow(model, plan)
+        follow(model, plan, room)
     ranks.exchange(None, call=CALL)
+
+
+def _num_moments(states: Mapping[str, HeldState]) -> int:
+    """How many of a parameter's states have rows."""
+    return sum(state.scalar is None for state in states.values())
 
 
 def _merged(everyones: Sequence[_States]) -> dict[str, dict[str, HeldState]]:
@@ -105,7 +118,9 @@ def _move(
             for i in own[name]:  # the rows before make room for the next state's
                 optimizer.state[flat.sharded_params[i]].pop(name, None)
             del whole
-    flat.redistribute(move.layout, move.whole(flat.flat_shard, model))
+    flat.redistribute(
+        move.layout, move.whole(flat.placed.on_device(), model), on_host=move.on_host
+    )
     if optimizer is None:
         return
     for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):
@@ -114,6 +129,9 @@ def _move(
                 optimizer.state[param][name] = own[name].pop(i).view(param.shape)
             elif name not in optimizer.state[param]:
                 optimizer.state[param][name] = _scalar(state, optimizer, param)
+            elif state.dtype is not None and _follows_param(optimizer, param):
+                there = optimizer.state[param][name].to(param.device)
+                optimizer.state[param][name] = there
 
 
 def _row_states(slots: Sequence[Any], states: _States) -> list[tuple[str, str]]:
@@ -129,7 +147,7 @@ def _row_states(slots: Sequence[Any], states: _States) -> list[tuple[str, str]]:
 
 def _shard_of(flat: Any, optimizer: optim.Optimizer, name: str, dtype: str) -> Tensor:
     """This rank's rows of a state, placed as in its shard; zero where there are none."""
-    shard = torch.zeros_like(flat.flat_shard, dtype=_dtype(dtype))
+    shard = torch.zeros_like(flat.placed.on_device(), dtype=_dtype(dtype))
     for box, param in zip(flat.boxes(shard), flat.sharded_params, strict=True):
         value = optimizer.state.get(param, {}).get(name)
         if isinstance(value, Tensor) and value.dim() and str(value.dtype) == dtype:
@@ -152,9 +170,10 @@ def _keep_rows(
         if state is None or state.scalar is not None or state.dtype != dtype:
             continue
         part = move.layout.param_spans[i].intersect(move.layout.shard_spans[model.position])
+        place = torch.device("cpu") if move.on_host else model.device
         kept[i] = (
             whole[part.start : part.stop]
-            .clone()
+            .to(place, copy=True)
             .view(move.layout.rows(i, model.position).numel, *slot.shape[1:])
         )
 
@@ -163,10 +182,14 @@ def _scalar(state: HeldState, optimizer: optim.Optimizer, param: nn.Parameter) -
     """A number that only other ranks have had."""
     if state.dtype is None:
         return state.scalar
-    [group] = [g for g in optimizer.param_groups if any(param is each for each in g["params"])]
-    is_on_device = group.get("capturable") or group.get("fused")
-    device = param.device if is_on_device else torch.device("cpu")
+    device = param.device if _follows_param(optimizer, param) else torch.device("cpu")
     return torch.tensor(state.scalar, dtype=_dtype(state.dtype), device=device)
+
+
+def _follows_param(optimizer: optim.Optimizer, param: nn.Parameter) -> bool:
+    """Whether the optimizer keeps numbers on the device of the parameter."""
+    [group] = [g for g in optimizer.param_groups if any(param is each for each in g["params"])]
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _dtype(name: str) -> torch.dtype:

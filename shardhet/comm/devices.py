@@ -4,6 +4,7 @@ Everything that treats an accelerator differently from the host asks here, so th
 put an emulated accelerator in its place (see ``tests/emulation``).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ def is_on_host(of: Tensor | torch.device) -> bool:
 def module_of(device: torch.device) -> Any:
     """The module with the device's streams, events and memory counters, as ``torch.cuda``."""
     return torch.get_device_module(device)
+
+
+def pin(tensor: Tensor, nbytes: int, device: torch.device) -> Callable[[], None] | None:
+    """Lock ``nbytes`` from the start of a host tensor in memory, for copies to ``device``.
+
+    Returns what unlocks them; None if the system refuses.
+    """
+    if device.type != "cuda":
+        return None
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    if runtime is None or int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+        return None
+
+    def unpin() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return unpin
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

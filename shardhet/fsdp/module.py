@@ -16,6 +16,7 @@ from shardhet.comm.members import Members
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
+from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.optimizer_gate import know, know_given_up
 from shardhet.fsdp.params.param_hooks import ParamHooks
 from shardhet.fsdp.params.rows import RowGroup
@@ -132,6 +133,7 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         if not self._rows.is_alone:  # a lone rank stores whole parameters
             know(self._param_by_fqn.values(), self._lifeline)
+        host_step.know(self._param_by_fqn.values(), self._comm, self._lifeline)
         alive = [(fqn, param) for fqn, each in before if (param := each()) is not None]
         know_given_up(alive, self._lifeline)
         hooks.leave_out_present(self._param_by_fqn)
@@ -207,7 +209,7 @@ class HetFSDP(ModuleInRounds):
         model.
         """
         grads = [p.grad for p in self._param_by_fqn.values() if p.grad is not None]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), host_step.host_threads(self._comm):
             filled = [grad for grad in grads if grad.numel()]
             norms = torch._foreach_norm(filled, 2.0) if filled else ()
             with self._runtime.observers.watch("", Activity.AGREE):
@@ -217,6 +219,7 @@ class HetFSDP(ModuleInRounds):
             scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
             for dtype in {grad.dtype for grad in filled}:
                 same = [grad for grad in filled if grad.dtype == dtype]
+                scale = scale.to(same[0].device)  # of the host, if its rows are there
                 torch._foreach_mul_(same, scale.to(dtype))
         return total_norm
 

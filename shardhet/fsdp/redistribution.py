@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.on_host.memory import available_bytes
 from shardhet.fsdp.module import HetFSDP
 from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.sharding.host_room import FlatKind, HostRoom
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout, cut_by_shares
 from shardhet.records.plan import Plan
@@ -21,6 +23,7 @@ class FlatMove:
     unit_fqn: str
     flat: FlatTensor
     layout: FlatLayout
+    on_host: bool  # this rank's rows, under the new plan
 
     def whole(self, shard: Tensor, model: HetFSDP) -> Tensor:
         """All ranks' ``shard``s in the present layout, end to end: [numel].  Collective."""
@@ -52,8 +55,6 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
                 f"plan: position {i} is for {new.device} but {old.device} in the plan that is "
                 "followed now. Keep the devices in their positions, or leave them out."
             )
-    if any(rank.optimizer_on_host for rank in plan.ranks):
-        return "plan: it has optimizer_on_host, which cannot be followed yet. Leave it out."
     if any(rank.inputs_on_host for rank in plan.ranks):
         return "plan: it has inputs_on_host, which cannot be followed yet. Leave it out."
     if plan.units and plan.units != before.units:
@@ -70,18 +71,37 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
     return None
 
 
+def room_under(model: HetFSDP, plan: Plan, num_moments: int) -> HostRoom | None:
+    """The room of this rank's host under ``plan``; what is there now will be given back."""
+    if not any(rank.optimizer_on_host for rank in plan.ranks):
+        return None
+    comm, has_bytes = model._comm, available_bytes()
+    if has_bytes is not None and comm.host_room is not None:
+        has_bytes += comm.host_room.bytes_with(num_moments)
+    flats = [flat for unit in model._runtime.all_units for flat in unit.flats]
+    return HostRoom.of(
+        plan,
+        [move.layout for move in moves(model, plan)],
+        [FlatKind(flat.orig_dtype, flat.is_trainable) for flat in flats],
+        nodes=comm.nodes,
+        position=model.position,
+        has_bytes=has_bytes,
+    )
+
+
 def moves(model: HetFSDP, plan: Plan) -> Iterator[FlatMove]:
     """Every flat tensor with its next layout, unit by unit."""
-    units = (*model._runtime.units, model._runtime.root)
-    flats = [(unit.fqn, flat) for unit in units for flat in unit.flats]
+    flats = [(unit.fqn, flat) for unit in model._runtime.all_units for flat in unit.flats]
     uncut = [FlatLayout.of_shapes([slot.shape for slot in flat.slots]) for _, flat in flats]
     layouts: Sequence[FlatLayout] = cut_by_shares(uncut, plan.state_shares)
+    on_host = plan.ranks[model.position].optimizer_on_host
     for (fqn, flat), layout in zip(flats, layouts, strict=True):
-        yield FlatMove(fqn, flat, layout)
+        yield FlatMove(fqn, flat, layout, on_host)
 
 
-def follow(model: HetFSDP, plan: Plan) -> None:
+def follow(model: HetFSDP, plan: Plan, room: HostRoom | None) -> None:
     """Compute as ``plan`` says from the next step on; the rows have been moved."""
+    model._comm.host_room = room
     model._comm.buffers.release()  # of the sizes of the plan before
     model._comm.follow(plan, model._control)
     model._runtime.follow(plan, model.batches_per_step)

@@ -20,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from shardhet.comm.liveness import HANG_TIMEOUT_S, watch_ranks
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.params.host_step import check_room, fused_on_host
 from shardhet.fsdp.params.optimizer_gate import look_at
 from shardhet.hf.arguments import check_optimizer, checked, is_same_device
 from shardhet.hf.counting import InputCounts
@@ -191,8 +192,12 @@ class HetTrainer(TrainerView):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in transformers.  Raises ``ValueError`` if it cannot work on rows."""
+        given = self.optimizer
         optimizer = super().create_optimizer(*args, **kwargs)
+        if given is None:
+            self.optimizer = optimizer = fused_on_host(optimizer)
         look_at(inner(optimizer), (), {})
+        check_room(inner(optimizer))
         return optimizer
 
     def training_step(

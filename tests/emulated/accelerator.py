@@ -52,8 +52,10 @@ class Accelerator:
         self.seconds_of: SecondsOf = lambda _what, _reads, _writes: 0.0
         self._held: dict[int, Held] = {}  # by storage
         self._copies_to_host = False
+        self.refuses_to_pin = False
         self._pinned: set[int] = set()  # storages of the host
         self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
+        self._on_way_from_host: dict[int, Access] = {}  # the last that reads it
 
     @property
     def syncs(self) -> list[str]:
@@ -110,6 +112,8 @@ class Accelerator:
         if not listed and not makes:
             for tensor in given:
                 self.check_has_arrived(tensor, str(func))
+            for tensor in _written(func, args, kwargs):
+                self._check_has_left(tensor, str(func))
             return func(*args, **kwargs)
         if listed and func not in ACROSS:
             self._check_on_device(func, given)
@@ -119,18 +123,20 @@ class Accelerator:
             return result
         goes_to_host = func is aten._to_copy.default and self._copies_to_host
         made = list(tensors_among(result))
+        written_ids = {id(tensor) for tensor in written}
         if not goes_to_host:
             for tensor in made:
-                if tensor.device.type == "cpu":
+                if tensor.device.type == "cpu" and id(tensor) not in written_ids:
                     self.take_in(tensor)
-        written_ids = {id(tensor) for tensor in written}
         self.launch(
             str(func),
             self.current,
             reads=[tensor for tensor in listed if id(tensor) not in written_ids],
             writes=[*written, *(t for t in made if id(t) not in written_ids)],
         )
-        if func in READ_BY_HOST:
+        if func is aten.copy_.default:
+            self._follow_copy(args, kwargs)
+        elif func in READ_BY_HOST:
             self.wait_for_current(str(func))
         elif goes_to_host and kwargs.get("non_blocking"):
             moment = self.current.begin()
@@ -139,7 +145,51 @@ class Accelerator:
                 self._on_way_to_host[key] = Access(0, 1, moment, True, str(func))
         elif goes_to_host or (makes and given and not listed):
             self._wait_unless_pinned(given[0], kwargs, str(func))
+            self._leaves_host(given[0], str(func))
         return result
+
+    def _follow_copy(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """After ``copy_`` from host to device or back."""
+        to, source = args[:2]
+        is_to_host, is_from_host = (self.held(each) is None for each in (to, source))
+        is_asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        if is_from_host and not is_to_host and is_asynchronous and self.is_pinned(source):
+            self._leaves_host(source, "copy_")
+        if is_to_host and is_asynchronous and self.is_pinned(to):
+            key = to.untyped_storage()._cdata
+            moment = self.current.begin()
+            self._on_way_to_host[key] = Access(0, 1, moment, True, "copy_")
+        elif is_to_host:
+            self.wait_for_current("copy_")
+
+    def _leaves_host(self, source: Tensor, what: str) -> None:
+        key = source.untyped_storage()._cdata
+        if key in self._pinned:
+            self._on_way_from_host[key] = Access(0, 1, self.current.begin(), False, what)
+
+    def _check_has_left(self, tensor: Tensor, what: str) -> None:
+        """Raise ``RaceError`` if the host writes what the device may still read."""
+        if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+            return
+        access = self._on_way_from_host.get(tensor.untyped_storage()._cdata)
+        if access is not None and not access.moment.is_before(self.host.clock):
+            raise RaceError(f"{what} on the host writes what is still copied to the device")
+
+    def pin_in_place(
+        self, tensor: Tensor, nbytes: int, device: torch.device
+    ) -> Callable[[], None] | None:
+        """In place of ``devices.pin``."""
+        if self.refuses_to_pin:
+            return None
+        key = tensor.untyped_storage()._cdata
+        self._pinned.add(key)
+
+        def unpin() -> None:
+            self._pinned.discard(key)
+            self._on_way_to_host.pop(key, None)
+            self._on_way_from_host.pop(key, None)
+
+        return unpin
 
     def _wait_unless_pinned(self, source: Tensor, kwargs: dict[str, Any], why: str) -> None:
         if not (kwargs.get("non_blocking") and self.is_pinned(source)):
@@ -260,6 +310,7 @@ class Accelerator:
         with (
             mock.patch.object(devices, "is_on_host", self.is_on_host),
             mock.patch.object(devices, "module_of", return_value=module),
+            mock.patch.object(devices, "pin", self.pin_in_place),
             mock.patch.object(torch.UntypedStorage, "resize_", resize_),
             mock.patch.object(torch.autograd, "_engine_run_backward", with_functions),
             self.nccl.installed(),

@@ -19,6 +19,7 @@ from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.groups import Communicators
 from shardhet.config.compose import portable_values
 from shardhet.config.train import Precision, TrainConf
+from shardhet.fsdp.params.host_step import check_room
 from shardhet.records.plan import Plan
 from shardhet.training.compiling import compile_units
 from shardhet.training.guard import Guard
@@ -127,6 +128,7 @@ def _trainer(
         device_spec=spec,
     )
     optimizer = conf.optim.to_record().build(list(model.parameters()))
+    check_room(optimizer)
     if emulated is not None:
         emulated.slow_down(model, optimizer)
     trainer = Trainer(

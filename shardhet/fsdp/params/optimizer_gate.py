@@ -105,6 +105,15 @@ def _name(optimizer: optim.Optimizer) -> str:
     return f"optimizer {type(optimizer).__name__}"
 
 
+def count_moments(optimizer: optim.Optimizer) -> int:
+    """How many states of the size of a parameter it keeps; 0 if it cannot be tried."""
+    try:
+        with restored_random_state(torch.device("cpu")):
+            return _Trial(optimizer).num_moments()
+    except Exception:  # _check says of what cannot be tried
+        return 0
+
+
 def _check(optimizer: optim.Optimizer) -> None:
     if type(optimizer) in ELEMENT_WISE:
         return
@@ -160,6 +169,21 @@ class _Trial:
             rounding = torch.finfo(self._dtype).eps * torch.maximum(update, start.abs().max())
             error = max(error, float(difference / (TRIAL_BAR * rounding)))
         return error
+
+    def num_moments(self) -> int:
+        """How many states of the size of its parameter the first parameter has after a step."""
+        self._device = torch.device("cpu")
+        params = [nn.Parameter(value) for value in self._values(slice(None), 0)]
+        optimizer = self._copy_for(params)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        kept = max(
+            (optimizer.state[param].values() for param in params),
+            key=lambda states: sum(torch.is_tensor(each) for each in states),
+        )
+        shapes = {param.shape for param in params if param.dim()}
+        return sum(torch.is_tensor(each) and each.shape in shapes for each in kept)
 
     def _values(self, rows: slice, number: int) -> list[Tensor]:
         """Random values or gradients; later rows have larger magnitude."""

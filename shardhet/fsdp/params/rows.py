@@ -23,6 +23,7 @@ optimizers' kernels (fused, foreach) accept a RowGradient; parameters stay plain
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.microbatch.modes import FunctionTensor
+from shardhet.fsdp.params.host_step import host_threads
 from shardhet.fsdp.sharding.comm import CommContext
 
 Kwargs = dict[str, Any]
@@ -87,11 +90,21 @@ class RowGroup:
             rows = self.comm.reduce_channel.gather_rows(local)[:, 0]
         return rows.sum() if order == 0 else _vector_norm(rows, order)
 
+    def wait_for_device(self, grads: Sequence[Tensor]) -> None:
+        """Let the host wait for numbers that it was sent, if it is to compute with them.
+
+        GradScaler copies its scale to where gradients are, and goes on without waiting.
+        """
+        comm = self.comm
+        if not devices.is_on_host(comm.device) and any(map(devices.is_on_host, grads)):
+            comm.record_event(comm.current_stream()).synchronize()
+
     def agree_on_inf(self, found_inf: Tensor) -> None:
         """Set ``found_inf`` on all ranks if it is set on any.  Collective."""
         with self.lifeline.guard("GradScaler"):
             self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
-            rows = self.comm.reduce_channel.gather_rows(found_inf.reshape(1).double())
+            mine = found_inf.reshape(1).double().to(self.comm.device)
+            rows = self.comm.reduce_channel.gather_rows(mine)
         found_inf.copy_(rows.amax().reshape(found_inf.shape))
 
     def reduce(self, local: float, numel: int, kind: str, fqn: str) -> float:
@@ -296,7 +309,9 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
         order = float(rest[0] if rest else kwargs.get("ord", 2.0))
         filled = [grad for grad in grads if grad.numel()]
         others = {name: value for name, value in kwargs.items() if name != "ord"}
-        norms = iter(torch._foreach_norm(filled, order, **others) if filled else ())
+        rows = next((grad._rows for grad in grads if isinstance(grad, RowGradient)), None)
+        with host_threads(rows.comm) if rows else nullcontext():
+            norms = iter(torch._foreach_norm(filled, order, **others) if filled else ())
         parts = [
             (getattr(g, "_rows", None), next(norms) if g.numel() else _local_norm(g, order))
             for g in grads
@@ -355,8 +370,11 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
     """``torch._amp_foreach_non_finite_check_and_unscale_``, called by GradScaler."""
     grads, found_inf, *_ = args
     with _plainly():
-        func(*args, **kwargs)
         groups = dict.fromkeys(g._rows for g in grads if isinstance(g, RowGradient))
+        for group in groups:
+            group.wait_for_device(grads)
+        with host_threads(next(iter(groups)).comm) if groups else nullcontext():
+            func(*args, **kwargs)
         for group in groups:
             group.agree_on_inf(found_inf)
 

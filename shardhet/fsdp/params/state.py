@@ -52,7 +52,7 @@ def gather_params(flats: Sequence[FlatTensor], comm: CommContext) -> dict[str, T
             output = torch.empty(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
         gather = all_gather_uneven(
             output,
-            flat.flat_shard,
+            flat.placed.on_device(),
             flat.layout.shard_numels,
             channel=channel,
             receivers=(receiver,),
@@ -159,7 +159,8 @@ def _deal_out(
         for slot, span in zip(flat.slots, flat.layout.param_spans, strict=True):
             if (found := _first_found(slot, whole)) is not None:
                 full[span.start : span.stop].view(slot.shape).copy_(found)
-    own = torch.empty_like(flat.flat_shard)
+    own_numel = flat.flat_shard.numel()
+    own = torch.empty(own_numel, dtype=flat.orig_dtype, device=comm.device)
     dealing = reduce_scatter_uneven(
         own,
         full,

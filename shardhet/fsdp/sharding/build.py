@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
+from shardhet.fsdp.sharding.host_room import FlatKind, meet_room
 from shardhet.fsdp.sharding.materialize import RowSource, is_on_meta, materialize, move_buffers
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.sharding.wrapping import UnitModules
@@ -75,12 +76,19 @@ def build_units(
     drafts = draft_units(module, modules_of_units)
     check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
     _check_plan_is_for(plan, drafts)
-    layouts = [
+    layouts: Sequence[FlatLayout] = [
         FlatLayout.of_shapes([slot.shape for slot in group])
         for draft in drafts
         for group in draft.groups()
     ]
-    cut = iter(cut_by_shares(layouts, plan.state_shares))
+    layouts = cut_by_shares(layouts, plan.state_shares)
+    cut = iter(layouts)
+    kinds = [
+        FlatKind(group[0].current.dtype, group[0].is_trainable)
+        for draft in drafts
+        for group in draft.groups()
+    ]
+    comm.host_room = meet_room(plan, layouts, kinds, nodes=comm.nodes, control=control)
     was_on_meta = is_on_meta(module)
     if not was_on_meta:
         _check_same_values(_hashes(module.named_parameters()), module, control)
@@ -106,6 +114,7 @@ def build_units(
                 orig_dtype=group[0].current.dtype,
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
+                on_host=plan.ranks[control.position].optimizer_on_host,
             )
             for i, slot in enumerate(group):
                 if slot.current.is_meta and row_source is not None:
@@ -252,12 +261,6 @@ def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel
 
 
 def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
-    on_host = [i for i, rank in enumerate(plan.ranks) if rank.optimizer_on_host]
-    if on_host:
-        raise ValueError(
-            f"plan: positions {on_host} have optimizer_on_host, which HetFSDP cannot "
-            "follow yet. Leave it out."
-        )
     if any(rank.inputs_on_host for rank in plan.ranks):
         raise ValueError(
             "plan: it has inputs_on_host, which HetFSDP cannot follow yet. Leave it out."

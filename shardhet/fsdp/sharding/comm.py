@@ -16,6 +16,9 @@ from shardhet.comm.buffers import BufferPool, host_empty
 from shardhet.comm.calls import Pending
 from shardhet.comm.channel import Channel
 from shardhet.comm.groups import among_computing
+from shardhet.comm.on_host.lanes import CopyLane
+from shardhet.comm.on_host.memory import HostAllocator, processors, share_of_processors
+from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.records.nodes import Nodes, carriers
 from shardhet.records.plan import Plan
 
@@ -33,7 +36,7 @@ class CommContext:
         nodes: Nodes | None = None,  # None: all positions are on one node
     ) -> None:
         self.device = device
-        self._nodes = nodes or Nodes((0,) * gather_channel.world_size)
+        self.nodes = nodes or Nodes((0,) * gather_channel.world_size)
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
         self._handle = devices.module_of(device)
@@ -66,14 +69,37 @@ class CommContext:
         self._allocate = host_empty if transport is None else transport.empty
         self.buffers = BufferPool(self._allocate)
         self._unsent: deque[Pending] = deque()
+        # For what is on the host by the plan: its memory, and copies in both directions.
+        self.host_memory = HostAllocator(device)
+        self.to_device, self.to_host = CopyLane(device), CopyLane(device)
+        self.num_changes_of_rows = 0  # by optimizers and users, as far as steps have begun
+        self.num_rounds = 1
+        self.num_host_threads: int | None = None  # for rows on the host; None: on the device
+        self.is_first_on_host = False  # of the ranks whose rows are there
+        self.host_room: HostRoom | None = None  # None if no rank has rows there
 
     def follow(self, plan: Plan, control: Channel) -> None:
         """Communicate among the ranks that compute by ``plan``.  Collective."""
-        of_plan = carriers(self._nodes, [rank.rank_batch_size > 0 for rank in plan.ranks])
+        self.num_rounds = plan.num_rounds
+        self._share_host(plan, control)
+        of_plan = carriers(self.nodes, [rank.rank_batch_size > 0 for rank in plan.ranks])
         self.gather_channel, self.reduce_channel = (
             among_computing(each, of_plan, control=control, device=self.device)
             for each in (self.gather_channel, self.reduce_channel)
         )
+
+    def _share_host(self, plan: Plan, control: Channel) -> None:
+        """Share each host's processors among the ranks whose optimizer steps there."""
+        on_host = [i for i, rank in enumerate(plan.ranks) if rank.optimizer_on_host]
+        self.num_host_threads, self.is_first_on_host = None, False
+        if not on_host:
+            return
+        found = control.exchange_objects(processors())
+        mine, nodes = control.position, self.nodes.node_by_position
+        if mine in on_host:
+            others = [found[i] for i in on_host if i != mine and nodes[i] == nodes[mine]]
+            self.num_host_threads = share_of_processors(found[mine], others)
+            self.is_first_on_host = mine == on_host[0]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, [numel], on the device and where peers can read it."""
@@ -111,6 +137,10 @@ class CommContext:
         """Make later gathers wait for all work queued on the compute stream so far."""
         self.compute_event = self.record_event(self.current_stream())
 
+    def mark_rows_changed(self) -> None:
+        """Make the next gathers read the rows anew that are on the host."""
+        self.num_changes_of_rows += 1
+
     def keep_until_sent(self, gather: Pending) -> None:
         """Hold a gather while peers may still be reading this rank's shard.
 
@@ -127,7 +157,8 @@ class CommContext:
         """Wait until no peer reads this rank's shards, so that the optimizer may write them.
 
         On an accelerator the compute stream has waited for each gather, and with it for what
-        the gather reads: there is nothing left to wait for.
+        the gather reads: there is nothing left to wait for, but copies of rows on the host.
         """
         while self._unsent:
             self._unsent.popleft().wait_sent()
+        self.to_device.wait_all()

@@ -25,7 +25,8 @@ alive, who writes and reads it, and who waits for whom:
 
 The parameters are views of the unsharded storage, so tensors that autograd saved stay valid
 when the storage is freed and later refilled.  A rank that stores a whole tensor needs no second
-copy: its shard *is* the unsharded tensor.  ``flat_grad`` has the states of the gradient.
+copy: its shard *is* the unsharded tensor.  ``flat_grad`` has the states of the gradient, and
+``placement`` what is different where the plan says ``optimizer_on_host``.
 """
 
 from collections.abc import Sequence
@@ -36,11 +37,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm import devices
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient, GradState, forget_autograds
+from shardhet.fsdp.sharding.placement import RowsOnDevice, RowsOnHost
 from shardhet.records.layout import FlatLayout, Span
 
 
@@ -84,6 +85,7 @@ class FlatTensor:
         orig_dtype: torch.dtype,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
+        on_host: bool = False,
     ) -> None:
         self.slots = tuple(slots)
         self.is_trainable = slots[0].is_trainable
@@ -94,7 +96,7 @@ class FlatTensor:
         self._comm = comm
         self._position = comm.gather_channel.position
 
-        self.flat_shard = self._empty_shard(layout)
+        self._take_over(layout, on_host=on_host)
         self.sharded_params = [
             nn.Parameter(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
             for i in range(len(slots))
@@ -120,47 +122,51 @@ class FlatTensor:
 
         self._gather: Pending | None = None
         self._gathered: Any = None  # the event at its end, where streams wait and not the host
-        self.grad = FlatGradient(layout, self._position, comm, self.reduce_dtype)
 
     # Layout #
 
-    def _empty_shard(self, layout: FlatLayout) -> Tensor:
-        """Take over ``layout``; this rank's shard in it, without values but in the gaps."""
+    def _take_over(self, layout: FlatLayout, *, on_host: bool) -> None:
+        """Store a shard of ``layout`` from now on, without values but in the gaps."""
         self.layout = layout
         self.rows = [layout.rows(i, self._position) for i in range(len(self.slots))]
         self._boxes = [self._own_part(span) for span in layout.param_spans]
-        shard = self._comm.empty(layout.shard_numels[self._position], self.orig_dtype)
+        numel, dtypes = layout.shard_numels[self._position], (self.orig_dtype, self.param_dtype)
+        place = RowsOnHost if on_host else RowsOnDevice
+        self.placed = place(numel, *dtypes, comm=self._comm)
+        self.flat_shard = self.placed.shard
         for gap in layout.gap_spans:
             part = self._own_part(gap)
-            shard[part.start : part.stop].zero_()
-        return shard
+            self.flat_shard[part.start : part.stop].zero_()
+        gradient = self.placed.gradient() if self.is_trainable else None
+        self.grad = FlatGradient(
+            layout, self._position, self._comm, self.reduce_dtype, gradient
+        )
 
     def _whole(self) -> Tensor:
         """The unsharded tensor, [layout.numel], which is the shard where that is all of it."""
-        is_whole = self.flat_shard.numel() == self.layout.numel  # this rank stores all of it
-        self._is_shard_itself = is_whole and self.param_dtype == self.orig_dtype
+        shard = self.placed.sent
+        is_whole = shard.numel() == self.layout.numel  # this rank stores all of it
+        self._is_shard_itself = is_whole and self.param_dtype == shard.dtype
         if self._is_shard_itself:
-            return self.flat_shard
+            return shard
         return torch.empty(self.layout.numel, dtype=self.param_dtype, device=self._comm.device)
 
     @torch.no_grad()
-    def redistribute(self, layout: FlatLayout, whole: Tensor) -> None:
+    def redistribute(self, layout: FlatLayout, whole: Tensor, *, on_host: bool) -> None:
         """Store the rows of ``layout`` from now on; ``whole``, [numel], has their values.
 
         Between steps, without gradients.  The parameters stay the same objects.
         """
-        shard = self._empty_shard(layout)
+        self._take_over(layout, on_host=on_host)
         own = layout.shard_spans[self._position]
-        shard.copy_(whole[own.start : own.stop])
-        self.flat_shard = shard
+        self.flat_shard.copy_(whole[own.start : own.stop])
         for i, param in enumerate(self.sharded_params):
-            param.data = self._box(shard, i)
+            param.data = self._box(self.flat_shard, i)
         self._unsharded = self._whole()
         for i, param in enumerate(self.unsharded_params):
             param.data = self._unsharded_part(self._unsharded.data, i)
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
-        self.grad = FlatGradient(layout, self._position, self._comm, self.reduce_dtype)
 
     # Geometry #
 
@@ -197,6 +203,7 @@ class FlatTensor:
     def unshard(self) -> None:
         """Start the gather; a rank that computes nothing only sends."""
         comm = self._comm
+        self.placed.copy_to_device()
         if comm.gather_channel.group is None and self._is_shard_itself:
             return
         with comm.on_stream(comm.all_gather_stream):
@@ -206,8 +213,11 @@ class FlatTensor:
             if comm.is_receiver and not self._is_shard_itself:
                 numel, itemsize = self.layout.numel, self.param_dtype.itemsize
                 self._unsharded.untyped_storage().resize_(numel * itemsize)
+            self.placed.wait_on(comm.all_gather_stream)
             is_alone = comm.gather_channel.group is None  # then the gather copies and casts
-            shard = self.flat_shard if is_alone else self._shard_to_send()
+            own = self.layout.shard_spans[self._position]
+            part = self._unsharded[own.start : own.stop] if comm.is_receiver else None
+            shard = self.flat_shard if is_alone else self.placed.to_send(part)
             self._gather = all_gather_uneven(
                 self._unsharded if comm.is_receiver else None,
                 shard,
@@ -227,17 +237,6 @@ class FlatTensor:
             gather.wait()
             return comm.record_event(comm.all_gather_stream)
 
-    def _shard_to_send(self) -> Tensor:
-        """The shard in the dtype in which it is gathered."""
-        comm = self._comm
-        if self.param_dtype == self.orig_dtype:
-            return self.flat_shard
-        if not comm.is_receiver or devices.is_on_host(comm.device):
-            return self.flat_shard.to(self.param_dtype)
-        # On an accelerator the gather waits for the sends too, so they may read the output.
-        own = self.layout.shard_spans[self._position]
-        return self._unsharded[own.start : own.stop].copy_(self.flat_shard)
-
     def wait_for_unshard(self) -> None:
         """Wait until the compute stream may read the parameters; give them to the modules."""
         comm = self._comm
@@ -247,6 +246,8 @@ class FlatTensor:
             )
             comm.keep_until_sent(self._gather)
             self._gather = self._gathered = None
+        else:
+            self.placed.wait_on(comm.current_stream())
         if comm.is_receiver:
             for slot, param in zip(self.slots, self.unsharded_params, strict=True):
                 slot.put(param)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import reduce_scatter_uneven
 from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.placement import GradientOnHost
 from shardhet.records.layout import FlatLayout, Span
 
 
@@ -31,10 +33,17 @@ class FlatGradient:
     reduces; a storing rank holds its part of the sum from the reduction on.  If one rank alone
     computes and stores (``is_alone``), it has no whole buffer and no reduction: the sums that
     autograd makes for each parameter are the gradient.
+
+    With ``on_host`` its part of the sum is copied to the host when a reduction ends.
     """
 
     def __init__(
-        self, layout: FlatLayout, position: int, comm: CommContext, reduce_dtype: torch.dtype
+        self,
+        layout: FlatLayout,
+        position: int,
+        comm: CommContext,
+        reduce_dtype: torch.dtype,
+        on_host: GradientOnHost | None = None,
     ) -> None:
         self.state = GradState.NONE
         # By parameter: whether this rank had a gradient when reduce() was called, in any round.
@@ -52,6 +61,7 @@ class FlatGradient:
         self._reduction: Pending | None = None
         self._reduced: Tensor | None = None  # [own numel], of the round in progress
         self._total: Tensor | None = None  # [own numel], of all rounds
+        self._on_host = on_host  # the same instead, if it is there
 
     @property
     def is_private(self) -> bool:
@@ -60,8 +70,8 @@ class FlatGradient:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the gradient is private and this is the rank that has it."""
-        return self._is_whole and self.is_private
+        """Whether the gradient is private and this is the rank that has it, on the device."""
+        return self._is_whole and self.is_private and self._on_host is None
 
     def begin(self) -> None:
         """NONE (or REDUCED, in a round before) -> ACCUMULATING; nothing if ACCUMULATING."""
@@ -105,6 +115,8 @@ class FlatGradient:
         if self.is_private:  # no rank takes part in a reduction
             if not self._own_numel:
                 self._reduced = torch.empty(0, dtype=self._dtype, device=comm.device)
+            elif self._on_host is not None:
+                self._reduced = self._whole
             return
         # The compute stream wrote the gradient; the reduce stream reads it.
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
@@ -127,7 +139,7 @@ class FlatGradient:
                 self._reduction.wait()
                 self._reduction.wait_sent()
                 # On the stream that allocated both.
-                self._add_to_total()
+                self._add_to_total(comm.reduce_scatter_stream)
                 event = comm.record_event(comm.reduce_scatter_stream)
             # .grad is read on the compute stream.
             comm.current_stream().wait_event(event)
@@ -135,16 +147,27 @@ class FlatGradient:
             if self._whole is not None:
                 # Not earlier: peers and the reduce stream were reading it.
                 comm.buffers.take_back(self._whole)
+        self._add_to_total(comm.current_stream())
         self._whole = None
-        self._add_to_total()
         self.state = GradState.REDUCED
 
-    def _add_to_total(self) -> None:
-        if self._total is None:
-            self._total = self._reduced
-        elif self._reduced is not None:
-            self._total.add_(self._reduced)
-        self._reduced = None
+    def _add_to_total(self, stream: Any) -> None:
+        """Add what was reduced on ``stream`` to the total of the rounds."""
+        reduced, self._reduced = self._reduced, None
+        if reduced is None:
+            return
+        if self._on_host is not None:
+            lent = self._whole if reduced is self._whole else None
+            self._on_host.add(
+                reduced,
+                after=self._comm.record_event(stream),
+                stream=stream,
+                drop=_Freeing(self._comm, [reduced], lent),
+            )
+        elif self._total is None:
+            self._total = reduced
+        else:
+            self._total.add_(reduced)
 
     def multiply(self, factor: float) -> None:
         """Multiply what the rounds so far have summed up; nothing is being reduced."""
@@ -152,13 +175,16 @@ class FlatGradient:
         # Without a whole buffer the sums are tensors of their own.
         for each in held if self._whole is not None else (*held, *self._sums.values()):
             each.mul_(factor)
+        if self._on_host is not None:
+            self._on_host.multiply(factor)
 
     def take(self) -> tuple[Tensor | None, dict[int, Tensor]]:
         """REDUCED -> NONE: this rank's part of the sum, [own numel], or a lone rank's sums.
 
         Returns (None, {}) if the unit was not visited in this step.
         """
-        taken = self._total, self._sums
+        on_host = None if self._on_host is None else self._on_host.take()
+        taken = self._total if on_host is None else on_host, self._sums
         self._reduced = self._total = None
         self._sums = {}
         self._end()
@@ -173,6 +199,8 @@ class FlatGradient:
             self._comm.buffers.take_back(self._whole)
         # Peers may still read what is being reduced, so that buffer is not lent again.
         self._whole = self._reduction = None
+        if self._on_host is not None:
+            self._on_host.drop()
         self.take()
 
     def _end(self) -> None:
@@ -189,6 +217,21 @@ class FlatGradient:
         for i in range(len(self.has_grad)):
             if i not in self._sums:
                 self._part(whole, i).zero_()
+
+
+class _Freeing:
+    """Frees the memory of a gradient that has been copied, when it is called."""
+
+    def __init__(self, comm: CommContext, tensors: list[Tensor], lent: Tensor | None) -> None:
+        self._comm = comm
+        self._tensors = tensors
+        self._lent = lent
+
+    def __call__(self) -> None:
+        if self._lent is not None:
+            self._comm.buffers.take_back(self._lent)
+        self._lent = None
+        self._tensors.clear()
 
 
 def forget_autograds(params: Sequence[nn.Parameter]) -> None:

@@ -59,6 +59,11 @@ class FSDPUnit:
         """The number of elements of all parameters of the unit."""
         return sum(slot.shape.numel() for slot in self.slots)
 
+    def copy_to_device(self) -> None:
+        """Launch the copies of rows on the host that ``unshard`` launches otherwise."""
+        for flat in self.flats:
+            flat.placed.copy_to_device()
+
     def unshard(self) -> None:
         """SHARDED -> GATHERING; does nothing in any other state."""
         if self.state is not UnitState.SHARDED:

@@ -108,6 +108,11 @@ class Runtime:
         self._known = KnownCalls(self._prober, self._control)
 
     @property
+    def all_units(self) -> tuple[FSDPUnit, ...]:
+        """The units and the root."""
+        return (*self.units, self.root)
+
+    @property
     def known_to_stay(self) -> frozenset[int]:
         """Units that some forward so far needed unsharded throughout."""
         return self._prober.staying
@@ -126,6 +131,7 @@ class Runtime:
             )
         else:
             self.abandon()
+            self._comm.mark_rows_changed()
         self.features.begin()
         splits = self.rounds.is_cut or (
             call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
@@ -151,6 +157,9 @@ class Runtime:
         if self.rounds.receivers is not None and self._has_gradients:
             self._comm.receivers = self.rounds.receivers
         self._comm.mark_compute()  # gathers read shards that the optimizer wrote
+        if self._comm.host_memory.lets_copies_wait:
+            for unit in self.all_units:
+                unit.copy_to_device()
         self._walk.take_in(self.root)
         if index == UNKNOWN:
             self._lifeline.doing = "model(...), the probe of its first call of this kind"

@@ -98,6 +98,7 @@ class UnitByUnit:
         """Gather the root, and units that stay, for the whole context."""
         everyone = tuple(range(self._comm.gather_channel.world_size))
         self._control.enter("unit_by_unit", [WANTS_NOTHING, 1])
+        self._comm.mark_rows_changed()
         for unit in self._staying():
             self._gather(unit, everyone)
 

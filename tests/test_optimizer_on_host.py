@@ -1,0 +1,324 @@
+"""Plans whose optimizer steps on the host: exact, in order, and the same state by name."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan, redistribute
+from shardhet.checkpoint import load, save
+from shardhet.comm.on_host.lanes import CopyLane
+from shardhet.fsdp.sharding import host_room
+from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
+from tests.emulated.accelerator import Accelerator
+from tests.emulated.clocks import Event
+from tests.parity import check_parity
+from tests.patchwork import Case, draw_case, draw_rounds
+from tests.test_emulated import check_beside_one_process
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+NUM_CASES_PER_BLOCK = 8
+
+
+def on_host(case: Case) -> Case:
+    """The case with the optimizers of some devices on the host, of at least one that stores."""
+    draw = random.Random(f"places {case.seed}")
+    storing = [i for i, rank in enumerate(case.plan.ranks) if rank.state_share]
+    chosen = {i for i in range(len(case.plan.ranks)) if draw.random() < 0.5}
+    chosen.add(draw.choice(storing))
+    plan = moved(case.plan, [i in chosen for i in range(len(case.plan.ranks))])
+    return replace(case, plan=plan)
+
+
+def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
+    draw = draw_rounds if in_rounds else draw_case
+    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
+        case = on_host(draw(7000 + seed, world_size=world_size))
+        try:
+            check_parity(rank, case.problem, case.plan, case.course)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+@pytest.mark.parametrize("world_size, block", [(1, 0), (2, 0), (3, 1), (4, 2)])
+def test_a_step_is_that_of_one_process_wherever_optimizers_are(
+    world_size: int, block: int, in_rounds: bool
+) -> None:
+    run_ranks(_run_block, world_size, world_size, block, in_rounds)
+
+
+def _run_block_on_accelerators(rank: int, world_size: int, block: int) -> None:
+    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
+        case = on_host(draw_case(7000 + seed, world_size=world_size))
+        try:
+            check_beside_one_process(rank, case)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
+
+
+@pytest.mark.parametrize("world_size, block", [(1, 3), (2, 4), (3, 5)])
+def test_copies_and_steps_are_in_order_on_accelerators(world_size: int, block: int) -> None:
+    run_ranks(_run_block_on_accelerators, world_size, world_size, block)
+
+
+# Waits
+
+
+def _drop_at_once(lane: CopyLane, copy: Any, stream: Any, drop: Callable[[], None]) -> None:
+    drop()
+
+
+def _launch_at_once(launch: Any) -> Any:
+    def launch_at_once(lane: CopyLane, make: Any, *, after: Event, **others: Any) -> Any:
+        return launch(lane, make, after=Event(after._host), **others)
+
+    return launch_at_once
+
+
+# By what waits, what to put in its place.
+WAITS: dict[str, Callable[[], Any]] = {
+    "gather": lambda: mock.patch.object(RowsOnHost, "wait_on"),
+    "host": lambda: mock.patch.object(GradientOnHost, "_wait"),
+    "reduce stream": lambda: mock.patch.object(CopyLane, "hold", _drop_at_once),
+    "copies": lambda: mock.patch.object(CopyLane, "launch", _launch_at_once(CopyLane.launch)),
+}
+
+
+def _without(rank: int, wait: str, is_emulated: bool) -> None:
+    case = draw_case(7003, world_size=2)
+    case = replace(case, plan=moved(case.plan, [True, True]))
+    with WAITS[wait]():
+        if is_emulated:
+            check_beside_one_process(rank, case)
+        else:
+            check_parity(rank, case.problem, case.plan, case.course)
+
+
+@pytest.mark.parametrize(
+    "wait, is_emulated",
+    [("gather", False), ("host", False), *((wait, True) for wait in WAITS)],
+)
+def test_a_wait_that_is_left_out_is_noticed(wait: str, is_emulated: bool) -> None:
+    outcomes = run_ranks_expecting_failure(
+        _without, 2, wait, is_emulated, leaves_on_failure=True
+    )
+    names = {each.exception_name for each in outcomes} - {None}
+    assert names & {"RaceError", "AssertionError", "FloatingPointError"}, names
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.second(self.first(x)).square().sum(), x.numel()
+
+
+def _writes_after_forward(rank: int, waits: bool) -> None:
+    with Accelerator().installed() as accelerator:
+        plan = Plan.by_hand(microbatch_sizes=[2, 2], optimizer_on_host=[True, False])
+        model = HetFSDP(Linear(), plan, units=[nn.Linear], device=accelerator.device)
+        patch = nullcontext() if waits else mock.patch.object(CopyLane, "wait_all")
+        with torch.no_grad(), patch:
+            for _ in range(2):  # in the first the host waits for a probe
+                model(torch.ones(2, 8).to(accelerator.device))
+            for param in model.parameters():
+                param.mul_(2.0)
+
+
+def test_rows_are_not_written_while_they_are_copied() -> None:
+    run_ranks(_writes_after_forward, 2, True)
+    outcomes = run_ranks_expecting_failure(_writes_after_forward, 2, False)
+    assert outcomes[0].exception_name == "RaceError"
+
+
+# Places
+
+
+def moved(plan: Plan, on_host: Sequence[bool]) -> Plan:
+    """The plan with optimizers in these places."""
+    ranks = zip(plan.ranks, on_host, strict=True)
+    return replace(
+        plan, ranks=tuple(replace(rank, optimizer_on_host=each) for rank, each in ranks)
+    )
+
+
+def _same_objects(rank: int) -> None:
+    torch.manual_seed(0)
+    plan = Plan.by_hand(microbatch_sizes=[2, 1], optimizer_on_host=[False, True])
+    with Accelerator().installed() as accelerator:
+        module = Linear()
+        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = list(model.parameters())
+        for on_host in ([False, True], [True, False], [True, True], [False, False]):
+            if on_host != [False, True]:
+                redistribute(model, optimizer, moved(plan, on_host))
+            model.backward(*model(torch.ones(2 - rank, 8).to(accelerator.device)))
+            assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+            for param in before:
+                assert param.grad is not None
+                assert (accelerator.held(param) is None) == on_host[rank]
+                assert (accelerator.held(param.grad) is None) == on_host[rank]
+            optimizer.step()
+            for state in optimizer.state.values():
+                assert (accelerator.held(state["exp_avg"]) is None) == on_host[rank]
+            optimizer.zero_grad()
+
+
+def test_parameters_stay_the_same_objects_where_they_are_moved() -> None:
+    run_ranks(_same_objects, 2)
+
+
+def trained(
+    model: HetFSDP, optimizer: torch.optim.Optimizer, steps: range, *, clips: bool = True
+) -> None:
+    plan, position = model.plan, model.position
+    is_half = model._flats[0].param_dtype is torch.float16
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, enabled=is_half)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = 5 * torch.randn(plan.global_batch_size, 8, generator=generator)
+        mine = x[plan.sample_indices(position)].to(model.device)
+        model.forward_backward(mine, scaler=scaler if is_half else None)
+        scaler.unscale_(optimizer)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            model.clip_grad_norm_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"param_dtype": torch.bfloat16},
+    "reduced in bfloat16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+    "float16": {"param_dtype": torch.float16},
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+def make(
+    on_host: list[bool], optimizer: str = "AdamW", *, num_rounds: int = 1, **options: Any
+) -> tuple[HetFSDP, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1],
+        num_microbatches=[1, 2],
+        num_rounds=num_rounds,
+        state_shares=[0.6, 0.4],
+        optimizer_on_host=on_host,
+    )
+    model = HetFSDP(Linear(), plan, units=[nn.Linear], **options)
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def bits(model: HetFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every row of every parameter and every state."""
+    found = {fqn: box.tensor.clone() for fqn, box in model.sharded_state_dict().items()}
+    for fqn, param in model.named_parameters():
+        for name, value in optimizer.state[param].items():
+            found[f"{fqn} {name}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _same_bits(rank: int, precision: str, optimizer: str) -> None:
+    options = PRECISIONS[precision]
+    for num_rounds, clips in ((1, True), (2, False)):
+        results = []
+        for on_host in ([False, False], [True, False], [True, True]):
+            model, optim = make(on_host, optimizer, num_rounds=num_rounds, **options)
+            trained(model, optim, range(4), clips=clips)
+            whole = {f"whole {fqn}": each for fqn, each in model.state_dict().items()}
+            results.append(bits(model, optim) | whole)
+        for result in results[1:]:
+            check_equal(result, results[0])
+
+
+@pytest.mark.parametrize(
+    "precision, optimizer",
+    [(precision, "AdamW") for precision in PRECISIONS]
+    + [("float32", "momentum"), ("float16", "fused")],
+)
+def test_a_step_has_the_same_bits_wherever_optimizers_are(
+    precision: str, optimizer: str
+) -> None:
+    run_ranks(_same_bits, 2, precision, optimizer)
+
+
+def _checkpoints(rank: int, folder: Path) -> None:
+    model, optimizer = make([False, False], "fused")
+    trained(model, optimizer, range(2))
+    places = [[True, False], [False, True], [False, False]]
+    for i, on_host in enumerate(places):  # from each to the next
+        save(model, optimizer, folder / str(i))
+        loaded, its_optimizer = make(on_host, "fused")
+        load(loaded, its_optimizer, folder / str(i))
+        check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
+        for each in ((model, optimizer), (loaded, its_optimizer)):
+            trained(*each, range(2, 4))
+        check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
+        model, optimizer = loaded, its_optimizer
+
+
+def test_a_checkpoint_does_not_know_where_optimizers_were(tmp_path: Path) -> None:
+    run_ranks(_checkpoints, 2, tmp_path)
+
+
+def _moves_live(rank: int, optimizer: str) -> None:
+    model, optim = make([False, False], optimizer)
+    expected, its_optim = make([False, False], optimizer)
+    for i, on_host in enumerate([[True, False], [True, True], [False, True], [False, False]]):
+        ranks = [
+            replace(r, optimizer_on_host=h)
+            for r, h in zip(model.plan.ranks, on_host, strict=True)
+        ]
+        redistribute(model, optim, replace(model.plan, ranks=tuple(ranks)))
+        check_equal(bits(model, optim), bits(expected, its_optim))
+        for each in ((model, optim), (expected, its_optim)):
+            trained(*each, range(3 * i, 3 * i + 3))
+        check_equal(bits(model, optim), bits(expected, its_optim))
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
+def test_rows_move_between_host_and_device_while_ranks_run(optimizer: str) -> None:
+    run_ranks(_moves_live, 2, optimizer)
+
+
+# The host
+
+
+def _too_small(rank: int, has_bytes: int, when: str) -> None:
+    with mock.patch.object(host_room, "available_bytes", return_value=has_bytes):
+        model, optimizer = make([True, True])
+    trained(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("has_bytes, when", [(1000, "wrapping"), (1500, "step")])
+def test_a_host_that_is_too_small_is_one_error_on_every_rank(has_bytes: int, when: str) -> None:
+    outcomes = run_ranks_expecting_failure(_too_small, 2, has_bytes, when)
+    for outcome in outcomes:
+        assert outcome.exception_name == "ValueError", outcome
+        assert "plan: optimizer_on_host: rows, gradients" in outcome.message
+        assert "positions [0, 1] need 0 MiB of their host's memory" in outcome.message
