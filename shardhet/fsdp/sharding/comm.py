@@ -73,14 +73,13 @@ class CommContext:
         self.host_memory = HostAllocator(device)
         self.to_device, self.to_host = CopyLane(device), CopyLane(device)
         self.num_changes_of_rows = 0  # by optimizers and users, as far as steps have begun
-        self.num_rounds = 1
+        self.num_rounds = 1  # of a step
         self.num_host_threads: int | None = None  # for rows on the host; None: on the device
         self.is_first_on_host = False  # of the ranks whose rows are there
         self.host_room: HostRoom | None = None  # None if no rank has rows there
 
     def follow(self, plan: Plan, control: Channel) -> None:
         """Communicate among the ranks that compute by ``plan``.  Collective."""
-        self.num_rounds = plan.num_rounds
         self._share_host(plan, control)
         of_plan = carriers(self.nodes, [rank.rank_batch_size > 0 for rank in plan.ranks])
         self.gather_channel, self.reduce_channel = (

@@ -87,6 +87,7 @@ class Runtime:
         self._plan = plan
         self._rank_plan = plan.ranks[self._control.position]
         self.rounds.follow(plan, batches_per_step)
+        self._comm.num_rounds = self.rounds.number
         self._visits = Visits(
             staying=self._walk.staying,
             rank_plan=self._rank_plan,
