@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
 from math import isfinite
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document
@@ -14,6 +14,7 @@ from shardhet.records.schedule import StepForm
 
 SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 EVERY_UNIT = ("*",)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +231,8 @@ class Plan(Document):
         ``devices`` state theirs, and otherwise as much as any other.  ``recompute`` is one bool
         for all devices, or one bool or list of unit patterns per device.  So is
         ``inputs_on_host``: the inputs of these recomputed units (True: of all of them) wait for
-        backward in the memory of the host.  ``optimizer_on_host``
-        is one bool for all devices, or one per device.  With a ``global_batch_size`` the last
-        round has what the others leave of it.
+        backward in the memory of the host.  ``optimizer_on_host`` is one bool for all devices,
+        or one per device.  With a ``global_batch_size`` the last round has what is left of it.
         """
         world_size = len(microbatch_sizes)
         if num_microbatches is not None and rank_batch_sizes is not None:
@@ -248,15 +248,11 @@ class Plan(Document):
             sizes = [
                 _ragged(b, m) for b, m in zip(rank_batch_sizes, microbatch_sizes, strict=True)
             ]
-        claims = [recompute] * world_size if isinstance(recompute, bool) else list(recompute)
+        claims = _of_each(recompute, world_size)
         if inputs_on_host is True:  # on every device that recomputes any
             inputs_on_host = [claim is not False for claim in claims]
         with_inputs = list(inputs_on_host or [False] * world_size)
-        on_host = (
-            [optimizer_on_host] * world_size
-            if isinstance(optimizer_on_host, bool)
-            else list(optimizer_on_host)
-        )
+        on_host = _of_each(optimizer_on_host, world_size)
         devices = devices or [DeviceSpec()] * world_size
         if state_shares is None:
             state_shares = _shares_by_memory(devices)
@@ -418,6 +414,11 @@ def _ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
 
 def _names_in_full(patterns: Sequence[str]) -> list[str]:
     return [each for each in patterns if not set(each) & set("*?[")]
+
+
+def _of_each(claim: bool | Sequence[T], world_size: int) -> list[bool | T]:
+    """One entry per device of what may be said of all."""
+    return [claim] * world_size if isinstance(claim, bool) else list(claim)
 
 
 def _patterns(claim: bool | Sequence[str], key: str) -> tuple[str, ...]:
