@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from experiments.other_peoples_models.comparison import (
 )
 from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
+from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.sharding.wrapping import UnitModules
 from tests.fuzzing.reference import SeededCalls, SeededFunctions
 
@@ -68,6 +69,9 @@ def _noise(
     orders = [_Plain(calls.make_model(family, way), family, way, named, is_reversed=True)]
     if not (family.is_random or family.has_batch_norm or way.has_lora):
         orders.append(_Plain(calls.make_model(family, way), family, way, named, is_whole=True))
+    if CacheSwitch(orders[0].model).is_asked_for:
+        # Without a KV cache keys lie otherwise in memory, so other kernels multiply them.
+        orders.append(_Plain(calls.make_model(family, way), family, way, named, caches=False))
     noise = Errors(unit_by_param=units).by_quantity
     for each in orders:
         each.train()
@@ -88,11 +92,13 @@ class _Plain:
         *,
         is_reversed: bool = False,  # gradients are added from the last microbatch on
         is_whole: bool = False,  # one batch, no microbatches
+        caches: bool = True,  # if its configuration asks for them
     ) -> None:
         self.steps: list[Step] = []
         self.ended_at_s: list[float] = []
         self._took_s: list[float] = []
-        self._model = model
+        self.model = model
+        self._caches = caches
         self._family = family
         self._way = way
         self._named = named
@@ -118,20 +124,20 @@ class _Plain:
             if self._way.evaluates:
                 size = sum(self._named.eval_sizes)
                 logits = calls.evaluated(
-                    self._model, batch, self._family, self._way, 0, size
+                    self.model, batch, self._family, self._way, 0, size
                 ).clone()
             started_at_s = time.process_time()
             step = self._step(number, batch)
             self.ended_at_s.append(time.process_time())
             self._took_s.append(self.ended_at_s[-1] - started_at_s)
-            step.params = copies(dict(self._model.named_parameters()))
-            step.buffers = copies(dict(self._model.named_buffers()))
+            step.params = copies(dict(self.model.named_parameters()))
+            step.buffers = copies(dict(self.model.named_buffers()))
             step.logits = logits
             self.steps.append(step)
 
     def _step(self, number: int, batch: Batch) -> Step:
         losses, grads = self._accumulate(number, batch)
-        params = dict(self._model.named_parameters())
+        params = dict(self.model.named_parameters())
         if self._is_reversed:
             grads.reverse()
         summed = {name: sum_in_order([each[name] for each in grads]) for name in params}
@@ -154,18 +160,19 @@ class _Plain:
         num_labels = self._family.task.num_valid(batch["labels"])
         losses, grads = [], []
         first = 0
-        units = calls.units_of(self._model, self._family, self._way)
-        with seeded(self._model, units) as seeds:
+        units = calls.units_of(self.model, self._family, self._way)
+        with seeded(self.model, units) as seeds:
             for size in self._microbatch_sizes:
                 part = calls.part_of(batch, self._family, first, size)
                 seeds.start(step=number, first_sample=first)
-                output = calls.call(self._model, part, self._family, self._way)
+                with nullcontext() if self._caches else CacheSwitch(self.model).off():
+                    output = calls.call(self.model, part, self._family, self._way)
                 loss_sum, _ = calls.loss_of(output, part, self._family, self._way)
                 loss = loss_sum / num_labels
                 loss.backward()
                 losses.append(float(loss.detach()))
-                grads.append({name: p.grad for name, p in self._model.named_parameters()})
-                for param in self._model.parameters():
+                grads.append({name: p.grad for name, p in self.model.named_parameters()})
+                for param in self.model.parameters():
                     param.grad = None
                 first += size
         return losses, grads
