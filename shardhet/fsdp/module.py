@@ -199,7 +199,9 @@ class HetFSDP(ModuleInRounds):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
         with self._loss.of(loss_inputs), self._caches.off():
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        self._loss.check_returned(output)
+        return output
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

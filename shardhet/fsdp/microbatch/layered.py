@@ -14,7 +14,7 @@ Rules (batching.py) say which inputs are split, and along which dimension; other
 everything that is not a tensor, are passed whole.  A call without batched inputs runs once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -223,6 +223,26 @@ def cut(
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors among the leaves of ``tree``."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors for which its backward accumulates gradients."""
+    for node in nodes_of(tensor):
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable
+
+
+def nodes_of(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the tensor's graph."""
+    waiting, seen = [tensor.grad_fn], {None, tensor.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        yield node
+        found = {each for each, _ in node.next_functions} - seen
+        seen |= found
+        waiting += found
 
 
 def writes_on_input(unit_fqn: str) -> str:

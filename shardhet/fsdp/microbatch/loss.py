@@ -7,13 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 
+USER_ERRORS = (AttributeError, IndexError, TypeError, ValueError)
+OUTSIDE = (
+    "Compute the loss from what model(...) returns: model.backward(*loss_fn(output, labels))"
+)
 LossFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 class LossUsedError(TypeError):
-    """The model computes with the loss as if it were the last unit's output."""
+    """The loss is not of the last unit's output, or the model computes with it."""
 
 
 class FusedLoss:
@@ -23,7 +28,7 @@ class FusedLoss:
         self._loss_fn = loss_fn
         self._inputs: tuple[Any, ...] = ()  # of the forward in progress
         self._head = ""
-        self._is_there = False  # whether the head has returned in this forward
+        self._loss: Sequence[Tensor] = ()  # what the head has returned in this forward
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:
         """The last of the units' modules, in the model's order; None without a ``loss_fn``."""
@@ -41,24 +46,31 @@ class FusedLoss:
         assert loss_fn is not None
 
         def forward(loss_inputs: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-            return loss_fn(head.forward(*args, **kwargs), *loss_inputs)
+            output = head.forward(*args, **kwargs)
+            try:
+                return loss_fn(output, *loss_inputs)
+            except USER_ERRORS as error:
+                raise LossUsedError(
+                    f"loss_fn: applied to the output of unit {head.fqn!r}, the last in the "
+                    f"order of the model's modules, it raised {type(error).__name__}: {error} "
+                    f"If it is meant for another's, leave loss_fn out. {OUTSIDE}."
+                ) from error
 
         return replace(head, forward=forward)
 
     @contextmanager
     def of(self, loss_inputs: tuple[Any, ...]) -> Iterator[None]:
         """A context for one forward of the model.  Raises ``LossUsedError``."""
-        self._inputs, self._is_there = loss_inputs, False
+        self._inputs, self._loss = loss_inputs, ()
         try:
             yield
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            if not self._is_there:
+        except USER_ERRORS as error:
+            if not self._loss:
                 raise
             raise LossUsedError(
                 f"loss_fn: after unit {self._head!r}, to whose output it is applied, the model "
-                f"goes on computing ({type(error).__name__}: {error}). Leave loss_fn out, and "
-                "compute the loss from what model(...) returns: "
-                "model.backward(*loss_fn(output, labels))."
+                f"goes on computing ({type(error).__name__}: {error}). Leave loss_fn out. "
+                f"{OUTSIDE}."
             ) from error
         finally:
             self._inputs = ()
@@ -68,6 +80,15 @@ class FusedLoss:
         """The arguments of ``loss_fn`` after the head's output."""
         return self._inputs
 
-    def note(self) -> None:
+    def note(self, output: Any) -> None:
         """Note that the head has returned the loss; later errors come from its use."""
-        self._is_there = True
+        self._loss = tensors_in(output)
+
+    def check_returned(self, output: Any) -> None:
+        """Raise ``LossUsedError`` if the model has not returned the loss."""
+        returned = {id(each) for each in tensors_in(output)}
+        if self._loss and not any(id(each) in returned for each in self._loss):
+            raise LossUsedError(
+                f"loss_fn: the model does not return the output of unit {self._head!r}, the "
+                f"last in the order of its modules. Leave loss_fn out. {OUTSIDE}."
+            )

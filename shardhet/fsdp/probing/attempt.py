@@ -13,11 +13,17 @@ from shardhet.fsdp.microbatch.batching import BatchAxis, find_axis, flatten, unf
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
+from shardhet.fsdp.probing.apart import (
+    Apart,
+    outputs_apart,
+    problem_of_order,
+    problem_of_outputs,
+)
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.probing.order import PeerFailed
 from shardhet.fsdp.probing.probe import Probe, ProbedModel
-from shardhet.fsdp.probing.rules import LARGE, PARTS, SIZES, SMALL
+from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 
@@ -64,6 +70,7 @@ class Attempt:
         self.is_alone = False  # whether no other rank computes
         self._has_gradients = has_gradients
         self._outputs: dict[str, Any] = {}
+        self._apart: Apart = []  # outputs with rows for samples
         self._generators = HostGenerators()
         if call is not None:
             self.probe = Probe(model, has_gradients=has_gradients, splits=splits)
@@ -75,7 +82,7 @@ class Attempt:
                 _, self.segments = self._forward("small", range(SMALL))
                 self._check_draws()
                 self._forward("large", range(LARGE))
-                self._raise_together(self._problem_of_outputs())
+                self._check_outputs()
                 if self._model.caches.is_asked_for:
                     self._raise_together(self._problem_of_caches())
                 if self._any_rank(self.splits and bool(self._losses("large"))):
@@ -152,27 +159,31 @@ class Attempt:
         if self._any_rank(problem is not None):
             raise PeerFailed if problem is None else Refusal(ValueError(problem))
 
-    def _problem_of_outputs(self) -> str | None:
-        """A row of an output that depends for a sample on the rank's other samples."""
-        if self._call is None or self.probe is None:
-            return None
-        must_be_apart = self.splits and self._has_gradients
-        pairs = zip(*(tensors_in(self._outputs[n]) for n in ("small", "large")), strict=False)
-        for i, (small, large) in enumerate(pairs):
-            growing = [
-                sizes
-                for sizes in zip(small.shape, large.shape, strict=False)
-                if sizes[0] * LARGE == sizes[1] * SMALL and all(sizes)
-            ]
-            if len(growing) > 1 and not self.is_alone:
-                return _pairs(i, small, large)
-            if not (must_be_apart and small.requires_grad) or len(growing) != 1:
-                continue
-            [axis, *others] = find_axis(small, large, SIZES)
-            first = axis.narrow(large, PARTS[0], LARGE)
-            if not others and not are_close(first, small, self.probe.eps):
-                return _mixed(i, large)
-        return None
+    def _check_outputs(self) -> None:
+        """Raise if a row of an output depends for a sample on the rank's other samples."""
+        problem = None
+        if self._call is not None and self.probe is not None:
+            small, large = self._outputs["small"], self._outputs["large"]
+            must_be_apart = self.splits and self._has_gradients
+            self._apart = outputs_apart(small, large) if must_be_apart else []
+            problem = problem_of_outputs(
+                small, large, self._apart, self.probe.eps, is_alone=self.is_alone
+            )
+            tensors = tensors_in(large)
+            try:
+                for i, axes in self._apart if problem is None else ():
+                    self.probe.check_backward(f"model(...): output {i}", tensors[i], axes)
+            except Refusal as refusal:
+                problem = str(refusal)
+        self._raise_together(problem)
+        if not self._any_rank(bool(self._apart)):
+            return
+        # The first two samples of large are those of small, in the same places.
+        self._forward("swapped", (1, 0))
+        if self._call is not None and self.probe is not None:
+            swapped = self._outputs["swapped"]
+            problem = problem_of_order(small, swapped, self._apart, self.probe.eps)
+        self._raise_together(problem)
 
     def _problem_of_caches(self) -> str | None:
         """Whether the model computes something else with the caches that are switched off.
@@ -289,24 +300,6 @@ _CACHED = (
     "that you mean it, for plain PyTorch too: model.config.use_cache = False before wrapping; "
     "or leave out the argument that makes the difference."
 )
-
-
-def _pairs(index: int, small: Tensor, large: Tensor) -> str:
-    return (
-        f"model(...): output {index} of shape {tuple(small.shape)} for {SMALL} samples and "
-        f"{tuple(large.shape)} for {LARGE} compares the samples of a rank's batch with each "
-        "other, as contrastive losses do, so it would depend on the plan. Return the features "
-        "of each sample, and compute the loss from those of all ranks: "
-        "shardhet.gather_features(features)."
-    )
-
-
-def _mixed(index: int, large: Tensor) -> str:
-    return (
-        f"model(...): output {index} of shape {tuple(large.shape)}, computed outside of units, "
-        "depends for one sample on the other samples of the rank's batch, so it would depend "
-        "on the plan. Mix samples inside a unit, or let one rank compute all samples at once."
-    )
 
 
 def _draws(names: Sequence[str]) -> str:

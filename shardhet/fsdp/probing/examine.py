@@ -1,10 +1,12 @@
 """Finds the rules of one call, by calling it on the whole batch and on pieces of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardhet.fsdp.microbatch.batching import (
@@ -17,7 +19,8 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.probing.comparing import joined_like
+from shardhet.fsdp.probing.apart import gradients_of, hook_is_apart, mixes_backward
+from shardhet.fsdp.probing.comparing import are_close, joined_like
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import (
     LARGE,
@@ -144,9 +147,65 @@ class Examiner:
             decided = self._join_of_zeros(i, kept, pieces)
             found[i] = decided or Join.SUM
             self.is_certain &= decided is not None
+        if pieces and seen.has_own_backward and torch.is_grad_enabled():
+            self._check_backward(kept, pieces, replace(rules, outputs=tuple(found)))
+        if pieces and torch.is_grad_enabled():
+            results = [tensors_in(output), *parts]
+            calls = [
+                (each.tensors, made)
+                for each, made in zip((kept, *pieces), results, strict=True)
+            ]
+            self._check_hooks(kept, calls, inputs, found)
         if pieces:
             output = joined_outputs(output, parts, found)
         return replace(rules, outputs=tuple(found)), output
+
+    def _check_backward(
+        self, whole: ProbedCall, pieces: Sequence[ProbedCall], rules: VisitRules
+    ) -> None:
+        """Raise if gradients of the pieces do not add up to those of the whole."""
+        expected, *parts = [self._gradients(each, rules) for each in (whole, *pieces)]
+        for key, grad in expected.items():
+            rule = rules.inputs[key] if isinstance(key, int) else Join.SUM
+            rule = rule if isinstance(rule, BatchAxis) else Join.SUM
+            found = [part[key] for part in parts if key in part]
+            if len(found) < len(parts) or not are_close(
+                joined_like(grad, found, PARTS, rule), grad, self._watcher.eps
+            ):
+                raise Refusal(ValueError(mixes_backward(f"unit {whole.fqn!r}")))
+
+    def _check_hooks(
+        self,
+        call: ProbedCall,
+        calls: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+        inputs: Sequence[Rule],
+        outputs: Sequence[Rule],
+    ) -> None:
+        """Raise if a backward hook of the unit's module itself mixes samples."""
+        module = self._runner.module_of(call)
+        made = [((), results) for _, results in calls]
+        hooks = [(hook, calls, inputs) for hook in module._backward_hooks.values()]
+        hooks += [
+            (partial(_of_results, hook), made, outputs)
+            for hook in module._backward_pre_hooks.values()
+        ]
+        for hook, given, rules in hooks:
+            if not hook_is_apart(hook, module, given, rules, self._watcher.eps):
+                raise Refusal(ValueError(mixes_backward(f"unit {call.fqn!r}")))
+
+    def _gradients(self, call: ProbedCall, rules: VisitRules) -> dict[Any, Tensor]:
+        """Gradients of outputs with samples: of floating inputs by index, and of parameters."""
+        leaves = [
+            t.detach().clone().requires_grad_(t.is_floating_point()) for t in call.tensors
+        ]
+        output = self._runner.run(call, with_graph=True, leaves=leaves)
+        apart = [
+            each
+            for each, rule in zip(tensors_in(output), rules.outputs, strict=True)
+            if isinstance(rule, BatchAxis) and each.requires_grad
+        ]
+        inputs = {i: leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
+        return gradients_of(apart, inputs)
 
     def in_parts(self, call: ProbedCall, rules: VisitRules, seen: Seen | None) -> Any:
         """The output of a call with known rules for all samples of the large batch."""
@@ -186,6 +245,10 @@ class Examiner:
             for each in (whole, *pieces)
         ]
         return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None
+
+
+def _of_results(hook: Callable[..., Any], module: Any, _: Any, grads: Any) -> Any:
+    return hook(module, grads)
 
 
 def joined_outputs(

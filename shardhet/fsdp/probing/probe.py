@@ -9,6 +9,7 @@ Generators of the host draw what ``host_draws`` says.
     large  a b c      which dimensions grow with the batch; whether a unit gives the same in the
                       microbatches (a b) and (c) as whole; whether code outside of units mixes
                       samples
+    swapped  b a      whether code outside of units depends on the place of a sample
     rest   c          whether losses that are computed outside of units add up
 
 What cannot be shown to be right is refused by name.  During a probe dropout is off and batch
@@ -18,8 +19,9 @@ norm uses its running statistics, so that a sample's values do not depend on the
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,22 @@ from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
-from shardhet.fsdp.microbatch.batching import Layout, Rule, VisitRules, flatten, unflatten
+from shardhet.fsdp.microbatch.batching import (
+    BatchAxis,
+    Layout,
+    Rule,
+    VisitRules,
+    flatten,
+    unflatten,
+)
 from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.probing.apart import (
+    Attached,
+    TensorHooks,
+    has_own_backward,
+    is_apart,
+    mixes_backward,
+)
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.module_state import BufferWrites, Number, numbers, restored_modules
@@ -56,6 +72,7 @@ class ProbedModel:
     anchor: Tensor  # requires a gradient
     params: frozenset[int]  # ids of unsharded parameters
     rows: Mapping[int, int]  # indices of units, by id of a sharded parameter
+    storages: frozenset[int]  # those that hold parameters
 
 
 class Probe:
@@ -68,9 +85,12 @@ class Probe:
         self._module = model.module
         self._norms = model.norms
         self._has_gradients = has_gradients
+        self._splits = splits
+        self._hooks = TensorHooks()
         self._anchor = model.anchor
         self._watcher = Watcher()
         self._watcher.rows, self._watcher.params = model.rows, model.params
+        self._watcher.storages = model.storages
         self._watcher.on_random_outside = _refuse_random if splits else _accept
         self._runner = CallRunner(
             model.module, self._watcher, device=model.device, has_gradients=has_gradients
@@ -104,11 +124,16 @@ class Probe:
         with self._isolated():
             writes, before = BufferWrites(self._module), numbers(self._module)
             self._watcher.give(inputs)
-            with self._watcher:
+            with self._hooks if name == "large" else nullcontext(), self._watcher:
                 yield
             changed = dict(numbers(self._module).items() - before.items())
             self.counted |= changed.keys()
             self._check_buffers(writes)
+            self._check_params()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """A context for what HetFSDP does between calls, such as a gather."""
+        return self._watcher.paused()
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -164,7 +189,23 @@ class Probe:
             self.rules[key] = rules
             return self._repeated(key, call, rules)
         self.rules[key], output = self._examiner.rules_of(seen, call)
-        return self._returned(output, tensors_in(output), seen.is_differentiable)
+        rules = self.rules[key]
+        for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
+            self.check_backward(f"an argument of unit {call.fqn!r}", tensor, [rule])
+        flags = seen.is_differentiable
+        return self._returned(output, tensors_in(output), flags, rules.outputs)
+
+    def check_backward(self, what: str, tensor: Tensor, rules: Sequence[Rule]) -> None:
+        """Raise if code outside of units mixes samples in the backward of a tensor of the large
+        run, whose samples are where one of ``rules`` says.
+        """
+        if not (self._splits and tensor.requires_grad) or not (
+            self._hooks.are_found or has_own_backward(tensor)
+        ):
+            return
+        axes = [rule for rule in rules if isinstance(rule, BatchAxis)]
+        if axes and not any(is_apart(tensor, axis, self.eps) for axis in axes):
+            raise Refusal(ValueError(mixes_backward(f"{what}, computed outside of units")))
 
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
         if key not in self.rules:
@@ -187,15 +228,33 @@ class Probe:
             output = self._runner.run(call)
         return self._returned(output, list(map(copied, tensors_in(output))), flags)
 
-    def _returned(self, output: Any, tensors: Sequence[Tensor], flags: Sequence[bool]) -> Any:
+    def _returned(
+        self,
+        output: Any,
+        tensors: Sequence[Tensor],
+        flags: Sequence[bool],
+        rules: Sequence[Rule] = (),
+    ) -> Any:
         """The output given to the model: it counts as made outside of units, with gradients."""
         outputs, spec = flatten(output)
         given = [
-            _Attached.apply(self._anchor, t) if flag and self._has_gradients else t  # type: ignore[no-untyped-call]
-            for t, flag in zip(tensors, flags, strict=True)
+            Attached.apply(self._anchor, t, rule) if flag and self._has_gradients else t  # type: ignore[no-untyped-call]
+            for t, flag, rule in zip_longest(tensors, flags, rules)
         ]
         self._watcher.give(given)
         return unflatten(filled(outputs, given), spec)
+
+    def _check_params(self) -> None:
+        for fqn, param in self._module.named_parameters():
+            if param.untyped_storage()._cdata not in self._watcher.storages:
+                raise Refusal(
+                    RuntimeError(
+                        f"{fqn}: the model's forward has replaced it, or its data, by another "
+                        "tensor, which no rank would keep. Write this rank's rows between "
+                        "steps instead (with torch.no_grad(): for param in "
+                        "model.parameters(): ...)."
+                    )
+                )
 
     def _check_buffers(self, writes: BufferWrites) -> None:
         if not self._module.training:
@@ -211,18 +270,6 @@ class Probe:
                         "batch norm's running statistics are kept equal)."
                     )
                 )
-
-
-class _Attached(torch.autograd.Function):
-    """A copy of a tensor that requires a gradient and discards it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None
 
 
 def _refuse_random(operation: str) -> None:

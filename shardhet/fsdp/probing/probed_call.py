@@ -22,6 +22,7 @@ from shardhet.fsdp.microbatch.layered import (
 )
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
+from shardhet.fsdp.probing.apart import TensorHooks, has_own_backward
 from shardhet.fsdp.probing.comparing import are_close, fingerprint
 from shardhet.fsdp.probing.module_state import Number, counters, numbers, set_numbers
 from shardhet.fsdp.probing.watch import Refusal, Watcher
@@ -63,6 +64,7 @@ class Seen:
     is_differentiable: tuple[bool, ...]
     counted: Mapping[Number, Any]  # numbers that every call changes, after this one
     began_with: Mapping[Number, Any]  # those numbers before it
+    has_own_backward: bool  # a hook on a tensor or a Function in Python
 
 
 def filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
@@ -84,18 +86,23 @@ class CallRunner:
         # Of the call in progress, if it changes numbers: what they are before every run.
         self._began_with: Mapping[Number, Any] = {}
 
-    def run(self, call: ProbedCall, *, with_graph: bool = False) -> Any:
-        """The output of the call; raises ``Refusal`` if it changes its arguments."""
-        given = [
+    def run(
+        self, call: ProbedCall, *, with_graph: bool = False, leaves: Sequence[Tensor] = ()
+    ) -> Any:
+        """The output of the call; raises ``Refusal`` if it changes its arguments.
+
+        ``leaves`` are used instead of the call's tensors, as they are.
+        """
+        given = list(leaves) or [
             t.detach().requires_grad_(with_graph and t.requires_grad) for t in call.tensors
         ]
-        leaves = filled(call.leaves, given)
-        objects = [x for x in leaves if not isinstance(x, Tensor) and not is_plain(x)]
+        values = filled(call.leaves, given)
+        objects = [x for x in values if not isinstance(x, Tensor) and not is_plain(x)]
         before = [fingerprint(each) for each in objects]
         versions = [t._version for t in given]
-        args, kwargs = unflatten(leaves, call.arguments.spec)
+        args, kwargs = unflatten(values, call.arguments.spec)
         if self._began_with:
-            set_numbers(self._module_of(call), self._began_with)
+            set_numbers(self.module_of(call), self._began_with)
         grad_mode = torch.enable_grad() if with_graph else torch.no_grad()
         try:
             # Without autocast's cache, which would keep casts of parameters between calls.
@@ -115,13 +122,14 @@ class CallRunner:
                 )
         after, spec = flatten((args, kwargs))
         if spec != call.arguments.spec or any(
-            a is not b for a, b in zip(after, leaves, strict=True)
+            a is not b for a, b in zip(after, values, strict=True)
         ):
             raise Refusal(ValueError(changes_arguments(call.fqn, "a list or dict")))
         _check_plain(call.fqn, output)
         return output
 
-    def _module_of(self, call: ProbedCall) -> nn.Module:
+    def module_of(self, call: ProbedCall) -> nn.Module:
+        """The module that is called."""
         # A function is no module of the model and has no attributes that count.
         is_function = call.fqn == DROPOUT_CALLS
         return nn.Module() if is_function else self._module.get_submodule(call.fqn)
@@ -140,7 +148,7 @@ class CallRunner:
             yield
         finally:
             self._began_with = {}
-        now = numbers(self._module_of(call))
+        now = numbers(self.module_of(call))
         for key, value in seen.counted.items():
             if now.get(key) != value:
                 raise Refusal(ValueError(_counts(call.fqn, key[1])))
@@ -150,9 +158,11 @@ class CallRunner:
 
         Raises ``Refusal`` if the call counts in a tensor, or computes with what it counts.
         """
-        module = self._module_of(call)
+        module = self.module_of(call)
         before = counters(module)
-        output = self.run(call, with_graph=self._has_gradients and torch.is_grad_enabled())
+        with_graph = self._has_gradients and torch.is_grad_enabled()
+        with TensorHooks() as hooks:
+            output = self.run(call, with_graph=with_graph)
         once = counters(module)
         counted: dict[Number, Any] = {}
         if once != before:
@@ -172,6 +182,7 @@ class CallRunner:
             is_differentiable=tuple(each.requires_grad for each in tensors),
             counted=counted,
             began_with={key: before[key] for key in counted if key in before},
+            has_own_backward=hooks.are_found or any(map(has_own_backward, tensors)),
         )
         return seen, output
 

@@ -106,6 +106,11 @@ class Prober:
                 for each in flat.sharded_params
                 if i < len(units)
             },
+            storages=frozenset(
+                each.untyped_storage()._cdata
+                for _, flat in flats
+                for each in (*flat.unsharded_params, flat.flat_shard)
+            ),
         )
 
     def find(
@@ -266,7 +271,9 @@ class Prober:
 
     def enter(self, unit_index: int, needs_backward: bool) -> None:
         """Agree that the unit is called next, and unshard it.  Collective."""
-        self._take(self._finder.visit(unit_index, needs_backward).unit)
+        assert self._probe is not None
+        with self._probe.unwatched():
+            self._take(self._finder.visit(unit_index, needs_backward).unit)
 
     def call(
         self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, find_axis
+from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.probing.comparing import are_close, joined_like
 from shardhet.fsdp.probing.watch import Refusal
 from shardhet.records.layout import Span
@@ -161,16 +162,7 @@ def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
 
 def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
     """Gradients of the output's sum for all parameters that it depends on."""
-    params: list[Tensor] = []
-    waiting, seen = [output.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
-            params.append(variable)
-        waiting += [each for each, _ in node.next_functions]
+    params = [each for each in leaves_of(output) if isinstance(each, nn.Parameter)]
     if not params:
         return {}
     with torch.enable_grad():

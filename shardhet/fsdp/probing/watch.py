@@ -68,6 +68,7 @@ class Watcher(OperationMode):
         self.eps = 0.0  # of the narrowest dtype that anything was computed in
         self.rows: Mapping[int, int] = {}  # indices of units, by id of a sharded parameter
         self.params: frozenset[int] = frozenset()  # ids of the model's unsharded parameters
+        self.storages: frozenset[int] = frozenset()  # those that hold parameters
         self._place = OUTSIDE
         self._num_calls = 0
         self._unit_fqn = ""
@@ -123,6 +124,8 @@ class Watcher(OperationMode):
         if self._is_paused:
             return func(*args, **kwargs)
         name = func.__name__.split(".")[0]
+        if func._schema.is_mutable:  # type: ignore[attr-defined]
+            self._check_writes(func, name, args, kwargs)
         depends = False
         if name not in _FACTORIES:
             for each in tensors_among((args, kwargs)):
@@ -152,6 +155,23 @@ class Watcher(OperationMode):
     def _check_rows(self, tensor: Tensor) -> None:
         if id(tensor) in self.rows:
             raise StaysUnsharded(self.rows[id(tensor)])
+
+    def _check_writes(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse to write parameters, which would be written on gathered copies only."""
+        for i, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            for each in tensors_among(written):
+                if each.layout is torch.strided and (
+                    each.untyped_storage()._cdata in self.storages
+                ):
+                    what = (
+                        f"{self._where()} writes to a parameter ({name} of a tensor of shape "
+                    )
+                    raise Refusal(RuntimeError(f"{what}{tuple(each.shape)}){_WRITES}"))
 
     def _is_from_elsewhere(self, tensor: Tensor, used_by: str) -> str:
         return (
@@ -234,6 +254,13 @@ class Watcher(OperationMode):
         if index < len(args):
             return func(*args[:index], type(given)(0), *args[index + 1 :], **kwargs)
         return func(*args, **(kwargs | ({schema[index]: 0.0} if given else {})))
+
+
+_WRITES = (
+    ", which is a gathered copy and freed again. Write this rank's rows between steps instead "
+    "(with torch.no_grad(): for param in model.parameters(): ...), and leave out what writes "
+    "in forward, such as max_norm of an embedding."
+)
 
 
 def _rounded_sum(

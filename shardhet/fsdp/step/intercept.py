@@ -48,7 +48,7 @@ def _visit_with_loss(
         if runtime.unit_by_unit is not None:  # the caller wants the head's output
             return runtime.visit(unit, module, args, kwargs)
         output = runtime.visit(unit, with_loss, (loss.inputs, *args), kwargs)
-        loss.note()
+        loss.note(output)
         return output
 
     return visit

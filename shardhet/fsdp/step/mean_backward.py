@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
+from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
 from shardhet.fsdp.params.rows import RowGroup
 from shardhet.fsdp.sharding.flat import FlatTensor
@@ -50,6 +51,11 @@ class MeanBackward:
         self._runtime = runtime
         self._flats = flats
         self._param_by_fqn = param_by_fqn
+        self._own = {
+            id(each)
+            for flat in flats
+            for each in (*flat.sharded_params, *flat.unsharded_params)
+        }
         self._hooks = hooks
         self._rows = rows
         self._comm = rows.comm
@@ -78,6 +84,8 @@ class MeanBackward:
             _check_is_number(loss_sum)
             if self._is_float16:
                 self._check_scaled(loss_sum)
+            if not self._rows.is_alone:
+                self._check_leaves(loss_sum)
             with self._runtime.observers.watch("", Activity.AGREE):
                 fingerprint = self._hooks.fingerprint(self._param_by_fqn)
                 rows = self._control.enter("model.backward", [fingerprint, divisor or 0.0])
@@ -212,7 +220,7 @@ class MeanBackward:
 
         leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         for leaf in leaves:
-            if leaf.requires_grad:
+            if leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(check)
         self._outputs = [ref(leaf) for leaf in leaves if self._is_float16]
 
@@ -230,6 +238,17 @@ class MeanBackward:
                 "model.backward: the loss is a sum in float16, where more than 65,504 is "
                 "infinite. Compute it from output.float()."
             )
+
+    def _check_leaves(self, loss_sum: Tensor) -> None:
+        """Raise ``ValueError`` if the loss depends on a parameter that is not the model's."""
+        for variable in leaves_of(loss_sum):
+            if isinstance(variable, nn.Parameter) and id(variable) not in self._own:
+                raise ValueError(
+                    "model.backward: the loss depends on a parameter of shape "
+                    f"{tuple(variable.shape)} that is not one of the model's (of a criterion, "
+                    "perhaps), so its gradient would be that of this rank's samples only. Put "
+                    "it into the module that HetFSDP wraps, or use it detached."
+                )
 
     def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> tuple[HostCopy, Tensor]:
         """Loss and tokens of every rank, [world_size, 2] in plan order, and all tokens."""

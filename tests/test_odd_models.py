@@ -1,0 +1,300 @@
+"""Models of others that write parameters, or have backwards of their own: exact, or refused."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import HetFSDP
+from tests.test_probe import WIDTH, Net, both_ways, check, draw, plan_for, squared
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+ALONE = plan_for(recomputes=False)
+UNITS = ["units.0", "units.1"]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def refuses(module: nn.Module, error: type[Exception], words: str, **options: Any) -> None:
+    model = HetFSDP(module, ALONE, **{"units": UNITS, **options})
+    with pytest.raises(error, match=words):
+        squared(model, draw(5, WIDTH))
+
+
+# Samples that depend on those before them
+
+
+class Mixing(Net):
+    """Mixes samples after its last unit."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(linear)
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x.cumsum(0),
+        lambda x: x + x[:1],
+        lambda x: x * torch.arange(len(x))[:, None],
+        lambda x: (x - x.mean(0)).flatten(),
+    ],
+    ids=["sums up", "the first", "its place", "without rows"],
+)
+def test_a_sample_that_depends_on_the_others_is_refused(
+    mix: Callable[[Tensor], Tensor],
+) -> None:
+    refuses(Mixing(mix), ValueError, "depends for one sample on the other samples")
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_several_rows_for_each_sample_are_exact(dim: int) -> None:
+    module = Mixing(lambda x: x.transpose(0, dim - 1).flatten(0, 1))
+    check(ALONE, module, [draw(5, 3, WIDTH)], squared, units=UNITS)
+
+
+# Parameters that a forward writes
+
+
+class Writing(nn.Module):
+    """Writes its weight before it uses it."""
+
+    def __init__(self, write: Callable[[nn.Linear], None]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(WIDTH, WIDTH), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.linear)
+        return self.linear(x)
+
+
+def replaced(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data * 1.0
+
+
+def another(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight * 1.0, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda layer: layer.weight.clamp_(-0.1, 0.1),
+        lambda layer: layer.weight.data.mul_(1.0),
+        replaced,
+        another,
+    ],
+    ids=["in place", "its data", "data replaced", "replaced"],
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["in a unit", "outside"])
+def test_parameters_that_a_forward_writes_are_refused(
+    write: Callable[[nn.Linear], None], inside: bool
+) -> None:
+    units = UNITS if inside else ["head"]
+    refuses(Net(lambda: Writing(write)), RuntimeError, "between steps instead", units=units)
+
+
+class Words(nn.Module):
+    """Its embeddings have a norm of one half at most, and torch writes that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, WIDTH, max_norm=0.5), linear()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words))
+
+
+@pytest.mark.parametrize("units", [["table", "head"], ["head"]])
+def test_embeddings_whose_norm_torch_limits_are_refused(units: list[str]) -> None:
+    model = HetFSDP(Words(), ALONE, units=units)
+    with pytest.raises(RuntimeError, match=r"writes to a parameter.*max_norm"):
+        model(torch.zeros(5, dtype=torch.long))
+
+
+# Backwards of a model's own
+
+
+class ByFunction(torch.autograd.Function):
+    """Its gradient is what remains of a gradient, or minus it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mixes: bool) -> Tensor:
+        ctx.mixes = mixes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        [grad] = grads
+        return (grad - grad.mean(0) if ctx.mixes else -grad), None
+
+
+def by_function(x: Tensor, mixes: bool) -> Tensor:
+    result: Tensor = ByFunction.apply(x, mixes)  # type: ignore[no-untyped-call]
+    return result
+
+
+def by_hook(x: Tensor, mixes: bool) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad / grad.norm() if mixes else grad.clamp(-0.1, 0.1))
+    return x
+
+
+Backward = Callable[[Tensor, bool], Tensor]
+every_backward = pytest.mark.parametrize("backward", [by_function, by_hook])
+
+
+class Inner(nn.Module):
+    """A unit with a backward of its own."""
+
+    def __init__(self, backward: Backward, *, mixes: bool) -> None:
+        super().__init__()
+        self.linear, self.backward, self.mixes = linear(), backward, mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.backward(self.linear(x), self.mixes).tanh()
+
+
+class Between(Net):
+    """Has it between its units, or after them."""
+
+    def __init__(self, backward: Backward, *, mixes: bool, is_last: bool) -> None:
+        super().__init__(linear)
+        self.backward, self.mixes, self.is_last = backward, mixes, is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.units[0](x).tanh()
+        if not self.is_last:
+            x = self.backward(x * 2, self.mixes)
+        x = self.units[1](x)
+        return self.head(self.backward(x * 2, self.mixes) if self.is_last else x)
+
+
+def models_of(backward: Backward, *, mixes: bool) -> list[nn.Module]:
+    return [
+        Net(lambda: Inner(backward, mixes=mixes)),
+        *(Between(backward, mixes=mixes, is_last=is_last) for is_last in (False, True)),
+    ]
+
+
+@every_backward
+def test_backwards_that_mix_samples_are_refused(backward: Backward) -> None:
+    for module in models_of(backward, mixes=True):
+        refuses(module, ValueError, "gradients of two parts of a batch do not add up")
+
+
+@every_backward
+@both_ways
+def test_backwards_of_each_sample_are_exact(backward: Backward, recomputes: bool) -> None:
+    for module in models_of(backward, mixes=False):
+        batches = [draw(5, WIDTH) for _ in range(2)]
+        check(plan_for(recomputes), module, batches, squared, units=UNITS)
+
+
+def hooked(*, mixes: bool, before: bool) -> nn.Module:
+    """Its second unit has a hook on gradients of its results, or of its arguments."""
+    module = Net(lambda: nn.Sequential(linear(), nn.Tanh()))
+
+    def changed(grads: Any) -> Any:
+        return tuple(g / g.norm() if mixes else g * 2 for g in grads)
+
+    unit = module.units[1]
+    if before:
+        unit.register_full_backward_pre_hook(lambda _, grads: changed(grads))
+    else:
+        unit.register_full_backward_hook(lambda _, grads, __: changed(grads))
+    unit.register_full_backward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_backward_hooks_of_a_unit_keep_samples_apart(before: bool) -> None:
+    refuses(
+        hooked(mixes=True, before=before), ValueError, "unit 'units.1': the gradients of two"
+    )
+    check(ALONE, hooked(mixes=False, before=before), [draw(5, WIDTH)], squared, units=UNITS)
+
+
+# Parameters that are not the model's, and what is returned
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+def _weighs_outside(rank: int, how: str) -> None:
+    plan = plan_for(recomputes=False, world_size=3)
+    model, criterion = HetFSDP(Net(linear), plan, units=UNITS), Criterion()
+    n = plan.ranks[model.position].rank_batch_size
+    weight = criterion.weight.detach() if how == "detached" else criterion.weight
+    if how == "alone":  # the model's output has nothing to do with it
+        loss = squared(model, draw(n, WIDTH)) + n * weight.sum()
+    else:
+        loss = (model(draw(n, WIDTH)) * weight).sum()
+    model.backward(loss, n)
+
+
+@pytest.mark.parametrize("how", ["weighs", "alone"])
+def test_a_criterion_with_parameters_of_its_own_is_refused(how: str) -> None:
+    for outcome in run_ranks_expecting_failure(_weighs_outside, 3, how):
+        assert "the loss depends on a parameter of shape (3,)" in outcome.message
+    run_ranks(_weighs_outside, 3, "detached")
+
+
+class Returning(Net):
+    """Returns a parameter beside its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.head.weight
+
+
+def test_a_parameter_may_be_returned() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        output, weight = model(x)
+        return (output @ weight).square().sum()
+
+    check(ALONE, Returning(linear), [draw(5, WIDTH) for _ in range(3)], loss, units=UNITS)
+
+
+class Elsewhere(nn.Module):
+    """The unit that is last among its modules is not the one whose output it returns."""
+
+    def __init__(self, *, is_used: bool) -> None:
+        super().__init__()
+        self.head, self.last, self.is_used = nn.Linear(WIDTH, 3), linear(), is_used
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(x)
+        return self.head(y) if self.is_used else self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("is_used", "words"),
+    [(True, "goes on computing"), (False, "does not return the output of unit 'last'")],
+)
+def test_a_loss_of_another_unit_than_the_last_is_refused(is_used: bool, words: str) -> None:
+    module = Elsewhere(is_used=is_used)
+    model = HetFSDP(module, ALONE, loss_fn=lambda y, _: (y.sum(), torch.tensor(len(y))))
+    with pytest.raises(TypeError, match=words):
+        model(draw(5, WIDTH), loss_inputs=draw(5, 3))
+    model = HetFSDP(copy.deepcopy(Elsewhere(is_used=is_used)), ALONE, loss_fn=class_loss)
+    with pytest.raises(TypeError, match=r"output of unit 'last'.*IndexError: Target"):
+        model(draw(5, WIDTH), loss_inputs=torch.full((5,), WIDTH + 1))
+
+
+def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return loss, torch.tensor(len(labels))
