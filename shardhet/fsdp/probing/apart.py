@@ -5,6 +5,7 @@ tensor hook may divide a gradient by its norm, and a Function in Python may do a
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def outputs_apart(small: Any, large: Any) -> list[tuple[int, list[BatchAxis]]]:
     pairs = zip(tensors_in(small), tensors_in(large), strict=False)
     for i, (one, other) in enumerate(pairs):
         if one.requires_grad and len(_growing(one, other)) == 1:
-            found.append((i, find_axis(one, other, SIZES)))
+            with suppress(ValueError):  # its length depends on which samples there are
+                found.append((i, find_axis(one, other, SIZES)))
     return found
 
 
@@ -158,7 +160,7 @@ def is_apart(output: Tensor, axis: BatchAxis, eps: float) -> bool:
     apart: the sum of those of two and of the third, where each sample gets its own.
     """
     nodes = [node for node in nodes_of(output) if type(node).__name__ == ATTACHED]
-    starts = {i: GradientEdge(node, 0) for i, node in enumerate(nodes)}  # type: ignore[arg-type]
+    starts = {i: GradientEdge(node, 0) for i, node in enumerate(nodes)}
     parts = []
     for span in PARTS:
         grad = torch.zeros_like(output)
