@@ -122,6 +122,28 @@ def test_embeddings_whose_norm_torch_limits_are_refused(units: list[str]) -> Non
         model(torch.zeros(5, dtype=torch.long))
 
 
+class Penalised(Net):
+    """Adds the squares of all its parameters, those of units among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = [param.square().sum() for param in self.parameters()]
+        output = super().forward(x)
+        squares += [param.square().sum() for param in self.units[-1].parameters()]
+        return output.square().sum() + torch.stack(squares).sum() * len(x)
+
+
+@both_ways
+def test_a_penalty_on_parameters_inside_of_forward_is_exact(recomputes: bool) -> None:
+    with pytest.warns(UserWarning, match="stay unsharded for the whole step"):
+        check(
+            plan_for(recomputes),
+            Penalised(linear),
+            [draw(5, WIDTH) for _ in range(2)],
+            lambda model, x: model(x),
+            units=UNITS,
+        )
+
+
 # Backwards of a model's own
 
 

@@ -72,6 +72,7 @@ class ProbedModel:
     anchor: Tensor  # requires a gradient
     params: frozenset[int]  # ids of unsharded parameters
     rows: Mapping[int, int]  # indices of units, by id of a sharded parameter
+    gathered: Mapping[int, int]  # the same, by id of an unsharded parameter
     storages: frozenset[int]  # those that hold parameters
 
 
@@ -90,7 +91,7 @@ class Probe:
         self._anchor = model.anchor
         self._watcher = Watcher()
         self._watcher.rows, self._watcher.params = model.rows, model.params
-        self._watcher.storages = model.storages
+        self._watcher.storages, self._watcher.gathered = model.storages, model.gathered
         self._watcher.on_random_outside = _refuse_random if splits else _accept
         self._runner = CallRunner(
             model.module, self._watcher, device=model.device, has_gradients=has_gradients

@@ -106,6 +106,12 @@ class Prober:
                 for each in flat.sharded_params
                 if i < len(units)
             },
+            gathered={
+                id(each): i
+                for i, flat in flats
+                for each in flat.unsharded_params
+                if i < len(units)
+            },
             storages=frozenset(
                 each.untyped_storage()._cdata
                 for _, flat in flats
@@ -130,9 +136,20 @@ class Prober:
         problem: Exception | None = None
         is_refused = False
         num_computing = sum(row[0] for row in self.control.exchange([float(call is not None)]))
+        gathered = {
+            param: unit
+            for param, unit in self._model.gathered.items()
+            if unit not in self.staying
+        }
         for i, axes in enumerate(attempts):
             attempt = Attempt(
-                self._model, self.run_once, call, axes, run_module, has_gradients, splits
+                replace(self._model, gathered=gathered),
+                self.run_once,
+                call,
+                axes,
+                run_module,
+                has_gradients,
+                splits,
             )
             attempt.is_alone = num_computing == 1
             found = attempt.run()
@@ -258,7 +275,7 @@ class Prober:
 
         Raises ``ValueError`` if they cannot be found.
         """
-        model = replace(self._model, rows={})
+        model = replace(self._model, rows={}, gathered={})
         probe = Probe(model, has_gradients=torch.is_grad_enabled(), splits=splits)
         try:
             with restored_random_state(self._model.device):

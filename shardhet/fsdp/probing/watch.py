@@ -67,6 +67,7 @@ class Watcher(OperationMode):
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
         self.eps = 0.0  # of the narrowest dtype that anything was computed in
         self.rows: Mapping[int, int] = {}  # indices of units, by id of a sharded parameter
+        self.gathered: Mapping[int, int] = {}  # those that do not stay, by unsharded parameter
         self.params: frozenset[int] = frozenset()  # ids of the model's unsharded parameters
         self.storages: frozenset[int] = frozenset()  # those that hold parameters
         self._place = OUTSIDE
@@ -155,6 +156,8 @@ class Watcher(OperationMode):
     def _check_rows(self, tensor: Tensor) -> None:
         if id(tensor) in self.rows:
             raise StaysUnsharded(self.rows[id(tensor)])
+        if self._place == OUTSIDE and id(tensor) in self.gathered:  # of the unit called last
+            raise StaysUnsharded(self.gathered[id(tensor)])
 
     def _check_writes(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
