@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP
 from tests.test_probe import WIDTH, Net, both_ways, check, draw, plan_for, squared
@@ -320,3 +321,86 @@ def test_a_loss_of_another_unit_than_the_last_is_refused(is_used: bool, words: s
 def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
     return loss, torch.tensor(len(labels))
+
+
+# Calls that others take
+
+
+class Siamese(nn.Module):
+    """Calls one net twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(linear)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x) - self.net(y)
+
+
+def _is_siamese(rank: int) -> None:
+    plan = plan_for(recomputes=True, world_size=3)
+    units = ["net.units.0", "net.units.1"]
+    check(plan, Siamese(), [draw(5, WIDTH)], lambda m, x: squared_of(m(x, x * 2)), units=units)
+
+
+def squared_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def test_a_net_that_is_called_twice_in_one_module_is_exact() -> None:
+    run_ranks(_is_siamese, 3)
+    model = HetFSDP(Net(linear), ALONE, units=UNITS)
+    loss = squared_of(model(draw(5, WIDTH)) - model(draw(5, WIDTH)))
+    with pytest.raises(RuntimeError, match="in the forward of one module that HetFSDP wraps"):
+        model.backward(loss, 5)
+
+
+class Checkpointed(Net):
+    """Has its units recomputed by torch, in spite of the plan."""
+
+    def __init__(self, *, is_reentrant: bool) -> None:
+        super().__init__(linear)
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)[:, :1] + x
+        for unit in self.units:
+            x = checkpoint(unit, x, use_reentrant=self.is_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointing_around_units_is_refused_by_name(is_reentrant: bool) -> None:
+    model = HetFSDP(Checkpointed(is_reentrant=is_reentrant), ALONE, units=UNITS)
+    loss = squared(model, draw(5, WIDTH))
+    with pytest.raises(RuntimeError, match=r"unit 'units.1' was called during backward.*plan"):
+        model.backward(loss, 5)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def _evaluates(rank: int, how: str) -> None:
+    """Rank zero evaluates alone, while the others go on to the next step."""
+    plan = plan_for(recomputes=False, world_size=3)
+    module = Net(linear)
+    reference = copy.deepcopy(module)
+    model = HetFSDP(module, plan, units=UNITS)
+    x = draw(plan.ranks[model.position].rank_batch_size, WIDTH)
+    model.backward(squared(model, x), len(x))
+    model.zero_grad()
+    if how == "unit by unit":
+        with model.unit_by_unit():
+            if rank == 0:
+                x = draw(9, WIDTH)
+                torch.testing.assert_close(model.module(x), reference(x))
+    elif rank == 0:
+        with torch.no_grad():
+            model(draw(9, WIDTH))
+    squared(model, x[: plan.ranks[model.position].rank_batch_size])
+
+
+def test_evaluation_on_one_rank_is_told_how_to() -> None:
+    for outcome in run_ranks_expecting_failure(_evaluates, 3, "alone"):
+        assert (
+            "to evaluate on some of them alone, enter model.unit_by_unit()" in outcome.message
+        )
+    run_ranks(_evaluates, 3, "unit by unit")

@@ -213,9 +213,10 @@ class MeanBackward:
                     + ". Call model.backward(loss_sum, num_tokens) once after each model(...), "
                     "before the next, instead of loss.backward() or one backward for several "
                     "calls: gradients add up. For the mean over the tokens of several calls "
-                    "give each model.backward this rank's number of tokens in all. Does the "
-                    "loss go through two HetFSDP models? Wrap both in one module, and make an "
-                    "optimizer for the parameters of each."
+                    "give each model.backward this rank's number of tokens in all. Does one "
+                    "loss compare two calls, as of a siamese net? Make both in the forward of "
+                    "one module that HetFSDP wraps. Does it go through two HetFSDP models? "
+                    "Wrap both in one module, and make an optimizer for the parameters of each."
                 )
 
         leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
