@@ -248,6 +248,28 @@ def test_backward_hooks_of_a_unit_keep_samples_apart(before: bool) -> None:
     check(ALONE, hooked(mixes=False, before=before), [draw(5, WIDTH)], squared, units=UNITS)
 
 
+class Forces(nn.Module):
+    """Returns gradients of what it computes first, as force fields do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(linear(), nn.Tanh(), linear())
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.energy(x).square().sum()
+            [forces] = torch.autograd.grad(energy, x, create_graph=True)
+        return forces
+
+
+def test_gradients_in_a_forward_are_exact_in_one_unit_and_refused_through_several() -> None:
+    refuses(Forces(), ValueError, "asks for a gradient", units=["energy.0", "energy.2"])
+    module = nn.Sequential(Forces(), linear()).double()
+    check(ALONE, module, [draw(5, WIDTH)], squared, units=["0", "1"])
+
+
 # Parameters that are not the model's, and what is returned
 
 

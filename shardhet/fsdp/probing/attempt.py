@@ -99,6 +99,9 @@ class Attempt:
             raise
         except Exception as error:
             self.is_refused = isinstance(error, LossUsedError)
+            if any(words in str(error) for words in _NO_GRAPH):
+                self.is_refused = True
+                return ValueError(_GRADIENT_INSIDE.format(error))
             return error
         return None
 
@@ -299,6 +302,14 @@ _CACHED = (
     "they mean packed sequences that do not see each other. HetFSDP trains without caches. Say "
     "that you mean it, for plain PyTorch too: model.config.use_cache = False before wrapping; "
     "or leave out the argument that makes the difference."
+)
+
+
+# What torch.autograd.grad says of a unit's result, which has no graph in a probe.
+_NO_GRAPH = ("to not have been used in the graph", "does not have a grad_fn")
+_GRADIENT_INSIDE = (
+    "model(...): its forward asks for a gradient (torch.autograd.grad, or backward) through "
+    "units ({}). Let one unit hold all of what is differentiated there: HetFSDP(units=[...])."
 )
 
 
