@@ -82,7 +82,7 @@ class Head(nn.Module):
         logits = self.out(self.norm(x_BTD)).flatten(0, 1)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         loss_sum = F.cross_entropy(logits, targets_BT.flatten(), reduction="sum")
-        return loss_sum, torch.tensor(targets_BT.numel())
+        return loss_sum, (targets_BT != -100).sum()
 
 
 class LanguageModel(nn.Module):
@@ -148,7 +148,7 @@ def _het_grads(
     return {fqn: grad / scale for fqn, grad in _grads(model).items()}
 
 
-def _squared_errors(
+def squared_errors(
     model: HetFSDP, grads: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, is_cut: bool
 ) -> dict[str, tuple[float, float]]:
     """Per unit, over the rows that this rank stores: squared error, squared truth."""
@@ -184,7 +184,7 @@ def _errors(
     grads = _het_grads(model, batch, plan, context, scale)
     assert all(grad.dtype == torch.float32 for grad in grads.values())
     assert grads.keys() == truth.keys()
-    measure = partial(_squared_errors, model, truth=truth)
+    measure = partial(squared_errors, model, truth=truth)
     return measure(grads, is_cut=True), measure(plain, is_cut=False)
 
 

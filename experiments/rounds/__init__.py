@@ -1,0 +1,1 @@
+"""Steps of several rounds, drawn by the hundred, against one process."""

@@ -1,0 +1,211 @@
+"""Drawn steps of several rounds, each held against one process.
+
+In float64 a drawn model trains beside plain PyTorch over the whole batch (``tests.parity``).
+In lower precision HetFSDP errs no more than plain PyTorch does that accumulates the same
+microbatches, as in tests/test_parity_low_precision.py.  Every case is run twice.
+"""
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet.records.plan import RankPlan
+from tests.parity import Result, check_parity
+from tests.patchwork import Case, draw_rounds
+from tests.test_parity_low_precision import LOSS_SCALE, OPTIONS, LanguageModel, squared_errors
+
+IGNORED = -100
+NUM_WORDS, SEQ_LEN = 31, 9
+PRECISIONS = ("float64",) * 5 + ("float32", "bf16", "fp16")
+ON_HOST = ("inputs_on_host", "optimizer_on_host")  # of RankPlan, where it has them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundsCase:
+    """What is drawn: a plan in rounds with a course, and in which precision it is run."""
+
+    case: Case
+    precision: str
+    is_tied: bool  # of the model in lower precision
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it needs."""
+        return self.case.plan.world_size
+
+    def traits(self) -> tuple[str, ...]:
+        """What of the bar it covers."""
+        plan, course, shape = self.case.plan, self.case.course, self.case.shape
+        sizes = course.rank_batch_sizes if self.is_exact else course.rank_batch_sizes[-1:]
+        by_round = [
+            step[i : i + self.world_size]
+            for step in sizes
+            for i in range(0, len(step), self.world_size)
+        ]
+        gathers = {(True, True): "use", (False, True): "round", (False, False): "step"}
+        form = gathers[plan.reshard_after_forward, plan.reshard_after_backward]
+        reduced = "round" if plan.reduce_each_round else "step"
+        found = {
+            f"{plan.num_rounds} rounds": True,
+            f"gathered per {form}, reduced per {reduced}": True,
+            "a ragged last round": plan.last_round_size not in (None, plan.round_size),
+            "a rank that computes nothing": any(not r.microbatch_sizes for r in plan.ranks),
+            "a rank that stores nothing": any(not r.state_share for r in plan.ranks),
+            "a rank without samples in a round": any(0 in row and any(row) for row in by_round),
+            "a round without samples": not all(map(any, by_round)),
+            "a round without tokens": any(course.blank_rounds),
+            "several microbatches": any(r.num_microbatches > 1 for r in plan.ranks),
+            "recomputation": any(r.recomputed_units for r in plan.ranks),
+            "dropout": self.is_exact and shape.dropout > 0,
+            "tied parameters": shape.is_tied if self.is_exact else self.is_tied,
+            "frozen parameters": self.is_exact and bool(shape.frozen),
+            "clipping": self.is_exact and course.clip_at is not None,
+            **{
+                name.replace("_", " "): any(getattr(r, name, False) for r in plan.ranks)
+                for name in ON_HOST
+            },
+        }
+        return tuple(name for name, is_there in found.items() if is_there)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it has to equal one process to rounding."""
+        return self.precision == "float64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank has found."""
+
+    covers: Result | None = None  # the rows it stores, in float64
+    ours: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # by unit
+    plain: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def draw(seed: int, *, on_host: bool = False) -> RoundsCase:
+    """The case of that seed: the same in every process.
+
+    ``on_host``: some ranks keep inputs of units, or the optimizer's state, on the host.
+    """
+    draw = random.Random(f"rounds case {seed}")
+    case = draw_rounds(seed, world_size=draw.choice([1, 2, 3, 4]))
+    if on_host:
+        case = replace(case, plan=_on_host(draw, case.plan))
+    return RoundsCase(case=case, precision=draw.choice(PRECISIONS), is_tied=draw.random() < 0.4)
+
+
+def _on_host(draw: random.Random, plan: Plan) -> Plan:
+    known = [each.name for each in fields(RankPlan) if each.name in ON_HOST]
+    ranks = []
+    for rank in plan.ranks:
+        changes: dict[str, Any] = {}
+        if "inputs_on_host" in known and draw.random() < 0.7:
+            changes["inputs_on_host"] = rank.recomputed_units
+        if "optimizer_on_host" in known:
+            changes["optimizer_on_host"] = draw.random() < 0.5
+        ranks.append(replace(rank, **changes))
+    return replace(plan, ranks=tuple(ranks))
+
+
+def check(rank: int, case: RoundsCase) -> RankReport:
+    """Run the case twice on this rank; raises ``AssertionError`` at the first difference."""
+    torch.manual_seed(0)
+    run = _exactly if case.is_exact else _in_low_precision
+    bits, report = run(rank, case)
+    again, _ = run(rank, case)
+    assert len(bits) == len(again), "not repeated"
+    assert all(map(torch.equal, bits, again)), "not repeated bit by bit"
+    return report
+
+
+def _exactly(rank: int, case: RoundsCase) -> tuple[list[Tensor], RankReport]:
+    drawn = case.case
+    result = check_parity(rank, drawn.problem, drawn.plan, drawn.course)
+    return result.bits, RankReport(covers=Result(result.rows, result.shapes, bits=[]))
+
+
+class TiedModel(LanguageModel):
+    """Its head's weight is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.out.weight = self.embedding.weight
+
+
+def _in_low_precision(rank: int, case: RoundsCase) -> tuple[list[Tensor], RankReport]:
+    plan, sizes = case.case.plan, case.case.course.rank_batch_sizes[-1]
+    options, scale = OPTIONS.get(case.precision, {}), LOSS_SCALE.get(case.precision, 1.0)
+    torch.manual_seed(case.case.seed)
+    master = TiedModel() if case.is_tied else LanguageModel()
+    words, targets = _batch(case, sizes)
+    truth_model = copy.deepcopy(master).double()
+    loss_sum, num_tokens = truth_model(words, targets)
+    (loss_sum / num_tokens).backward()
+    truth = _grads(truth_model)
+    plain = _accumulated(case, copy.deepcopy(master), words, targets, scale)
+    kinds = case.case.course.kinds
+    spec = DeviceSpec(kind=kinds[rank]) if kinds else None
+    model = HetFSDP(master, plan, device_spec=spec, **options)
+    for place in range(model.position, len(sizes), plan.world_size):
+        first = sum(sizes[:place])
+        own = slice(first, first + sizes[place])
+        loss_sum, counted = model(words[own], targets[own])
+        mean = model.backward(loss_sum if scale == 1 else scale * loss_sum, counted)
+    assert mean is not None
+    grads = {fqn: grad / scale for fqn, grad in _grads(model).items()}
+    assert all(grad.dtype is torch.float32 for grad in grads.values())
+    report = RankReport(
+        ours=squared_errors(model, grads, truth, is_cut=True),
+        plain=squared_errors(model, plain, truth, is_cut=False),
+    )
+    return [torch.tensor(mean), *grads.values()], report
+
+
+def _batch(case: RoundsCase, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    words = torch.randint(0, NUM_WORDS, (sum(sizes), SEQ_LEN + 1))
+    inputs, targets = words[:, :-1], words[:, 1:].clone()
+    targets[torch.rand(targets.shape) < 0.2] = IGNORED
+    for i in case.case.course.blank_rounds[-1]:
+        start, stop = (sum(sizes[: j * case.world_size]) for j in (i, i + 1))
+        targets[start:stop] = IGNORED
+    if (targets == IGNORED).all():
+        targets[-1, 0] = 0  # not the whole step
+    return inputs, targets
+
+
+def _accumulated(
+    case: RoundsCase, model: nn.Module, words: Tensor, targets: Tensor, scale: float
+) -> dict[str, Tensor]:
+    """Plain PyTorch in the low precision, the plan's microbatches one after the other."""
+    plan, sizes = case.case.plan, case.case.course.rank_batch_sizes[-1]
+    model = model.to(OPTIONS.get(case.precision, {}).get("param_dtype", torch.float32))
+    num_tokens = int((targets != IGNORED).sum())
+    first = 0
+    for rank, size in zip(plan.ranks * plan.num_rounds, sizes, strict=True):
+        for microbatch in rank.split(size) if size else ():
+            part = slice(first, first + microbatch)
+            loss_sum, _ = model(words[part], targets[part])
+            (scale * loss_sum / num_tokens).backward()
+            first += microbatch
+    return {fqn: grad.float() / scale for fqn, grad in _grads(model).items()}
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    return {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
+
+
+def excess(reports: Sequence[RankReport]) -> float:
+    """The largest error of a unit's gradient, as a multiple of plain PyTorch's."""
+    largest = 0.0
+    for unit in reports[0].ours:
+        ours = sum(report.ours[unit][0] for report in reports)
+        plain = sum(report.plain[unit][0] for report in reports)
+        size = sum(report.ours[unit][1] for report in reports)
+        largest = max(largest, (ours / (plain + 1e-14 * size)) ** 0.5 if size else 0.0)
+    return largest
