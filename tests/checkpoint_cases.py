@@ -14,6 +14,15 @@ from shardhet import HetFSDP, Plan
 
 BATCH = 6  # samples of a global batch, under every plan
 WORDS, WIDTH, TOKENS = 11, 5, 3
+FORMS: list[dict[str, bool]] = [
+    {
+        "reshard_after_forward": forward,
+        "reshard_after_backward": backward,
+        "reduce_each_round": each,
+    }
+    for forward, backward in ((True, True), (False, True), (False, False))
+    for each in (True, False)
+]
 
 
 class OddBlock(nn.Module):
@@ -147,20 +156,30 @@ def draw_case(seed: int) -> Case:
     )
 
 
-def draw_plan(rng: random.Random, world_size: int | None = None) -> Plan:
-    """A plan for one to four ranks, some of which store nothing or compute nothing."""
+def draw_plan(
+    rng: random.Random, world_size: int | None = None, *, has_rounds: bool = True
+) -> Plan:
+    """A plan for one to four ranks, some of which store nothing or compute nothing; in up to
+    three rounds, of which the last may have fewer samples.
+    """
     world_size = world_size or rng.randint(1, 4)
-    batches = [0] * world_size
-    for _ in range(BATCH):
-        batches[rng.randrange(world_size)] += 1
+    places = [rng.randrange(world_size) for _ in range(BATCH)]  # of samples
     weights = [rng.choice([0, 0, 1, 2, 7]) for _ in range(world_size)]
     if not any(weights):
         weights[rng.randrange(world_size)] = 1
+    microbatch_sizes = [rng.randint(1, 3) for _ in range(world_size)]
+    recompute = rng.random() < 0.3
+    num_rounds, round_size = rng.choice([(1, BATCH), (1, BATCH), (2, 3), (2, 4), (3, 2)])
+    if not has_rounds:
+        num_rounds, round_size = 1, BATCH
     return Plan.by_hand(
-        microbatch_sizes=[rng.randint(1, 3) for _ in batches],
-        rank_batch_sizes=batches,
+        microbatch_sizes=microbatch_sizes,
+        rank_batch_sizes=[places[:round_size].count(i) for i in range(world_size)],
         state_shares=[weight / sum(weights) for weight in weights],
-        recompute=rng.random() < 0.3,
+        recompute=recompute,
+        num_rounds=num_rounds,
+        global_batch_size=BATCH,
+        **rng.choice(FORMS),
     )
 
 
@@ -181,10 +200,8 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: Iterable[int]) ->
     for step in steps:
         batch = batch_of(step)
         if isinstance(model, HetFSDP):
-            first = model.plan.first_sample(model.position)
-            num = model.plan.ranks[model.position].rank_batch_size
-            mine = {name: each[first : first + num] for name, each in batch.items()}
-            mean = model.backward(*model(**mine))
+            own = model.plan.sample_indices(model.position)
+            mean = model.forward_backward(**{name: each[own] for name, each in batch.items()})
             assert mean is not None
             losses.append(mean)
         else:

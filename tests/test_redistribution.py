@@ -85,7 +85,7 @@ def test_a_moved_job_is_one_that_was_resumed(first: int, tmp_path: Path) -> None
 
 def refuse(rank: int) -> None:
     rng = random.Random(0)
-    plan, other = draw_plan(rng, 2), draw_plan(rng, 2)
+    plan, other = draw_plan(rng, 2, has_rounds=False), draw_plan(rng, 2)
     model = wrap(make(1), plan)
     optimizer = make_optimizer(model, "adamw")
     before = whole_state(model, optimizer)

@@ -2,7 +2,7 @@
 
     python -m experiments.rounds.run                    # all, results.csv and the README
     python -m experiments.rounds.run --seeds 100 200    # some; writes nothing
-    python -m experiments.rounds.run --on-host          # ranks that keep things on the host, too
+    python -m experiments.rounds.run --on-host          # ranks that keep things on the host
 
 Cases are drawn and judged by tests/rounds_cases.py, of which the tests run twelve.
 """
