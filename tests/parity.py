@@ -76,7 +76,7 @@ def check_parity(rank: int, problem: Problem, plan: Plan, course: Course) -> Res
     optimizers = [make_optimizer(each, course.optimizer) for each in (reference, model)]
     bits: list[Tensor] = []
     for step, sizes in enumerate(course.rank_batch_sizes):
-        batch = _blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
+        batch = blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
         if step % course.steps_between_zero_grad == 0:
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -116,7 +116,7 @@ def wrap(module: nn.Module, problem: Problem, plan: Plan, course: Course, rank: 
     return HetFSDP(module, plan, device_spec=spec, **problem.options)
 
 
-def _blanked(batch: Batch, course: Course, step: int, world_size: int) -> Batch:
+def blanked(batch: Batch, course: Course, step: int, world_size: int) -> Batch:
     """The batch, with rounds that have no token."""
     sizes = course.rank_batch_sizes[step]
     for i in course.blank_rounds[step] if course.blank_rounds else ():

@@ -33,6 +33,7 @@ from tests.parity import (
     Batch,
     Course,
     Problem,
+    blanked,
     compare_params,
     expected_mean,
     make_optimizer,
@@ -40,7 +41,7 @@ from tests.parity import (
     train_step,
     wrap,
 )
-from tests.patchwork import Case, draw_case
+from tests.patchwork import Case, draw_case, draw_rounds
 from tests.selection import one_in
 from tests.test_guard import poisoned
 from tests.test_trainer import make_trainer
@@ -75,8 +76,8 @@ class OnAccelerator:
             self.model = wrap(module, self.problem, case.plan, case.course, rank)
             self.optimizer = make_optimizer(self.model, case.course.optimizer)
 
-    def train_step(self, batch: Batch) -> float | None:
-        """Forward and backward; checks that what is sent is what the plan says."""
+    def train_step(self, batches: Sequence[Batch]) -> float | None:
+        """Forward and backward of all rounds; checks that what the plan says is sent."""
         runtime = self.model._runtime
         num_probes = len(runtime._known._findings)
         by_group = self.accelerator.nccl.communicators
@@ -84,12 +85,13 @@ class OnAccelerator:
         launched = {group: len(each.collectives) for group, each in by_group.items()}
         self.accelerator.syncs.clear()
         with self.accelerator.installed():
-            mine = on_device(batch, self.accelerator.device)
+            mine = [on_device(batch, self.accelerator.device) for batch in batches]
             self.accelerator.syncs.clear()
-            mean = train_step(self.model, self.problem, mine, self.course)
+            for each in mine:
+                mean = train_step(self.model, self.problem, each, self.course)
         if len(runtime._known._findings) == num_probes:
-            # The host reads the losses when backward is queued, and nothing else but
-            # gradients that are to be on the host.
+            # The host reads the losses when backward is queued, and nothing else but gradients
+            # that are to be on the host; in several rounds also by what they were multiplied.
             syncs, losses = self.accelerator.syncs, "comm/host_copy.py read: event"
             if self.model.plan.ranks[self.model.position].optimizer_on_host:
                 gradients = {"comm/on_host/lanes.py wait: event"}
@@ -97,7 +99,8 @@ class OnAccelerator:
                     gradients.add("fsdp/sharding/placement.py make: copy_")
                 assert set(syncs) <= {losses, *gradients}, syncs
             else:
-                assert syncs == [losses], syncs
+                assert set(syncs) == {losses}, syncs
+                assert len(syncs) == 1 or len(batches) > 1, syncs
             for group, communicator in by_group.items():
                 for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
                     assert stream == "of priority -1"
@@ -128,7 +131,8 @@ def planned_bytes(model: HetFSDP) -> int:
     launches = runtime._walk._order.schedule.launches()
     units = [("gather", runtime.root), ("reduce", runtime.root)]
     units += [(each.kind.value, runtime.units[each.unit]) for each in launches]
-    total = 16 * (model._control.world_size - 1)  # losses and tokens
+    num_rounds = model.plan.num_rounds
+    total = 16 * (model._control.world_size - 1) * num_rounds  # losses and tokens
     for kind, unit in units:
         for flat in unit.flats:
             own = flat.layout.shard_numels[model.position]
@@ -156,6 +160,12 @@ def received_sums(model: HetFSDP, flat: FlatTensor) -> int:
     return sum(carried) * len(others)
 
 
+def rounds_of(batch: Batch, sizes: Sequence[int], model: HetFSDP) -> list[Batch]:
+    """This rank's samples of every round; ``sizes`` are by round and position."""
+    places = range(model.position, len(sizes), model.plan.world_size)
+    return [part_of(batch, sizes, place) for place in places]
+
+
 def check_beside_one_process(rank: int, case: Case) -> Launches:
     """Every loss and every parameter is that of one process without an accelerator."""
     problem, plan, course = case.problem, case.plan, case.course
@@ -164,11 +174,11 @@ def check_beside_one_process(rank: int, case: Case) -> Launches:
     there = OnAccelerator(copy.deepcopy(reference), case, rank)
     optimizer = make_optimizer(reference, course.optimizer)
     for step, sizes in enumerate(course.rank_batch_sizes):
-        batch = problem.make_batch(sum(sizes))
+        batch = blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
         if step % course.steps_between_zero_grad == 0:
             there.optimizer.zero_grad()
             optimizer.zero_grad()
-        mean = there.train_step(part_of(batch, sizes, there.model.position))
+        mean = there.train_step(rounds_of(batch, sizes, there.model))
         expected = expected_mean(reference, problem, plan, course, batch, step)
         assert mean is not None
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
@@ -197,8 +207,10 @@ def check_beside_the_host(rank: int, case: Case) -> Launches:
         if step % course.steps_between_zero_grad == 0:
             there.optimizer.zero_grad()
             optimizer.zero_grad()
-        batch = part_of(problem.make_batch(sum(sizes)), sizes, here.position)
-        mean, expected = there.train_step(batch), train_step(here, problem, batch, course)
+        whole = blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
+        batches = rounds_of(whole, sizes, here)
+        mean = there.train_step(batches)
+        expected = [train_step(here, problem, batch, course) for batch in batches][-1]
         assert mean is not None
         assert expected is not None
         assert abs(mean - expected) <= 1e-6 * abs(expected), f"loss {mean} for {expected}"
@@ -213,7 +225,8 @@ def check_beside_the_host(rank: int, case: Case) -> Launches:
 def _run_block(rank: int, world_size: int, block: int) -> list[Launches]:
     launches = []
     for i in range(CASES_PER_BLOCK):
-        case = draw_case(FIRST_SEED + block * CASES_PER_BLOCK + i, world_size=world_size)
+        draw = draw_rounds if i % 2 else draw_case
+        case = draw(FIRST_SEED + block * CASES_PER_BLOCK + i, world_size=world_size)
         check = check_beside_the_host if i % 3 == 2 else check_beside_one_process
         try:
             launches.append(check(rank, case))
@@ -326,11 +339,17 @@ def test_gathers_overlap_the_compute_of_the_unit_before() -> None:
     run_ranks(_overlap, 2)
 
 
-def _bad_loss(rank: int, on_bad_step: OnBadStep) -> list[str | None]:
-    plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
+def _bad_loss(rank: int, on_bad_step: OnBadStep, num_rounds: int) -> list[str | None]:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 1],
+        state_shares=[0.25, 0.75],
+        num_rounds=num_rounds,
+        reshard_after_forward=False,
+        reduce_each_round=False,
+    )
     with Accelerator().installed() as accelerator:
         trainer = make_trainer(plan, torch.float32, device=accelerator.device)
-        trainer._run = poisoned(rank, "loss", at_step=1)
+        trainer._run = poisoned(rank, "loss", at_step=1, at_round=num_rounds - 1)
         trainer.guard = Guard(on_bad_step=on_bad_step)
         steps = [trainer.train_step().why_skipped for _ in range(3)]
         [use, _] = trainer.look_at_devices()
@@ -339,8 +358,11 @@ def _bad_loss(rank: int, on_bad_step: OnBadStep) -> list[str | None]:
 
 
 @pytest.mark.parametrize("on_bad_step", [OnBadStep.SKIP, OnBadStep.ROLL_BACK])
-def test_a_loss_that_is_not_finite_is_left_out_there_too(on_bad_step: OnBadStep) -> None:
-    for steps in run_ranks(_bad_loss, 2, on_bad_step):
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_a_loss_that_is_not_finite_is_left_out_there_too(
+    on_bad_step: OnBadStep, num_rounds: int
+) -> None:
+    for steps in run_ranks(_bad_loss, 2, on_bad_step, num_rounds):
         assert [why and "loss is not finite" in why for why in steps] == [None, True, None]
 
 

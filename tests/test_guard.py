@@ -40,12 +40,13 @@ class Scaled(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-def poisoned(rank: int, poison: Poison, at_step: int = BAD_STEP) -> RunModel:
-    """As ``run_plainly``, but in one step one rank's loss or gradient is bad."""
+def poisoned(rank: int, poison: Poison, at_step: int = BAD_STEP, at_round: int = 0) -> RunModel:
+    """As ``run_plainly``, but in one round of one step one rank's loss or gradient is bad."""
 
     def run(model: HetFSDP, tensors: Any) -> Any:
         loss_sum, *rest = run_plainly(model, tensors)
-        if rank == 1 and model.step == at_step and model.training:
+        is_there = model._runtime.rounds.moment[:2] == (at_step, at_round)
+        if rank == 1 and is_there and model.training:
             if poison == "loss":
                 loss_sum = loss_sum * math.nan
             if poison == "gradient":
