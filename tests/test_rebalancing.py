@@ -120,9 +120,8 @@ def train(rank: int, plan: Plan, *, slowness: float, replans: bool, num_steps: i
     for step in range(1, num_steps + 1):
         is_slow = rank == 1 and step > SLOWS_AFTER
         Sleeper.seconds_per_sample = SAMPLE_S * (slowness if is_slow else 1.0)
-        first = model.plan.first_sample(model.position)
-        mine = x[step - 1, first : first + model.plan.ranks[model.position].rank_batch_size]
-        losses.append(model.backward(*model(mine.double())))
+        mine = x[step - 1, model.plan.sample_indices(model.position)]
+        losses.append(model.forward_backward(mine.double()))
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():  # does not count
@@ -148,7 +147,17 @@ ONE_STORES = Plan.by_hand(
 )
 
 
-@pytest.mark.parametrize("plan", [EVEN, ONE_STORES], ids=["two", "one only stores"])
+IN_ROUNDS = Plan.by_hand(
+    microbatch_sizes=[3, 3],
+    num_rounds=2,
+    reshard_after_forward=False,
+    reshard_after_backward=False,
+    reduce_each_round=False,
+)
+ids = ["two", "one only stores", "in rounds"]
+
+
+@pytest.mark.parametrize("plan", [EVEN, ONE_STORES, IN_ROUNDS], ids=ids)
 def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Plan) -> None:
     courses = run_ranks(slow_down, plan.world_size, plan, True)
     undisturbed = run_ranks(stay_as_fast, plan.world_size, plan)
@@ -158,9 +167,11 @@ def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Pla
         assert 1 in imbalance.slow
         assert imbalance.new_plan is not None
         assert imbalance.new_plan.predicted_s < imbalance.new_plan.predicted_before_s
+        assert imbalance.new_plan.plan.form.num_rounds == plan.num_rounds
+        assert imbalance.new_plan.plan.reduce_each_round == plan.reduce_each_round
         batches = [rank.rank_batch_size for rank in imbalance.new_plan.plan.ranks]
-        assert sum(batches) == BATCH
-        assert batches[1] < 6
+        assert plan.num_rounds * sum(batches) == BATCH
+        assert batches[1] < plan.ranks[1].rank_batch_size
         assert course.losses == pytest.approx(reference.losses, rel=SAME)
         text = imbalance.text(["cpu"] * plan.world_size)
         assert "device 1 (cpu) computes" in text

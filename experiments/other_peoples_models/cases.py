@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.other_peoples_models.families import FAMILIES, WAYS
 from experiments.other_peoples_models.forks import run_forks
-from experiments.other_peoples_models.plans import PLANS
+from experiments.other_peoples_models.plans import PLANS, microbatches_of
 from experiments.other_peoples_models.ranks import run_rank
 from experiments.other_peoples_models.records import (
     Case,
@@ -92,7 +92,7 @@ class Runner:
         )
 
     def _reference(self, family: Family, way: Way, named: Named) -> tuple[Path, str | None]:
-        sizes = tuple(s for rank in named.plan.ranks for s in rank.microbatch_sizes)
+        sizes = tuple(microbatches_of(named.plan))
         key = (family.name, way.name, sizes)
         for other, (path, _) in self._made.items():
             if other[0] != family.name:

@@ -29,4 +29,28 @@ APART = Named(  # one only computes, one only stores
     ),
     eval_sizes=(2, 0, 3),
 )
-PLANS = {each.name: each for each in (ALONE, KEPT, RECOMPUTED, APART)}
+IN_ROUNDS = Named(  # the second round has samples on one rank only
+    name="2 ranks, 2 rounds",
+    plan=Plan.by_hand(
+        microbatch_sizes=[2, 1],
+        rank_batch_sizes=[3, 1],
+        state_shares=[0.7, 0.3],
+        recompute=[True, False],
+        num_rounds=2,
+        global_batch_size=7,
+        reshard_after_forward=False,
+        reduce_each_round=False,
+    ),
+    eval_sizes=(1, 4),
+)
+PLANS = {each.name: each for each in (ALONE, KEPT, RECOMPUTED, APART, IN_ROUNDS)}
+
+
+def microbatches_of(plan: Plan) -> list[int]:
+    """The sizes of a step's microbatches, in the order of its samples."""
+    return [
+        size
+        for number in range(plan.num_rounds)
+        for i, rank in enumerate(plan.ranks)
+        for size in rank.split(len(plan.round_samples(i, number)))
+    ]

@@ -65,8 +65,8 @@ class _Rank:
     def run(self, reference: Reference) -> None:
         """All steps, then the state dict."""
         self.errors = Errors(unit_by_param=reference.unit_by_param)
-        sizes = [rank.rank_batch_size for rank in self._named.plan.ranks]
-        batches = calls.make_batches(self._family, self._way, sum(sizes))
+        plan = self._named.plan
+        batches = calls.make_batches(self._family, self._way, plan.global_batch_size)
         started_at_s = time.process_time()
         self.phase = "wrap"
         model = self._wrapped()
@@ -79,8 +79,13 @@ class _Rank:
             if self._way.evaluates:
                 self._evaluate(model, batch, expected, number)
             step_started_at_s = time.process_time()
-            part = self._part(batch, sizes, model.position)
-            self._step(model, optimizer, part, expected, number)
+            rounds = [
+                calls.part_of(batch, self._family, own.start, len(own))
+                for own in (
+                    plan.round_samples(model.position, i) for i in range(plan.num_rounds)
+                )
+            ]
+            self._step(model, optimizer, rounds, expected, number)
             ended_at_s = time.process_time() - self._comparing_s
             self.step_s.append(ended_at_s - step_started_at_s)
             if number == 0:
@@ -103,29 +108,20 @@ class _Rank:
         loss_sum, num_valid = self._family.task.loss(logits, labels)
         return loss_sum, torch.tensor(num_valid)
 
-    def _part(self, batch: Batch, sizes: list[int], position: int) -> Batch:
-        return calls.part_of(batch, self._family, sum(sizes[:position]), sizes[position])
-
     def _step(
         self,
         model: HetFSDP,
         optimizer: torch.optim.Optimizer,
-        batch: Batch,
+        rounds: list[Batch],
         expected: Step,
         number: int,
     ) -> None:
         """One step as a user writes it, with what it computes held against ``expected``."""
-        self.phase = f"forward of step {number}"
-        if self._way.loss is Loss.FUNCTION:
-            output = calls.call(
-                model, batch, self._family, self._way, loss_inputs=(batch["labels"],)
-            )
-            loss_sum, num_valid = self._family.logits(output)
-        else:
-            output = calls.call(model, batch, self._family, self._way)
-            loss_sum, num_valid = calls.loss_of(output, batch, self._family, self._way)
-        self.phase = f"backward of step {number}"
-        mean = model.backward(loss_sum, num_valid)
+        for batch in rounds:
+            self.phase = f"forward of step {number}"
+            loss_sum, num_valid = self._forward(model, batch)
+            self.phase = f"backward of step {number}"
+            mean = model.backward(loss_sum, num_valid)
         compared_at_s = time.process_time()
         self._compare_grads(model, mean, expected, number)
         self._comparing_s = time.process_time() - compared_at_s
@@ -134,6 +130,14 @@ class _Rank:
         self.errors.see_number("grad", float(norm), expected.norm, f"step {number}: norm")
         optimizer.step()
         optimizer.zero_grad()
+
+    def _forward(self, model: HetFSDP, batch: Batch) -> Any:
+        """The sum of the losses of this rank's samples, and the number of their labels."""
+        family, way = self._family, self._way
+        if way.loss is Loss.FUNCTION:
+            labels = (batch["labels"],)
+            return family.logits(calls.call(model, batch, family, way, loss_inputs=labels))
+        return calls.loss_of(calls.call(model, batch, family, way), batch, family, way)
 
     def _evaluate(self, model: HetFSDP, batch: Batch, expected: Step, number: int) -> None:
         self.phase = f"evaluation before step {number}"

@@ -20,6 +20,7 @@ from experiments.other_peoples_models.comparison import (
     sum_in_order,
     unit_by_param,
 )
+from experiments.other_peoples_models.plans import microbatches_of
 from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
 from shardhet.fsdp.probing.caches import CacheSwitch
@@ -73,6 +74,9 @@ def _noise(
         # Without a KV cache keys lie otherwise in memory, so other kernels multiply them.
         orders.append(_Plain(calls.make_model(family, way), family, way, named, caches=False))
     noise = Errors(unit_by_param=units).by_quantity
+    if named.plan.num_rounds > 1:  # which divide last
+        model = calls.make_model(family, way)
+        orders.append(_Plain(model, family, way, named, divides_last=True))
     for each in orders:
         each.train()
         found = compare_steps(each.steps, steps, units).by_quantity
@@ -93,6 +97,7 @@ class _Plain:
         is_reversed: bool = False,  # gradients are added from the last microbatch on
         is_whole: bool = False,  # one batch, no microbatches
         caches: bool = True,  # if its configuration asks for them
+        divides_last: bool = False,  # the gradients, by the number of labels, and not the loss
     ) -> None:
         self.steps: list[Step] = []
         self.ended_at_s: list[float] = []
@@ -103,9 +108,9 @@ class _Plain:
         self._way = way
         self._named = named
         self._is_reversed = is_reversed
+        self._divides_last = divides_last
         total = named.plan.global_batch_size
-        sizes = [size for rank in named.plan.ranks for size in rank.microbatch_sizes]
-        self._microbatch_sizes = [total] if is_whole else sizes
+        self._microbatch_sizes = [total] if is_whole else microbatches_of(named.plan)
         params = [param for param in model.parameters() if param.requires_grad]
         self._optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
@@ -169,8 +174,11 @@ class _Plain:
                     output = calls.call(self.model, part, self._family, self._way)
                 loss_sum, _ = calls.loss_of(output, part, self._family, self._way)
                 loss = loss_sum / num_labels
-                loss.backward()
+                (loss_sum if self._divides_last else loss).backward()
                 losses.append(float(loss.detach()))
+                if self._divides_last:
+                    for param in self.model.parameters():
+                        param.grad = None if param.grad is None else param.grad / num_labels
                 grads.append({name: p.grad for name, p in self.model.named_parameters()})
                 for param in self.model.parameters():
                     param.grad = None

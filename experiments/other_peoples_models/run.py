@@ -71,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", action="append", metavar="WORD", help="of family names")
     parser.add_argument("--way", action="append", choices=WAYS, help="of calling")
     parser.add_argument("--case", nargs="+", metavar="FAMILY/WAY", help="only these")
+    parser.add_argument("--plan", choices=PLANS, help="only this one")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
     parser.add_argument("--report", action="store_true", help="tables of what is there")
     parser.add_argument("--results", type=Path, metavar="FILE", help="written instead")
@@ -90,6 +91,8 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
         for family, way in pairs
         for case in cases_of(FAMILIES[family], way, is_quick=options.quick)
     ]
+    if options.plan:
+        cases = [case for case in cases if case.plan == options.plan]
     return cases if options.case else sorted(cases, key=_turn)
 
 
