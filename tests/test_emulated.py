@@ -225,7 +225,7 @@ def check_beside_the_host(rank: int, case: Case) -> Launches:
 def _run_block(rank: int, world_size: int, block: int) -> list[Launches]:
     launches = []
     for i in range(CASES_PER_BLOCK):
-        draw = draw_rounds if i % 2 else draw_case
+        draw = draw_rounds if i % 4 == 1 else draw_case
         case = draw(FIRST_SEED + block * CASES_PER_BLOCK + i, world_size=world_size)
         check = check_beside_the_host if i % 3 == 2 else check_beside_one_process
         try:
