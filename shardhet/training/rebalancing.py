@@ -240,7 +240,7 @@ class Rebalancer:
         self._tried = slowness
         setting = at_speeds(self._setting, slowness)
         try:
-            found = solve(
+            best = solve(
                 setting,
                 global_batch_size=before.round_size,
                 demands=self._demands,
@@ -248,8 +248,8 @@ class Rebalancer:
             ).plan
         except PlanError as error:
             return _Decision(why_not=f"no plan was found: {error}")
-        found = _in_rounds_of(before, found)
-        predicted = CostModel(setting).predict(of_any_device(found))
+        best = _in_rounds_of(before, best)
+        predicted = CostModel(setting).predict(of_any_device(best))
         if not all(rank.fits for rank in predicted.ranks):
             return _Decision(
                 why_not=f"no plan was found that fits in {before.num_rounds} rounds"
@@ -259,9 +259,9 @@ class Rebalancer:
             return _Decision(why_not=f"no plan is predicted to be {LEAST_GAIN:.0%} faster")
         ranks = tuple(
             replace(new, device=old.device)
-            for new, old in zip(found.ranks, before.ranks, strict=True)
+            for new, old in zip(best.ranks, before.ranks, strict=True)
         )
-        plan = replace(found, ranks=ranks, units=before.units)
+        plan = replace(best, ranks=ranks, units=before.units)
         return _Decision(
             plan=plan,
             slowness=slowness,
