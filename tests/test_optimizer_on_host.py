@@ -12,13 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan, redistribute
+from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, redistribute
 from shardhet.checkpoint import load, save
 from shardhet.comm.on_host.lanes import CopyLane
 from shardhet.fsdp.sharding import host_room
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
+from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.describe import describe
+from shardhet.records.cluster import Node
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.clocks import Event
+from tests.made_up import collectives, device_profile
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
 from tests.test_emulated import check_beside_one_process
@@ -322,3 +329,90 @@ def test_a_host_that_is_too_small_is_one_error_on_every_rank(has_bytes: int, whe
         assert outcome.exception_name == "ValueError", outcome
         assert "plan: optimizer_on_host: rows, gradients" in outcome.message
         assert "positions [0, 1] need 0 MiB of their host's memory" in outcome.message
+
+
+# Prices
+
+DECODER = DecoderConfig(
+    vocab_size=64,
+    width=128,
+    num_layers=6,
+    num_heads=2,
+    num_kv_heads=2,
+    hidden_width=256,
+    seq_len=8,
+)
+
+
+def _peak_bytes(rank: int, plan: Plan, options: dict[str, Any]) -> int:
+    with Accelerator().installed() as accelerator:
+        model = HetFSDP(Decoder(DECODER), plan, device=accelerator.device, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        mine = plan.num_rounds * plan.ranks[rank].rank_batch_size
+        tokens = torch.zeros(mine, 8, dtype=torch.int64).to(accelerator.device)
+        for _ in range(2):  # its first call is examined
+            accelerator.module().synchronize()
+            accelerator.memory.peak_bytes = accelerator.memory.allocated_bytes
+            model.forward_backward(tokens, tokens)
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.memory.peak_bytes
+
+
+def prices_of(plan: Plan, node: dict[str, Any], **options: Any) -> CostModel:
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    workload = describe(Decoder(DECODER), ExampleBatch(args=(tokens, tokens)), **options)
+    device = DeviceSpec(kind="x", memory_capacity_bytes=2**34)
+    cluster = Cluster(nodes=(Node(host="a", devices=(device,) * plan.world_size, **node),))
+    names = [kind.name for kind in workload.kinds]
+    profile = Profile(
+        devices=(device_profile("x", lambda m: (1e-4, 2e-4), sizes=[1, 2], unit_kinds=names),),
+        collectives=collectives((1, 2), gather_s_per_byte=1e-9, reduce_s_per_byte=1e-9),
+    )
+    return CostModel(Setting(cluster, workload, profile)).in_form(plan.form)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "reduced in bfloat16"])
+@pytest.mark.parametrize("num_rounds, sizes", [(1, [1, 1]), (1, [2, 0]), (2, [1, 0])])
+def test_a_device_holds_what_is_predicted_without_its_optimizer(
+    precision: str, num_rounds: int, sizes: list[int]
+) -> None:
+    options = PRECISIONS[precision]
+    plan = Plan.by_hand(
+        microbatch_sizes=sizes,
+        state_shares=[0.7, 0.3],
+        num_rounds=num_rounds,
+        recompute=True,
+        optimizer_on_host=True,
+    )
+    peaks = run_ranks(_peak_bytes, 2, plan, options)
+    ranks = prices_of(plan, {}, **options).predict(plan).ranks
+    ratios = [rank.memory.total_bytes / peak for rank, peak in zip(ranks, peaks, strict=True)]
+    assert min(ratios) > 0.98, ratios
+    assert sum(ratios) / len(ratios) < 1.05, ratios
+
+
+def test_optimizers_of_a_node_share_its_memory_and_its_speed() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 1, 1], optimizer_on_host=[True, False, True], recompute=True
+    )
+    on_device = prices_of(plan, {}).predict(moved(plan, [False] * 3))
+    node = {"host_bytes_per_s": 28e6, "host_memory_bytes": 2**30}
+    found = prices_of(plan, node).predict(plan)
+    numel = sum(found.ranks[i].stored_numel for i in (0, 2))
+    for i, rank in enumerate(found.ranks):
+        before = on_device.ranks[i].memory
+        if i == 1:
+            assert rank == on_device.ranks[1]
+            continue
+        assert rank.optimizer_s == pytest.approx(numel / 1e6, rel=1e-2)
+        assert rank.memory.host_bytes == before.state_bytes
+        assert rank.memory.total_bytes < before.total_bytes
+        assert rank.fits
+    small = {**node, "host_memory_bytes": found.ranks[0].memory.host_bytes}
+    assert [each.fits for each in prices_of(plan, small).predict(plan).ranks] == [
+        False,
+        True,
+        False,
+    ]

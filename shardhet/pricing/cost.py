@@ -54,7 +54,8 @@ class CostModel(TurnPrices, MemoryPrices):
         costs = []
         for i, rank in enumerate(ranks):
             last = plan.last_microbatch_sizes(i)
-            key = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, last)
+            sizes = (rank.microbatch_sizes, last)
+            key = (rank.device.kind, sizes, rank.recomputed_units, rank.optimizer_on_host)
             if key not in compute:
                 compute[key] = [self._class_seconds(each, rank, last) for each in turns.classes]
                 parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
@@ -62,12 +63,13 @@ class CostModel(TurnPrices, MemoryPrices):
             if of_rank not in known:
                 known[of_rank] = self._rank_cost(i, rank, stored[i], compute[key])
             costs.append(known[of_rank])
+        of_ranks = self.with_hosts(costs, ranks)
         return StepCost(
             turns=tuple(self._turn_costs(turns, parts_by_kind)),
-            optimizer_s=max(cost.optimizer_s for cost in costs),
+            optimizer_s=max(cost.optimizer_s for cost in of_ranks),
             exposed_comm_s=turns.exposed_comm_s,
             overhead_s=self.overhead_s,
-            ranks=tuple(costs),
+            ranks=of_ranks,
         )
 
     def _turn_costs(

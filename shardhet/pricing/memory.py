@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.pricing.curves import at_sizes
-from shardhet.pricing.priced import Priced
+from shardhet.pricing.hosts import HostPrices
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Unit, UnitKind
@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class MemoryPrices(Priced):
+class MemoryPrices(HostPrices):
     """Bytes of ranks in a setting."""
 
     @cached_property
@@ -202,14 +202,16 @@ class MemoryPrices(Priced):
         batch, sizes = rank.rank_batch_size, rank.microbatch_sizes
         buffers = self.bytes_per_stored_numel - workload.state_bytes_per_element
         kept = batch * self.kept_bytes_per_sample(rank)
-        return MemoryParts(
+        running = self.running_bytes(rank, device_kind, max(sizes)) if batch else 0
+        parts = MemoryParts(
             state_bytes=int(stored_numel * workload.state_bytes_per_element),
             shard_buffer_bytes=int(stored_numel * buffers),
             unsharded_bytes=self.unsharded_bytes if batch else 0,
             grad_bytes=self.grad_bytes if batch else 0,
             boundary_bytes=batch * self.boundary_bytes_per_sample,
-            activation_bytes=kept + self.running_bytes(rank, device_kind, max(sizes))
-            if batch
-            else 0,
+            activation_bytes=kept + running,
             reserved_bytes=self.profile.device(device_kind).reserved_bytes,
         )
+        if rank.optimizer_on_host:
+            return self.with_rows_on_host(parts, rank, stored_numel, running)
+        return parts

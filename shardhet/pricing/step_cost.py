@@ -20,10 +20,11 @@ class MemoryParts:
     boundary_bytes: int  # inputs of every unit for the whole rank batch, and their gradients
     activation_bytes: int  # graphs that are kept, and what the running microbatch needs
     reserved_bytes: int  # of the process besides its tensors
+    host_bytes: int = 0  # in the memory of the host, which is not the device's
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all parts."""
+        """The sum of all parts on the device."""
         return (
             self.state_bytes
             + self.shard_buffer_bytes
@@ -45,11 +46,12 @@ class RankCost:
     stored_numel: int
     memory: MemoryParts
     memory_budget_bytes: int
+    host_has_room: bool = True  # for what all ranks of the host keep there
 
     @property
     def fits(self) -> bool:
-        """Whether the rank stays within its memory budget."""
-        return self.memory.total_bytes <= self.memory_budget_bytes
+        """Whether the rank stays within its memory budget, and its host within its memory."""
+        return self.host_has_room and self.memory.total_bytes <= self.memory_budget_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

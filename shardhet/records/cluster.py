@@ -20,6 +20,7 @@ from shardhet.records.kinds import DeviceKind, built_in_kinds, unknown_kind
 MAX_COUNT = 100_000  # nodes or devices in one entry of a description
 USABLE_MEMORY_FRACTION = 0.9  # of the capacity; the rest is the allocator's slack
 MEMORY_TOLERANCE = 0.02  # drivers of different versions reserve different amounts
+HostSpeed = Annotated[float, Bounds(minimum=1e8)] | None
 _Number = Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT), OMITTABLE]
 
 
@@ -70,6 +71,9 @@ class Node:
     devices: tuple[DeviceSpec, ...]
     link: Link | None = None  # between its devices
     region: str = ""
+    # For what plans keep on the host, and shared by its devices; None: not stated.
+    host_memory_bytes: Count | None = None
+    host_bytes_per_s: HostSpeed = None  # that its processors read and write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +234,8 @@ class _DescribedNode:
     count: _Number = 1
     link: Link | None = None
     region: Annotated[str, OMITTABLE] = ""
+    host_memory_bytes: Count | None = None
+    host_bytes_per_s: HostSpeed = None
 
     def expanded(self, described: dict[str, DeviceKind]) -> tuple[Node, ...]:
         """The nodes; capacities that are not stated are those of the described kinds."""
@@ -246,6 +252,8 @@ class _DescribedNode:
                 ),
                 link=self.link,
                 region=self.region,
+                host_memory_bytes=self.host_memory_bytes,
+                host_bytes_per_s=self.host_bytes_per_s,
             )
             for host in hosts
         )

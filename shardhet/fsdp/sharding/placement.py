@@ -146,7 +146,8 @@ class GradientOnHost:
             if is_first:
                 total.copy_(reduced.to(total.dtype), non_blocking=True)
             else:  # added on the device: the host need not wait for it, and would take longer
-                total.copy_(total.to(device, non_blocking=True) + reduced, non_blocking=True)
+                reduced.add_(total.to(device, non_blocking=True))
+                total.copy_(reduced, non_blocking=True)
 
         nbytes = reduced.numel() * total.dtype.itemsize * (1 if is_first else 2)
         self._copy = comm.to_host.launch(
