@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.pricing.curves import at_sizes
 from shardhet.pricing.hosts import HostPrices
+from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Unit, UnitKind

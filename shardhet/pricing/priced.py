@@ -1,14 +1,27 @@
-"""The common base of the prices of seconds and of bytes."""
+"""The common base of the prices of seconds and of bytes, and measured curves at all sizes."""
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
-from shardhet.records.profiles import Profile
+from shardhet.records.profiles import Curve, Profile
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
+
+
+def at_sizes(curve: Curve, largest: int) -> NDArray[np.float64]:
+    """[1 + largest] ``curve.at`` of every size; 0 at size 0."""
+    last = curve.positions[-1]
+    first = range(1, 1 + min(largest, int(last)))
+    beyond = curve.values[-1] + curve.slope_beyond * (
+        np.arange(1 + len(first), 1 + largest) - last
+    )
+    return np.concatenate(([0.0], [curve.at(size) for size in first], np.maximum(0.0, beyond)))
 
 
 @dataclass(frozen=True)

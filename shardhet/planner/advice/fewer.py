@@ -25,7 +25,7 @@ from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.curves import at_sizes
+from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, Node
 

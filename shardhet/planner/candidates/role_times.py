@@ -13,7 +13,7 @@ from shardhet.planner.problem.demands import Role
 from shardhet.planner.problem.problem import Floats, Ints
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.curves import at_sizes
+from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.turns import Turns
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 
