@@ -63,6 +63,45 @@ def test_several_rows_for_each_sample_are_exact(dim: int) -> None:
     check(ALONE, module, [draw(5, 3, WIDTH)], squared, units=UNITS)
 
 
+class Keeping(Net):
+    """Keeps something of each forward, and may compute with it in the next."""
+
+    def __init__(self, keep: Callable[[Tensor], Any], *, is_used: bool) -> None:
+        super().__init__(linear)
+        self.keep, self.is_used, self.kept = keep, is_used, keep(draw(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, x = self.kept, super().forward(x)
+        self.kept = self.keep(x.detach())
+        return x + before if self.is_used else x
+
+
+def mean(x: Tensor) -> Any:
+    return x.mean()
+
+
+def number(x: Tensor) -> Any:
+    return float(x.mean())
+
+
+def _keeps(rank: int, keep: Callable[[Tensor], Any], is_used: bool) -> None:
+    torch.manual_seed(0)
+    plan = plan_for(recomputes=False, world_size=3)
+    batches = [draw(5, WIDTH) for _ in range(2)]
+    check(plan, Keeping(keep, is_used=is_used), batches, squared, units=UNITS)
+
+
+@pytest.mark.parametrize("keep", [mean, number])
+def test_a_forward_that_computes_with_samples_of_the_one_before_is_refused(
+    keep: Callable[[Tensor], Any],
+) -> None:
+    for outcome in run_ranks_expecting_failure(_keeps, 3, keep, True):
+        assert (
+            "keeps values of its samples for the next one (attribute kept)" in outcome.message
+        )
+    run_ranks(_keeps, 3, keep, False)
+
+
 # Parameters that a forward writes
 
 

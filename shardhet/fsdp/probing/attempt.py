@@ -21,6 +21,7 @@ from shardhet.fsdp.probing.apart import (
 )
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
+from shardhet.fsdp.probing.module_state import kept_of_samples
 from shardhet.fsdp.probing.order import PeerFailed
 from shardhet.fsdp.probing.probe import Probe, ProbedModel
 from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL
@@ -83,6 +84,7 @@ class Attempt:
                 self._check_draws()
                 self._forward("large", range(LARGE))
                 self._check_outputs()
+                self._check_kept()
                 if self._model.caches.is_asked_for:
                     self._raise_together(self._problem_of_caches())
                 if self._any_rank(self.splits and bool(self._losses("large"))):
@@ -186,6 +188,28 @@ class Attempt:
         if self._call is not None and self.probe is not None:
             swapped = self._outputs["swapped"]
             problem = problem_of_order(small, swapped, self._apart, self.probe.eps)
+        self._raise_together(problem)
+
+    def _check_kept(self) -> None:
+        """Raise if what a forward keeps of its samples changes what the next one computes."""
+        kept, problem = {}, None
+        if self.probe is not None and self._has_gradients and not self.is_alone:
+            values = self.probe.values
+            kept = kept_of_samples(values["small"], values["large"], self.probe.eps)
+        if not self._any_rank(bool(kept)):
+            return
+        if self.probe is not None:
+            self.probe.begins_with = kept
+        self._forward("after large", range(SMALL))
+        if self.probe is not None:
+            self.probe.begins_with = {}
+            pairs = zip(
+                tensors_in(self._outputs["small"]),
+                tensors_in(self._outputs["after large"]),
+                strict=False,
+            )
+            if not all(are_close(*pair, self.probe.eps) for pair in pairs):
+                problem = _KEPT.format(", ".join(".".join(filter(None, key)) for key in kept))
         self._raise_together(problem)
 
     def _problem_of_caches(self) -> str | None:
@@ -305,6 +329,11 @@ _CACHED = (
 )
 
 
+_KEPT = (
+    "model(...): a forward keeps values of its samples for the next one (attribute {}), and "
+    "computes with them, so each rank would compute with those of its own samples. Compute "
+    "them from each sample, or leave them out."
+)
 # What torch.autograd.grad says of a unit's result, which has no graph in a probe.
 _NO_GRAPH = ("to not have been used in the graph", "does not have a grad_fn")
 _GRADIENT_INSIDE = (

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.surroundings import Surrounding
+from shardhet.fsdp.probing.comparing import are_close
 
+MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -141,6 +143,36 @@ def numbers(module: nn.Module) -> dict[Number, float]:
         for fqn, each in module.named_modules()
         for name, value in vars(each).items()
         if isinstance(value, int | float)
+    }
+
+
+def values_of(module: nn.Module) -> dict[Number, Any]:
+    """The numbers and small tensors among the attributes of all modules; tensors as copies."""
+    return {
+        (fqn, name): value.detach().clone() if isinstance(value, Tensor) else value
+        for fqn, each in module.named_modules()
+        for name, value in vars(each).items()
+        if (isinstance(value, int | float) and not isinstance(value, bool))
+        or (isinstance(value, Tensor) and value.numel() <= MAX_KEPT_NUMEL)
+    }
+
+
+def kept_of_samples(
+    small: Mapping[Number, Any], large: Mapping[Number, Any], eps: float
+) -> dict[Number, Any]:
+    """Of values after two forwards those that depend on which samples these had, but have no
+    row for each: a running mean, perhaps.  As after the second.
+    """
+
+    def is_other(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return one.shape == other.shape and not are_close(one, other, eps)
+        return type(one) is type(other) and not isinstance(one, Tensor) and one != other
+
+    return {
+        key: value
+        for key, value in large.items()
+        if key in small and is_other(small[key], value)
     }
 
 

@@ -47,7 +47,14 @@ from shardhet.fsdp.probing.apart import (
 )
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.examine import Examiner
-from shardhet.fsdp.probing.module_state import BufferWrites, Number, numbers, restored_modules
+from shardhet.fsdp.probing.module_state import (
+    BufferWrites,
+    Number,
+    numbers,
+    restored_modules,
+    set_numbers,
+    values_of,
+)
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Refusal, Watcher
@@ -82,6 +89,8 @@ class Probe:
     def __init__(self, model: ProbedModel, *, has_gradients: bool, splits: bool) -> None:
         self.rules: dict[CallKey, VisitRules] = {}
         self.counted: set[Number] = set()  # attributes that a forward has changed
+        self.values: dict[str, Mapping[Number, Any]] = {}  # of attributes, after each run
+        self.begins_with: Mapping[Number, Any] = {}  # attributes' values before the next run
         self._seen: dict[CallKey, Seen] = {}
         self._module = model.module
         self._norms = model.norms
@@ -123,12 +132,14 @@ class Probe:
         self._num_samples = num_samples
         self._num_calls.clear()
         with self._isolated():
+            set_numbers(self._module, self.begins_with)
             writes, before = BufferWrites(self._module), numbers(self._module)
             self._watcher.give(inputs)
             with self._hooks if name == "large" else nullcontext(), self._watcher:
                 yield
             changed = dict(numbers(self._module).items() - before.items())
             self.counted |= changed.keys()
+            self.values[name] = values_of(self._module)
             self._check_buffers(writes)
             self._check_params()
 
