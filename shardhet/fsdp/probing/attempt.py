@@ -146,16 +146,13 @@ class Attempt:
         drawn = self._generators.drawn()
         if not self._any_rank(bool(drawn)):
             return
-        expected, segments = tensors_in(self._outputs["small"]), self.segments
+        expected = self._outputs["small"]
         problem = None
         for word in (MIDDLE, HIGH):
             output, found = self._forward("small", range(SMALL), word=word)
-            tensors = tensors_in(output)
             if self.probe is None:
                 continue
-            is_same = found == segments and len(tensors) == len(expected)
-            pairs = zip(tensors, expected, strict=False)
-            if not is_same or not all(are_close(*pair, self.probe.eps) for pair in pairs):
+            if found != self.segments or not _are_same(output, expected, self.probe.eps):
                 problem = _draws(drawn)
         self._raise_together(problem)
 
@@ -203,12 +200,8 @@ class Attempt:
         self._forward("after large", range(SMALL))
         if self.probe is not None:
             self.probe.begins_with = {}
-            pairs = zip(
-                tensors_in(self._outputs["small"]),
-                tensors_in(self._outputs["after large"]),
-                strict=False,
-            )
-            if not all(are_close(*pair, self.probe.eps) for pair in pairs):
+            small, again = self._outputs["small"], self._outputs["after large"]
+            if not _are_same(small, again, self.probe.eps):
                 problem = _KEPT.format(", ".join(".".join(filter(None, key)) for key in kept))
         self._raise_together(problem)
 
@@ -301,23 +294,34 @@ class Attempt:
         """The output for no samples, on the meta device, pickled; None if it is not known."""
         if self.probe is None:
             return None
-        small, spec = flatten(self._outputs["small"])
-        large, _ = flatten(self._outputs["large"])
-        leaves: list[Any] = []
-        for one, other in zip(small, large, strict=False):
-            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-                leaves.append(_for_no_samples(one))
-                continue
-            try:
-                axes = find_axis(one, other, SIZES)
-            except ValueError:  # several dimensions depend on the number of samples
-                axes = [BatchAxis(0)]
-            shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
-            leaves.append(torch.empty(shape, dtype=one.dtype, device="meta"))
+        return _empty_output(self._outputs["small"], self._outputs["large"])
+
+
+def _empty_output(for_small: Any, for_large: Any) -> bytes | None:
+    small, spec = flatten(for_small)
+    large, _ = flatten(for_large)
+    leaves: list[Any] = []
+    for one, other in zip(small, large, strict=False):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            leaves.append(_for_no_samples(one))
+            continue
         try:
-            return pickle.dumps(unflatten(leaves, spec))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return None
+            axes = find_axis(one, other, SIZES)
+        except ValueError:  # several dimensions depend on the number of samples
+            axes = [BatchAxis(0)]
+        shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
+        leaves.append(torch.empty(shape, dtype=one.dtype, device="meta"))
+    try:
+        return pickle.dumps(unflatten(leaves, spec))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+
+
+def _are_same(one: Any, other: Any, eps: float) -> bool:
+    """Whether two outputs are equal up to rounding."""
+    ones, others = tensors_in(one), tensors_in(other)
+    pairs = zip(ones, others, strict=False)
+    return len(ones) == len(others) and all(are_close(*pair, eps) for pair in pairs)
 
 
 _CACHED = (
