@@ -289,6 +289,22 @@ def _checkpoints(rank: int, folder: Path) -> None:
         model, optimizer = loaded, its_optimizer
 
 
+def _fuses_as_before(rank: int, folder: Path) -> None:
+    model, optimizer = make([False, False], "AdamW")
+    trained(model, optimizer, range(2))
+    save(model, optimizer, folder / "saved")
+    # The writer's way of computing a step is not that of a rank whose rows are elsewhere.
+    loaded, its_optimizer = make([True, False], "AdamW" if rank else "fused")
+    load(loaded, its_optimizer, folder / "saved")
+    assert its_optimizer.param_groups[0]["fused"] is (None if rank else True)
+    check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
+    trained(loaded, its_optimizer, range(2, 3))
+
+
+def test_each_rank_goes_on_in_its_own_way_of_computing_a_step(tmp_path: Path) -> None:
+    run_ranks(_fuses_as_before, 2, tmp_path)
+
+
 def test_a_checkpoint_does_not_know_where_optimizers_were(tmp_path: Path) -> None:
     run_ranks(_checkpoints, 2, tmp_path)
 

@@ -21,6 +21,10 @@ OF_SCHEDULERS = frozenset(
 )
 
 
+# How a rank computes the same step, which depends on where its rows are.
+OF_RANKS = frozenset(("foreach", "fused"))
+
+
 def part_by_param(parts: Sequence[ModelPart]) -> dict[nn.Parameter, ModelPart]:
     """The part of every parameter that an optimizer may hold."""
     return {part.param: part for part in parts if part.param is not None}
@@ -138,7 +142,11 @@ def restore(
     groups = []
     for group, found in zip(optimizer.param_groups, options, strict=True):
         kept = {name: value for name, value in group.items() if name != "params"}
-        given = {name: _like(value, kept.get(name)) for name, value in found.items()}
+        given = {
+            name: _like(value, kept.get(name))
+            for name, value in found.items()
+            if name not in OF_RANKS or name not in kept
+        }
         groups.append({**kept, **given, "params": [next(numbers) for _ in group["params"]]})
     state = {
         i: {name: each.value for name, each in states[fqn].items()}
