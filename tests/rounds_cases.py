@@ -8,14 +8,13 @@ microbatches, as in tests/test_parity_low_precision.py.  Every case is run twice
 import copy
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.records.plan import RankPlan
 from tests.parity import Result, check_parity
 from tests.patchwork import Case, draw_rounds
 from tests.test_parity_low_precision import LOSS_SCALE, OPTIONS, LanguageModel, squared_errors
@@ -23,7 +22,7 @@ from tests.test_parity_low_precision import LOSS_SCALE, OPTIONS, LanguageModel, 
 IGNORED = -100
 NUM_WORDS, SEQ_LEN = 31, 9
 PRECISIONS = ("float64",) * 5 + ("float32", "bf16", "fp16")
-ON_HOST = ("inputs_on_host", "optimizer_on_host")  # of RankPlan, where it has them
+ON_HOST = ("inputs_on_host", "optimizer_on_host")  # of RankPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,26 +87,25 @@ class RankReport:
     plain: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def draw(seed: int, *, on_host: bool = False) -> RoundsCase:
+def draw(seed: int, *, on_host: Sequence[str] = ()) -> RoundsCase:
     """The case of that seed: the same in every process.
 
-    ``on_host``: some ranks keep inputs of units, or the optimizer's state, on the host.
+    ``on_host``: which of ON_HOST some ranks do.
     """
     draw = random.Random(f"rounds case {seed}")
     case = draw_rounds(seed, world_size=draw.choice([1, 2, 3, 4]))
     if on_host:
-        case = replace(case, plan=_on_host(draw, case.plan))
+        case = replace(case, plan=_on_host(draw, case.plan, on_host))
     return RoundsCase(case=case, precision=draw.choice(PRECISIONS), is_tied=draw.random() < 0.4)
 
 
-def _on_host(draw: random.Random, plan: Plan) -> Plan:
-    known = [each.name for each in fields(RankPlan) if each.name in ON_HOST]
+def _on_host(draw: random.Random, plan: Plan, names: Sequence[str]) -> Plan:
     ranks = []
     for rank in plan.ranks:
         changes: dict[str, Any] = {}
-        if "inputs_on_host" in known and draw.random() < 0.7:
+        if "inputs_on_host" in names and draw.random() < 0.7:
             changes["inputs_on_host"] = rank.recomputed_units
-        if "optimizer_on_host" in known:
+        if "optimizer_on_host" in names:
             changes["optimizer_on_host"] = draw.random() < 0.5
         ranks.append(replace(rank, **changes))
     return replace(plan, ranks=tuple(ranks))

@@ -248,6 +248,34 @@ def test_means_are_not_added_up(tmp_path: Path) -> None:
         one_step(tmp_path, mean, gradient_accumulation_steps=2)
 
 
+class StopWithin(transformers.TrainerCallback):
+    """Ends the training in the middle of the second step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 1
+
+
+def test_a_step_that_is_stopped_in_its_middle_is_dropped(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    trainer = HetTrainer(
+        llama(),
+        arguments(tmp_path, max_steps=3, gradient_accumulation_steps=3),
+        plan=Plan.by_hand(microbatch_sizes=[1], num_rounds=2),
+        train_dataset=texts(24, seed=1),
+        eval_dataset=texts(4, seed=2),
+        callbacks=[StopWithin()],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer.het.is_between_steps
+    assert trainer.het.batches_per_step == 1
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.remove_callback(StopWithin)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
 class Flattening:
     """A collator that puts all samples into one row."""
 

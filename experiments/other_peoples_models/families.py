@@ -62,5 +62,5 @@ def cases_of(family: Family, way: str, *, is_quick: bool = False) -> Iterator[Ca
     """All plans for what is documented most, the one with most in it for the others."""
     has_all = way in WITH_ALL_PLANS and not is_quick
     for plan in PLANS if has_all else (APART.name,):
-        if plan != IN_ROUNDS.name or way == DOCUMENTED.name:
+        if plan != IN_ROUNDS.name or way in (DOCUMENTED.name, "lora"):
             yield Case(family=family.name, way=way, plan=plan)

@@ -2,7 +2,7 @@
 
     python -m experiments.rounds.run                    # all, results.csv and the README
     python -m experiments.rounds.run --seeds 100 200    # some; writes nothing
-    python -m experiments.rounds.run --on-host          # ranks that keep things on the host
+    python -m experiments.rounds.run --on-host optimizer_on_host
 
 Cases are drawn and judged by tests/rounds_cases.py, of which the tests run twelve.
 """
@@ -19,7 +19,7 @@ import torch
 from experiments.common.machine import Environment
 from experiments.common.results import console, markdown_table, write_csv, write_results_block
 from tests.parity import check_covered_once
-from tests.rounds_cases import PRECISIONS, RoundsCase, check, draw, excess
+from tests.rounds_cases import ON_HOST, PRECISIONS, RoundsCase, check, draw, excess
 from tests.test_parity_low_precision import ALLOWED_FACTOR
 from tests.worlds import Outcome, World
 
@@ -48,7 +48,7 @@ def main() -> None:
     """Run them and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
-    parser.add_argument("--on-host", action="store_true")
+    parser.add_argument("--on-host", nargs="+", choices=ON_HOST, default=())
     given = parser.parse_args()
     torch.set_num_threads(1)
     environment = Environment.here()
