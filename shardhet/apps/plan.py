@@ -1,6 +1,6 @@
 """``shardhet plan``: finds the best plan for a cluster and a model, and what limits it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -41,7 +41,7 @@ from shardhet.planner.advice.steady import (
     disturbances,
     loss_of,
 )
-from shardhet.planner.baselines import compute_only, even, memory_only
+from shardhet.planner.baselines import compute_only, even, memory_only, one_round
 from shardhet.planner.find import least_step_s
 from shardhet.planner.misses import even_shortfall
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
@@ -136,7 +136,9 @@ def show(
         if without is not None:
             show_without(without, console)
     if conf.baselines:
-        alternatives = _alternatives(inputs, demands, batch, waiting)
+        alternatives = _alternatives(
+            inputs, demands, batch, report.solution.plan.num_rounds, waiting
+        )
         show_alternatives(report, alternatives, console, note=_comparison_note(demands))
     if conf.explain and answer.objective is not None:
         situation = Situation(setting=inputs.setting, demands=demands)
@@ -257,7 +259,8 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
             model = CostModel(situation.setting)
             return float(largest_batch_size(model, situation.demands))
 
-        return _Answer(solution, size, batch_size, f"the largest batch that fits: {size}")
+        note = f"the largest batch that fits in one round: {size}"
+        return _Answer(solution, size, batch_size, note)
     batch = conf.global_batch_size
     spared = conf.to_spared(setting.cluster.devices)
     best = solve(setting, global_batch_size=batch, demands=demands, tolerance=conf.tolerance)
@@ -270,6 +273,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
                 demands=situation.demands,
                 effort=_compared(setting),
                 at_most_s=at_most_s,
+                near=best.plan.form,
             )
 
         here_s: list[float] = []  # computed when it is first needed
@@ -302,14 +306,17 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
 
 
 def _alternatives(
-    inputs: Inputs, demands: Demands, batch: int, waiting: Waiting
+    inputs: Inputs, demands: Demands, batch: int, num_rounds: int, waiting: Waiting
 ) -> Iterator[Alternative]:
     """Simpler plans for the same batch and limits."""
-    for name, baseline in (
+    simpler: list[tuple[str, Callable[..., PlanSolution]]] = [
         ("even sharding (stock FSDP)", even),
         ("compute only: even state", compute_only),
         ("memory only: even batches", memory_only),
-    ):
+    ]
+    if num_rounds > 1:
+        simpler.append(("one round", one_round))
+    for name, baseline in simpler:
         seconds, note = None, ""
         with waiting.for_(name):
             try:

@@ -235,6 +235,7 @@ class PlannerConf(InputsConf):
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
+    max_rounds: int | None = None  # of accumulation in a step; null leaves it open
     leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
     tolerance: float = TOLERANCE
@@ -261,6 +262,8 @@ class PlannerConf(InputsConf):
         check_fraction("tolerance", self.tolerance)
         if self.max_microbatch_size is not None:
             check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
+        if self.max_rounds is not None:
+            check_at_least("max_rounds", self.max_rounds, 1)
         if self.min_samples_per_s is not None:
             check_above("min_samples_per_s", self.min_samples_per_s, 0)
         for key in ("min_samples_per_s", "spared"):
@@ -340,6 +343,7 @@ def _checked(limits: Mapping[int, DeviceLimits], conf: PlannerConf, world_size: 
         limits=limits,
         equal=tuple(map(tuple, conf.equal)),
         max_microbatch_size=conf.max_microbatch_size,
+        max_rounds=conf.max_rounds,
     )
     demands.check(world_size)
     return demands

@@ -1,16 +1,26 @@
 """``find_plan``: the plan to prefer of the fastest that fit, with a bound on any plan."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from math import inf
 
+from shardhet.planner.forms import Rounds, neighbours, rounds_of
 from shardhet.planner.preference import TOLERANCE, preferred
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
-from shardhet.planner.task import Task, search_table, solve_form, spared_s
+from shardhet.planner.task import (
+    Task,
+    endless_memory_bound_s,
+    least_step_of_rounds_s,
+    search_table,
+    solve_form,
+    spared_s,
+)
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
+from shardhet.records.schedule import StepForm
 
 NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
 MAX_DEVICES, MAX_UNITS = 2**16, 2**14
@@ -58,29 +68,112 @@ def solve(
     _check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
-    tasks: list[Task] = []
-    found: list[PlanSolution] = []
-    bounds_s: list[float] = []
-    missed: PlanError | None = None
-    for reshards in (True, False):
-        model = CostModel(setting, reshards)
-        if found and spared_s(model) <= NO_GAIN * found[0].predicted.step_time_s:
-            bounds_s.append(min(bounds_s) - spared_s(model))
-            continue
-        task = Task(model, global_batch_size, demands, effort, is_bounded)
+    asked = _Asked(setting, global_batch_size, demands, effort, is_bounded)
+    met = _Met()
+    for task in asked.of_one_round():
+        spared = spared_s(task.model)
+        if met.best is not None and spared <= NO_GAIN * met.best_s:
+            met.bounds_s.append(min(met.bounds_s) - spared)
+        else:
+            met.search(task)
+    if demands.max_rounds != 1 and global_batch_size > 1:
+        _search_rounds(asked, met)
+    if met.best is None:
+        assert met.missed is not None
+        met.missed.lower_bound_s = min(met.bounds_s)
+        raise met.missed
+    bound_s = min(met.best_s, *met.bounds_s)
+    best = replace(met.best, lower_bound_s=bound_s)
+    return best if tolerance is None else preferred(best, met.tasks, tolerance)
+
+
+def _search_rounds(asked: "_Asked", met: "_Met") -> None:
+    """Search steps of several rounds, those with the least bound first."""
+    least_s, compute_s = endless_memory_bound_s(asked.of_endless_memory())
+    trials = [
+        (max(least_s, least_step_of_rounds_s(task.model, task.rounds, compute_s)), order, task)
+        for order, task in enumerate(asked.of_several_rounds())
+    ]
+    for bound_s, _, task in sorted(trials, key=lambda each: each[:2]):
+        if bound_s * (1 + NO_GAIN) >= met.best_s:
+            met.bounds_s.append(bound_s)  # also of those that come later
+            return
+        met.search(replace(task, at_most_s=met.best_s), bound_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked, of plans of any form."""
+
+    setting: Setting
+    global_batch_size: int
+    demands: Demands
+    effort: Effort
+    is_bounded: bool
+
+    def of_one_round(self) -> Iterator[Task]:
+        """Plans whose units are gathered again for backward, then those that keep them."""
+        return self._tasks(Rounds(1, self.global_batch_size))
+
+    def of_several_rounds(self, near: StepForm | None = None) -> Iterator[Task]:
+        """Plans of several rounds, few first; with ``near``, only of forms like that one."""
+        looked_at = rounds_of(self.global_batch_size, self.demands.max_rounds)
+        beside = [each.number for each in neighbours(looked_at, near)] if near else ()
+        for rounds in looked_at[1:]:
+            for task in self._tasks(rounds):
+                if (
+                    near is None
+                    or rounds.number == near.num_rounds
+                    or (rounds.number in beside and task.model.form.is_like(near))
+                ):
+                    yield task
+
+    def of_endless_memory(self) -> Task:
+        """Plans of one round that need not fit: none of several rounds is faster."""
+        *_, task = self.of_one_round()
+        return replace(task, has_endless_memory=True)
+
+    def _tasks(self, rounds: Rounds) -> Iterator[Task]:
+        """Plans with these rounds, form by form."""
+        world_size = self.setting.cluster.world_size
+        demands = self.demands.of_round(rounds, world_size)
+        if demands is not None:
+            for form in rounds.forms(has_links=world_size > 1 or rounds.number == 1):
+                model = CostModel(self.setting).in_form(form)
+                yield Task(model, rounds, demands, self.effort, self.is_bounded)
+
+
+@dataclass(slots=True)
+class _Met:
+    """What was found so far, and bounds on everything that was looked at."""
+
+    best: PlanSolution | None = None
+    # In which plans were found, with bounds on them.
+    tasks: list[tuple[float, Task]] = field(default_factory=list)
+    bounds_s: list[float] = field(default_factory=list)
+    missed: PlanError | None = None  # why nothing fits, of those with the most rounds
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the step of the best plan; inf if there is none."""
+        return inf if self.best is None else self.best.predicted.step_time_s
+
+    def search(self, task: Task, known_bound_s: float = 0.0) -> None:
+        """Search plans of one form.
+
+        Nothing is proven of a last round that is smaller: it is dealt by position.
+        """
         solutions, bound_s, error = solve_form(task)
+        if task.rounds.are_equal:
+            self.bounds_s.append(max(bound_s, known_bound_s))
         if solutions:
-            tasks.append(task)
-        found += solutions
-        missed = missed or error
-        bounds_s.append(bound_s)
-    if not found:
-        assert missed is not None
-        missed.lower_bound_s = min(bounds_s)
-        raise missed
-    best = min(found, key=lambda each: each.predicted.step_time_s)
-    best = replace(best, lower_bound_s=min(bounds_s))
-    return best if tolerance is None else preferred(best, tasks, tolerance)
+            self.tasks.append((bound_s, task))
+            self.best = min(
+                [*([] if self.best is None else [self.best]), *solutions],
+                key=lambda each: each.predicted.step_time_s,
+            )
+        if error is not None:
+            self.missed = error
 
 
 def _check_size(setting: Setting) -> None:
@@ -103,15 +196,23 @@ def least_step_s(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
     at_most_s: float = inf,
+    near: StepForm | None = None,
 ) -> float:
     """The step time of the best plan before its shares are rounded to rows, without the plan.
 
     Communication is as with even shares.  Returns ``at_most_s`` if nothing is faster, which
-    saves candidates that compute longer than that.
+    saves candidates that compute longer than that.  With ``near``, only plans of one round and
+    of forms like this one.
     """
     demands.check(setting.cluster.world_size)
-    for reshards in (True, False):
-        task = Task(CostModel(setting, reshards), global_batch_size, demands, effort)
+    asked = _Asked(setting, global_batch_size, demands, effort, is_bounded=False)
+    compute_s: float | None = None
+    for task in (*asked.of_one_round(), *asked.of_several_rounds(near)):
+        if compute_s is None:  # of plans of any form: this one needs the least memory
+            compute_s = task.builder().all_compute_s
+        bound_s = least_step_of_rounds_s(task.model, task.rounds, compute_s)
+        if bound_s >= at_most_s:
+            continue
         try:
             _, found, _ = search_table(task.builder(), effort, at_most_s)
         except PlanError:

@@ -1,6 +1,6 @@
 """Objectives of a plan other than the highest throughput.
 
-``largest_batch``  the largest global batch that fits, and its fastest plan
+``largest_batch``  the largest global batch that fits in one round, and its fastest plan
 ``least_memory``   the smallest fraction u of the memory budgets at a demanded throughput:
                    minimise u  such that  bytes_i <= u budget_i for all (or the given)
                    devices i,  samples per second >= the demanded throughput
@@ -47,8 +47,12 @@ def largest_batch(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
-    """The fastest plan of the largest global batch that fits; ``PlanError`` if none does."""
+    """The fastest plan of the largest global batch that fits in one round.
+
+    Raises ``PlanError`` if none does.
+    """
     demands.check(setting.cluster.world_size)
+    demands = replace(demands, max_rounds=1)
     largest = largest_batch_size(CostModel(setting), demands)
     if largest > LARGEST_SEARCHED_BATCH:
         per_sample = CostModel(setting).bytes_per_sample(_recomputing(EVERY_UNIT))

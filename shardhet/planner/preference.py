@@ -4,7 +4,7 @@ Among the plans within a tolerance, in this order:
 
 1. Alike devices do alike, if they do in any of these plans.
 2. No budget is filled beyond ``FULL``, if that is not needed.
-3. As few units as possible are recomputed.
+3. There is one round, as few units as possible are recomputed, there are few rounds.
 4. The fullest device is as empty as possible: the state is spread to one level of all budgets.
 
 The first two are searched for like any plan.  The others are settled by HiGHS, near the plan
@@ -33,9 +33,12 @@ FULL = 0.97  # of a budget
 ROUNDING = 1e-9
 
 
-def preferred(best: PlanSolution, tasks: Sequence[Task], tolerance: float) -> PlanSolution:
-    """The plan to prefer to ``best``, the fastest; each of ``tasks`` is one form of plans."""
+def preferred(
+    best: PlanSolution, bounded: Sequence[tuple[float, Task]], tolerance: float
+) -> PlanSolution:
+    """The plan to prefer to ``best``, the fastest of the forms that are ``bounded``."""
     limit_s = (1 + tolerance) * best.predicted.step_time_s * (1 + ROUNDING)
+    tasks = [task for bound_s, task in bounded if bound_s <= limit_s]
     for wish in _wishes(tasks[0].demands, tasks[0].model):
         wished = [replace(wish.of(task), at_most_s=limit_s) for task in tasks]
         found = [each for task in wished if (each := _within(task))]
@@ -97,13 +100,17 @@ def _alike(demands: Demands, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     return (*map(tuple, demands.equal), *alike)
 
 
-def _burden(solution: PlanSolution, model: CostModel) -> tuple[int, float]:
-    """Units that devices recompute, and how full the fullest device is."""
+def _burden(solution: PlanSolution, model: CostModel) -> tuple[bool, int, int, float]:
+    """Whether there are rounds, how many units are recomputed, how many rounds there are, and
+    how full the fullest device is.
+    """
     recomputed = sum(map(model.num_recomputed, solution.plan.ranks))
-    return recomputed, max(
+    fullest = max(
         each.memory.total_bytes / max(1, each.memory_budget_bytes)
         for each in solution.predicted.ranks
     )
+    number = solution.plan.num_rounds
+    return number > 1, recomputed, number, fullest
 
 
 def _within(task: Task) -> PlanSolution | None:

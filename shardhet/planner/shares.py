@@ -1,13 +1,14 @@
 """From choices of candidates to plans that fit: who stores how much of the state."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from math import inf
 
 import numpy as np
 
 from shardhet.planner.candidates.table import Candidate, CandidateTable
+from shardhet.planner.forms import Rounds
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.problem import Choice, Floats, fill_level
 from shardhet.planner.problem.solution import PlanSolution
@@ -105,7 +106,7 @@ def plans_of_choices(
     demanded = demands.state_shares(number)
     if demands.has_even_state:
         taken, _ = _taken(model, table, choices, inf)
-        yield _plan(model, taken, np.full(number, 1 / number))
+        yield _plan(model, table.rounds, taken, np.full(number, 1 / number))
         return
     wanted = table.problem.state_numel
     ways = [(optimizer_s, True)] * to_one_level + [(optimizer_s, False), (inf, False)]
@@ -120,13 +121,13 @@ def plans_of_choices(
         shares *= 1 - sum(demanded.values())
         for position, share in demanded.items():
             shares[position] = share
-        yield _plan(model, taken, shares)
+        yield _plan(model, table.rounds, taken, shares)
     if depends_on_shares(model):
         computes = np.array([bool(each.microbatch_sizes) for each in taken])
         part = (1 - sum(demanded.values())) / (table.problem.state_numel or 1.0)
         spread = least_uneven_shares(computes, room * part, demanded)
         if spread is not None:
-            yield _plan(model, taken, spread)
+            yield _plan(model, table.rounds, taken, spread)
 
 
 def _as_evenly(room: Floats, wanted: float) -> Floats:
@@ -182,11 +183,12 @@ def _taken(
     return [taken[position] for position in range(number)], room
 
 
-def _plan(model: CostModel, taken: Sequence[Candidate], shares: Floats) -> Plan:
+def _plan(model: CostModel, rounds: Rounds, taken: Sequence[Candidate], shares: Floats) -> Plan:
     trios = zip(taken, shares.tolist(), model.cluster.devices, strict=True)
     return Plan(
         ranks=tuple(_rank_plan(*each) for each in trios),
-        reshard_after_forward=model.reshard_after_forward,
+        **asdict(model.form),
+        last_round_size=rounds.last_size,
         units=tuple(
             PlannedUnit(fqn=unit.fqn, numel=model.workload.kind_of(unit).numel)
             for unit in model.workload.units

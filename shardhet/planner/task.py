@@ -1,4 +1,4 @@
-"""The best plan of one form, with a bound: units resharded after forward, or kept gathered."""
+"""The best plan of one form of a step, with a bound on all of them."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,10 +9,13 @@ from math import inf
 
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.candidates.table import CandidateTable
+from shardhet.planner.forms import Rounds
 from shardhet.planner.misses import nearest_miss
 from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.planner.receivers import Computing, depends_on_shares, who_computes
+from shardhet.planner.search.oracle import Oracle
 from shardhet.planner.search.search import Effort, Found, NothingFitsError, search
 from shardhet.planner.shares import fitting_plans
 from shardhet.pricing.cost import CostModel
@@ -22,20 +25,22 @@ CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may 
 MAX_SEARCHES, SHARES_GAP = 48, 1e-3
 COARSE = Effort(relative_gap=1e-3)
 ROUNDING = 1e-9
+TOO_SLOW = "nothing is as fast as demanded"
 # Parts of the room that rounding to rows may take, and what the first may cost.
 ROW_PARTS, ROWS_GAP = (1.0, 0.5, 0.0), 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked, of plans of one kind of resharding."""
+    """What is asked, of plans of one form."""
 
-    model: CostModel
-    global_batch_size: int
-    demands: Demands
+    model: CostModel  # in the form
+    rounds: Rounds
+    demands: Demands  # of one round
     effort: Effort
     is_bounded: bool = True  # else the bound holds for plans that meet shares to the element
     at_most_s: float = inf  # slower plans are not asked for
+    has_endless_memory: bool = False  # plans need not fit: for a bound
 
     def builder(
         self,
@@ -48,7 +53,8 @@ class Task:
         listing = partial(
             TableBuilder,
             self.model,
-            global_batch_size=self.global_batch_size,
+            rounds=self.rounds,
+            has_endless_memory=self.has_endless_memory,
             effort=self.effort,
             row_part=row_part,
             is_lenient=is_lenient,
@@ -230,6 +236,8 @@ def search_table(
         table = builder.table(cut_s)
         is_last = not table.is_cut or cut_s >= at_most_s
         error, bound_s, is_tight = PlanError, inf, False
+        if at_most_s < inf and not _may_be_within(table.problem, at_most_s):
+            raise PlanError(TOO_SLOW)
         try:
             found = search(table.problem, effort)
             if table.rounded.evaluate(found.choices) is None:
@@ -239,7 +247,7 @@ def search_table(
                 found = replace(tighter, lower_bound_s=bound_s)
         except NothingFitsError:
             if is_last:
-                message = "nothing is as fast as demanded"
+                message = TOO_SLOW
                 if not table.is_cut:
                     message = nearest_miss(table.rounded, builder.model)
                 raise error(message, lower_bound_s=bound_s) from None
@@ -247,6 +255,50 @@ def search_table(
             if is_last or found.value.objective_s <= cut_s:
                 return table, found, is_tight
         cut_s *= CUT_GROWTH
+
+
+def _may_be_within(problem: Problem, at_most_s: float) -> bool:
+    """Whether a step of at most ``at_most_s`` may exist; false proves that none does.
+
+    A device whose own phases, each at least as long as in any plan, take longer is in no such
+    step.
+    """
+    if not problem.batch.any():
+        return False
+    least_s = problem.least_phases_s()
+    left_s = at_most_s * (1 + ROUNDING) - problem.fixed_s - problem.least_optimizer_s
+    limits = Limits(
+        (inf,) * problem.num_phases, totals_s=problem.totals_above(least_s), total_s=left_s
+    )
+    return Oracle(problem).is_feasible(limits)
+
+
+def endless_memory_bound_s(task: Task) -> tuple[float, float]:
+    """No plan of several rounds is faster than the first, nor one of one round.
+
+    Put together into one round, the rounds of a plan compute as much on every device, in the
+    same microbatches, and communicate no less; only memory forbids it.  The second is a bound
+    on the compute of the batch alone.
+    """
+    builder = task.builder()
+    _, found, _ = search_table(builder, task.effort)
+    return found.lower_bound_s - _share_dependent_s(task.model), builder.all_compute_s
+
+
+def least_step_of_rounds_s(model: CostModel, rounds: Rounds, compute_s: float) -> float:
+    """No step of the form is shorter if the compute of the batch takes ``compute_s`` at least.
+
+    Each round takes as long as its part of the compute, or its communication.
+    """
+    turns = model.turns(unevenness=0.0)
+    step_s = turns.exposed_comm_s + model.overhead_s
+    for alike in zip(*(each.rounds for each in turns.classes), strict=True):
+        size = rounds.round_size
+        if alike[0].is_last:
+            size = rounds.last_size or size
+        part = alike[0].num_rounds * size / rounds.global_batch_size
+        step_s += max(part * compute_s, sum(sum(each.comm_s) for each in alike))
+    return step_s
 
 
 def _share_dependent_s(model: CostModel) -> float:

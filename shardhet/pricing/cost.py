@@ -6,7 +6,8 @@ the turn, and e_i the seconds that the compute of i loses per second of those co
 
     max(g,  max C_i + e_i g  over the ranks with C_i > 0)
 
-Turns that are alike (the blocks) are added up first, so the predicted step is
+Turns that are alike (the blocks, in rounds with the same collectives) are added up first, so
+the predicted step is
 
     sum over classes of turns of max(g, max C_i + e_i g)
       + the first gather and the last reduction, which overlap no compute
@@ -22,6 +23,9 @@ from shardhet.pricing.step_cost import RankCost, StepCost, TurnCost
 from shardhet.pricing.turns import TurnClass, TurnPrices, Turns
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase
+
+# Of a rank: by class of turns, and by rounds that are alike, seconds of forward and backward.
+_Seconds = Sequence[Sequence[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class CostModel(TurnPrices, MemoryPrices):
             unevenness=self.unevenness(shares, computes),
             recomputed=list(dict.fromkeys(rank.recomputed_units for rank in ranks)),
         )
-        compute: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-        parts_by_kind: dict[str | None, list[list[tuple[float, float]]]] = {}
+        compute: dict[tuple[object, ...], _Seconds] = {}
+        parts_by_kind: dict[str | None, list[_Seconds]] = {}
         known: dict[tuple[object, ...], RankCost] = {}
         costs = []
         for i, rank in enumerate(ranks):
@@ -73,50 +77,52 @@ class CostModel(TurnPrices, MemoryPrices):
         )
 
     def _turn_costs(
-        self, turns: Turns, parts: Mapping[str | None, Sequence[Sequence[tuple[float, float]]]]
+        self, turns: Turns, parts: Mapping[str | None, Sequence[_Seconds]]
     ) -> Iterator[TurnCost]:
-        """The cost of every class of turns in both phases.
+        """The cost of every class of turns in both phases, of rounds that are alike.
 
-        ``parts`` maps each kind of device to one entry per distinct rank, which holds the
-        compute seconds by class and phase.
+        ``parts`` maps each kind of device to the compute of each distinct rank.
         """
         for j, each in enumerate(turns.classes):
-            both_comm_s = (each.forward_comm_s, each.backward_comm_s)
-            for i, (phase, comm_s) in enumerate(zip(Phase, both_comm_s, strict=True)):
-                beside_s, compute_s = max(
-                    (self.beside_comm_s(kind, part[j][i], comm_s), part[j][i])
-                    for kind, of_kind in parts.items()
-                    for part in of_kind
-                )
-                yield TurnCost(
-                    unit_kind=each.kind.name,
-                    phase=phase,
-                    compute_s=compute_s,
-                    comm_s=comm_s,
-                    seconds=max(comm_s, beside_s),
-                )
+            for k, rounds in enumerate(each.rounds):
+                for i, (phase, comm_s) in enumerate(zip(Phase, rounds.comm_s, strict=True)):
+                    beside_s, compute_s = max(
+                        (self.beside_comm_s(kind, part[j][k][i], comm_s), part[j][k][i])
+                        for kind, of_kind in parts.items()
+                        for part in of_kind
+                    )
+                    yield TurnCost(
+                        unit_kind=each.kind.name,
+                        phase=phase,
+                        compute_s=compute_s,
+                        comm_s=comm_s,
+                        seconds=max(comm_s, beside_s),
+                    )
 
     def _class_seconds(
         self, each: TurnClass, rank: RankPlan, last: tuple[int, ...]
-    ) -> tuple[float, float]:
-        """Seconds of all rounds, of which the last has microbatches of ``last``."""
+    ) -> list[tuple[float, float]]:
+        """Seconds of both phases in rounds that are alike; ``last`` are the microbatches of
+        the last.
+        """
         device, unit = rank.device.kind, each.kind.name
-        forward_s, backward_s = self.unit_seconds(device, unit, last)
-        if self.num_rounds > 1:
-            whole_s = self.unit_seconds(device, unit, rank.microbatch_sizes)
-            forward_s += (self.num_rounds - 1) * whole_s[0]
-            backward_s += (self.num_rounds - 1) * whole_s[1]
-        if rank.recomputes(each.unit_fqn):
-            backward_s += forward_s
-        return each.num_units * forward_s, each.num_units * backward_s
+        found = []
+        for rounds in each.rounds:
+            sizes = last if rounds.is_last else rank.microbatch_sizes
+            forward_s, backward_s = self.unit_seconds(device, unit, sizes)
+            if rank.recomputes(each.unit_fqn):
+                backward_s += forward_s
+            number = each.num_units * rounds.num_rounds
+            found.append((number * forward_s, number * backward_s))
+        return found
 
     def _rank_cost(
-        self, position: int, rank: RankPlan, stored: int, parts: list[tuple[float, float]]
+        self, position: int, rank: RankPlan, stored: int, parts: _Seconds
     ) -> RankCost:
         per_element_s = self.profile.device(rank.device.kind).optimizer_seconds_per_element
         return RankCost(
-            forward_s=sum(forward_s for forward_s, _ in parts),
-            backward_s=sum(backward_s for _, backward_s in parts),
+            forward_s=sum(forward_s for of_class in parts for forward_s, _ in of_class),
+            backward_s=sum(backward_s for of_class in parts for _, backward_s in of_class),
             optimizer_s=per_element_s * stored,
             stored_numel=stored,
             memory=self.memory(rank, stored),

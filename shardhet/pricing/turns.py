@@ -5,29 +5,41 @@ part in each gather.  The transfers that ``Schedule.beside`` lists overlap a tur
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from statistics import fmean
 
 from shardhet.pricing.launches import PRICES
 from shardhet.pricing.priced import Priced
 from shardhet.records.layout import stored_numels
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import LaunchKind, Phase, straight_schedule
+from shardhet.records.schedule import LaunchKind, Phase, StepForm, straight_schedule
 from shardhet.records.workload import UnitKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnsOfRounds:
+    """The collectives beside the turns of a class, in rounds that have the same ones."""
+
+    num_rounds: int
+    is_last: bool  # of the step: it may have fewer samples
+    forward_comm_s: float  # overlaps the forward turns of all units and rounds together
+    backward_comm_s: float
+
+    @property
+    def comm_s(self) -> tuple[float, float]:
+        """Seconds beside forward and beside backward."""
+        return self.forward_comm_s, self.backward_comm_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClass:
-    """Units of one kind that the same ranks recompute, and the collectives beside them, in all
-    rounds of a step.
-    """
+    """Units of one kind that the same ranks recompute, and the collectives beside them."""
 
     kind: UnitKind
     num_units: int
     unit_fqn: str  # of one of them: a rank that recomputes it recomputes all
-    forward_comm_s: float  # overlaps all their forward turns together
-    backward_comm_s: float
+    rounds: tuple[TurnsOfRounds, ...]  # the first round, those between, and the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,7 @@ class Turns:
     @property
     def comm_s(self) -> float:
         """All communication of the step, overlapped or not."""
-        beside = sum(each.forward_comm_s + each.backward_comm_s for each in self.classes)
+        beside = sum(sum(each.comm_s) for turns in self.classes for each in turns.rounds)
         return beside + self.exposed_comm_s
 
 
@@ -112,8 +124,7 @@ class TurnPrices(Priced):
         ``recomputed`` holds the distinct lists of patterns that ranks recompute by.  Units of
         one kind form a class if every list treats them alike.
         """
-        beside_s, exposed_s = self._beside(self._launch_seconds(unevenness))
-        forward_s, backward_s = (self._mean_by_kind(beside_s[phase]) for phase in Phase)
+        rounds, exposed_s = self._beside(self._launch_seconds(unevenness))
         root_s = sum(
             price(self, kind, unevenness)
             for price in PRICES.values()
@@ -126,8 +137,7 @@ class TurnPrices(Priced):
                     kind=self.workload.kind_of(self.visited_units[members[0]]),
                     num_units=len(members),
                     unit_fqn=self.visited_units[members[0]].fqn,
-                    forward_comm_s=sum(forward_s[i] for i in members),
-                    backward_comm_s=sum(backward_s[i] for i in members),
+                    rounds=tuple(each.of(members) for each in rounds),
                 )
                 for members in self._alike(recomputed)
             ),
@@ -173,18 +183,73 @@ class TurnPrices(Priced):
 
     def _beside(
         self, seconds_of: Mapping[LaunchKind, Sequence[float]]
-    ) -> tuple[dict[Phase, list[float]], float]:
-        """Seconds of the launches that overlap each unit's turn in a phase, and of the rest."""
-        num_units = len(self.visited_units)
-        schedule = straight_schedule(num_units, self.form)
-        beside_s = {phase: [0.0] * num_units for phase in Phase}
-        exposed = dict.fromkeys(schedule.launches())
-        for i, turn in enumerate(schedule.turns):
-            for each in schedule.beside(i):
-                beside_s[turn.phase][turn.unit] += seconds_of[each.kind][each.unit]
-                exposed.pop(each, None)
-        return beside_s, sum(seconds_of[each.kind][each.unit] for each in exposed)
+    ) -> tuple[list["_Beside"], float]:
+        """What overlaps the turns of the rounds, and seconds of launches that overlap none.
+
+        All rounds between the first and the last are alike.
+        """
+        num_units, num_rounds = len(self.visited_units), min(self.num_rounds, 3)
+        numbers = [1] * num_rounds
+        numbers[num_rounds // 2] += self.num_rounds - num_rounds
+        overlapping, exposed = _launches(num_units, replace(self.form, num_rounds=num_rounds))
+        beside_s = [{phase: [0.0] * num_units for phase in Phase} for _ in numbers]
+        for (number, phase, unit), kind, of_unit in overlapping:
+            beside_s[number][phase][unit] += seconds_of[kind][of_unit]
+        exposed_s = sum(numbers[n] * seconds_of[kind][unit] for n, kind, unit in exposed)
+        found = [
+            _Beside(
+                num_rounds=number,
+                is_last=i == num_rounds - 1,
+                forward_s=self._mean_by_kind(beside_s[i][Phase.FORWARD]),
+                backward_s=self._mean_by_kind(beside_s[i][Phase.BACKWARD]),
+            )
+            for i, number in enumerate(numbers)
+        ]
+        return found, exposed_s
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores, with every border between rows."""
         return stored_numels(self.workload.layouts(), state_shares)
+
+
+@lru_cache(maxsize=64)
+def _launches(
+    num_units: int, form: StepForm
+) -> tuple[
+    list[tuple[tuple[int, Phase, int], LaunchKind, int]], list[tuple[int, LaunchKind, int]]
+]:
+    """Kind and unit of every launch, beside the turn (round, phase and unit) that it overlaps.
+
+    And those that overlap none, with their rounds.
+    """
+    schedule = straight_schedule(num_units, form)
+    exposed = dict.fromkeys(schedule.launches())
+    overlapping = []
+    for i, turn in enumerate(schedule.turns):
+        for each in schedule.beside(i):
+            overlapping.append(((turn.round, turn.phase, turn.unit), each.kind, each.unit))
+            exposed.pop(each, None)
+    last = len(schedule.turns) - 1
+    rounds = (schedule.turns[min(each.turn, last)].round for each in exposed)
+    return overlapping, [
+        (number, each.kind, each.unit) for number, each in zip(rounds, exposed, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beside:
+    """Seconds of the collectives beside each unit's turn, in rounds that are alike."""
+
+    num_rounds: int
+    is_last: bool
+    forward_s: Sequence[float]  # of one round
+    backward_s: Sequence[float]
+
+    def of(self, members: Iterable[int]) -> TurnsOfRounds:
+        """Those of some units, in all these rounds."""
+        return TurnsOfRounds(
+            num_rounds=self.num_rounds,
+            is_last=self.is_last,
+            forward_comm_s=self.num_rounds * sum(self.forward_s[i] for i in members),
+            backward_comm_s=self.num_rounds * sum(self.backward_s[i] for i in members),
+        )

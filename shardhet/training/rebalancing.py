@@ -240,28 +240,22 @@ class Rebalancer:
         self._tried = slowness
         setting = at_speeds(self._setting, slowness)
         try:
-            best = solve(
+            solution = solve(
                 setting,
-                global_batch_size=before.round_size,
-                demands=self._demands,
+                global_batch_size=before.global_batch_size,
+                demands=replace(self._demands, form=before.form),
                 tolerance=TOLERANCE,
-            ).plan
+            )
         except PlanError as error:
             return _Decision(why_not=f"no plan was found: {error}")
-        best = _in_rounds_of(before, best)
-        predicted = CostModel(setting).predict(of_any_device(best))
-        if not all(rank.fits for rank in predicted.ranks):
-            return _Decision(
-                why_not=f"no plan was found that fits in {before.num_rounds} rounds"
-            )
-        before_s, after_s = step_seconds(before, setting), predicted.step_time_s
+        before_s, after_s = step_seconds(before, setting), solution.predicted.step_time_s
         if after_s > (1 - LEAST_GAIN) * before_s:
             return _Decision(why_not=f"no plan is predicted to be {LEAST_GAIN:.0%} faster")
         ranks = tuple(
             replace(new, device=old.device)
-            for new, old in zip(best.ranks, before.ranks, strict=True)
+            for new, old in zip(solution.plan.ranks, before.ranks, strict=True)
         )
-        plan = replace(best, ranks=ranks, units=before.units)
+        plan = replace(solution.plan, ranks=ranks, units=before.units)
         return _Decision(
             plan=plan,
             slowness=slowness,
@@ -269,20 +263,6 @@ class Rebalancer:
             before_s=before_s,
             after_s=after_s,
         )
-
-
-def _in_rounds_of(before: Plan, found: Plan) -> Plan:
-    """A plan of one round, as that of every round of a step like the one of ``before``."""
-    if before.num_rounds == 1:
-        return found
-    return replace(
-        found,
-        num_rounds=before.num_rounds,
-        reshard_after_forward=before.reshard_after_forward,
-        reshard_after_backward=before.reshard_after_backward,
-        reduce_each_round=before.reduce_each_round,
-        last_round_size=before.last_round_size,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from shardhet.planner import PlanSolution
 from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
+from shardhet.planner.forms import FIRST_ROUNDS
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
@@ -231,7 +232,8 @@ def _show_devices(report: PlanReport, console: Console) -> None:
     budget = max(row.cost.memory_budget_bytes for row in found)
     unit = "MiB" if budget < SMALL_BUDGET_BYTES else "GiB"
     memory = f"memory, {unit}"
-    columns = ("device", "microbatches", "recomputes", "share", memory, "busy")
+    of_round = " a round" if report.solution.plan.num_rounds > 1 else ""
+    columns = ("device", f"microbatches{of_round}", "recomputes", "share", memory, "busy")
     lines = [
         (
             row.label,
@@ -269,11 +271,7 @@ def _result(report: PlanReport) -> Iterator[str]:
     if not report.note:
         yield _proven(solution.relative_gap)
         yield from _preferred(solution)
-    if not solution.plan.reshard_after_forward:
-        yield (
-            "Units stay gathered from forward to backward (reshard_after_forward=False): "
-            "there is memory for it, and each is gathered once instead of twice."
-        )
+    yield from _form_lines(report)
     unused = [
         str(i)
         for i, rank in enumerate(solution.plan.ranks)
@@ -286,6 +284,39 @@ def _result(report: PlanReport) -> Iterator[str]:
         )
 
 
+def _form_lines(report: PlanReport) -> Iterator[str]:
+    """Why there are so many rounds, and how often units are gathered and reduced."""
+    plan = report.solution.plan
+    kept = "each is gathered once instead of twice"
+    if plan.num_rounds > 1:
+        full = [rank for rank in plan.ranks if rank.rank_batch_size]
+        most = max(full, key=lambda rank: rank.rank_batch_size)
+        whole = most.rank_batch_size * plan.global_batch_size / plan.round_size
+        last = "" if plan.last_round_size is None else f", the last of {plan.last_round_size:,}"
+        yield (
+            f"A step has {plan.num_rounds} rounds of {plan.round_size:,} samples{last} "
+            f"(num_rounds={plan.num_rounds}), because {most.device} would otherwise hold the "
+            f"activations of {whole:,.0f} samples at once; it holds those of "
+            f"{most.rank_batch_size:,}."
+        )
+        kept = "each is gathered once a round instead of twice"
+    if not plan.reshard_after_backward:
+        yield (
+            "Units stay gathered over all rounds (reshard_after_backward=False): each is "
+            "gathered once a step."
+        )
+    elif not plan.reshard_after_forward:
+        yield (
+            "Units stay gathered from forward to backward (reshard_after_forward=False): "
+            f"there is memory for it, and {kept}."
+        )
+    if not plan.reduce_each_round:
+        yield (
+            "Gradients are kept whole and reduced after the last round "
+            "(reduce_each_round=False)."
+        )
+
+
 def _proven(relative_gap: float) -> str:
     """What the search has shown, and of which plans."""
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
@@ -294,7 +325,8 @@ def _proven(relative_gap: float) -> str:
         f"microbatches of up to {MAX_MICROBATCH_SIZE:,} samples where memory allows, alike but "
         f"the last, or cut as is fastest (those of up to {LEAST_MIXED_SIZE}, or twice what was "
         f"measured, in batches of up to {MAX_BATCH:,}); recomputation kind by kind, in "
-        "quarters; units resharded after forward, or kept gathered."
+        f"quarters; units gathered for every use, once a round or once a step, and reduced "
+        f"every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide the batch."
     )
 
 
@@ -306,8 +338,9 @@ def _preferred(solution: PlanSolution) -> Iterator[str]:
     if slower >= SHOWN_GAP:
         yield (
             f"The fastest plan takes {slower:.2%} less. Of those nearly as fast, in this one "
-            "alike devices do alike if they do in any, then least is recomputed, then the "
-            "fullest device is emptiest (tolerance=0 takes the fastest)."
+            "alike devices do alike if they do in any, then there is one round if possible, "
+            "then least is recomputed, then the fullest device is emptiest (tolerance=0 takes "
+            "the fastest)."
         )
 
 

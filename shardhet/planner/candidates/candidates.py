@@ -16,6 +16,7 @@ from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Worth
 from shardhet.planner.candidates.splits import Splits, compressed, splits_of
 from shardhet.planner.candidates.table import CandidateTable
+from shardhet.planner.forms import Rounds
 from shardhet.planner.problem.demands import Demands, Role
 from shardhet.planner.problem.problem import Bools, Floats, Group, Ints, Problem
 from shardhet.planner.problem.solution import PlanError
@@ -40,21 +41,23 @@ class TableBuilder:
         self,
         model: CostModel,
         *,
-        global_batch_size: int,
+        rounds: Rounds,
         demands: Demands,
         effort: Effort = DEFAULT_EFFORT,
         unevenness: float = 1.0,
         stored: PortShares = PortShares(),  # noqa: B008  a tuple
         row_part: float = 1.0,
         is_lenient: bool = False,
+        has_endless_memory: bool = False,
     ) -> None:
-        """Collectives take as long as with this ``unevenness``, if devices store so much.
+        """Of plans with ``rounds``, which need not fit with ``has_endless_memory``.
 
+        Collectives take as long as with this ``unevenness``, if devices store so much.
         ``row_part`` and ``is_lenient``: see ``StateNumels.of``.  A lenient problem admits every
         plan, also those that do not fit for sure; its solution is a bound.
         """
         self.model = model
-        self.global_batch_size = global_batch_size
+        self.rounds = rounds
         self._demands = demands
         self.recompute_choices = recompute_choices(model, effort.recompute_steps)
         self.turns = model.turns(unevenness=unevenness, recomputed=self.recompute_choices)
@@ -75,7 +78,8 @@ class TableBuilder:
             self.recompute_choices,
             self.state,
             stored,
-            global_batch_size,
+            rounds,
+            has_endless_memory,
             demands.max_microbatch_size,
         )
         all_roles = demands.roles(model.cluster)
@@ -119,13 +123,17 @@ class TableBuilder:
             number * times.num_members / times.least_seconds_per_sample
             for number, times in zip(numbers, self._groups, strict=True)
         )
-        return self.global_batch_size / per_s
+        return self.rounds.round_size / per_s
+
+    @property
+    def all_compute_s(self) -> float:
+        """No step is shorter than the compute of the batch, spread perfectly."""
+        return self.least_compute_s([times.count for times in self._groups])
 
     def first_cut_s(self) -> float:
         """The first cut: all communication, and several times the compute of the batch."""
         slowest_single = min(times.least_seconds for times in self._groups)
-        compute_s = self.least_compute_s([times.count for times in self._groups])
-        compute_s += slowest_single
+        compute_s = self.all_compute_s + slowest_single
         is_many = len(self._groups) > MANY_GROUPS
         factor = CLOSE_CUT_FACTOR if is_many else FIRST_CUT_FACTOR
         return self.turns.comm_s + self.model.overhead_s + factor * compute_s
@@ -133,8 +141,7 @@ class TableBuilder:
     @property
     def least_s(self) -> float:
         """No plan has a shorter step."""
-        compute_s = self.least_compute_s([times.count for times in self._groups])
-        return max(self.turns.comm_s, compute_s) + self.model.overhead_s
+        return max(self.turns.comm_s, self.all_compute_s) + self.model.overhead_s
 
     def stride(self, cut_s: float) -> int:
         """Between batches, so that no device has too many of them; 1 if there are few."""
@@ -152,7 +159,7 @@ class TableBuilder:
         if longest <= MOST_SAMPLES_LISTED and (is_whole or listed <= MOST_LISTED_AT_ONCE):
             return
         raise PlanError(
-            f"plan: global_batch_size is {self.global_batch_size:,}, of which one device may "
+            f"plan: a round has {self.rounds.round_size:,} samples, of which one device may "
             f"compute {longest - 1:,}; plans are searched up to {MOST_SAMPLES_LISTED:,} on one "
             "device, or fewer where links or memory leave open who computes how much. Lower "
             "global_batch_size, or state the batches of the fast devices (limits.0.batch).",
@@ -171,7 +178,7 @@ class TableBuilder:
             times.count * times.num_members * each
             for times, each in zip(self._groups, most, strict=True)
         )
-        missing = self.global_batch_size - together
+        missing = self.rounds.round_size - together
         windows = []
         for times, each in zip(self._groups, most, strict=True):
             least = -(-(missing + times.num_members * each) // times.num_members)
@@ -205,7 +212,7 @@ class TableBuilder:
                 raise PlanError(self._nothing_to_do(bundles[0]))
         problem = Problem(
             groups=tuple(group for group, _, _ in built),
-            global_batch_size=self.global_batch_size,
+            global_batch_size=self.rounds.round_size,
             state_numel=self.state.rest,
             fixed_s=self.turns.exposed_comm_s + model.overhead_s,
             row_numel=self.state.row,
@@ -213,6 +220,7 @@ class TableBuilder:
         )
         return CandidateTable(
             problem=problem,
+            rounds=self.rounds,
             bundles=self.bundles,
             splits=tuple(times.splits for times in self._groups),
             split_indices=tuple(splits for _, splits, _ in built),
@@ -340,8 +348,9 @@ class _GroupTimes:
         """The largest batch that each member may compute."""
         if self._fixed:
             return max(self._fixed)
-        per_sample = self._terms.model.boundary_bytes_per_sample
-        largest = self._terms.global_batch_size // self.num_members
+        terms = self._terms
+        per_sample = 0 if terms.has_endless_memory else terms.model.boundary_bytes_per_sample
+        largest = self._terms.rounds.round_size // self.num_members
         if per_sample:
             largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
         if self.is_cut(cut_s):
@@ -356,13 +365,13 @@ class _GroupTimes:
             return np.arange(window.start, window.stop)
         multiples = np.arange(-(-window.start // stride) * stride, window.stop, stride)
         # One device may compute what is left of the batch.
-        rest = multiples + self._terms.global_batch_size % stride
+        rest = multiples + self._terms.rounds.round_size % stride
         ends = (window.start, window.stop - 1)
         return np.unique(np.concatenate((multiples, rest[rest < window.stop], ends)))
 
     def is_cut(self, cut_s: float) -> bool:
         """Whether the cut leaves out larger batches."""
-        whole_s = self._terms.global_batch_size * self.least_seconds_per_sample
+        whole_s = self._terms.rounds.round_size * self.least_seconds_per_sample
         return not self._fixed and whole_s > cut_s * self.num_members
 
     def _allowed_choices(self) -> list[int]:

@@ -9,13 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from shardhet.planner.candidates.splits import Splits
+from shardhet.planner.forms import Rounds
 from shardhet.planner.problem.demands import Role
 from shardhet.planner.problem.problem import Floats, Ints
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.priced import at_sizes
-from shardhet.pricing.turns import Turns
+from shardhet.pricing.turns import TurnClass, Turns
 from shardhet.records.plan import EVERY_UNIT, RankPlan
+from shardhet.records.schedule import Phase, StepForm
 
 MAX_MICROBATCH_SIZE = 2048  # larger ones are not looked at
 
@@ -37,17 +39,19 @@ class Terms:
     recompute_choices: tuple[tuple[str, ...], ...]
     state: StateNumels
     stored: PortShares
-    global_batch_size: int
+    rounds: Rounds
+    has_endless_memory: bool
     max_microbatch_size: int | None
 
     def largest_microbatch_size(self, role: Role) -> int:
         """The largest size to consider: what fits if everything is recomputed."""
+        model = self.model
+        if self.has_endless_memory:  # but no larger microbatches than in any form
+            model = model.in_form(StepForm())
         limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
         stated = [each for each in limits if each is not None]
-        sizes = np.arange(1, 1 + min(self.global_batch_size, MAX_MICROBATCH_SIZE, *stated))
-        needed = self.model.working_bytes(
-            role.device_kind, _recomputing(EVERY_UNIT), sizes, sizes
-        )
+        sizes = np.arange(1, 1 + min(self.rounds.round_size, MAX_MICROBATCH_SIZE, *stated))
+        needed = model.working_bytes(role.device_kind, _recomputing(EVERY_UNIT), sizes, sizes)
         return int(sizes[needed <= role.budget_bytes].max(initial=1))
 
 
@@ -88,8 +92,10 @@ class RoleTimes:
         self.whole_s = whole  # [1 + sizes] of a microbatch in all units
         # [2 kinds, 1 + sizes]
         self.curves_s: Floats = np.concatenate([*self._seconds.values()])
-        self.least_seconds_per_sample = float((whole[1:] / self._sizes).min())
-        self.least_seconds = float(whole[1:].min())
+        # Of a sample, and of a microbatch, of each round.
+        in_rounds = terms.rounds.in_whole_ones
+        self.least_seconds_per_sample = in_rounds * float((whole[1:] / self._sizes).min())
+        self.least_seconds = in_rounds * float(whole[1:].min())
 
     @cached_property
     def needs_more_if_larger(self) -> bool:
@@ -119,25 +125,18 @@ class RoleTimes:
         all_seconds = splits.seconds(self.curves_s, batches, tried)
         sizes = splits.largest[tried]
         seconds = {
-            name: all_seconds[2 * i : 2 * i + 2]  # [2, b, n]
+            name: all_seconds[2 * i : 2 * i + 2]  # [2, b, n] of one round
             for i, name in enumerate(self._seconds)
         }
         classes = self._terms.turns.classes
-        excess = self._terms.model.profile.device(self._role.device_kind).overlap_excess
-
-        def beside(compute_s: Floats, comm_s: float) -> Floats:
-            # Compute that ends before its communication is hidden by it.
-            slowed = np.where(compute_s > 0, compute_s + excess * comm_s, 0.0)
-            return np.maximum(slowed, comm_s)
-
         forward = {name: np.zeros(each.shape[1:]) for name, each in seconds.items()}
-        alone_s = sum(  # [b, n]
+        in_rounds = self._terms.rounds.in_whole_ones
+        alone_s = in_rounds * sum(  # [b, n]
             each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
         )
         for each in classes:
-            forward[each.kind.name] += beside(
-                each.num_units * seconds[each.kind.name][0], each.forward_comm_s
-            )
+            forward_s = each.num_units * seconds[each.kind.name][0]
+            forward[each.kind.name] += self._in_rounds(forward_s, each, Phase.FORWARD)
         for choice in choices:
             rank = _recomputing(self._terms.recompute_choices[choice])
             costs, compute_s = [*forward.values()], alone_s
@@ -145,16 +144,32 @@ class RoleTimes:
                 forward_s, backward_s = seconds[each.kind.name]
                 again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
                 turns_s = each.num_units * (backward_s + again_s)
-                costs.append(beside(turns_s, each.backward_comm_s))
-                compute_s = compute_s + each.num_units * again_s
+                costs.append(self._in_rounds(turns_s, each, Phase.BACKWARD))
+                compute_s = compute_s + in_rounds * each.num_units * again_s
             room = self._room(rank, batches, sizes)
             yield Worth(np.array(costs), room, compute_s)
+
+    def _in_rounds(self, compute_s: Floats, turns: TurnClass, phase: Phase) -> Floats:
+        """Seconds of the turns of a class in all rounds, of which each computes so long."""
+        excess = self._terms.model.profile.device(self._role.device_kind).overlap_excess
+        found: Floats = np.zeros(())
+        for rounds in turns.rounds:
+            number = float(rounds.num_rounds)
+            if rounds.is_last:  # it may have fewer samples
+                number += self._terms.rounds.in_whole_ones - self._terms.rounds.number
+            comm_s = rounds.comm_s[phase is Phase.BACKWARD]
+            # Compute that ends before its communication is hidden by it.
+            slowed = np.where(compute_s > 0, number * compute_s + excess * comm_s, 0.0)
+            found = found + np.maximum(slowed, comm_s)
+        return found
 
     def _room(self, rank: RankPlan, batches: Ints, sizes: Ints) -> Floats:
         """Elements of state that fit besides each batch and microbatch size."""
         model, role, state = self._terms.model, self._role, self._terms.state
         used = model.working_bytes(role.device_kind, rank, batches[:, None], sizes)
         left = model.room_numel(role.budget_bytes, used)
+        if self._terms.has_endless_memory:
+            left = np.full(left.shape, state.whole + 2 * state.row)
         if role.limits.max_state_share is not None:
             # ``Problem.rounded`` takes row_numel off all room, so it is added here.
             cap = role.limits.max_state_share * state.whole

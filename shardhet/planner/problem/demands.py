@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardhet.planner.forms import Rounds
 from shardhet.records.cluster import Cluster
 from shardhet.records.codec import repeated
 
@@ -42,6 +43,8 @@ class Demands:
     equal: Sequence[Sequence[int]] = ()
     max_microbatch_size: int | None = None
     has_even_state: bool = False  # all devices store the same
+    has_even_batches: bool = False  # all compute as many samples, or the first one more
+    max_rounds: int | None = None  # of a step; None leaves it open
 
     def check(self, world_size: int) -> None:
         """Raise ``ValueError`` if the demands name missing devices or contradict each other."""
@@ -87,6 +90,35 @@ class Demands:
                 f"plan: the batches that limits give sum to {total}, but global_batch_size is "
                 f"{global_batch_size}. Change one of them, or leave a device's batch open."
             )
+
+    def of_round(self, rounds: Rounds, world_size: int) -> "Demands | None":
+        """The demands on each of these rounds; None if batches cannot be cut into so many."""
+        if self.has_even_batches:
+            return self._with_batches(rounds.round_size, world_size)
+        stated = self._stated("rank_batch_size")
+        if rounds.number == 1 or not stated:
+            return self
+        if any(batch % rounds.number for batch in stated.values()):
+            return None
+        limits = dict(self.limits)
+        for i, batch in stated.items():
+            limits[i] = replace(
+                limits.get(i, NO_LIMITS), rank_batch_size=batch // rounds.number
+            )
+        return replace(self, limits=limits)
+
+    def _with_batches(self, round_size: int, world_size: int) -> "Demands":
+        """The same batch of every device; the remainder goes to the first devices."""
+        each, rest = divmod(round_size, world_size)
+        limits = {
+            position: replace(
+                self.limits.get(position, NO_LIMITS), rank_batch_size=each + (position < rest)
+            )
+            for position in range(world_size)
+        }
+        # The remainder may separate devices that must be equal.
+        equal = () if rest else self.equal
+        return replace(self, limits=limits, equal=equal, has_even_batches=False)
 
     def rank_batch_size(self, position: int) -> int | None:
         """The batch that is demanded of the device, or of one that it must equal."""

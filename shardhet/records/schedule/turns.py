@@ -22,7 +22,7 @@ A step of several rounds is one list too.  Nothing is launched ahead of a later 
 ranks begin together.  What was launched after the last turn of a round goes on beside the next.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -82,6 +82,10 @@ class StepForm:
                 "units would be kept for the next round but not for their backward. Set "
                 "reshard_after_forward=False too."
             )
+
+    def is_like(self, other: "StepForm") -> bool:
+        """Whether only the number of rounds differs."""
+        return replace(self, num_rounds=other.num_rounds) == other
 
 
 @dataclass(frozen=True, slots=True)
