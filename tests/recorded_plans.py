@@ -1,4 +1,4 @@
-"""Plans of 240 problems as they were recorded, so that a redesign shows what it changes.
+"""Plans of one round of 240 problems as they were recorded: a redesign shows what it changes.
 
 ``PYTHONPATH=. python -m tests.recorded_plans`` records them anew.
 """
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b, sha256
 from pathlib import Path
 
-from shardhet.planner import PlanError, PlanSolution, solve
+from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.preference import TOLERANCE
 from shardhet.pricing.setting import Setting
 from tests.test_planner import WORKLOAD, random_case
@@ -34,7 +34,10 @@ def record_of(seed: int) -> RecordedPlan:
     cluster, profile, batch = random_case(seed)
     try:
         solution = solve(
-            Setting(cluster, WORKLOAD, profile), global_batch_size=batch, tolerance=TOLERANCE
+            Setting(cluster, WORKLOAD, profile),
+            global_batch_size=batch,
+            tolerance=TOLERANCE,
+            demands=Demands(max_rounds=1),
         )
     except PlanError as error:
         return RecordedPlan(seed, 0.0, 0.0, _digest(str(error)))

@@ -85,7 +85,8 @@ def test_where_links_are_slow_links_limit() -> None:
 
 def test_where_the_fast_devices_are_full_their_memory_limits() -> None:
     capped = Demands(
-        limits={i: DeviceLimits(memory_budget_bytes=int(1.9 * STATE_BYTES)) for i in (0, 1)}
+        limits={i: DeviceLimits(memory_budget_bytes=int(1.9 * STATE_BYTES)) for i in (0, 1)},
+        max_rounds=1,
     )
     whole, tight = situation(), situation(demands=capped)
     assert solved(tight).samples_per_s < 0.99 * solved(whole).samples_per_s

@@ -31,6 +31,8 @@ def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
         plan = solve(setting, global_batch_size=batch, demands=demands)
     except PlanError:
         return
+    if plan.plan.last_round_size is not None:
+        return  # bounds are on plans with equal rounds
     used = {i: rank.memory.total_bytes for i, rank in enumerate(plan.predicted.ranks)}
     for each in (demands, demands.with_budgets(used)):
         bound_s = bound_of(setting, batch, each)

@@ -75,14 +75,14 @@ def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
 
     monkeypatch.setattr(TableBuilder, "table", listed)
     with pytest.raises(PlanError, match="plans are searched up to 131,072 on one device"):
-        solve(roomy(2), global_batch_size=10**7)
+        solve(roomy(2), global_batch_size=10**7, demands=Demands(max_rounds=1))
 
 
 def test_a_batch_that_is_merely_huge_is_told_the_largest_that_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["model=llama_1b", "global_batch_size=1000000"])
+        main(["model=llama_1b", "global_batch_size=1000000", "max_rounds=1"])
     text = capsys.readouterr().err
     assert "a global batch of 1,000,000 does not fit beside the state. Lower" in text
     assert "no single sample" not in text

@@ -80,7 +80,7 @@ def solve(
         _search_rounds(asked, met)
     if met.best is None:
         assert met.missed is not None
-        met.missed.lower_bound_s = min(met.bounds_s)
+        met.missed.lower_bound_s = min(met.bounds_s + met.unproven_s)
         raise met.missed
     bound_s = min(met.best_s, *met.bounds_s)
     best = replace(met.best, lower_bound_s=bound_s)
@@ -151,7 +151,9 @@ class _Met:
     # In which plans were found, with bounds on them.
     tasks: list[tuple[float, Task]] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
+    unproven_s: list[float] = field(default_factory=list)  # weak ones, of unequal rounds
     missed: PlanError | None = None  # why nothing fits, of those with the most rounds
+    missed_rounds: int = 0
 
     @property
     def best_s(self) -> float:
@@ -166,14 +168,16 @@ class _Met:
         solutions, bound_s, error = solve_form(task)
         if task.rounds.are_equal:
             self.bounds_s.append(max(bound_s, known_bound_s))
+        else:
+            self.unproven_s.append(known_bound_s)
         if solutions:
             self.tasks.append((bound_s, task))
             self.best = min(
                 [*([] if self.best is None else [self.best]), *solutions],
                 key=lambda each: each.predicted.step_time_s,
             )
-        if error is not None:
-            self.missed = error
+        if error is not None and task.rounds.number >= self.missed_rounds:
+            self.missed, self.missed_rounds = error, task.rounds.number
 
 
 def _check_size(setting: Setting) -> None:
@@ -213,9 +217,17 @@ def least_step_s(
         bound_s = least_step_of_rounds_s(task.model, task.rounds, compute_s)
         if bound_s >= at_most_s:
             continue
-        try:
-            _, found, _ = search_table(task.builder(), effort, at_most_s)
-        except PlanError:
-            continue
-        at_most_s = min(at_most_s, found.value.objective_s)
+        at_most_s = min(at_most_s, _least_of_form_s(replace(task, at_most_s=at_most_s)))
     return at_most_s
+
+
+def _least_of_form_s(task: Task) -> float:
+    """The least step of a form; inf if there is none as short as the task asks for."""
+    if not task.rounds.are_equal:  # what the search says of it is not exact
+        solutions, _, _ = solve_form(task)
+        return min((each.predicted.step_time_s for each in solutions), default=inf)
+    try:
+        _, found, _ = search_table(task.builder(), task.effort, task.at_most_s)
+    except PlanError:
+        return inf
+    return found.value.objective_s

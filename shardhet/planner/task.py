@@ -140,24 +140,27 @@ def _solve_for(
 
 
 def _lenient_bound_s(task: Task, computing: Computing) -> float:
-    """A bound on plans that meet demanded shares to within rows; inf if there are none.
+    """A bound on plans that meet demanded shares to within rows; inf if none is asked for.
 
     The problem behind the plan leaves room for shares that are a few rows larger, and has
     equal devices store the same to the element.  So its own bound does not hold for plans
     whose shares are a few rows smaller.
     """
     builder = task.builder(computing, is_lenient=True)
-    cut_s = builder.first_cut_s()
+    most_s = task.at_most_s + builder.unequal_s
+    cut_s = min(builder.first_cut_s(), most_s)
     while True:
         bound_s = inf
         try:
-            cut_s = _close_cut_s(builder, cut_s)
+            cut_s = _close_cut_s(builder, cut_s, most_s)
             table = builder.table(cut_s)
         except PlanError as error:  # a device can do nothing that is demanded of it
             return error.lower_bound_s
+        if most_s < inf and not _may_be_within(table.problem, most_s):
+            return inf
         with suppress(NothingFitsError):
             bound_s = search(table.problem, task.effort).lower_bound_s
-        if not table.is_cut or bound_s <= cut_s:
+        if not table.is_cut or bound_s <= cut_s or cut_s >= most_s:
             return bound_s - builder.unequal_s
         cut_s *= CUT_GROWTH
 
@@ -280,9 +283,11 @@ def endless_memory_bound_s(task: Task) -> tuple[float, float]:
     same microbatches, and communicate no less; only memory forbids it.  The second is a bound
     on the compute of the batch alone.
     """
-    builder = task.builder()
-    _, found, _ = search_table(builder, task.effort)
-    return found.lower_bound_s - _share_dependent_s(task.model), builder.all_compute_s
+    builder, least_s = task.builder(), 0.0
+    with suppress(PlanError):  # too many samples for one round
+        _, found, _ = search_table(builder, task.effort)
+        least_s = found.lower_bound_s - _share_dependent_s(task.model)
+    return least_s, builder.all_compute_s
 
 
 def least_step_of_rounds_s(model: CostModel, rounds: Rounds, compute_s: float) -> float:

@@ -232,8 +232,7 @@ def _show_devices(report: PlanReport, console: Console) -> None:
     budget = max(row.cost.memory_budget_bytes for row in found)
     unit = "MiB" if budget < SMALL_BUDGET_BYTES else "GiB"
     memory = f"memory, {unit}"
-    of_round = " a round" if report.solution.plan.num_rounds > 1 else ""
-    columns = ("device", f"microbatches{of_round}", "recomputes", "share", memory, "busy")
+    columns = ("device", "microbatches", "recomputes", "share", memory, "busy")
     lines = [
         (
             row.label,
@@ -295,9 +294,9 @@ def _form_lines(report: PlanReport) -> Iterator[str]:
         last = "" if plan.last_round_size is None else f", the last of {plan.last_round_size:,}"
         yield (
             f"A step has {plan.num_rounds} rounds of {plan.round_size:,} samples{last} "
-            f"(num_rounds={plan.num_rounds}), because {most.device} would otherwise hold the "
-            f"activations of {whole:,.0f} samples at once; it holds those of "
-            f"{most.rank_batch_size:,}."
+            f"(num_rounds={plan.num_rounds}; the table shows one), because {most.device.kind} "
+            f"would otherwise hold the activations of {whole:,.0f} samples at once; it holds "
+            f"those of {most.rank_batch_size:,}."
         )
         kept = "each is gathered once a round instead of twice"
     if not plan.reshard_after_backward:

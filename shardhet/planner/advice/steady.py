@@ -89,6 +89,5 @@ def _losses(
             demands=demands,
             effort=effort,
             at_most_s=step_s,
-            near=plan.form,
         )
         yield Loss(relative=step_s / best_s - 1, device_kind=each.device_kind, speed=each.speed)
