@@ -80,9 +80,9 @@ def test_alike_devices_do_alike_and_memory_is_left_where_that_costs_half_a_perce
 
 
 def test_three_cards_are_filled_to_one_level(capsys: pytest.CaptureFixture[str]) -> None:
-    """In one round, the fastest plan has shares of 4, 16 and 79 % and 99.9 % of every budget, for 0.2 %."""
+    """In one round the fastest has shares of 4, 16 and 79 % and 99.9 % of every budget."""
     keys = ["model=llama_1b", "explain=false", "baselines=false", "leave_out=never"]
-    keys += ["max_rounds=1"]
+    keys = [*keys, "max_rounds=1"]
     main([*keys, "steady=0.01", "certify=true"])
     shown = capsys.readouterr()
     assert "1-2 NVIDIA GeForce RTX 3090" in shown.out

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf
 
 from shardhet.planner.forms import Rounds, neighbours, rounds_of
@@ -70,13 +71,15 @@ def solve(
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     asked = _Asked(setting, global_batch_size, demands, effort, is_bounded)
     met = _Met()
+    for task in asked.of_demanded_form():
+        met.search(task)
     for task in asked.of_one_round():
         spared = spared_s(task.model)
         if met.best is not None and spared <= NO_GAIN * met.best_s:
             met.bounds_s.append(min(met.bounds_s) - spared)
         else:
             met.search(task)
-    if demands.max_rounds != 1 and global_batch_size > 1:
+    if demands.form is None and demands.max_rounds != 1 and global_batch_size > 1:
         _search_rounds(asked, met)
     if met.best is None:
         assert met.missed is not None
@@ -111,12 +114,27 @@ class _Asked:
     effort: Effort
     is_bounded: bool
 
+    def of_demanded_form(self) -> Iterator[Task]:
+        """Plans of the form that is demanded, if one is."""
+        form = self.demands.form
+        if form is not None:
+            yield from self._tasks(Rounds(form.num_rounds, self.global_batch_size), form)
+
     def of_one_round(self) -> Iterator[Task]:
-        """Plans whose units are gathered again for backward, then those that keep them."""
-        return self._tasks(Rounds(1, self.global_batch_size))
+        """Plans whose units are gathered again for backward, then those that keep them.
+
+        None if another form is demanded.
+        """
+        if self.demands.form is None:
+            yield from self._tasks(Rounds(1, self.global_batch_size))
 
     def of_several_rounds(self, near: StepForm | None = None) -> Iterator[Task]:
-        """Plans of several rounds, few first; with ``near``, only of forms like that one."""
+        """Plans of several rounds, few first; with ``near``, only of forms like that one.
+
+        None if another form is demanded.
+        """
+        if self.demands.form is not None:
+            return
         looked_at = rounds_of(self.global_batch_size, self.demands.max_rounds)
         beside = [each.number for each in neighbours(looked_at, near)] if near else ()
         for rounds in looked_at[1:]:
@@ -133,13 +151,14 @@ class _Asked:
         *_, task = self.of_one_round()
         return replace(task, has_endless_memory=True)
 
-    def _tasks(self, rounds: Rounds) -> Iterator[Task]:
-        """Plans with these rounds, form by form."""
+    def _tasks(self, rounds: Rounds, form: StepForm | None = None) -> Iterator[Task]:
+        """Plans with these rounds, form by form, or of one form."""
         world_size = self.setting.cluster.world_size
         demands = self.demands.of_round(rounds, world_size)
         if demands is not None:
-            for form in rounds.forms(has_links=world_size > 1 or rounds.number == 1):
-                model = CostModel(self.setting).in_form(form)
+            has_links = world_size > 1 or rounds.number == 1
+            for each in (form,) if form else rounds.forms(has_links=has_links):
+                model = CostModel(self.setting).in_form(each)
                 yield Task(model, rounds, demands, self.effort, self.is_bounded)
 
 
@@ -211,7 +230,8 @@ def least_step_s(
     demands.check(setting.cluster.world_size)
     asked = _Asked(setting, global_batch_size, demands, effort, is_bounded=False)
     compute_s: float | None = None
-    for task in (*asked.of_one_round(), *asked.of_several_rounds(near)):
+    forms = (asked.of_demanded_form(), asked.of_one_round(), asked.of_several_rounds(near))
+    for task in chain(*forms):
         if compute_s is None:  # of plans of any form: this one needs the least memory
             compute_s = task.builder().all_compute_s
         bound_s = least_step_of_rounds_s(task.model, task.rounds, compute_s)

@@ -22,14 +22,12 @@ from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.preference import TOLERANCE
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.training.slow_devices import (
     SLOW,
     at_speeds,
     compute_seconds,
-    of_any_device,
     rounded,
     slownesses,
     step_seconds,

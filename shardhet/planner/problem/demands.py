@@ -7,6 +7,7 @@ from typing import Any
 from shardhet.planner.forms import Rounds
 from shardhet.records.cluster import Cluster
 from shardhet.records.codec import repeated
+from shardhet.records.schedule import StepForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Demands:
     has_even_state: bool = False  # all devices store the same
     has_even_batches: bool = False  # all compute as many samples, or the first one more
     max_rounds: int | None = None  # of a step; None leaves it open
+    form: StepForm | None = None  # exactly this one; None leaves it open
 
     def check(self, world_size: int) -> None:
         """Raise ``ValueError`` if the demands name missing devices or contradict each other."""
