@@ -1,7 +1,8 @@
 """A rank's part of the loss: what transformers computes, as a sum over samples or tokens."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ class RankLoss:
         if num_items is not None and trainer.model_accepts_loss_kwargs:
             called["num_items_in_batch"] = num_items
         return called
+
+    @contextmanager
+    def counting_batches(self) -> Iterator[None]:
+        """A context in which a step has ``gradient_accumulation_steps`` batches of the plan."""
+        het = self._trainer.het
+        het.batches_per_step = self._trainer.args.gradient_accumulation_steps
+        try:
+            yield
+        finally:
+            het.batches_per_step = 1
 
     def begin_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> None:
         """Find out what the losses of a step's ``batches`` are divided by.  Collective.

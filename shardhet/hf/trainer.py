@@ -106,11 +106,8 @@ class HetTrainer(TrainerView):
         global batch, or True for the newest whole one in ``output_dir``.
         """
         folder = chosen(self.het, resume_from_checkpoint, self.args.output_dir)
-        self.het.batches_per_step = self.args.gradient_accumulation_steps
-        try:
+        with self.rank_loss.counting_batches():
             return super().train(folder, *args, **kwargs)
-        finally:
-            self.het.batches_per_step = 1
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search would create the model anew in this process."""
