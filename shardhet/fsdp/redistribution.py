@@ -55,8 +55,6 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
                 f"plan: position {i} is for {new.device} but {old.device} in the plan that is "
                 "followed now. Keep the devices in their positions, or leave them out."
             )
-    if any(rank.inputs_on_host for rank in plan.ranks):
-        return "plan: it has inputs_on_host, which cannot be followed yet. Leave it out."
     if plan.units and plan.units != before.units:
         return "plan: it was made for another model. Run the planner on this one."
     with_grad = [fqn for fqn, param in model.named_parameters() if param.grad is not None]

@@ -54,6 +54,7 @@ class Accelerator:
         self._copies_to_host = False
         self.refuses_to_pin = False
         self._pinned: set[int] = set()  # storages of the host
+        self._in_order: dict[int, Held] = {}  # pinned storages that copies share
         self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
         self._on_way_from_host: dict[int, Access] = {}  # the last that reads it
 
@@ -110,6 +111,8 @@ class Accelerator:
         makes = target is not None and target.type == "cpu" and target.index is not None
         listed = [tensor for tensor in given if self.held(tensor) is not None]
         if not listed and not makes:
+            if _is_view(func) and not _written(func, args, kwargs):
+                return func(*args, **kwargs)
             for tensor in given:
                 self.check_has_arrived(tensor, str(func))
             for tensor in _written(func, args, kwargs):
@@ -152,6 +155,12 @@ class Accelerator:
         """After ``copy_`` from host to device or back."""
         to, source = args[:2]
         is_to_host, is_from_host = (self.held(each) is None for each in (to, source))
+        for tensor, is_write in ((to, True), (source, False)):
+            pinned = self._in_order.get(tensor.untyped_storage()._cdata)
+            if pinned is not None:
+                moment = self.current.begin()
+                access = Access(*_bytes_of(tensor), moment, is_write, "copy_")
+                self.memory.access(pinned, access, self.current.clock)
         is_asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         if is_from_host and not is_to_host and is_asynchronous and self.is_pinned(source):
             self._leaves_host(source, "copy_")
@@ -183,9 +192,11 @@ class Accelerator:
             return None
         key = tensor.untyped_storage()._cdata
         self._pinned.add(key)
+        self._in_order[key] = Held(nbytes, self.current.number, Clock())
 
         def unpin() -> None:
             self._pinned.discard(key)
+            self._in_order.pop(key, None)
             self._on_way_to_host.pop(key, None)
             self._on_way_from_host.pop(key, None)
 

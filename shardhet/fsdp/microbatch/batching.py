@@ -54,6 +54,14 @@ class BatchAxis:
         parts = tensor.unflatten(self.dim, (self.outer, num_samples * self.inner))
         return parts.narrow(self.dim + 1, start, numel).flatten(self.dim, self.dim + 1)
 
+    def view(self, tensor: Tensor, span: Span, num_samples: int) -> Tensor:
+        """The samples ``span`` of ``num_samples`` in place, in a shape of its own."""
+        start, numel = span.start * self.inner, span.numel * self.inner
+        if self.outer == 1:
+            return tensor.narrow(self.dim, start, numel)
+        parts = tensor.unflatten(self.dim, (self.outer, num_samples * self.inner))
+        return parts.narrow(self.dim + 1, start, numel)
+
     def select(self, tensor: Tensor, samples: Iterable[int], num_samples: int) -> Tensor:
         """A copy with the given ``samples``, taken modulo ``num_samples``."""
         index = torch.tensor([i % num_samples for i in samples], device=tensor.device)
@@ -62,13 +70,9 @@ class BatchAxis:
 
     def put(self, whole: Tensor, piece: Tensor, span: Span, num_samples: int) -> None:
         """Write ``piece`` to the samples ``span`` of ``whole``."""
-        start, numel = span.start * self.inner, span.numel * self.inner
-        if self.outer == 1:
-            whole.narrow(self.dim, start, numel).copy_(piece)
-            return
-        parts = whole.unflatten(self.dim, (self.outer, num_samples * self.inner))
-        sizes = (self.outer, span.numel * self.inner)
-        parts.narrow(self.dim + 1, start, numel).copy_(piece.unflatten(self.dim, sizes))
+        if self.outer > 1:
+            piece = piece.unflatten(self.dim, (self.outer, span.numel * self.inner))
+        self.view(whole, span, num_samples).copy_(piece)
 
     def new_whole(self, piece: Tensor, num_samples: int) -> Tensor:
         """An empty tensor for all samples, with the memory order of ``piece``."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, VisitRules, flatten, unflatten
+from shardhet.fsdp.microbatch.host_inputs import InputsOnHost, KeptInputs
 from shardhet.fsdp.microbatch.joining import InputGrads, Joined, spans_of
 from shardhet.fsdp.microbatch.surroundings import Context, Surrounding, entered
 from shardhet.records.layout import Span
@@ -42,6 +43,7 @@ class Visit:
     param_addresses: frozenset[int]  # storages that are freed when the unit is resharded
     device_type: str
     around: tuple[Surrounding, ...]
+    inputs_on_host: InputsOnHost | None = None  # where its inputs wait for backward
 
     @property
     def spans(self) -> list[Span]:
@@ -90,10 +92,10 @@ class _VisitFunction(torch.autograd.Function):
         visit = call.visit
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
         versions = [t._version for t in tensors]
         call.autocast_dtype = autocast_dtype_now(visit.device_type)
         with visit.in_phase(Phase.FORWARD):
+            ctx.save_for_backward(*call.keep(tensors))
             for i in range(len(call.spans)):
                 with visit.in_microbatch(Phase.FORWARD, i):
                     if visit.recomputes:
@@ -117,8 +119,8 @@ class _VisitFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         call: _Call = ctx.call
         visit = call.visit
-        tensors = ctx.saved_tensors
         with visit.in_phase(Phase.BACKWARD):
+            tensors = call.kept_tensors(ctx.saved_tensors)
             input_grads = InputGrads(call.spans, visit.rules.inputs, tensors)
             for i in range(len(call.spans)):
                 with visit.in_microbatch(Phase.BACKWARD, i):
@@ -132,6 +134,8 @@ class _VisitFunction(torch.autograd.Function):
                         call.graphs[i] = _Graph([])
                     graph.backward(call.joined.pieces_of(i, grads))
                     input_grads.add(i, graph.inputs)
+            if call.kept is not None:
+                call.kept.finish()
         return None, None, *input_grads.result()
 
 
@@ -167,10 +171,23 @@ class _Call:
         self.spans = visit.spans
         self.joined = Joined(visit.unit_fqn, self.spans, visit.rules)
         self.graphs: list[_Graph] = []
+        self.kept: KeptInputs | None = None  # on the host
         self.autocast_dtype: torch.dtype | None = None
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._num_samples = self.spans[-1].stop
         self._is_positional = visit.rules.arguments.is_positional
+
+    def keep(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """What autograd has to keep of the inputs."""
+        visit, store = self.visit, self.visit.inputs_on_host
+        if store is None:
+            return tensors
+        self.kept = store.keep(visit.unit_fqn, tensors, visit.rules.inputs, self.spans)
+        return self.kept.to_save(tensors)
+
+    def kept_tensors(self, saved: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """The inputs, given what autograd has kept of them."""
+        return saved if self.kept is None else self.kept.restored(saved)  # type: ignore[return-value]
 
     def pieces(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The part of each of ``tensors`` that belongs to the microbatch."""

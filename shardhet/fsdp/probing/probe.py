@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,14 @@ class CallKey(NamedTuple):
     call: int  # number of earlier calls
 
 
+class SeenInput(NamedTuple):
+    """A tensor with samples that needs a gradient, as an input of a unit."""
+
+    fqn: str  # of the unit's module
+    tensor: int  # the same number if the same tensor is an input of several units
+    bytes_per_sample: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedModel:
     """A model as its probes see it."""
@@ -88,6 +97,8 @@ class Probe:
 
     def __init__(self, model: ProbedModel, *, has_gradients: bool, splits: bool) -> None:
         self.rules: dict[CallKey, VisitRules] = {}
+        self.inputs: list[SeenInput] = []
+        self._refs: list[ref[Tensor]] = []  # of their tensors
         self.counted: set[Number] = set()  # attributes that a forward has changed
         self.values: dict[str, Mapping[Number, Any]] = {}  # of attributes, after each run
         self.begins_with: Mapping[Number, Any] = {}  # attributes' values before the next run
@@ -199,9 +210,11 @@ class Probe:
             known = self._examiner.known_from(seen, call)
             rules = self._examiner.infer(call, LARGE, known)
             self.rules[key] = rules
+            self._note_inputs(call, rules)
             return self._repeated(key, call, rules)
         self.rules[key], output = self._examiner.rules_of(seen, call)
         rules = self.rules[key]
+        self._note_inputs(call, rules)
         for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
             self.check_backward(f"an argument of unit {call.fqn!r}", tensor, [rule])
         flags = seen.is_differentiable
@@ -218,6 +231,15 @@ class Probe:
         axes = [rule for rule in rules if isinstance(rule, BatchAxis)]
         if axes and not any(is_apart(tensor, axis, self.eps) for axis in axes):
             raise Refusal(ValueError(mixes_backward(f"{what}, computed outside of units")))
+
+    def _note_inputs(self, call: ProbedCall, rules: VisitRules) -> None:
+        for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
+            if isinstance(rule, BatchAxis) and tensor.requires_grad:
+                known = (i for i, each in enumerate(self._refs) if each() is tensor)
+                number = next(known, len(self._refs))
+                self._refs += [ref(tensor)] * (number == len(self._refs))
+                nbytes = tensor.numel() * tensor.dtype.itemsize / LARGE
+                self.inputs.append(SeenInput(call.fqn, number, nbytes))
 
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
         if key not in self.rules:

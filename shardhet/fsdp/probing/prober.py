@@ -31,7 +31,7 @@ from shardhet.fsdp.probing.attempt import Attempt, Axes, RunModule
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.module_state import Number
 from shardhet.fsdp.probing.order import OrderFinder, PeerFailed
-from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel
+from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
 from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
@@ -52,6 +52,7 @@ class Findings:
     is_certain: bool  # if False, they are used for one step only
     has_root_dropout: bool  # whether dropout is called as a function outside of units
     counted: tuple[Number, ...]  # attributes that code outside of units changes
+    inputs: tuple[SeenInput, ...]  # of units, if this rank has samples
     empty_output: Any  # the model's output for no samples, on the meta device, or None
 
     def make_empty_output(self, device: torch.device) -> Any:
@@ -242,6 +243,7 @@ class Prober:
             is_certain=all(row[0] for row in rows),
             counted=tuple(sorted({number for _, counted in told for number in counted})),
             has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
+            inputs=() if probe is None else tuple(probe.inputs),
             empty_output=None if form is None else pickle.loads(form),
         )
 

@@ -261,10 +261,9 @@ def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel
 
 
 def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
-    if any(rank.inputs_on_host for rank in plan.ranks):
-        raise ValueError(
-            "plan: it has inputs_on_host, which HetFSDP cannot follow yet. Leave it out."
-        )
+    fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
+    for i, rank in enumerate(plan.ranks):
+        rank.check_inputs_on_host(i, fqns)
     if not plan.units:
         return  # written by hand, for any model
     planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import VisitRules
+from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.layered import Visit
 from shardhet.fsdp.microbatch.surroundings import Context, Seeded, Surrounding
 from shardhet.fsdp.probing.module_state import CountedOnce
@@ -36,6 +37,22 @@ class BackwardTurn(Surrounding):
         self.enter(self.segment, self.moment)
         yield
         self.leave()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOfInputs(Surrounding):
+    """Inputs on the host leave the device a turn later, and come back a turn ahead."""
+
+    inputs: InputsOnHost
+    number: int  # of those that earlier visits keep there
+
+    def in_phase(self, phase: Phase) -> Context | None:
+        """Begin a turn."""
+        if phase is Phase.FORWARD:
+            self.inputs.begin_turn()
+        else:
+            self.inputs.reach(self.number)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +105,7 @@ class Visits:
     norms: BatchNorms
     observers: Observers
     device_type: str
+    inputs: InputsOnHost | None  # those of units that the plan keeps on the host
 
     def of(
         self,
@@ -122,11 +140,20 @@ class Visits:
             param_addresses=frozenset(flat.unsharded_address for flat in flats),
             device_type=self.device_type,
             around=tuple(each for each in around if each is not None),
+            inputs_on_host=self.inputs
+            if unit is not None and self.rank_plan.keeps_input_on_host(module.fqn)
+            else None,
         )
 
 
 def _turn(visits: Visits, one: OneVisit) -> Surrounding | None:
     return one.backward
+
+
+def _inputs(visits: Visits, one: OneVisit) -> Surrounding | None:
+    if visits.inputs is None or one.unit is None:
+        return None
+    return TurnOfInputs(visits.inputs, visits.inputs.number)
 
 
 def _seeds(visits: Visits, one: OneVisit) -> Surrounding | None:
@@ -158,6 +185,7 @@ def _counters(visits: Visits, one: OneVisit) -> Surrounding | None:
 # Entered in this order; a turn begins before anything else of its backward.
 SURROUNDINGS: list[Callable[[Visits, OneVisit], Surrounding | None]] = [
     _turn,
+    _inputs,
     _seeds,
     _norms,
     _counters,

@@ -13,6 +13,7 @@ from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.layered import run_visit
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
 from shardhet.fsdp.microbatch.signature import ModelCall
@@ -26,6 +27,7 @@ from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
 from shardhet.fsdp.step.features import FeatureGathers
+from shardhet.fsdp.step.host_slabs import reserve_on_hosts
 from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rank_batch import RankBatch, agree_on_batch
 from shardhet.fsdp.step.rounds import Moment, Rounds
@@ -88,6 +90,7 @@ class Runtime:
         self._rank_plan = plan.ranks[self._control.position]
         self.rounds.follow(plan, batches_per_step)
         self._comm.num_rounds = self.rounds.number
+        self._inputs = InputsOnHost(self._comm) if self._rank_plan.inputs_on_host else None
         self._visits = Visits(
             staying=self._walk.staying,
             rank_plan=self._rank_plan,
@@ -95,6 +98,7 @@ class Runtime:
             norms=self._norms,
             observers=self.observers,
             device_type=self._comm.device.type,
+            inputs=self._inputs,
         )
         self._prober = Prober(
             self._module,
@@ -167,6 +171,14 @@ class Runtime:
         with self._dropout.taken_over(is_needed=index == UNKNOWN):
             findings = self._known.begin(
                 index, call, run_module, is_training=is_training, splits=splits
+            )
+        if index == UNKNOWN and self._has_gradients:
+            reserve_on_hosts(
+                self._inputs,
+                self._plan,
+                findings.inputs,
+                control=self._control,
+                nodes=self._comm.nodes,
             )
         self._num_visits.clear()
         self._walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
@@ -315,6 +327,8 @@ class Runtime:
             finally:
                 self._is_in_autograd = False
         self.features.finish()
+        if self._inputs is not None:
+            self._inputs.drop()
         self._walk.end_backward()
         if self.rounds.is_last:
             self._walk.reduce_rest()
@@ -343,6 +357,8 @@ class Runtime:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
         self._walk.abandon()
         self._norms.drop()
+        if self._inputs is not None:
+            self._inputs.drop()
         self.batch = None
         self.awaits_backward = False
 

@@ -1,0 +1,292 @@
+"""Inputs of recomputed units in the memory of the host, from forward to backward.
+
+    tensor         where    alive                                    written by   read by
+    input          device   .. next unit's turn in forward           the model    unit, copy out
+    slab           host     while the plan is followed               copy out     copy in
+    input, again   device   turn before the own .. own, in backward  copy in      unit
+
+    copy out               waits for compute, when the unit's forward begins
+    compute, next turn     waits for the copy out; then the input is let go
+    copy in                waits for compute, when the turn before the unit's own begins in
+                           backward: for the copy out, and for what used its memory before
+    compute, own turn      waits for the copy in
+
+Copies have streams of their own, and the host waits for none of them.  Each microbatch has a
+place of its own in the slab, because only what is contiguous there is copied without a detour.
+The last input of forward is used in backward as it is, if no other turn has begun meanwhile.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from shardhet.comm import devices
+from shardhet.comm.on_host.lanes import Copy, CopyLane
+from shardhet.comm.on_host.memory import HostAllocator
+from shardhet.fsdp.microbatch.batching import BatchAxis, Rule
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.records.layout import Span
+
+ALIGNMENT = 512  # bytes
+
+
+class Slab:
+    """Memory of the host that is dealt out anew in each forward, in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = HostAllocator(device)
+        self._block = self._memory.empty(0, torch.uint8)
+        self._used_bytes = 0  # of this forward
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._block.numel()
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether the forward so far needs more, as when samples are longer than before."""
+        return self._used_bytes > self.nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Make it large enough; nothing may be in it."""
+        nbytes = max(nbytes, self._used_bytes)
+        if nbytes > self.nbytes:
+            self._block = self._memory.empty(0, torch.uint8)  # freed before the next is made
+            self._block = self._memory.empty(nbytes, torch.uint8)
+
+    def begin(self) -> None:
+        """Deal out from the start again."""
+        self._used_bytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """The next [nbytes]; of other memory, which is not pinned, if there is no room."""
+        start = self._used_bytes
+        self._used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if self.is_too_small:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return self._block[start : start + nbytes]
+
+
+class HostInput:
+    """One tensor that is an input of visits."""
+
+    def __init__(
+        self, tensor: Tensor, rule: BatchAxis, spans: Sequence[Span], slab: Slab, fqn: str
+    ) -> None:
+        self.nbytes = tensor.numel() * tensor.dtype.itemsize
+        self._fqn = fqn  # of the first unit that it is an input of
+        self._rule, self._spans = rule, spans
+        self._tensor: Tensor | None = tensor  # None while it is on the host only
+        self._version: int | None = tensor._version  # None: it is a copy
+        self._shape, self._strides, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._places = [_place(piece, slab) for piece in self._pieces(tensor)]
+        self._copy: Copy | None = None  # the latest, out or in
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        num_samples = self._spans[-1].stop
+        return [self._rule.view(tensor, span, num_samples) for span in self._spans]
+
+    def copy_out(self, lane: CopyLane, comm: CommContext) -> None:
+        """Launch the copy to the host."""
+        assert self._tensor is not None
+        pairs = list(zip(self._places, self._pieces(self._tensor), strict=True))
+
+        def make() -> None:
+            for place, piece in pairs:
+                place.copy_(piece, non_blocking=True)
+
+        event = comm.record_event(comm.current_stream())
+        self._copy = lane.launch(make, after=event, writes=self._places, nbytes=self.nbytes)
+
+    def leave(self, comm: CommContext) -> None:
+        """Let go of the tensor; its memory is used again after the copy."""
+        self.check_is_unchanged()
+        self.drop(comm)
+
+    def copy_in(self, lane: CopyLane, comm: CommContext) -> None:
+        """Launch the copy to the device, unless it is there."""
+        if self._tensor is not None:
+            return
+        self._tensor = torch.empty_strided(
+            self._shape, self._strides, dtype=self._dtype, device=comm.device
+        )
+        self._version = None
+        pairs = list(zip(self._pieces(self._tensor), self._places, strict=True))
+        is_on_host = devices.is_on_host(comm.device)
+
+        def make() -> None:
+            for piece, place in pairs:
+                piece.copy_(place, non_blocking=True)
+                if is_on_host:  # whoever reads it once more notices
+                    place.fill_(torch.nan)
+
+        event = comm.record_event(comm.current_stream())
+        self._copy = lane.launch(make, after=event, writes=[self._tensor], nbytes=self.nbytes)
+
+    def on_device(self, comm: CommContext) -> Tensor:
+        """The tensor, once it has been copied in."""
+        assert self._tensor is not None
+        if self._version is None and self._copy is not None:
+            self._copy.wait_on(comm.current_stream())
+            self._copy = None
+            self._tensor.requires_grad_()
+        self.check_is_unchanged()
+        return self._tensor
+
+    def drop(self, comm: CommContext) -> None:
+        """Let go of the tensor, whatever is being copied."""
+        if self._copy is not None:
+            # The copy still reads or writes memory that goes back to the compute stream's pool.
+            self._copy.wait_on(comm.current_stream())
+        self._tensor = self._copy = None
+
+    def check_is_unchanged(self) -> None:
+        """Raise ``RuntimeError`` if someone has changed it in place."""
+        if self._version not in (None, getattr(self._tensor, "_version", None)):
+            raise RuntimeError(
+                f"unit {self._fqn!r}: its input is changed in place after the unit has read "
+                "it, but backward needs what it was. Make that operation out of place."
+            )
+
+
+class KeptInputs:
+    """The inputs of one visit until its backward."""
+
+    def __init__(
+        self,
+        store: "InputsOnHost",
+        by_place: dict[int, HostInput],
+        own: Sequence[HostInput],
+    ) -> None:
+        self.by_place = by_place  # by index among the visit's tensors
+        self.own = own  # those that no earlier visit has as an input
+        self._store = store
+        self.is_dropped = False
+
+    def to_save(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """What remains for autograd to keep."""
+        return [None if i in self.by_place else t for i, t in enumerate(tensors)]
+
+    def restored(self, saved: Sequence[Tensor | None]) -> list[Tensor]:
+        """All tensors of the visit, for its backward."""
+        found = dict(enumerate(saved))
+        found |= self._store.come_back(self)
+        return list(found.values())  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """End the visit's backward."""
+        self._store.finish(self)
+
+
+class InputsOnHost:
+    """What a rank keeps in the memory of its host of the forward in progress."""
+
+    def __init__(self, comm: CommContext) -> None:
+        self.slab = Slab(comm.device)
+        self.copies_out, self.copies_in = CopyLane(comm.device), CopyLane(comm.device)
+        self._comm = comm
+        self._kept: list[KeptInputs] = []  # of visits whose backward is to come
+        # By what autograd knows tensors by: one that feeds many units is copied once.
+        self._by_edge: dict[tuple[object, int], HostInput] = {}
+        self._leaving: list[HostInput] = []  # of the last visit
+
+    @property
+    def number(self) -> int:
+        """The number of the next visit whose inputs are kept here."""
+        return len(self._kept)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have room for so many bytes, between steps."""
+        if nbytes > self.slab.nbytes:
+            self.copies_in.wait_all()  # the device may still read what is freed
+            self.copies_out.wait_all()
+            self.slab.reserve(nbytes)
+
+    # Forward #
+
+    def begin_turn(self) -> None:
+        """Let go of the inputs of the visit before."""
+        for each in self._leaving:
+            each.leave(self._comm)
+        self._leaving = []
+
+    def keep(
+        self, fqn: str, tensors: Sequence[Tensor], rules: Sequence[Rule], spans: Sequence[Span]
+    ) -> KeptInputs:
+        """Copy a visit's inputs to the host, when its forward begins."""
+        by_place: dict[int, HostInput] = {}
+        for i, (tensor, rule) in enumerate(zip(tensors, rules, strict=True)):
+            if not isinstance(rule, BatchAxis) or not _may_leave(tensor):
+                continue
+            node, output = get_gradient_edge(tensor)[:2]
+            found = self._by_edge.get((node, output))
+            if found is None:
+                found = HostInput(tensor, rule, spans, self.slab, fqn)
+                found.copy_out(self.copies_out, self._comm)
+                self._by_edge[node, output] = found
+                self._leaving.append(found)
+            by_place[i] = found
+        kept = KeptInputs(self, by_place, tuple(self._leaving))
+        self._kept.append(kept)
+        return kept
+
+    # Backward #
+
+    def reach(self, number: int) -> None:
+        """Begin a backward turn; ``number`` was that of the next visit before its forward."""
+        while len(self._kept) > number + 1:  # autograd has skipped these
+            self._drop(self._kept[-1])
+        for kept in self._kept[max(0, number - 1) : number]:
+            for each in kept.by_place.values():
+                each.copy_in(self.copies_in, self._comm)
+
+    def come_back(self, kept: KeptInputs) -> dict[int, Tensor]:
+        """The inputs of a visit on the device, by place."""
+        for each in kept.by_place.values():
+            each.copy_in(self.copies_in, self._comm)
+        return {i: each.on_device(self._comm) for i, each in kept.by_place.items()}
+
+    def finish(self, kept: KeptInputs) -> None:
+        """Let go of what no earlier visit needs."""
+        if not kept.is_dropped:
+            self._drop(kept)
+
+    def _drop(self, kept: KeptInputs) -> None:
+        assert self._kept[-1] is kept
+        self._kept.pop()
+        kept.is_dropped = True
+        for each in kept.own:
+            each.drop(self._comm)
+        self._leaving = []
+
+    # Between rounds #
+
+    def drop(self) -> None:
+        """Drop everything, and have more room from now on if that was needed."""
+        while self._kept:
+            self._drop(self._kept[-1])
+        self._by_edge.clear()
+        if self.slab.is_too_small:
+            self.copies_in.wait_all()
+            self.copies_out.wait_all()
+            self.slab.reserve(0)
+        self.slab.begin()
+
+
+def _place(piece: Tensor, slab: Slab) -> Tensor:
+    """Memory of the slab for ``piece``, in the order in which the device has it."""
+    taken = slab.take(piece.numel() * piece.dtype.itemsize).view(piece.dtype)
+    order = sorted(range(piece.dim()), key=lambda dim: -piece.stride(dim))
+    shape = [piece.shape[dim] for dim in order]
+    return taken.view(shape).permute([order.index(dim) for dim in range(piece.dim())])
+
+
+def _may_leave(tensor: Tensor) -> bool:
+    """Whether the tensor's memory is free once autograd and the model let go of it."""
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    # A leaf is the caller's; what is expanded is small.
+    is_made = tensor.requires_grad and tensor.grad_fn is not None and tensor.numel() > 0
+    return is_plain and is_made and torch._debug_has_internal_overlap(tensor) != 1

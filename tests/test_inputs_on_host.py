@@ -1,0 +1,385 @@
+"""Inputs of recomputed units in the memory of the host: exact, in order, and gone meanwhile."""
+
+import copy
+import gc
+import random
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan, redistribute
+from shardhet.comm.on_host.lanes import Copy, CopyLane
+from shardhet.fsdp.microbatch.host_inputs import HostInput
+from shardhet.fsdp.step import host_slabs
+from shardhet.models.decoder import Decoder, DecoderConfig
+from tests.emulated.accelerator import Accelerator
+from tests.emulated.clocks import Event
+from tests.parity import check_parity
+from tests.patchwork import Case, draw_case, draw_rounds
+from tests.test_emulated import check_beside_one_process
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+NUM_CASES_PER_BLOCK = 8
+MODEL = DecoderConfig(
+    vocab_size=16, width=8, num_layers=4, num_heads=2, num_kv_heads=1, hidden_width=8, seq_len=4
+)
+INPUT_BYTES = MODEL.seq_len * MODEL.width * 8  # of a block, per sample
+
+
+def with_inputs_on_host(case: Case) -> Case:
+    """The case with more recomputed, and inputs of some recomputed units on the host."""
+    draw = random.Random(f"inputs {case.seed}")
+    ranks = []
+    for rank in case.plan.ranks:
+        recomputed = rank.recomputed_units or draw.choice([(), ("*",), ("blocks.*",)])
+        chosen = draw.choice([("*",), ("*",), recomputed, recomputed[:1], ()])
+        ranks.append(
+            replace(
+                rank,
+                recomputed_units=recomputed,
+                inputs_on_host=chosen if recomputed else (),
+            )
+        )
+    return replace(case, plan=replace(case.plan, ranks=tuple(ranks)))
+
+
+def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
+    draw = draw_rounds if in_rounds else draw_case
+    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
+        case = with_inputs_on_host(draw(8000 + seed, world_size=world_size))
+        try:
+            check_parity(rank, case.problem, case.plan, case.course)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+@pytest.mark.parametrize("world_size, block", [(1, 0), (2, 0), (3, 1), (4, 2)])
+def test_a_step_is_that_of_one_process_wherever_inputs_are(
+    world_size: int, block: int, in_rounds: bool
+) -> None:
+    run_ranks(_run_block, world_size, world_size, block, in_rounds)
+
+
+def _run_block_on_accelerators(rank: int, world_size: int, block: int) -> None:
+    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
+        case = with_inputs_on_host(draw_case(8000 + seed, world_size=world_size))
+        try:
+            check_beside_one_process(rank, case)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
+
+
+@pytest.mark.parametrize("world_size, block", [(1, 3), (2, 4), (3, 5)])
+def test_copies_are_in_order_on_accelerators(world_size: int, block: int) -> None:
+    run_ranks(_run_block_on_accelerators, world_size, world_size, block)
+
+
+# Waits
+
+
+def _on_device_at_once(each: HostInput, _comm: Any) -> Tensor:
+    assert each._tensor is not None
+    return each._tensor.requires_grad_()
+
+
+def _drop_at_once(each: HostInput, _comm: Any) -> None:
+    each._tensor = each._copy = None
+
+
+def _launch_at_once(launch: Any) -> Any:
+    def launch_at_once(lane: CopyLane, make: Any, *, after: Any, **others: Any) -> Copy:
+        at_once = Event(after._host) if isinstance(after, Event) else after
+        return launch(lane, make, after=at_once, **others)  # type: ignore[no-any-return]
+
+    return launch_at_once
+
+
+# By what waits, what to put in its place.
+WAITS: dict[str, Callable[[], Any]] = {
+    "compute for the copy in": lambda: mock.patch.object(
+        HostInput, "on_device", _on_device_at_once
+    ),
+    "compute for the copy out": lambda: mock.patch.object(HostInput, "drop", _drop_at_once),
+    "copies for compute": lambda: mock.patch.object(
+        CopyLane, "launch", _launch_at_once(CopyLane.launch)
+    ),
+}
+
+
+def _without(rank: int, wait: str, is_emulated: bool) -> None:
+    case = draw_case(8003, world_size=2)
+    ranks = [
+        replace(each, recomputed_units=("*",), inputs_on_host=("*",))
+        for each in case.plan.ranks
+    ]
+    case = replace(case, plan=replace(case.plan, ranks=tuple(ranks)))
+    check = check_beside_one_process if is_emulated else None
+    with WAITS[wait]():
+        if check is not None:
+            check(rank, case)
+        else:
+            check_parity(rank, case.problem, case.plan, case.course)
+
+
+@pytest.mark.parametrize(
+    "wait, is_emulated",
+    [
+        ("compute for the copy in", False),
+        ("compute for the copy out", False),
+        *((wait, True) for wait in WAITS),
+    ],
+)
+def test_a_wait_that_is_left_out_is_noticed(wait: str, is_emulated: bool) -> None:
+    outcomes = run_ranks_expecting_failure(
+        _without, 2, wait, is_emulated, leaves_on_failure=True
+    )
+    names = {each.exception_name for each in outcomes} - {None}
+    assert names & {"RaceError", "AssertionError", "FloatingPointError"}, names
+
+
+# Memory
+
+
+def blocks_on_host(num_microbatches: int = 3, **changes: Any) -> Plan:
+    return Plan.by_hand(
+        microbatch_sizes=[2],
+        num_microbatches=[num_microbatches],
+        recompute=True,
+        inputs_on_host=[["blocks.*"]],
+        **changes,
+    )
+
+
+def tokens(num_samples: int, seq_len: int = MODEL.seq_len) -> Tensor:
+    return torch.randint(0, MODEL.vocab_size, (num_samples, seq_len))
+
+
+class Spied:
+    """The store of a model, and what it keeps of blocks."""
+
+    def __init__(self, model: HetFSDP) -> None:
+        store = model._runtime._inputs
+        assert store is not None
+        self.store = store
+        self.entered: list[Any] = []  # weak references to storages
+        self.num_on_device: list[int] = []  # in each backward turn
+        self._own = store.keep, store.reach
+        store.keep, store.reach = self._keep, self._reach  # type: ignore[method-assign]
+
+    @property
+    def inputs(self) -> list[HostInput]:
+        return [each for kept in self.store._kept for each in kept.own]
+
+    @property
+    def num_alive(self) -> int:
+        gc.collect()
+        return sum(each() is not None for each in self.entered)
+
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        return self.store.copies_out.num_bytes, self.store.copies_in.num_bytes
+
+    def _keep(self, fqn: str, tensors: Any, *others: Any) -> Any:
+        self.entered += [weakref.ref(t.untyped_storage()) for t in tensors if t.dim() == 3]
+        return self._own[0](fqn, tensors, *others)
+
+    def _reach(self, number: int) -> None:
+        self._own[1](number)
+        self.num_on_device.append(sum(each._tensor is not None for each in self.inputs))
+
+
+def test_inputs_leave_the_device_in_forward_and_come_back_one_by_one() -> None:
+    model = HetFSDP(Decoder(MODEL).double(), blocks_on_host(num_rounds=2))
+    spied = Spied(model)
+    for i in range(4):
+        out, into = spied.copied_bytes
+        spied.entered.clear()
+        loss = model(tokens(6), tokens(6))
+        assert len(spied.entered) == MODEL.num_layers
+        assert spied.num_alive == 0
+        assert [each._tensor for each in spied.inputs] == [None] * MODEL.num_layers
+        model.backward(*loss)
+        assert spied.num_on_device[-6:] == [1, 2, 2, 2, 1, 0]  # head, blocks, embedding
+        nbytes = MODEL.num_layers * 6 * INPUT_BYTES
+        assert spied.copied_bytes == (out + nbytes, into + nbytes)
+        assert not spied.inputs
+        assert model.step == (i + 1) // 2
+        if i == 1:
+            model.zero_grad()
+    with torch.no_grad():
+        model(tokens(6), tokens(6))
+    model.eval()
+    with torch.no_grad():
+        model(tokens(60), tokens(60))
+    assert spied.copied_bytes == (out + nbytes, into + nbytes)
+
+
+def test_an_unfinished_step_leaves_nothing() -> None:
+    model = HetFSDP(Decoder(MODEL).double(), blocks_on_host())
+    spied = Spied(model)
+    first = model(tokens(6), tokens(6))
+    loss = model(tokens(6), tokens(6))
+    assert len(spied.inputs) == MODEL.num_layers
+    model.backward(*loss)
+    assert not spied.inputs
+    with pytest.raises(RuntimeError, match="a gradient arrived for the output"):
+        first[0].backward()
+
+
+def test_longer_samples_find_room() -> None:
+    model = HetFSDP(Decoder(MODEL).double(), blocks_on_host())
+    alone = Decoder(MODEL).double()
+    alone.load_state_dict(model.state_dict())
+    spied, sizes = Spied(model), []
+    for seq_len in (2, 4, 4, 3):
+        batch = tokens(6, seq_len)
+        loss = model(batch, batch)
+        model.backward(*loss)
+        expected = alone(batch, batch)
+        (expected[0] / expected[1]).backward()
+        sizes.append(spied.store.slab.nbytes)
+        for (fqn, param), own in zip(alone.named_parameters(), model.parameters(), strict=True):
+            assert own.grad is not None
+            assert param.grad is not None
+            assert torch.allclose(own.grad, param.grad, rtol=1e-12, atol=1e-14), fqn
+        alone.zero_grad()
+        model.zero_grad()
+    assert sizes == sorted(sizes)
+    assert sizes[1] == sizes[-1]
+
+
+class Shared(nn.Module):
+    """One tensor is an input of all its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        encoded = y = self.encoder(x)
+        for layer in self.layers:
+            y = layer(y, encoded).tanh()
+        return y.square().sum(), x.shape[0]
+
+
+def test_a_tensor_that_feeds_many_units_is_copied_once() -> None:
+    torch.manual_seed(0)
+    module = Shared().double()
+    plan = Plan.by_hand(
+        microbatch_sizes=[2], num_microbatches=[2], recompute=True, inputs_on_host=True
+    )
+    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear, nn.Bilinear])
+    spied, x = Spied(model), torch.randn(4, 4, dtype=torch.float64)
+    model.backward(*model(x))
+    loss_sum, count = module(x)
+    (loss_sum / count).backward()
+    for param, own in zip(module.parameters(), model.parameters(), strict=True):
+        assert own.grad is not None
+        assert param.grad is not None
+        assert torch.allclose(own.grad, param.grad, rtol=1e-12, atol=1e-14)
+    # encoded, and what the second and the third layer are passed besides
+    assert spied.store.copies_out.num_copies == 3
+
+
+class Changing(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.where = where
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        x = self.layers[0](x)
+        y = self.layers[1](x)
+        x.add_(1.0)
+        y = y if self.where == "last" else self.layers[2](y)
+        return y.sum(), len(y)
+
+
+@pytest.mark.parametrize("where", ["between", "last"])
+def test_an_input_that_is_changed_after_its_unit_is_refused(where: str) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[2], recompute=True, inputs_on_host=True)
+    model = HetFSDP(Changing(where), plan, units=[nn.Linear])
+    x = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match=r"unit 'layers\.1'.*changed in place after"):
+        model.backward(*model(x))
+
+
+# Hosts
+
+
+def _with_little_memory(rank: int, available: list[int]) -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 2],
+        num_microbatches=[1, 50],
+        recompute=[False, True],
+        inputs_on_host=[False, True],
+    )
+    with mock.patch.object(host_slabs, "available_bytes", return_value=available[rank]):
+        model = HetFSDP(Decoder(MODEL).double(), plan)
+        mine = [1, 100][model.position]
+        model.backward(*model(tokens(mine), tokens(mine)))
+
+
+def test_too_little_memory_of_a_host_is_said_on_every_rank() -> None:
+    run_ranks(_with_little_memory, 2, [2**20, 2**20])
+    outcomes = run_ranks_expecting_failure(_with_little_memory, 2, [2**20, 10_000])
+    for each in outcomes:
+        assert each.exception_name == "ValueError"
+        assert "plan: inputs_on_host: the inputs of positions [1] need " in each.message
+
+
+def test_where_pinning_is_refused_the_memory_is_pageable() -> None:
+    accelerator = Accelerator()
+    accelerator.refuses_to_pin = True
+    with accelerator.installed():
+        model = HetFSDP(Decoder(MODEL).double(), blocks_on_host(), device=accelerator.device)
+        spied, batch = Spied(model), tokens(6).to(accelerator.device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.backward(*model(batch, batch))
+                model.zero_grad()
+    assert sum("refuses to pin" in str(each.message) for each in caught) == 1
+    assert spied.copied_bytes == (2 * MODEL.num_layers * 6 * INPUT_BYTES,) * 2
+
+
+def _moves(rank: int) -> None:
+    torch.manual_seed(0)
+    module = Decoder(MODEL).double()
+    plans = [
+        Plan.by_hand(
+            microbatch_sizes=sizes, recompute=True, inputs_on_host=on_host, num_rounds=rounds
+        )
+        for sizes, on_host, rounds in (
+            ([1, 2], [True, False], 1),
+            ([2, 1], [False, True], 2),
+            ([1, 2], [True, True], 1),
+            ([1, 2], False, 1),
+        )
+    ]
+    model = HetFSDP(copy.deepcopy(module), plans[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for plan in plans:
+        redistribute(model, optimizer, plan)
+        mine = plan.sample_indices(model.position)
+        batch = torch.arange(plan.global_batch_size * MODEL.seq_len) % MODEL.vocab_size
+        batch = batch.view(-1, MODEL.seq_len)
+        mean = model.forward_backward(batch[mine], batch[mine])
+        loss_sum, count = module(batch, batch)
+        assert mean == pytest.approx(float(loss_sum / count), rel=1e-12)
+        model.zero_grad()
+        on_host = plan.ranks[model.position].inputs_on_host
+        assert (model._runtime._inputs is not None) == bool(on_host)
+
+
+def test_inputs_move_between_device_and_host_with_the_plan() -> None:
+    run_ranks(_moves, 2)
