@@ -201,9 +201,13 @@ class InputsOnHost:
     def reserve(self, nbytes: int) -> None:
         """Have room for so many bytes, between steps."""
         if nbytes > self.slab.nbytes:
-            self.copies_in.wait_all()  # the device may still read what is freed
-            self.copies_out.wait_all()
+            self.wait()
             self.slab.reserve(nbytes)
+
+    def wait(self) -> None:
+        """Let the host wait for all copies, so that the slab may be freed."""
+        self.copies_out.wait_all()
+        self.copies_in.wait_all()
 
     # Forward #
 
@@ -270,8 +274,7 @@ class InputsOnHost:
             self._drop(self._kept[-1])
         self._by_edge.clear()
         if self.slab.is_too_small:
-            self.copies_in.wait_all()
-            self.copies_out.wait_all()
+            self.wait()
             self.slab.reserve(0)
         self.slab.begin()
 

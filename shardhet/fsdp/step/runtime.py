@@ -74,6 +74,7 @@ class Runtime:
         self.features = FeatureGathers(comm, control, lifeline)
         self.had_samples = True  # on any rank, in the last forward
         self.own_samples = range(0)  # of the last forward, in the global batch
+        self._inputs: InputsOnHost | None = None
         self.follow(plan)
         self._dropout = RootDropout(module, self.visit_piece)
         self.unit_by_unit: UnitByUnit | None = None  # inside that context
@@ -90,6 +91,8 @@ class Runtime:
         self._rank_plan = plan.ranks[self._control.position]
         self.rounds.follow(plan, batches_per_step)
         self._comm.num_rounds = self.rounds.number
+        if self._inputs is not None:
+            self._inputs.wait()
         self._inputs = InputsOnHost(self._comm) if self._rank_plan.inputs_on_host else None
         self._visits = Visits(
             staying=self._walk.staying,
