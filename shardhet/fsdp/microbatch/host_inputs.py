@@ -282,7 +282,8 @@ class InputsOnHost:
 def _place(piece: Tensor, slab: Slab) -> Tensor:
     """Memory of the slab for ``piece``, in the order in which the device has it."""
     taken = slab.take(piece.numel() * piece.dtype.itemsize).view(piece.dtype)
-    order = sorted(range(piece.dim()), key=lambda dim: -piece.stride(dim))
+    strides = piece.stride()
+    order = sorted(range(piece.dim()), key=lambda dim: -strides[dim])
     shape = [piece.shape[dim] for dim in order]
     return taken.view(shape).permute([order.index(dim) for dim in range(piece.dim())])
 
