@@ -195,6 +195,19 @@ def test_batch_sizes_alone_are_a_plan(tmp_path: Path) -> None:
     assert trainer.plan == Plan.by_hand(microbatch_sizes=[8])
 
 
+def test_an_optimizer_on_the_host_is_fused(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    losses = []
+    for on_host in (False, True):
+        plan = Plan.by_hand(microbatch_sizes=[8], optimizer_on_host=on_host)
+        args = arguments(tmp_path / str(on_host), optim="adamw_torch", max_steps=2)
+        trainer = HetTrainer(llama(), args, plan=plan, train_dataset=texts(16, seed=1))
+        losses.append(trainer.train().training_loss)
+        assert bool(trainer.optimizer.optimizer.defaults["fused"]) == on_host
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 

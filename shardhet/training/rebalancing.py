@@ -250,7 +250,7 @@ class Rebalancer:
         if after_s > (1 - LEAST_GAIN) * before_s:
             return _Decision(why_not=f"no plan is predicted to be {LEAST_GAIN:.0%} faster")
         ranks = tuple(
-            replace(new, device=old.device)
+            replace(new, device=old.device, optimizer_on_host=old.optimizer_on_host)
             for new, old in zip(solution.plan.ranks, before.ranks, strict=True)
         )
         plan = replace(solution.plan, ranks=ranks, units=before.units)
