@@ -229,6 +229,70 @@ def test_ranks_that_only_store_hold_state_and_nothing_else() -> None:
     assert memory.total_bytes == 400 * 16 + 50
 
 
+# Inputs on the host
+
+
+def on_host(*patterns: str, second: int = 1) -> Plan:
+    return Plan.by_hand(
+        microbatch_sizes=[3, second],
+        num_microbatches=[2, second],
+        state_shares=[0.25, 0.75],
+        recompute=True,
+        inputs_on_host=[patterns, False],
+    )
+
+
+def test_of_inputs_on_the_host_two_are_on_the_device() -> None:
+    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
+    # Those of the first unit need no gradient, and stay: it, two others, two gradients.
+    for patterns, num_inputs, num_on_host in (
+        (("*",), 1 + 2 + 2, 3),
+        (("blocks.3",), 4 + 2, 1),
+        (("blocks.[1-2]",), 4 + 2, 2),
+    ):
+        fast, slow = (each.memory for each in model.predict(on_host(*patterns)).ranks)
+        assert fast.boundary_bytes == 6 * num_inputs * 7
+        assert slow.boundary_bytes == 6 * 7
+        rank = replace(on_host(*patterns).ranks[0], device=CLUSTER.devices[0])
+        assert model.host_bytes_per_sample(rank) == num_on_host * 7
+        assert fast.host_bytes == 6 * num_on_host * 7
+        used = model.working_bytes("fast", rank, np.array([6]), np.array([3]))
+        assert used.tolist() == [model.memory(rank, 0).total_bytes]
+
+
+def with_host(bytes_per_s: float | None) -> Cluster:
+    [node] = CLUSTER.nodes
+    return replace(CLUSTER, nodes=(replace(node, host_bytes_per_s=bytes_per_s),))
+
+
+@pytest.mark.parametrize("link, forward_s, backward_s", [(7.0, 24, 72), (0.5, 258, 270)])
+def test_copies_hide_behind_compute_or_set_the_pace(
+    link: float, forward_s: float, backward_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardhet.pricing.memory.DEVICE_LINK_BYTES_PER_S", link)
+    setting = Setting(with_host(None), WORKLOAD, profile())
+    plan = on_host("*", second=0)
+    step = CostModel(setting).predict(plan)
+    # Of the first of four units nothing is copied: 6 s, and 18 s in backward.
+    assert (step.forward_s, step.backward_s) == pytest.approx((forward_s, backward_s))
+    timeline = simulate(plan, setting)
+    assert timeline.step_time_s == pytest.approx(step.step_time_s, rel=0.02)
+    peak, predicted = timeline.ranks[0].peak_bytes, step.ranks[0].memory.total_bytes
+    assert 0.9 * predicted <= peak <= predicted
+
+
+def test_ranks_share_what_their_host_moves() -> None:
+    model = CostModel(Setting(with_host(1e9), WORKLOAD, profile()))
+    both = Plan.by_hand(microbatch_sizes=[3, 1], recompute=True, inputs_on_host=True)
+    assert model.host_paces(both) == [5e8, 5e8]
+    assert model.host_paces(on_host("*")) == [1e9, 1e9]
+    with pytest.raises(ValueError, match="host_bytes_per_s"):
+        Cluster.from_document(
+            {"version": 1, "nodes": [{"host": "a", "devices": [{}], "host_bytes_per_s": -1.0}]},
+            source="x",
+        )
+
+
 def test_a_plan_for_other_devices_is_refused() -> None:
     other = Plan.by_hand(
         microbatch_sizes=[1, 1],

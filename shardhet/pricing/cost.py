@@ -50,8 +50,9 @@ class CostModel(TurnPrices, MemoryPrices):
         computes = [rank.rank_batch_size > 0 for rank in ranks]
         turns = self.turns(
             unevenness=self.unevenness(shares, computes),
-            recomputed=list(dict.fromkeys(rank.recomputed_units for rank in ranks)),
+            recomputed=self._treatments(ranks),
         )
+        paces = self.host_paces(plan)
         compute: dict[tuple[object, ...], _Seconds] = {}
         parts_by_kind: dict[str | None, list[_Seconds]] = {}
         known: dict[tuple[object, ...], RankCost] = {}
@@ -59,9 +60,18 @@ class CostModel(TurnPrices, MemoryPrices):
         for i, rank in enumerate(ranks):
             last = plan.last_microbatch_sizes(i)
             sizes = (rank.microbatch_sizes, last)
-            key = (rank.device.kind, sizes, rank.recomputed_units, rank.optimizer_on_host)
+            key: tuple[object, ...] = (
+                rank.device.kind,
+                sizes,
+                rank.recomputed_units,
+                rank.optimizer_on_host,
+            )
+            if rank.inputs_on_host:
+                key = (*key, rank.inputs_on_host, paces[i])
             if key not in compute:
-                compute[key] = [self._class_seconds(each, rank, last) for each in turns.classes]
+                compute[key] = [
+                    self._class_seconds(each, rank, last, paces[i]) for each in turns.classes
+                ]
                 parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
             of_rank = (key, stored[i], rank.device.memory_capacity_bytes)
             if of_rank not in known:
@@ -75,6 +85,14 @@ class CostModel(TurnPrices, MemoryPrices):
             overhead_s=self.overhead_s,
             ranks=of_ranks,
         )
+
+    def _treatments(self, ranks: Sequence[RankPlan]) -> list[tuple[str, ...]]:
+        """Distinct lists of patterns by which ranks treat units alike, or not."""
+        found = dict.fromkeys(rank.recomputed_units for rank in ranks)
+        on_host = dict.fromkeys(rank.inputs_on_host for rank in ranks if rank.inputs_on_host)
+        # Nothing is copied of the first unit's inputs, whatever patterns say.
+        first = [(self.visited_units[0].fqn,)] if on_host else []
+        return list(found | on_host | dict.fromkeys(first))
 
     def _turn_costs(
         self, turns: Turns, parts: Mapping[str | None, Sequence[_Seconds]]
@@ -100,10 +118,10 @@ class CostModel(TurnPrices, MemoryPrices):
                     )
 
     def _class_seconds(
-        self, each: TurnClass, rank: RankPlan, last: tuple[int, ...]
+        self, each: TurnClass, rank: RankPlan, last: tuple[int, ...], pace: float
     ) -> list[tuple[float, float]]:
         """Seconds of both phases in rounds that are alike; ``last`` are the microbatches of
-        the last.
+        the last.  Copies of inputs to the host and back get ``pace`` bytes per second.
         """
         device, unit = rank.device.kind, each.kind.name
         found = []
@@ -112,6 +130,9 @@ class CostModel(TurnPrices, MemoryPrices):
             forward_s, backward_s = self.unit_seconds(device, unit, sizes)
             if rank.recomputes(each.unit_fqn):
                 backward_s += forward_s
+            forward_s, backward_s = self.beside_copies_s(
+                rank, each.unit_fqn, sizes, (forward_s, backward_s), pace
+            )
             number = each.num_units * rounds.num_rounds
             found.append((number * forward_s, number * backward_s))
         return found

@@ -96,14 +96,14 @@ class HostPrices(Priced):
             shard_buffer_bytes=int(share * self._held_bytes) + (0 if computes else moved),
             activation_bytes=memory.activation_bytes
             + computes * (max(running, moved) - running_bytes),
-            host_bytes=int(stored * self.workload.state_bytes_per_element),
+            host_bytes=memory.host_bytes + int(stored * self.workload.state_bytes_per_element),
         )
 
     def with_hosts(
         self, costs: Sequence[RankCost], ranks: Sequence[RankPlan]
     ) -> tuple[RankCost, ...]:
         """The costs with the seconds of optimizers on hosts, and whether hosts have room."""
-        if not any(rank.optimizer_on_host for rank in ranks):
+        if not any(cost.memory.host_bytes for cost in costs):
             return tuple(costs)
         found, first = list(costs), 0
         for node in self.cluster.nodes:
@@ -111,14 +111,14 @@ class HostPrices(Priced):
             first = here.stop
             on_host = [i for i in here if ranks[i].optimizer_on_host]
             update_s = self._update_s(node, sum(costs[i].stored_numel for i in on_host))
-            needed = sum(costs[i].memory.host_bytes for i in on_host)
+            needed = sum(costs[i].memory.host_bytes for i in here)
+            has_room = needed <= (node.host_memory_bytes or needed)
+            for i in here:
+                has = has_room or not costs[i].memory.host_bytes
+                found[i] = replace(costs[i], host_has_room=has)
             for i in on_host:
                 exposed_s = self._exposed_copies_s(node, costs[i])
-                found[i] = replace(
-                    costs[i],
-                    optimizer_s=update_s + exposed_s,
-                    host_has_room=needed <= (node.host_memory_bytes or needed),
-                )
+                found[i] = replace(found[i], optimizer_s=update_s + exposed_s)
         return tuple(found)
 
     @property

@@ -5,22 +5,30 @@ For b samples in microbatches of m, S stored elements and the patterns c of what
     bytes = reserved + sigma S + [b > 0] (unsharded + gradients + running_c(m)) + b p_c
 
 sigma is the bytes per stored element, p_c the bytes per sample of the inputs of every unit
-and of the graphs that are not recomputed, and running_c(m) what the running microbatch needs
-in addition.  Arrays of b and m give arrays of bytes.
+([Note: Inputs on the host] says of which) and of the graphs that are not recomputed,
+and running_c(m) what the running microbatch needs in addition.  Arrays of b and m give arrays
+of bytes.
+
+[Note: Inputs on the host]
+Of a rank whose units H keep their inputs in the memory of the host until backward, i_u bytes
+per sample of unit u, the device holds b (sum of i_u over the other units + the two largest of
+H): one is in use while another comes or leaves.  The host holds b (sum of i_u over H).  A copy
+overlaps the turn of its unit, which takes as long as the longer of its compute and its copy.
+The bandwidth is that of a card's own link, or the rank's part of what its host states.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.pricing.hosts import HostPrices
+from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S, HostPrices
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.step_cost import MemoryParts
-from shardhet.records.plan import RankPlan
+from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Unit, UnitKind
 
 LEAST_KNOWN_SIZES = 33  # of microbatches, whose bytes are computed at once
@@ -29,7 +37,94 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class MemoryPrices(HostPrices):
+class HostInputPrices(HostPrices):
+    """Bytes and seconds of inputs on hosts in a setting."""
+
+    @cached_property
+    def _may_leave(self) -> frozenset[str]:
+        """Units whose inputs need a gradient: those after the first that is trained."""
+        units = self.visited_units
+        trained = [bool(self.workload.kind_of(unit).trained_numel) for unit in units]
+        first = trained.index(True) if True in trained else len(units)
+        return frozenset(unit.fqn for unit in units[first + 1 :])
+
+    @cached_property
+    def _input_bytes(self) -> dict[str, int]:
+        return {u.fqn: self.workload.kind_of(u).input_bytes for u in self.visited_units}
+
+    def leaves_device(self, rank: RankPlan, unit: Unit) -> bool:
+        """Whether the rank keeps the unit's inputs on the host."""
+        if not rank.inputs_on_host:
+            return False
+        return rank.keeps_input_on_host(unit.fqn) and unit.fqn in self._may_leave
+
+    def input_bytes_per_sample(self, rank: RankPlan) -> int:
+        """Bytes on the device of inputs of units, and of two gradients of the largest."""
+        known = self._known_input_bytes
+        key = (rank.recomputed_units, rank.inputs_on_host) if rank.inputs_on_host else ()
+        if key not in known:
+            sizes = [
+                (self.workload.kind_of(unit).input_bytes, self.leaves_device(rank, unit))
+                for unit in self.visited_units
+            ]
+            staying = sum(nbytes for nbytes, leaves in sizes if not leaves)
+            leaving = sorted((nbytes for nbytes, leaves in sizes if leaves), reverse=True)
+            known[key] = staying + sum(leaving[:2]) + 2 * max(nbytes for nbytes, _ in sizes)
+        return known[key]
+
+    @cached_property
+    def _known_input_bytes(self) -> dict[tuple[tuple[str, ...], ...], int]:
+        return {}
+
+    def host_bytes_per_sample(self, rank: RankPlan) -> int:
+        """Bytes in the memory of the host, for each sample of a round."""
+        return sum(
+            self.workload.kind_of(unit).input_bytes
+            for unit in self.visited_units
+            if self.leaves_device(rank, unit)
+        )
+
+    def coming_bytes_per_sample(self, rank: RankPlan, unit: Unit, *, is_backward: bool) -> int:
+        """Bytes of inputs on the device in a turn only: its own, and the next one's."""
+        if not self.leaves_device(rank, unit):
+            return 0
+        own = self.workload.kind_of(unit).input_bytes
+        before = self.visited_units[max(0, self.visited_units.index(unit) - 1)]
+        comes = is_backward and before is not unit and self.leaves_device(rank, before)
+        return own + (self.workload.kind_of(before).input_bytes if comes else 0)
+
+    def host_paces(self, plan: Plan) -> list[float]:
+        """Bytes per second that each rank's copies get, both ways alike."""
+        shared: list[float] = []
+        ranks = iter(plan.ranks)
+        for node in self.cluster.nodes:
+            here = [next(ranks) for _ in node.devices]
+            copying = sum(bool(rank.inputs_on_host and rank.rank_batch_size) for rank in here)
+            stated = node.host_bytes_per_s or float("inf")
+            shared += [min(DEVICE_LINK_BYTES_PER_S, stated / max(1, copying))] * len(here)
+        return shared
+
+    def beside_copies_s(
+        self,
+        rank: RankPlan,
+        unit_fqn: str,
+        sizes: Sequence[int],
+        seconds: tuple[float, float],
+        pace: float,
+    ) -> tuple[float, float]:
+        """Seconds of a unit's forward and backward beside the copies of its inputs.
+
+        Those of the first unit are no activations.
+        """
+        is_first = unit_fqn == self.visited_units[0].fqn
+        if not rank.inputs_on_host or is_first or not rank.keeps_input_on_host(unit_fqn):
+            return seconds
+        copy_s = sum(sizes) * self._input_bytes[unit_fqn] / pace
+        return max(seconds[0], copy_s), max(seconds[1], copy_s)
+
+
+@dataclass(frozen=True)
+class MemoryPrices(HostInputPrices):
     """Bytes of ranks in a setting."""
 
     @cached_property
@@ -85,8 +180,7 @@ class MemoryPrices(HostPrices):
     @cached_property
     def boundary_bytes_per_sample(self) -> int:
         """Inputs of every unit, kept for backward, and two gradients of the largest."""
-        kinds = [self.workload.kind_of(unit) for unit in self.visited_units]
-        return sum(kind.input_bytes for kind in kinds) + 2 * max(k.input_bytes for k in kinds)
+        return self.input_bytes_per_sample(RankPlan(microbatch_sizes=(), state_share=0.0))
 
     def kept_bytes_per_sample(self, rank: RankPlan) -> int:
         """Bytes per sample of the graphs of the units that the rank does not recompute."""
@@ -124,9 +218,12 @@ class MemoryPrices(HostPrices):
         """Bytes that a rank needs while it computes a unit, besides what is kept anyway.
 
         They are its gathered parameters, in backward its gradients and two gradients of its
-        inputs, and what the running microbatch needs.
+        inputs, what the running microbatch needs, and inputs that come from the host.
         """
         running = self.running_bytes(rank, device_kind, max(rank.microbatch_sizes))
+        running += rank.rank_batch_size * self.coming_bytes_per_sample(
+            rank, unit, is_backward=is_backward
+        )
         if not is_backward:
             return self.unsharded_bytes + running
         of_inputs = 2 * rank.rank_batch_size * self.workload.kind_of(unit).input_bytes
@@ -136,7 +233,8 @@ class MemoryPrices(HostPrices):
         """Bytes that a rank keeps of a unit from forward to backward: inputs and graphs."""
         kind = self.workload.kind_of(unit)
         graph = 0 if rank.recomputes(unit.fqn) else kind.activation_bytes
-        return rank.rank_batch_size * (kind.input_bytes + graph)
+        inputs = 0 if self.leaves_device(rank, unit) else kind.input_bytes
+        return rank.rank_batch_size * (inputs + graph)
 
     def working_bytes(
         self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
@@ -157,7 +255,7 @@ class MemoryPrices(HostPrices):
 
     def bytes_per_sample(self, rank: RankPlan) -> int:
         """Bytes that each sample of a rank's batch adds, whatever the microbatch size."""
-        return self.boundary_bytes_per_sample + self.kept_bytes_per_sample(rank)
+        return self.input_bytes_per_sample(rank) + self.kept_bytes_per_sample(rank)
 
     def room_numel(self, budget_bytes: float, working_bytes: Floats) -> Floats:
         """Elements of state that fit into a budget besides the working memory."""
@@ -208,9 +306,10 @@ class MemoryPrices(HostPrices):
             shard_buffer_bytes=int(stored_numel * buffers),
             unsharded_bytes=self.unsharded_bytes if batch else 0,
             grad_bytes=self.grad_bytes if batch else 0,
-            boundary_bytes=batch * self.boundary_bytes_per_sample,
+            boundary_bytes=batch * self.input_bytes_per_sample(rank),
             activation_bytes=kept + running,
             reserved_bytes=self.profile.device(device_kind).reserved_bytes,
+            host_bytes=batch * self.host_bytes_per_sample(rank),
         )
         if rank.optimizer_on_host:
             return self.with_rows_on_host(parts, rank, stored_numel, running)

@@ -102,14 +102,23 @@ def make_actors(
 ) -> list[Actor]:
     """The actors of a plan, by the first of their positions."""
     actors: dict[tuple[object, ...], Actor] = {}
+    paces = model.host_paces(plan)
     for position, rank in enumerate(plan.ranks):
         kind = model.cluster.devices[position].kind
         last = plan.last_microbatch_sizes(position)
-        key = (kind, rank.microbatch_sizes, rank.recomputed_units, last)
+        key: tuple[object, ...] = (kind, rank.microbatch_sizes, rank.recomputed_units, last)
+        if rank.inputs_on_host:
+            key = (*key, rank.inputs_on_host, paces[position])
         if key not in actors:
             here = replace(rank, device=model.cluster.devices[position])
             actors[key] = _actor(
-                model, len(actors), here, last, schedule, keeps_records=keeps_records
+                model,
+                len(actors),
+                here,
+                last,
+                schedule,
+                pace=paces[position],
+                keeps_records=keeps_records,
             )
         actors[key].positions.append(position)
     return list(actors.values())
@@ -122,6 +131,7 @@ def _actor(
     last: tuple[int, ...],  # its microbatches in the last round
     schedule: Schedule,
     *,
+    pace: float,  # bytes per second of copies to the host and back
     keeps_records: bool,
 ) -> Actor:
     units, device_kind = model.visited_units, rank.device.kind
@@ -138,8 +148,11 @@ def _actor(
         is_last = turn.round == schedule.form.num_rounds - 1
         sizes = last if is_last else rank.microbatch_sizes
         forward_s, backward_s = by_kind[unit.kind, sizes]
-        if is_backward and is_again[turn.unit]:
+        if is_again[turn.unit]:
             backward_s += forward_s
+        forward_s, backward_s = model.beside_copies_s(
+            rank, unit.fqn, sizes, (forward_s, backward_s), pace
+        )
         seconds.append(backward_s if is_backward else forward_s)
         if computes and keeps_records:
             running.append(model.turn_bytes(rank, device_kind, unit, is_backward=is_backward))
