@@ -1,0 +1,144 @@
+"""What share of the sum of their speeds do clusters that people have reach, in one round and more?
+
+    python -m experiments.capability.run
+
+Prices are those of stated.csv (links at 0.37 of their specification, 0.9 of the memory), and
+beside them those that ``shardhet plan`` takes by default.
+"""
+
+import csv
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.common.machine import Environment
+from experiments.common.results import Page
+from shardhet.apps.plan import DOOR
+from shardhet.apps.planning.inputs import load, read_request
+from shardhet.config.planning import PlannerConf
+from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.pricing.setting import Setting
+
+HERE = Path(__file__).parent
+BFLOAT16 = ("desktop", "small_desktop", "office_10", "office_3")  # the others are FP16
+AS_STATED = ("link_fraction=0.37", "usable_memory_fraction=0.9", "seq_len=2048")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One cluster, model and batch; shares are of ``sum_of_speeds``, None where nothing fits."""
+
+    cluster: str
+    model: str
+    batch: int
+    sum_of_speeds: float  # samples/s of the devices, each alone and with endless memory
+    stated_one_round: float | None
+    one_round: float | None
+    stated_rounds: float | None
+    rounds: float | None
+    num_rounds: int | None
+    gathers: str | None
+    by_default: float | None  # with the prices that are taken by default
+    search_s: float
+
+
+def setting_of(cluster: str, model: str, batch: int, keys: tuple[str, ...]) -> Setting:
+    """What ``shardhet plan`` plans with."""
+    precision = "BF16" if cluster in BFLOAT16 else "FP16"
+    path = HERE / "clusters" / f"{cluster}.yaml"
+    keys = (*keys, f"cluster={path}", f"model={model}", f"precision={precision}")
+    request = read_request(DOOR, [*keys, f"global_batch_size={batch}"])
+    assert request is not None
+    return load(DOOR, request, PlannerConf)[1].setting
+
+
+def planned(setting: Setting, batch: int, max_rounds: int | None = None) -> PlanSolution | None:
+    """The fastest plan, if one fits."""
+    demands = Demands(max_rounds=max_rounds)
+    try:
+        return solve(setting, global_batch_size=batch, demands=demands, tolerance=0.0)
+    except PlanError:
+        return None
+
+
+def gathers_of(found: PlanSolution) -> str:
+    """How often a unit is gathered and reduced."""
+    form = found.plan.form
+    gathers = "every use"
+    if not form.reshard_after_forward:
+        gathers = "a round" if form.reshard_after_backward else "a step"
+    return f"{gathers}, reduced {'a round' if form.reduce_each_round else 'a step'}"
+
+
+def rows() -> Iterator[Row]:
+    """All rows of stated.csv."""
+    with (HERE / "stated.csv").open(newline="") as file:
+        stated = list(csv.DictReader(file))
+    for each in stated:
+        batch, total = int(each["batch"]), float(each["sum_of_speeds"])
+        key = each["cluster"], each["model"], batch
+
+        def share(found: PlanSolution | None, total: float = total) -> float | None:
+            return None if found is None else round(found.samples_per_s / total, 3)
+
+        setting = setting_of(*key, AS_STATED)
+        one = planned(setting, batch, max_rounds=1)
+        started_s = time.perf_counter()
+        found = planned(setting, batch)
+        search_s = time.perf_counter() - started_s
+        yield Row(
+            cluster=key[0],
+            model=key[1],
+            batch=batch,
+            sum_of_speeds=total,
+            stated_one_round=float(each["today"]) if each["today"] else None,
+            one_round=share(one),
+            stated_rounds=float(each["rounds"]) if each["rounds"] else None,
+            rounds=share(found),
+            num_rounds=None if found is None else found.plan.num_rounds,
+            gathers=None if found is None else gathers_of(found),
+            by_default=share(planned(setting_of(*key, ("seq_len=2048",)), batch)),
+            search_s=round(search_s, 2),
+        )
+
+
+def shown(value: float | None) -> str:
+    """A share, or a dash where nothing fits."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def main() -> None:
+    """Every row to results.csv, and a table into README.md."""
+    page = Page(HERE, is_kept=True)
+    page.tell(Environment.here().as_markdown("one process, planning only"))
+    found = []
+    for row in rows():
+        found.append(row)
+        print(row.cluster, row.model, row.batch, row.one_round, row.rounds, flush=True)
+    page.table(
+        "shares of the sum of the devices' speeds",
+        ("cluster", "model", "batch", "one round, stated", "planned", "rounds, stated")
+        + ("planned", "number", "a unit is gathered", "default prices", "s"),
+        [
+            (
+                row.cluster,
+                row.model,
+                str(row.batch),
+                shown(row.stated_one_round),
+                shown(row.one_round),
+                shown(row.stated_rounds),
+                shown(row.rounds),
+                str(row.num_rounds or "-"),
+                row.gathers or "-",
+                shown(row.by_default),
+                f"{row.search_s:.1f}",
+            )
+            for row in found
+        ],
+    )
+    page.keep({"results.csv": found})
+
+
+if __name__ == "__main__":
+    main()
