@@ -1,4 +1,4 @@
-"""What share of the sum of their speeds do clusters that people have reach, in one round and more?
+"""What share of the sum of their speeds do clusters of people reach, in one round and more?
 
     python -m experiments.capability.run
 
@@ -27,7 +27,7 @@ AS_STATED = ("link_fraction=0.37", "usable_memory_fraction=0.9", "seq_len=2048")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One cluster, model and batch; shares are of ``sum_of_speeds``, None where nothing fits."""
+    """A cluster, model and batch; shares are of ``sum_of_speeds``, None where nothing fits."""
 
     cluster: str
     model: str

@@ -185,10 +185,8 @@ class _Met:
         Nothing is proven of a last round that is smaller: it is dealt by position.
         """
         solutions, bound_s, error = solve_form(task)
-        if task.rounds.are_equal:
-            self.bounds_s.append(max(bound_s, known_bound_s))
-        else:
-            self.unproven_s.append(known_bound_s)
+        bound_s = max(bound_s, known_bound_s) if task.rounds.are_equal else known_bound_s
+        (self.bounds_s if task.rounds.are_equal else self.unproven_s).append(bound_s)
         if solutions:
             self.tasks.append((bound_s, task))
             self.best = min(
