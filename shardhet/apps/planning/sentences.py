@@ -1,0 +1,70 @@
+"""Sentences about a plan: its form, what was proven of it, and why it was preferred."""
+
+from collections.abc import Iterator
+
+from shardhet.planner import PlanSolution
+from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
+from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
+from shardhet.planner.forms import FIRST_ROUNDS
+from shardhet.records.plan import Plan
+
+SHOWN_GAP = 1e-4  # the least that is stated
+
+
+def form_lines(plan: Plan) -> Iterator[str]:
+    """Why there are so many rounds, and how often units are gathered and reduced."""
+    kept = "each is gathered once instead of twice"
+    if plan.num_rounds > 1:
+        full = [rank for rank in plan.ranks if rank.rank_batch_size]
+        most = max(full, key=lambda rank: rank.rank_batch_size)
+        whole = most.rank_batch_size * plan.global_batch_size / plan.round_size
+        last = "" if plan.last_round_size is None else f", the last of {plan.last_round_size:,}"
+        yield (
+            f"A step has {plan.num_rounds} rounds of {plan.round_size:,} samples{last} "
+            f"(num_rounds={plan.num_rounds}; the table shows one), because {most.device.kind} "
+            f"would otherwise hold the activations of {whole:,.0f} samples at once; it holds "
+            f"those of {most.rank_batch_size:,}."
+        )
+        kept = "each is gathered once a round instead of twice"
+    if not plan.reshard_after_backward:
+        yield (
+            "Units stay gathered over all rounds (reshard_after_backward=False): each is "
+            "gathered once a step."
+        )
+    elif not plan.reshard_after_forward:
+        yield (
+            "Units stay gathered from forward to backward (reshard_after_forward=False): "
+            f"there is memory for it, and {kept}."
+        )
+    if not plan.reduce_each_round:
+        yield (
+            "Gradients are kept whole and reduced after the last round "
+            "(reduce_each_round=False)."
+        )
+
+
+def proven_line(relative_gap: float) -> str:
+    """What the search has shown, and of which plans."""
+    limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
+    return (
+        f"No plan of this form is predicted to be {limit} faster: any batches and shares; "
+        f"microbatches of up to {MAX_MICROBATCH_SIZE:,} samples where memory allows, alike but "
+        f"the last, or cut as is fastest (those of up to {LEAST_MIXED_SIZE}, or twice what was "
+        f"measured, in batches of up to {MAX_BATCH:,}); recomputation kind by kind, in "
+        f"quarters; units gathered for every use, once a round or once a step, and reduced "
+        f"every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide the batch."
+    )
+
+
+def preferred_lines(solution: PlanSolution) -> Iterator[str]:
+    """What a plan that is slower than the fastest is preferred for."""
+    if solution.fastest_s is None:
+        return
+    slower = solution.predicted.step_time_s / solution.fastest_s - 1
+    if slower >= SHOWN_GAP:
+        yield (
+            f"The fastest plan takes {slower:.2%} less. Of those nearly as fast, in this one "
+            "alike devices do alike if they do in any, then there is one round if possible, "
+            "then least is recomputed, then the fullest device is emptiest (tolerance=0 takes "
+            "the fastest)."
+        )
