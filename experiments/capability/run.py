@@ -37,6 +37,8 @@ class Row:
     one_round: float | None
     stated_rounds: float | None
     rounds: float | None
+    stated_inputs_on_host: float | None
+    inputs_on_host: float | None
     num_rounds: int | None
     gathers: str | None
     by_default: float | None  # with the prices that are taken by default
@@ -53,9 +55,11 @@ def setting_of(cluster: str, model: str, batch: int, keys: tuple[str, ...]) -> S
     return load(DOOR, request, PlannerConf)[1].setting
 
 
-def planned(setting: Setting, batch: int, max_rounds: int | None = None) -> PlanSolution | None:
+def planned(
+    setting: Setting, batch: int, max_rounds: int | None = None, *, on_host: bool = False
+) -> PlanSolution | None:
     """The fastest plan, if one fits."""
-    demands = Demands(max_rounds=max_rounds)
+    demands = Demands(max_rounds=max_rounds, may_keep_inputs_on_host=on_host)
     try:
         return solve(setting, global_batch_size=batch, demands=demands, tolerance=0.0)
     except PlanError:
@@ -69,6 +73,11 @@ def gathers_of(found: PlanSolution) -> str:
     if not form.reshard_after_forward:
         gathers = "a round" if form.reshard_after_backward else "a step"
     return f"{gathers}, reduced {'a round' if form.reduce_each_round else 'a step'}"
+
+
+def number_of(cell: str) -> float | None:
+    """A cell of stated.csv."""
+    return float(cell) if cell else None
 
 
 def rows() -> Iterator[Row]:
@@ -85,20 +94,22 @@ def rows() -> Iterator[Row]:
         setting = setting_of(*key, AS_STATED)
         one = planned(setting, batch, max_rounds=1)
         started_s = time.perf_counter()
-        found = planned(setting, batch)
+        without, found = planned(setting, batch), planned(setting, batch, on_host=True)
         search_s = time.perf_counter() - started_s
         yield Row(
             cluster=key[0],
             model=key[1],
             batch=batch,
             sum_of_speeds=total,
-            stated_one_round=float(each["today"]) if each["today"] else None,
+            stated_one_round=number_of(each["today"]),
             one_round=share(one),
-            stated_rounds=float(each["rounds"]) if each["rounds"] else None,
-            rounds=share(found),
+            stated_rounds=number_of(each["rounds"]),
+            rounds=share(without),
+            stated_inputs_on_host=number_of(each["inputs_on_host"]),
+            inputs_on_host=share(found),
             num_rounds=None if found is None else found.plan.num_rounds,
             gathers=None if found is None else gathers_of(found),
-            by_default=share(planned(setting_of(*key, ("seq_len=2048",)), batch)),
+            by_default=share(planned(setting_of(*key, ("seq_len=2048",)), batch, on_host=True)),
             search_s=round(search_s, 2),
         )
 
@@ -119,7 +130,15 @@ def main() -> None:
     page.table(
         "shares of the sum of the devices' speeds",
         ("cluster", "model", "batch", "one round, stated", "planned", "rounds, stated")
-        + ("planned", "number", "a unit is gathered", "default prices", "s"),
+        + (
+            "planned",
+            "inputs on the host, stated",
+            "planned",
+            "rounds then",
+            "a unit is gathered",
+            "default prices",
+            "s",
+        ),
         [
             (
                 row.cluster,
@@ -129,6 +148,8 @@ def main() -> None:
                 shown(row.one_round),
                 shown(row.stated_rounds),
                 shown(row.rounds),
+                shown(row.stated_inputs_on_host),
+                shown(row.inputs_on_host),
                 str(row.num_rounds or "-"),
                 row.gathers or "-",
                 shown(row.by_default),

@@ -99,11 +99,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
             errors.print(line, markup=False)
         show(conf, inputs, demands, wide_console(), Waiting(errors))
     except PlanError as error:
-        errors.print(str(error), markup=False)
+        errors.print(f"{error}{_on_host_hint(conf, inputs, demands)}", markup=False)
         raise SystemExit(1) from None
     except ValueError as error:  # a ConfigError, or files that do not match
         errors.print(f"{error}\nNothing was planned.", markup=False)
         raise SystemExit(2) from None
+
+
+def _on_host_hint(conf: PlannerConf, inputs: Inputs, demands: Demands) -> str:
+    """Whether a plan fits with inputs of units in the memory of hosts."""
+    if demands.may_keep_inputs_on_host or conf.objective == "largest_batch":
+        return ""
+    try:
+        found = solve(
+            inputs.setting,
+            global_batch_size=conf.global_batch_size,
+            demands=replace(demands, may_keep_inputs_on_host=True),
+            is_bounded=False,
+        )
+    except ValueError:
+        return ""
+    return (
+        " With inputs of units in the memory of hosts a plan fits (inputs_on_host=true): "
+        f"{found.samples_per_s:.4g} samples/s."
+    )
 
 
 def show(

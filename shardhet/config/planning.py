@@ -236,6 +236,7 @@ class PlannerConf(InputsConf):
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
     max_rounds: int | None = None  # of accumulation in a step; null leaves it open
+    inputs_on_host: bool = False  # inputs of recomputed units may wait in the hosts' memory
     leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
     tolerance: float = TOLERANCE
@@ -344,6 +345,7 @@ def _checked(limits: Mapping[int, DeviceLimits], conf: PlannerConf, world_size: 
         equal=tuple(map(tuple, conf.equal)),
         max_microbatch_size=conf.max_microbatch_size,
         max_rounds=conf.max_rounds,
+        may_keep_inputs_on_host=conf.inputs_on_host,
     )
     demands.check(world_size)
     return demands

@@ -1,6 +1,7 @@
 """``find_plan``: the plan to prefer of the fastest that fit, with a bound on any plan."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
@@ -70,6 +71,28 @@ def solve(
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     asked = _Asked(setting, global_batch_size, demands, effort, is_bounded)
+    if not demands.may_keep_inputs_on_host or not _states_memory(setting):
+        return _solve(asked, tolerance)
+    # The search does not know how much memory hosts have: plans beyond it are dropped.
+    without = replace(asked, demands=replace(demands, may_keep_inputs_on_host=False))
+    found: list[PlanSolution] = []
+    for each in (asked, without):
+        with suppress(PlanError):
+            found.append(_solve(each, tolerance))
+    if not found:
+        return _solve(without, tolerance)  # raises
+    bound_s = min(each.lower_bound_s for each in found)
+    best = min(found, key=lambda each: each.predicted.step_time_s)
+    return replace(best, lower_bound_s=bound_s)
+
+
+def _states_memory(setting: Setting) -> bool:
+    """Whether a host says how much memory it has."""
+    return any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
+
+
+def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
+    """``solve``, of demands that were checked."""
     met = _Met()
     for task in asked.of_demanded_form():
         met.search(task)
@@ -79,7 +102,8 @@ def solve(
             met.bounds_s.append(min(met.bounds_s) - spared)
         else:
             met.search(task)
-    if demands.form is None and demands.max_rounds != 1 and global_batch_size > 1:
+    demands = asked.demands
+    if demands.form is None and demands.max_rounds != 1 and asked.global_batch_size > 1:
         _search_rounds(asked, met)
     if met.best is None:
         assert met.missed is not None

@@ -100,17 +100,23 @@ def _alike(demands: Demands, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     return (*map(tuple, demands.equal), *alike)
 
 
-def _burden(solution: PlanSolution, model: CostModel) -> tuple[bool, int, int, float]:
+def _burden(solution: PlanSolution, model: CostModel) -> tuple[bool, float, int, float]:
     """Whether there are rounds, how many units are recomputed, how many rounds there are, and
     how full the fullest device is.
     """
-    recomputed = sum(map(model.num_recomputed, solution.plan.ranks))
+    recomputed = sum(_num_treated(model, rank) for rank in solution.plan.ranks)
     fullest = max(
         each.memory.total_bytes / max(1, each.memory_budget_bytes)
         for each in solution.predicted.ranks
     )
     number = solution.plan.num_rounds
     return number > 1, recomputed, number, fullest
+
+
+def _num_treated(model: CostModel, rank: RankPlan) -> float:
+    """Units that are recomputed; one whose inputs are on the host counts as one and a half."""
+    number = model.num_recomputed(rank)
+    return 1.5 * number if rank.inputs_on_host else float(number)
 
 
 def _within(task: Task) -> PlanSolution | None:
@@ -179,14 +185,7 @@ def _lengthened(value: Value, problem: Problem, at_most_s: float) -> Limits:
 def _fullness(task: Task, table: CandidateTable) -> Fullness:
     model, demands, problem = task.model, task.demands, table.problem
     exact = demands.state_shares(model.cluster.world_size)
-    numbers = np.array(
-        [
-            model.num_recomputed(
-                RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
-            )
-            for patterns in table.recompute_choices
-        ]
-    )
+    numbers = np.array([_num_treated(model, each) for each in table.treatments])
     recomputed = np.zeros_like(problem.batch)
     budget = np.zeros(len(problem.groups))
     is_known = np.zeros(len(problem.groups), dtype=bool)

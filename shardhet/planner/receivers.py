@@ -32,7 +32,6 @@ from shardhet.planner.problem.problem import Bools, Floats
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.turns import Turns
-from shardhet.records.plan import RankPlan
 
 MAX_SETS = 1024  # that are looked at
 BISECTIONS = 60  # of the unevenness and of the level of shares
@@ -175,13 +174,13 @@ def _room(builder: TableBuilder, role: Role, batch: int) -> float:
                 role.budget_bytes,
                 model.working_bytes(
                     role.device_kind,
-                    RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=choice),
+                    choice,
                     np.array([batch]),
                     np.array([1]),
                 ),
             )[0]
         )
-        for choice in builder.recompute_choices
+        for choice in builder.treatments
     )
 
 

@@ -201,5 +201,6 @@ def _rank_plan(candidate: Candidate, share: float, device: DeviceSpec) -> RankPl
         microbatch_sizes=candidate.microbatch_sizes,
         state_share=share,
         recomputed_units=candidate.recomputed_units,
+        inputs_on_host=candidate.inputs_on_host,
         device=device,
     )

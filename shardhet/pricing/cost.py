@@ -50,7 +50,7 @@ class CostModel(TurnPrices, MemoryPrices):
         computes = [rank.rank_batch_size > 0 for rank in ranks]
         turns = self.turns(
             unevenness=self.unevenness(shares, computes),
-            recomputed=self._treatments(ranks),
+            recomputed=self.treatments(ranks),
         )
         paces = self.host_paces(plan)
         compute: dict[tuple[object, ...], _Seconds] = {}
@@ -86,7 +86,7 @@ class CostModel(TurnPrices, MemoryPrices):
             ranks=of_ranks,
         )
 
-    def _treatments(self, ranks: Sequence[RankPlan]) -> list[tuple[str, ...]]:
+    def treatments(self, ranks: Sequence[RankPlan]) -> list[tuple[str, ...]]:
         """Distinct lists of patterns by which ranks treat units alike, or not."""
         found = dict.fromkeys(rank.recomputed_units for rank in ranks)
         on_host = dict.fromkeys(rank.inputs_on_host for rank in ranks if rank.inputs_on_host)

@@ -104,6 +104,22 @@ class HostInputPrices(HostPrices):
             shared += [min(DEVICE_LINK_BYTES_PER_S, stated / max(1, copying))] * len(here)
         return shared
 
+    def copy_s_per_sample(self, rank: RankPlan, unit_fqn: str) -> float:
+        """Seconds of a copy of a unit's input if all devices of each host copy."""
+        if not self._copies(rank, unit_fqn):
+            return 0.0
+        stated = [
+            node.host_bytes_per_s / len(node.devices)
+            for node in self.cluster.nodes
+            if node.host_bytes_per_s
+        ]
+        return self._input_bytes[unit_fqn] / min([DEVICE_LINK_BYTES_PER_S, *stated])
+
+    def _copies(self, rank: RankPlan, unit_fqn: str) -> bool:
+        """Whether turns of the unit copy inputs; those of the first are no activations."""
+        is_first = unit_fqn == self.visited_units[0].fqn
+        return not is_first and rank.keeps_input_on_host(unit_fqn)
+
     def beside_copies_s(
         self,
         rank: RankPlan,
@@ -112,12 +128,8 @@ class HostInputPrices(HostPrices):
         seconds: tuple[float, float],
         pace: float,
     ) -> tuple[float, float]:
-        """Seconds of a unit's forward and backward beside the copies of its inputs.
-
-        Those of the first unit are no activations.
-        """
-        is_first = unit_fqn == self.visited_units[0].fqn
-        if not rank.inputs_on_host or is_first or not rank.keeps_input_on_host(unit_fqn):
+        """Seconds of a unit's forward and backward beside the copies of its inputs."""
+        if not self._copies(rank, unit_fqn):
             return seconds
         copy_s = sum(sizes) * self._input_bytes[unit_fqn] / pace
         return max(seconds[0], copy_s), max(seconds[1], copy_s)

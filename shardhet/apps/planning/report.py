@@ -265,9 +265,10 @@ def _result(report: PlanReport) -> Iterator[str]:
         + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
     )
     if not report.note:
-        yield proven_line(solution.relative_gap)
+        yield proven_line(solution)
         yield from preferred_lines(solution)
     yield from form_lines(solution.plan)
+    yield from _on_host_lines(report)
     unused = [
         str(i)
         for i, rank in enumerate(solution.plan.ranks)
@@ -278,6 +279,28 @@ def _result(report: PlanReport) -> Iterator[str]:
             f"Unused devices: {', '.join(unused)}. They compute and store nothing, but all "
             "collectives still wait for them."
         )
+
+
+def _on_host_lines(report: PlanReport) -> Iterator[str]:
+    """Who keeps inputs of units on the host, and what that takes there."""
+    for row in rows(report):
+        if row.rank.inputs_on_host:
+            number = len(row.positions)
+            size = row.cost.memory.host_bytes / GIB
+            yield (
+                f"{row.label}: the inputs of recomputed units wait for backward in the memory "
+                f"of the host (inputs_on_host), {size:,.1f} GiB{' each' if number > 1 else ''}."
+            )
+    first = 0
+    for node in report.inputs.setting.cluster.nodes:
+        ranks = report.solution.predicted.ranks[first : first + len(node.devices)]
+        first += len(node.devices)
+        taken = sum(rank.memory.host_bytes for rank in ranks) / GIB
+        if taken and node.host_memory_bytes is None:
+            yield (
+                f"{node.host}: {taken:,.1f} GiB of its memory; how much it has is not stated "
+                "(host_memory_bytes)."
+            )
 
 
 def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:

@@ -43,16 +43,19 @@ def form_lines(plan: Plan) -> Iterator[str]:
         )
 
 
-def proven_line(relative_gap: float) -> str:
+def proven_line(solution: PlanSolution) -> str:
     """What the search has shown, and of which plans."""
+    relative_gap = solution.relative_gap
+    keeps = any(rank.inputs_on_host for rank in solution.plan.ranks)
+    on_host = ", the inputs of all of these or of none on the host" if keeps else ""
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
     return (
         f"No plan of this form is predicted to be {limit} faster: any batches and shares; "
         f"microbatches of up to {MAX_MICROBATCH_SIZE:,} samples where memory allows, alike but "
         f"the last, or cut as is fastest (those of up to {LEAST_MIXED_SIZE}, or twice what was "
         f"measured, in batches of up to {MAX_BATCH:,}); recomputation kind by kind, in "
-        f"quarters; units gathered for every use, once a round or once a step, and reduced "
-        f"every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide the batch."
+        f"quarters{on_host}; units gathered for every use, once a round or once a step, and "
+        f"reduced every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide the batch."
     )
 
 

@@ -12,7 +12,7 @@ from functools import cached_property, reduce
 import numpy as np
 
 from shardhet.planner.candidates.dominance import dominated
-from shardhet.planner.candidates.recompute import recompute_choices
+from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Worth
 from shardhet.planner.candidates.splits import Splits, compressed, splits_of
 from shardhet.planner.candidates.table import CandidateTable
@@ -23,6 +23,7 @@ from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import EVERY_UNIT
 
 SPLITS_AT_ONCE = 2**21  # of batches into microbatches
 MOST_SAMPLES_LISTED = 2**17  # on one device
@@ -59,8 +60,12 @@ class TableBuilder:
         self.model = model
         self.rounds = rounds
         self._demands = demands
-        self.recompute_choices = recompute_choices(model, effort.recompute_steps)
-        self.turns = model.turns(unevenness=unevenness, recomputed=self.recompute_choices)
+        self.treatments = treatments(
+            model, effort.recompute_steps, on_host=demands.may_keep_inputs_on_host
+        )
+        self.turns = model.turns(
+            unevenness=unevenness, recomputed=model.treatments(self.treatments)
+        )
         self.state = StateNumels.of(model, demands, row_part=row_part, is_lenient=is_lenient)
         self._fixed_optimizer_s = max(
             (
@@ -75,7 +80,7 @@ class TableBuilder:
         self._terms = Terms(
             model,
             self.turns,
-            self.recompute_choices,
+            self.treatments,
             self.state,
             stored,
             rounds,
@@ -225,7 +230,7 @@ class TableBuilder:
             splits=tuple(times.splits for times in self._groups),
             split_indices=tuple(splits for _, splits, _ in built),
             choices=tuple(choices for _, _, choices in built),
-            recompute_choices=self.recompute_choices,
+            treatments=self.treatments,
             is_cut=self._is_cut(cut_s),
         )
 
@@ -349,7 +354,7 @@ class _GroupTimes:
         if self._fixed:
             return max(self._fixed)
         terms = self._terms
-        per_sample = 0 if terms.has_endless_memory else terms.model.boundary_bytes_per_sample
+        per_sample = 0 if terms.has_endless_memory else terms.least_bytes_per_sample
         largest = self._terms.rounds.round_size // self.num_members
         if per_sample:
             largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
@@ -375,11 +380,13 @@ class _GroupTimes:
         return not self._fixed and whole_s > cut_s * self.num_members
 
     def _allowed_choices(self) -> list[int]:
-        last = len(self._terms.recompute_choices) - 1
         claims = {role.limits.recomputes for role in self._roles} - {None}
-        if not claims:
-            return list(range(last + 1))
-        return [last if True in claims else 0]
+        wanted = EVERY_UNIT if True in claims else ()
+        return [
+            i
+            for i, each in enumerate(self._terms.treatments)
+            if not claims or each.recomputed_units == wanted
+        ]
 
     def _of_choices(
         self, choices: Sequence[int], batches: Ints, splits: Ints

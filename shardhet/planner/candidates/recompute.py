@@ -1,14 +1,15 @@
-"""The choices of what a device may recompute: which units, and how a plan names them.
+"""The choices of what a device may recompute, and how a plan names the units.
 
 Ranks meet at every unit, so the choices are nested: one kind of unit after the other, and
 for a kind with many units the first quarter, the first half, and so on.  Ranks with different
 choices then differ in few classes of turns.
 """
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from shardhet.pricing.cost import CostModel
-from shardhet.records.plan import EVERY_UNIT
+from shardhet.records.plan import EVERY_UNIT, RankPlan
 
 
 def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...], ...]:
@@ -28,6 +29,23 @@ def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...]
         choices += [_patterns(model, chosen.union(fqns[:end])) for end in ends]
         chosen.update(fqns)
     return tuple(dict.fromkeys(choices))
+
+
+def treatments(
+    model: CostModel, num_steps: int, *, on_host: bool = False
+) -> tuple[RankPlan, ...]:
+    """What devices may do with units, as plans without samples; the first does nothing.
+
+    With ``on_host``, recomputed units may keep their inputs in the memory of the host, all or
+    none of them.
+    """
+    choices = [
+        RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
+        for patterns in recompute_choices(model, num_steps)
+    ]
+    if on_host:
+        choices += [replace(each, inputs_on_host=each.recomputed_units) for each in choices[1:]]
+    return tuple(choices)
 
 
 def _patterns(model: CostModel, chosen: set[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Seconds and bytes of one kind of device under one set of limits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -36,12 +36,17 @@ class Terms:
 
     model: CostModel
     turns: Turns
-    recompute_choices: tuple[tuple[str, ...], ...]
+    treatments: tuple[RankPlan, ...]
     state: StateNumels
     stored: PortShares
     rounds: Rounds
     has_endless_memory: bool
     max_microbatch_size: int | None
+
+    @property
+    def least_bytes_per_sample(self) -> int:
+        """Of inputs of units, which any device needs for each of its samples."""
+        return min(map(self.model.input_bytes_per_sample, self.treatments))
 
     def largest_microbatch_size(self, role: Role) -> int:
         """The largest size to consider: what fits if everything is recomputed."""
@@ -51,7 +56,14 @@ class Terms:
         limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
         stated = [each for each in limits if each is not None]
         sizes = np.arange(1, 1 + min(self.rounds.round_size, MAX_MICROBATCH_SIZE, *stated))
-        needed = model.working_bytes(role.device_kind, _recomputing(EVERY_UNIT), sizes, sizes)
+        needed = np.min(  # the last needs the least, or the last without the host
+            [
+                model.working_bytes(role.device_kind, each, sizes, sizes)
+                for each in self.treatments
+                if each.recomputed_units == EVERY_UNIT
+            ],
+            axis=0,
+        )
         return int(sizes[needed <= role.budget_bytes].max(initial=1))
 
 
@@ -110,7 +122,7 @@ class RoleTimes:
                     >= 0
                 ).all()
             )
-            for rank in map(_recomputing, self._terms.recompute_choices)
+            for rank in self._terms.treatments
         )
 
     def of_choices(
@@ -129,25 +141,47 @@ class RoleTimes:
             for i, name in enumerate(self._seconds)
         }
         classes = self._terms.turns.classes
-        forward = {name: np.zeros(each.shape[1:]) for name, each in seconds.items()}
         in_rounds = self._terms.rounds.in_whole_ones
         alone_s = in_rounds * sum(  # [b, n]
             each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
         )
-        for each in classes:
-            forward_s = each.num_units * seconds[each.kind.name][0]
-            forward[each.kind.name] += self._in_rounds(forward_s, each, Phase.FORWARD)
+        known: dict[tuple[str, ...], list[Floats]] = {}  # of forward, by what is on the host
         for choice in choices:
-            rank = _recomputing(self._terms.recompute_choices[choice])
-            costs, compute_s = [*forward.values()], alone_s
+            rank, compute_s = self._terms.treatments[choice], alone_s
+            on_host = rank.inputs_on_host
+            if on_host not in known:
+                known[on_host] = self._forward_costs(rank, batches, seconds)
+            costs = [*known[on_host]]
             for each in classes:
                 forward_s, backward_s = seconds[each.kind.name]
                 again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
-                turns_s = each.num_units * (backward_s + again_s)
-                costs.append(self._in_rounds(turns_s, each, Phase.BACKWARD))
+                visit_s = self._beside_copies(rank, each, batches, backward_s + again_s)
+                costs.append(self._in_rounds(each.num_units * visit_s, each, Phase.BACKWARD))
                 compute_s = compute_s + in_rounds * each.num_units * again_s
             room = self._room(rank, batches, sizes)
             yield Worth(np.array(costs), room, compute_s)
+
+    def _forward_costs(
+        self, rank: RankPlan, batches: Ints, seconds: Mapping[str, Floats]
+    ) -> list[Floats]:
+        """[b, n] seconds of forward by kind of unit."""
+        found = {name: np.zeros(each.shape[1:]) for name, each in seconds.items()}
+        for each in self._terms.turns.classes:
+            visit_s = self._beside_copies(rank, each, batches, seconds[each.kind.name][0])
+            turns_s = self._in_rounds(each.num_units * visit_s, each, Phase.FORWARD)
+            found[each.kind.name] += turns_s
+        return [*found.values()]
+
+    def _beside_copies(
+        self, rank: RankPlan, turns: TurnClass, batches: Ints, compute_s: Floats
+    ) -> Floats:
+        """[b, n] seconds of a visit and of copies of its inputs, as if all devices of a host
+        copied.
+        """
+        if not rank.inputs_on_host:
+            return compute_s
+        per_sample_s = self._terms.model.copy_s_per_sample(rank, turns.unit_fqn)
+        return np.maximum(compute_s, per_sample_s * batches[:, None])
 
     def _in_rounds(self, compute_s: Floats, turns: TurnClass, phase: Phase) -> Floats:
         """Seconds of the turns of a class in all rounds, of which each computes so long."""
@@ -198,7 +232,3 @@ class RoleTimes:
         # ``Problem.rounded`` takes row_numel off all room, so it is added here.
         within = np.minimum(left, np.where(computes, most, most_idle) + row_numel)
         return np.where(computes & (left < least), -1.0, within)
-
-
-def _recomputing(patterns: tuple[str, ...]) -> RankPlan:
-    return RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)

@@ -6,6 +6,7 @@ from functools import cached_property
 from shardhet.planner.candidates.splits import Splits
 from shardhet.planner.forms import Rounds
 from shardhet.planner.problem.problem import Ints, Problem
+from shardhet.records.plan import RankPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Candidate:
 
     microbatch_sizes: tuple[int, ...]
     recomputed_units: tuple[str, ...]
+    inputs_on_host: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class CandidateTable:
     bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
     splits: tuple[Splits, ...]  # per group
     split_indices: tuple[Ints, ...]  # per group, [C]: index into its splits
-    choices: tuple[Ints, ...]  # per group, [C]: index into recompute_choices
-    recompute_choices: tuple[tuple[str, ...], ...]
+    choices: tuple[Ints, ...]  # per group, [C]: index into treatments
+    treatments: tuple[RankPlan, ...]  # of units, without samples
     is_cut: bool  # candidates were left out because they compute too long
 
     @cached_property
@@ -39,5 +41,6 @@ class CandidateTable:
         each = self.problem.groups[group]
         batch = int(each.batch[index]) // each.num_members
         split = int(self.split_indices[group][index])
-        choice = self.recompute_choices[int(self.choices[group][index])]
-        return Candidate(self.splits[group].sizes(batch, split), choice if batch else ())
+        sizes = self.splits[group].sizes(batch, split)
+        treated = self.treatments[int(self.choices[group][index]) if batch else 0]
+        return Candidate(sizes, treated.recomputed_units, treated.inputs_on_host)

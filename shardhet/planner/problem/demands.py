@@ -45,6 +45,7 @@ class Demands:
     max_microbatch_size: int | None = None
     has_even_state: bool = False  # all devices store the same
     has_even_batches: bool = False  # all compute as many samples, or the first one more
+    may_keep_inputs_on_host: bool = False  # of recomputed units, in the memory of their hosts
     max_rounds: int | None = None  # of a step; None leaves it open
     form: StepForm | None = None  # exactly this one; None leaves it open
 
