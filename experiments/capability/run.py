@@ -130,15 +130,8 @@ def main() -> None:
     page.table(
         "shares of the sum of the devices' speeds",
         ("cluster", "model", "batch", "one round, stated", "planned", "rounds, stated")
-        + (
-            "planned",
-            "inputs on the host, stated",
-            "planned",
-            "rounds then",
-            "a unit is gathered",
-            "default prices",
-            "s",
-        ),
+        + ("planned", "inputs on the host, stated", "planned", "rounds then")
+        + ("a unit is gathered", "default prices", "s"),
         [
             (
                 row.cluster,

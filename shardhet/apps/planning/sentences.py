@@ -55,7 +55,8 @@ def proven_line(solution: PlanSolution) -> str:
         f"the last, or cut as is fastest (those of up to {LEAST_MIXED_SIZE}, or twice what was "
         f"measured, in batches of up to {MAX_BATCH:,}); recomputation kind by kind, in "
         f"quarters{on_host}; units gathered for every use, once a round or once a step, and "
-        f"reduced every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide the batch."
+        f"reduced every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide "
+        "the batch."
     )
 
 
