@@ -11,7 +11,7 @@ import pytest
 
 from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, solve
 from shardhet.planner.candidates.recompute import treatments
-from shardhet.planner.forms import Rounds
+from shardhet.planner.forms import BatchRounds
 from shardhet.planner.objectives import (
     LeastMemory,
     largest_batch,
@@ -213,7 +213,7 @@ def plans_of_all_forms(
 ) -> Iterator[float]:
     """The step of every plan with equal rounds."""
     for number in range(1, batch + 1):
-        rounds = Rounds(number, batch)
+        rounds = BatchRounds(number, batch)
         of_round = demands.of_round(rounds, 3)
         if rounds.are_equal and of_round is not None:
             for form in rounds.forms():

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
 
-from shardhet.planner.forms import Rounds, neighbours, rounds_of
+from shardhet.planner.forms import BatchRounds, neighbours, rounds_of
 from shardhet.planner.preference import TOLERANCE, preferred
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import (
-    Task,
+    FormTask,
     endless_memory_bound_s,
     least_step_of_rounds_s,
     search_table,
@@ -138,21 +138,21 @@ class _Asked:
     effort: Effort
     is_bounded: bool
 
-    def of_demanded_form(self) -> Iterator[Task]:
+    def of_demanded_form(self) -> Iterator[FormTask]:
         """Plans of the form that is demanded, if one is."""
         form = self.demands.form
         if form is not None:
-            yield from self._tasks(Rounds(form.num_rounds, self.global_batch_size), form)
+            yield from self._tasks(BatchRounds(form.num_rounds, self.global_batch_size), form)
 
-    def of_one_round(self) -> Iterator[Task]:
+    def of_one_round(self) -> Iterator[FormTask]:
         """Plans whose units are gathered again for backward, then those that keep them.
 
         None if another form is demanded.
         """
         if self.demands.form is None:
-            yield from self._tasks(Rounds(1, self.global_batch_size))
+            yield from self._tasks(BatchRounds(1, self.global_batch_size))
 
-    def of_several_rounds(self, near: StepForm | None = None) -> Iterator[Task]:
+    def of_several_rounds(self, near: StepForm | None = None) -> Iterator[FormTask]:
         """Plans of several rounds, few first; with ``near``, only of forms like that one.
 
         None if another form is demanded.
@@ -170,12 +170,12 @@ class _Asked:
                 ):
                     yield task
 
-    def of_endless_memory(self) -> Task:
+    def of_endless_memory(self) -> FormTask:
         """Plans of one round that need not fit: none of several rounds is faster."""
         *_, task = self.of_one_round()
         return replace(task, has_endless_memory=True)
 
-    def _tasks(self, rounds: Rounds, form: StepForm | None = None) -> Iterator[Task]:
+    def _tasks(self, rounds: BatchRounds, form: StepForm | None = None) -> Iterator[FormTask]:
         """Plans with these rounds, form by form, or of one form."""
         world_size = self.setting.cluster.world_size
         demands = self.demands.of_round(rounds, world_size)
@@ -183,7 +183,7 @@ class _Asked:
             has_links = world_size > 1 or rounds.number == 1
             for each in (form,) if form else rounds.forms(has_links=has_links):
                 model = CostModel(self.setting).in_form(each)
-                yield Task(model, rounds, demands, self.effort, self.is_bounded)
+                yield FormTask(model, rounds, demands, self.effort, self.is_bounded)
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class _Met:
 
     best: PlanSolution | None = None
     # In which plans were found, with bounds on them.
-    tasks: list[tuple[float, Task]] = field(default_factory=list)
+    tasks: list[tuple[float, FormTask]] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
     unproven_s: list[float] = field(default_factory=list)  # weak ones, of unequal rounds
     missed: PlanError | None = None  # why nothing fits, of those with the most rounds
@@ -203,7 +203,7 @@ class _Met:
         """Seconds of the step of the best plan; inf if there is none."""
         return inf if self.best is None else self.best.predicted.step_time_s
 
-    def search(self, task: Task, known_bound_s: float = 0.0) -> None:
+    def search(self, task: FormTask, known_bound_s: float = 0.0) -> None:
         """Search plans of one form.
 
         Nothing is proven of a last round that is smaller: it is dealt by position.
@@ -263,7 +263,7 @@ def least_step_s(
     return at_most_s
 
 
-def _least_of_form_s(task: Task) -> float:
+def _least_of_form_s(task: FormTask) -> float:
     """The least step of a form; inf if there is none as short as the task asks for."""
     if not task.rounds.are_equal:  # what the search says of it is not exact
         solutions, _, _ = solve_form(task)

@@ -18,7 +18,7 @@ LEAST_GROWTH = 1.15  # of the number of rounds, beyond these
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class BatchRounds:
     """So many rounds of a step; the last has fewer samples if they do not divide the batch."""
 
     number: int
@@ -63,12 +63,12 @@ class Rounds:
                     )
 
 
-def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[Rounds]:
+def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[BatchRounds]:
     """The rounds to look at, few first."""
     most = min(global_batch_size, max_rounds or global_batch_size)
-    found = [Rounds(1, global_batch_size)]
+    found = [BatchRounds(1, global_batch_size)]
     for number in _divisors_and_small(global_batch_size, most):
-        each = Rounds(number, global_batch_size)
+        each = BatchRounds(number, global_batch_size)
         is_far = number <= FIRST_ROUNDS or number >= found[-1].number * LEAST_GROWTH
         # Fewer rounds of the same size have all samples.
         if is_far and (number - 1) * each.round_size < global_batch_size:
@@ -76,7 +76,7 @@ def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[Rou
     return found
 
 
-def neighbours(looked_at: Sequence[Rounds], form: StepForm) -> list[Rounds]:
+def neighbours(looked_at: Sequence[BatchRounds], form: StepForm) -> list[BatchRounds]:
     """Those with the next fewer and the next more rounds than a form has."""
     fewer = [each for each in looked_at if each.number < form.num_rounds]
     more = [each for each in looked_at if each.number > form.num_rounds]

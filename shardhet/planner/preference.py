@@ -23,7 +23,7 @@ from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.receivers import Computing, depends_on_shares
 from shardhet.planner.search.assignment import Fullness, assign
 from shardhet.planner.shares import plans_of_choices, priced
-from shardhet.planner.task import Task, search_table, solve_form, unevenness_of
+from shardhet.planner.task import FormTask, search_table, solve_form, unevenness_of
 from shardhet.pricing.cost import CostModel
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import RankPlan
@@ -34,7 +34,7 @@ ROUNDING = 1e-9
 
 
 def preferred(
-    best: PlanSolution, bounded: Sequence[tuple[float, Task]], tolerance: float
+    best: PlanSolution, bounded: Sequence[tuple[float, FormTask]], tolerance: float
 ) -> PlanSolution:
     """The plan to prefer to ``best``, the fastest of the forms that are ``bounded``."""
     limit_s = (1 + tolerance) * best.predicted.step_time_s * (1 + ROUNDING)
@@ -65,7 +65,7 @@ class _Wish:
     equal: Sequence[Sequence[int]]
     part: float  # of every budget that may be filled
 
-    def of(self, task: Task) -> Task:
+    def of(self, task: FormTask) -> FormTask:
         """The task with the wish."""
         setting, demands = task.model.setting, replace(task.demands, equal=self.equal)
         if self.part < 1:
@@ -119,7 +119,7 @@ def _num_treated(model: CostModel, rank: RankPlan) -> float:
     return 1.5 * number if rank.inputs_on_host else float(number)
 
 
-def _within(task: Task) -> PlanSolution | None:
+def _within(task: FormTask) -> PlanSolution | None:
     """The plan to prefer of those that meet the demands and are fast enough, if any does."""
     model, demands = task.model, task.demands
     computing, met = Computing.every(demands, model.cluster.world_size), None
@@ -163,7 +163,7 @@ def _within(task: Task) -> PlanSolution | None:
     return met
 
 
-def _fast_enough(task: Task) -> PlanSolution | None:
+def _fast_enough(task: FormTask) -> PlanSolution | None:
     """The fastest plan of the task, where room for rows is tight or links depend on shares."""
     solutions, _, _ = solve_form(task)
     fast = [each for each in solutions if each.predicted.step_time_s <= task.at_most_s]
@@ -182,7 +182,7 @@ def _lengthened(value: Value, problem: Problem, at_most_s: float) -> Limits:
     return Limits(tuple(each + left_s for each in value.phases_s))
 
 
-def _fullness(task: Task, table: CandidateTable) -> Fullness:
+def _fullness(task: FormTask, table: CandidateTable) -> Fullness:
     model, demands, problem = task.model, task.demands, table.problem
     exact = demands.state_shares(model.cluster.world_size)
     numbers = np.array([_num_treated(model, each) for each in table.treatments])

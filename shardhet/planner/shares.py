@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 
 from shardhet.planner.candidates.table import Candidate, CandidateTable
-from shardhet.planner.forms import Rounds
+from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.problem import Choice, Floats, fill_level
 from shardhet.planner.problem.solution import PlanSolution
@@ -183,7 +183,9 @@ def _taken(
     return [taken[position] for position in range(number)], room
 
 
-def _plan(model: CostModel, rounds: Rounds, taken: Sequence[Candidate], shares: Floats) -> Plan:
+def _plan(
+    model: CostModel, rounds: BatchRounds, taken: Sequence[Candidate], shares: Floats
+) -> Plan:
     trios = zip(taken, shares.tolist(), model.cluster.devices, strict=True)
     return Plan(
         ranks=tuple(_rank_plan(*each) for each in trios),

@@ -9,7 +9,7 @@ from math import inf
 
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.candidates.table import CandidateTable
-from shardhet.planner.forms import Rounds
+from shardhet.planner.forms import BatchRounds
 from shardhet.planner.misses import nearest_miss
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.problem import Limits, Problem
@@ -31,11 +31,11 @@ ROW_PARTS, ROWS_GAP = (1.0, 0.5, 0.0), 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class FormTask:
     """What is asked, of plans of one form."""
 
     model: CostModel  # in the form
-    rounds: Rounds
+    rounds: BatchRounds
     demands: Demands  # of one round
     effort: Effort
     is_bounded: bool = True  # else the bound holds for plans that meet shares to the element
@@ -68,7 +68,7 @@ class Task:
         )
 
 
-def solve_form(task: Task) -> tuple[list[PlanSolution], float, PlanError | None]:
+def solve_form(task: FormTask) -> tuple[list[PlanSolution], float, PlanError | None]:
     """The best plan if there is one, a bound on all, and why there is none.
 
     Where collectives depend on shares, plans are searched by which devices compute and by how
@@ -121,7 +121,7 @@ def unevenness_of(model: CostModel, solution: PlanSolution) -> float:
 
 
 def _solve_for(
-    task: Task, computing: Computing
+    task: FormTask, computing: Computing
 ) -> tuple[PlanSolution | None, float, PlanError | None]:
     """The best plan of these, a bound on all of them, or why there is none."""
     solution: PlanSolution | None = None
@@ -139,7 +139,7 @@ def _solve_for(
     return solution, bound_s, missed
 
 
-def _lenient_bound_s(task: Task, computing: Computing) -> float:
+def _lenient_bound_s(task: FormTask, computing: Computing) -> float:
     """A bound on plans that meet demanded shares to within rows; inf if none is asked for.
 
     The problem behind the plan leaves room for shares that are a few rows larger, and has
@@ -165,7 +165,7 @@ def _lenient_bound_s(task: Task, computing: Computing) -> float:
         cut_s *= CUT_GROWTH
 
 
-def _best_plan(task: Task, computing: Computing) -> PlanSolution:
+def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
     """The best plan of these, with a bound on all of them.
 
     Where leaving room for rounding to rows costs time, plans with less of it are tried.
@@ -276,7 +276,7 @@ def _may_be_within(problem: Problem, at_most_s: float) -> bool:
     return Oracle(problem).is_feasible(limits)
 
 
-def endless_memory_bound_s(task: Task) -> tuple[float, float]:
+def endless_memory_bound_s(task: FormTask) -> tuple[float, float]:
     """No plan of several rounds is faster than the first, nor one of one round.
 
     Put together into one round, the rounds of a plan compute as much on every device, in the
@@ -290,7 +290,7 @@ def endless_memory_bound_s(task: Task) -> tuple[float, float]:
     return least_s, builder.all_compute_s
 
 
-def least_step_of_rounds_s(model: CostModel, rounds: Rounds, compute_s: float) -> float:
+def least_step_of_rounds_s(model: CostModel, rounds: BatchRounds, compute_s: float) -> float:
     """No step of the form is shorter if the compute of the batch takes ``compute_s`` at least.
 
     Each round takes as long as its part of the compute, or its communication.

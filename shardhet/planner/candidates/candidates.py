@@ -16,7 +16,7 @@ from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Worth
 from shardhet.planner.candidates.splits import Splits, compressed, splits_of
 from shardhet.planner.candidates.table import CandidateTable
-from shardhet.planner.forms import Rounds
+from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.demands import Demands, Role
 from shardhet.planner.problem.problem import Bools, Floats, Group, Ints, Problem
 from shardhet.planner.problem.solution import PlanError
@@ -42,7 +42,7 @@ class TableBuilder:
         self,
         model: CostModel,
         *,
-        rounds: Rounds,
+        rounds: BatchRounds,
         demands: Demands,
         effort: Effort = DEFAULT_EFFORT,
         unevenness: float = 1.0,

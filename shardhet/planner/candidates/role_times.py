@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardhet.planner.candidates.splits import Splits
-from shardhet.planner.forms import Rounds
+from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.demands import Role
 from shardhet.planner.problem.problem import Floats, Ints
 from shardhet.planner.problem.state_numels import StateNumels
@@ -39,7 +39,7 @@ class Terms:
     treatments: tuple[RankPlan, ...]
     state: StateNumels
     stored: PortShares
-    rounds: Rounds
+    rounds: BatchRounds
     has_endless_memory: bool
     max_microbatch_size: int | None
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardhet.planner.candidates.splits import Splits
-from shardhet.planner.forms import Rounds
+from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.problem import Ints, Problem
 from shardhet.records.plan import RankPlan
 
@@ -23,7 +23,7 @@ class CandidateTable:
     """What the problem's candidates stand for, and which devices make up each group."""
 
     problem: Problem
-    rounds: Rounds
+    rounds: BatchRounds
     bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
     splits: tuple[Splits, ...]  # per group
     split_indices: tuple[Ints, ...]  # per group, [C]: index into its splits

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardhet.planner.forms import Rounds
+from shardhet.planner.forms import BatchRounds
 from shardhet.records.cluster import Cluster
 from shardhet.records.codec import repeated
 from shardhet.records.schedule import StepForm
@@ -94,7 +94,7 @@ class Demands:
                 f"{global_batch_size}. Change one of them, or leave a device's batch open."
             )
 
-    def of_round(self, rounds: Rounds, world_size: int) -> "Demands | None":
+    def of_round(self, rounds: BatchRounds, world_size: int) -> "Demands | None":
         """The demands on each of these rounds; None if batches cannot be cut into so many."""
         if self.has_even_batches:
             return self._with_batches(rounds.round_size, world_size)
