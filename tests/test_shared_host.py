@@ -227,6 +227,11 @@ def test_a_transport_that_there_is_not_is_named() -> None:
         transport.meet(mock.MagicMock(), 1)
 
 
+def test_a_killed_process_leaves_no_shared_memory() -> None:
+    """The arena has no name in any file system: it ends with the last process that has it."""
+    assert str(Path(f"/proc/self/fd/{Arena().fd}").readlink()).startswith("/memfd:")
+
+
 def test_what_nobody_looks_at_any_more_takes_no_memory() -> None:
     arena = Arena()
     kept = arena.empty(1000, torch.float32).fill_(1)
