@@ -2,7 +2,7 @@
 
 With a batch of B samples, M rounds of ceil(B / M) are looked at for every M up to
 ``FIRST_ROUNDS`` and for every larger M that divides B.  Where M does not divide B, the last
-round is smaller.  Units are gathered per use, per round or per step and reduced per round or
+round is smaller.  Of several, each has at most ``MOST_SAMPLES``.  Units are gathered per use, per round or per step and reduced per round or
 per step; one round leaves open whether they are gathered again for backward.
 """
 
@@ -14,6 +14,7 @@ from shardhet.records.schedule import StepForm
 FIRST_ROUNDS = 8
 # Whether units are resharded after forward and after backward.
 GATHERS = ((True, True), (False, True), (False, False))
+MOST_SAMPLES = 2**13  # in each of several rounds: more take long to list
 LEAST_GROWTH = 1.15  # of the number of rounds, beyond these
 
 
@@ -71,6 +72,8 @@ def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[Bat
         each = BatchRounds(number, global_batch_size)
         is_far = number <= FIRST_ROUNDS or number >= found[-1].number * LEAST_GROWTH
         # Fewer rounds of the same size have all samples.
+        if each.round_size > MOST_SAMPLES:
+            continue
         if is_far and (number - 1) * each.round_size < global_batch_size:
             found.append(each)
     return found

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shardhet.planner import PlanSolution
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
-from shardhet.planner.forms import FIRST_ROUNDS
+from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
 from shardhet.records.plan import Plan
 
 SHOWN_GAP = 1e-4  # the least that is stated
@@ -56,7 +56,7 @@ def proven_line(solution: PlanSolution) -> str:
         f"measured, in batches of up to {MAX_BATCH:,}); recomputation kind by kind, in "
         f"quarters{on_host}; units gathered for every use, once a round or once a step, and "
         f"reduced every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide "
-        "the batch."
+        f"the batch, of at most {MOST_SAMPLES:,} samples each."
     )
 
 
