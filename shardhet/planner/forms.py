@@ -2,8 +2,9 @@
 
 With a batch of B samples, M rounds of ceil(B / M) are looked at for every M up to
 ``FIRST_ROUNDS`` and for every larger M that divides B.  Where M does not divide B, the last
-round is smaller.  Of several, each has at most ``MOST_SAMPLES``.  Units are gathered per use, per round or per step and reduced per round or
-per step; one round leaves open whether they are gathered again for backward.
+round is smaller.  Of several rounds, each has at most ``MOST_SAMPLES``.  Units are gathered per
+use, per round or per step and reduced per round or per step; one round leaves open whether they
+are gathered again for backward.
 """
 
 from collections.abc import Iterator, Sequence
