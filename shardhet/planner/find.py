@@ -212,7 +212,9 @@ class _Met:
         bound_s = max(bound_s, known_bound_s) if task.rounds.are_equal else known_bound_s
         (self.bounds_s if task.rounds.are_equal else self.unproven_s).append(bound_s)
         if solutions:
-            self.tasks.append((bound_s, task))
+            # Of what is asked for: a bound may lie above plans that were found at once.
+            least_s = min(each.predicted.step_time_s for each in solutions)
+            self.tasks.append((min(bound_s, least_s), task))
             self.best = min(
                 [*([] if self.best is None else [self.best]), *solutions],
                 key=lambda each: each.predicted.step_time_s,
