@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.planner.campaign import instance, row_of
+from shardhet.planner import PlanError, solve
 from shardhet.planner.receivers import least_uneven_shares
 from shardhet.pricing.cost import CostModel
 
@@ -54,3 +55,14 @@ def test_where_memory_ends_within_a_row_rows_are_moved_until_all_fit() -> None:
     row = row_of(2723)  # 0.3 % of the state is all the room that is left
     assert row.planned_s <= row.best_s * (1 + 1e-9)
     assert row.bound_s >= 0.99 * row.planned_s
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_to_prefer_is_found_where_links_depend_on_shares(seed: int) -> None:
+    setting, batch, demands, _, _ = instance(seed)
+    try:
+        fastest = solve(setting, global_batch_size=batch, demands=demands)
+    except PlanError:
+        return
+    chosen = solve(setting, global_batch_size=batch, demands=demands, tolerance=5e-3)
+    assert chosen.predicted.step_time_s <= 1.006 * fastest.predicted.step_time_s

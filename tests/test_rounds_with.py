@@ -321,4 +321,4 @@ def _divided(rank: int) -> None:
 
 
 def test_a_divisor_is_taken_if_it_is_known() -> None:
-    run_ranks(_divided, 3)
+    run_ranks(_divided, 3, fresh_world=True)  # an error of all ranks ends it
