@@ -56,8 +56,6 @@ def test_an_error_in_one_ranks_model_is_told_everywhere_with_rank_and_unit(
 ) -> None:
     misdeed = Misdeed(deed="raise", place=place, step=step)
     outcomes = run_ranks_expecting_failure(train_until, 3, misdeed, plan)
-    if step == 0:  # backward is tried in the first forward
-        place = "forward"
     others_hear(outcomes, 1, "KeyError: 'sample 17 is missing'", f"{place} of unit 'layers.1'")
 
 

@@ -194,9 +194,9 @@ def test_sequence_first_models(length: int, recomputes: bool) -> None:
 
 @every_precision
 def test_samples_in_a_dimension_that_nobody_named_are_refused(precision: Precision) -> None:
-    """In few digits, the first unit may mix samples by less than they can tell."""
+    torch.manual_seed(0)
     model = precision.wrap(Net(SequenceFirst), plan_for(recomputes=False))
-    with pytest.raises(ValueError, match=r"unit 'units\.[01]'.*batch_dim="):
+    with pytest.raises(ValueError, match=r"unit 'units.0'.*batch_dim="):
         precision.call(model, draw(NUM_SAMPLES, NUM_SAMPLES, WIDTH))
 
 

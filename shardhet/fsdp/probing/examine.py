@@ -40,10 +40,13 @@ MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments
 class Examiner:
     """Finds rules of calls; ``splits`` says whether any rank has several microbatches."""
 
-    def __init__(self, runner: CallRunner, watcher: Watcher, *, splits: bool) -> None:
+    def __init__(
+        self, runner: CallRunner, watcher: Watcher, tell: Callable[[str], None], *, splits: bool
+    ) -> None:
         self.is_certain = True  # False if a zero output may be a sum or a mean
         self._runner = runner
         self._watcher = watcher
+        self._tell = tell
         self._splits = splits
         self._decide = RuleFinder(splits=splits)
 
@@ -164,7 +167,9 @@ class Examiner:
         self, whole: ProbedCall, pieces: Sequence[ProbedCall], rules: VisitRules
     ) -> None:
         """Raise if gradients of the pieces do not add up to those of the whole."""
+        self._tell(f"backward of unit {whole.fqn!r}")
         expected, *parts = [self._gradients(each, rules) for each in (whole, *pieces)]
+        self._tell(f"forward of unit {whole.fqn!r}")
         for key, grad in expected.items():
             rule = rules.inputs[key] if isinstance(key, int) else Join.SUM
             rule = rule if isinstance(rule, BatchAxis) else Join.SUM

@@ -90,6 +90,7 @@ class ProbedModel:
     rows: Mapping[int, int]  # indices of units, by id of a sharded parameter
     gathered: Mapping[int, int]  # the same, by id of an unsharded parameter
     storages: frozenset[int]  # those that hold parameters
+    tell: Callable[[str], None]  # what is being done, for messages of a failure
 
 
 class Probe:
@@ -116,7 +117,7 @@ class Probe:
         self._runner = CallRunner(
             model.module, self._watcher, device=model.device, has_gradients=has_gradients
         )
-        self._examiner = Examiner(self._runner, self._watcher, splits=splits)
+        self._examiner = Examiner(self._runner, self._watcher, model.tell, splits=splits)
         # Not bound: a cycle would keep all that has been seen until cycles are collected.
         self._run: Callable[[Probe, CallKey, ProbedCall], Any] = Probe._run_small
         self._num_calls: Counter[str] = Counter()  # by module, in the present run

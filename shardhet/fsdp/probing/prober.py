@@ -81,6 +81,7 @@ class Prober:
         control: Channel,
         device: torch.device,
         form: StepForm,
+        tell: Callable[[str], None],
     ) -> None:
         self.is_running = False
         self.module = module
@@ -118,6 +119,7 @@ class Prober:
                 for _, flat in flats
                 for each in (*flat.unsharded_params, flat.flat_shard)
             ),
+            tell=tell,
         )
 
     def find(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ class Runtime:
             control=self._control,
             device=self._comm.device,
             form=self.rounds.form,
+            tell=partial(setattr, self._lifeline, "doing"),
         )
         self._known = KnownCalls(self._prober, self._control)
 
