@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common.machine import Environment
 from experiments.common.results import Page
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning.inputs import load, read_request
@@ -122,7 +121,6 @@ def shown(value: float | None) -> str:
 def main() -> None:
     """Every row to results.csv, and a table into README.md."""
     page = Page(HERE, is_kept=True)
-    page.tell(Environment.here().as_markdown("one process, planning only"))
     found = []
     for row in rows():
         found.append(row)
