@@ -320,3 +320,60 @@ def _mixed_dtypes(rank: int, plan: Plan) -> None:
 @every_plan
 def test_a_unit_may_mix_dtypes(plan: Plan) -> None:
     run_ranks(_mixed_dtypes, plan.world_size, plan)
+
+
+class Masked(nn.Module):
+    """Leaves out words by a mask that broadcasts, as attention's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x_BTD: Tensor, mask_BT1: Tensor | None = None) -> Tensor:
+        made = self.inner(x_BTD).tanh()
+        return x_BTD + (made if mask_BT1 is None else made.masked_fill(mask_BT1, 0.0))
+
+
+class MasksWhereNeeded(nn.Module):
+    """Passes its layers a mask only if a sample is padded, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(Masked() for _ in range(2))
+        self.head = FloatCountingHead()
+
+    def forward(self, words_BT: Tensor, padding_BT: Tensor, targets_B: Tensor) -> Any:
+        x = self.embedding(words_BT)
+        mask_BT1 = padding_BT[..., None] if padding_BT.any() else None
+        for layer in self.layers:
+            x = layer(x, mask_BT1)
+        return self.head(x, targets_B)
+
+
+def _sometimes_padded(num_samples: int) -> dict[str, Tensor]:
+    return {
+        "words": torch.randint(7, (num_samples, 3)),
+        "padding": (torch.rand(num_samples, 1) < 0.4) & torch.tensor([False, False, True]),
+        "targets": torch.randint(3, (num_samples,)),
+    }
+
+
+def _train_sometimes_padded(rank: int, plan: Plan, num_rounds: int) -> None:
+    problem = Problem(
+        make_module=lambda: MasksWhereNeeded().double(),
+        make_batch=_sometimes_padded,
+        loss=lambda model, batch: model(*batch.values()),
+        options={"units": (nn.Embedding, Masked, "head")},
+    )
+    sizes = tuple(each.rank_batch_size for each in plan.ranks) * num_rounds
+    course = Course(rank_batch_sizes=(sizes,) * 8)
+    check_parity(rank, problem, plan, course)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_a_rank_with_one_sample_may_pass_a_mask_later_than_at_first(num_rounds: int) -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 2], num_microbatches=[1, 2], num_rounds=num_rounds
+    )
+    run_ranks(_train_sometimes_padded, 2, plan, num_rounds)

@@ -146,6 +146,7 @@ class VisitRules:
     outputs: tuple[Rule, ...]  # per tensor among the results
     is_differentiable: tuple[bool, ...]  # per tensor among the results
     counts: bool = False  # whether every call changes numbers among the module's attributes
+    is_for_one_sample: bool = False  # whether other rules might be right for several samples
 
     @property
     def is_batched(self) -> bool:

@@ -74,7 +74,8 @@ class Examiner:
     ) -> VisitRules:
         """The rules of a call that was not seen before; ``known`` are those of some arguments.
 
-        Tries all rules that the shapes of the other arguments allow; exactly one must fit.
+        Tries all rules that the shapes of the other arguments allow; exactly one must fit.  A
+        call on one sample is never cut, so that all that fit give the same, for this call.
         """
         tensors = call.tensor_by_name
         options = [readings(t, known.get(name), num_samples) for name, t in tensors.items()]
@@ -97,6 +98,8 @@ class Examiner:
                 continue  # these rules do not fit
         if len(fitting) == 1 or (fitting and not self._splits):
             return fitting[0]
+        if fitting and num_samples == 1:  # the first splits most arguments
+            return replace(fitting[0], is_for_one_sample=True)
         raise Refusal(
             ValueError(
                 f"unit {call.fqn!r} is called with other kinds of arguments than when the "

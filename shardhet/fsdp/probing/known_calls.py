@@ -122,7 +122,9 @@ class KnownCalls:
                 "at every step."
             )
         for rules in variants:
-            if rules.arguments == arguments:
+            if rules.arguments == arguments and (
+                self._num_samples == 1 or not rules.is_for_one_sample
+            ):
                 return rules
         inferred = self._prober.infer(
             module,
