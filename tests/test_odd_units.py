@@ -373,7 +373,5 @@ def _train_sometimes_padded(rank: int, plan: Plan, num_rounds: int) -> None:
 
 @pytest.mark.parametrize("num_rounds", [1, 2])
 def test_a_rank_with_one_sample_may_pass_a_mask_later_than_at_first(num_rounds: int) -> None:
-    plan = Plan.by_hand(
-        microbatch_sizes=[1, 2], num_microbatches=[1, 2], num_rounds=num_rounds
-    )
+    plan = Plan.by_hand(microbatch_sizes=[1, 2], num_microbatches=[1, 2], num_rounds=num_rounds)
     run_ranks(_train_sometimes_padded, 2, plan, num_rounds)
