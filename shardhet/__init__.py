@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardhet.records.cluster import Cluster, DeviceSpec
     from shardhet.records.plan import Plan, RankPlan
     from shardhet.records.profiles import Profile
+    from shardhet.records.stages import Stage
     from shardhet.records.workload import Workload
     from shardhet.simulator.simulation import simulate
     from shardhet.training.rebalancing import Rebalancer
@@ -34,6 +35,7 @@ _MODULE_BY_NAME = {
     "RankPlan": "shardhet.records.plan",
     "Rebalancer": "shardhet.training.rebalancing",
     "Setting": "shardhet.pricing.setting",
+    "Stage": "shardhet.records.stages",
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
@@ -56,6 +58,7 @@ __all__ = [
     "RankPlan",
     "Rebalancer",
     "Setting",
+    "Stage",
     "Workload",
     "describe",
     "find_plan",

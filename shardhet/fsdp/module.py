@@ -100,6 +100,7 @@ class HetFSDP(ModuleInRounds):
     ) -> None:
         """Shard ``module`` over the ranks of ``group``; see the class.  Collective."""
         super().__init__()
+        plan.refuse_stages("HetFSDP")
         group, device = default_group(group), device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
         watch_unless_decided(plan.world_size, device)

@@ -309,13 +309,16 @@ def _checked_plan(
             raise ValueError(
                 "HetTrainer: the model has a plan already. Leave plan and options out."
             )
+        model.plan.refuse_stages("HetTrainer")
         return model.plan
     if plan is None:
         raise ValueError(
             "HetTrainer: no plan. Pass plan=, which may be a list of batch sizes such as "
             "[2, 2, 15], or a HetFSDP as the model."
         )
-    return plan if isinstance(plan, Plan) else Plan.by_hand(microbatch_sizes=plan)
+    plan = plan if isinstance(plan, Plan) else Plan.by_hand(microbatch_sizes=plan)
+    plan.refuse_stages("HetTrainer")
+    return plan
 
 
 def _wrapped(

@@ -37,6 +37,7 @@ class CostModel(TurnPrices, MemoryPrices):
 
         Devices are those of the cluster, in its order.
         """
+        plan.refuse_stages("the cost model")
         if plan.form != self.form:
             return self.in_form(plan.form).predict(plan)
         self._check_devices(plan)

@@ -70,6 +70,7 @@ def replica_price(
 
     ``link_fraction`` is what copies get of the bandwidth that the cluster states.
     """
+    plan.refuse_stages("replica_price")
     members = [node for node in setting.cluster.nodes for _ in node.devices]
     nodes = Nodes.of([node.host for node in members])
     bytes_per_numel = KEPT_PART * setting.workload.state_bytes_per_element

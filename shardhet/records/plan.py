@@ -6,15 +6,29 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
 from math import isfinite
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, ClassVar, Self
 
+from shardhet.records.by_hand import (
+    batches_by_speed,
+    check_lengths,
+    last_round_size,
+    microbatches_of_each,
+    of_each,
+    shares_by_memory,
+)
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document
 from shardhet.records.schedule import StepForm
+from shardhet.records.stages import (
+    Stage,
+    check_nothing_on_host,
+    check_stages,
+    positions_by_stage,
+    stage_by_unit,
+)
 
-SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 EVERY_UNIT = ("*",)
-T = TypeVar("T")
+SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +117,7 @@ class Plan(Document):
     reshard_after_backward: Annotated[bool, OMITTABLE] = True  # False: until the step ends
     reduce_each_round: Annotated[bool, OMITTABLE] = True  # False: gradients are reduced last
     last_round_size: int | None = None  # samples of the last round; None: as many as of any
+    stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
 
@@ -116,8 +131,10 @@ class Plan(Document):
             # Without the model's units, those that are named in full are known.
             fqns = [unit.fqn for unit in self.units] or _names_in_full(rank.inputs_on_host)
             rank.check_inputs_on_host(i, fqns)
+        if self.stages is not None:
+            _check_stages(self, self.stages)
         total = sum(rank.state_share for rank in self.ranks)
-        if abs(total - 1) > SHARES_TOLERANCE:
+        if self.stages is None and abs(total - 1) > SHARES_TOLERANCE:
             raise ValueError(
                 f"plan: state shares {[rank.state_share for rank in self.ranks]} sum to "
                 f"{total} but must sum to 1. Divide each by {total}."
@@ -132,6 +149,14 @@ class Plan(Document):
             raise ValueError(
                 f"plan: last_round_size is {last} but must be from 1 to {self.round_size}, the "
                 "samples of a round. Leave it out if all rounds are full."
+            )
+
+    def refuse_stages(self, caller: str) -> None:
+        """Raise ``ValueError`` if the plan has stages, for a ``caller`` that has none."""
+        if self.stages is not None:
+            raise ValueError(
+                f"{caller}: the plan has {len(self.stages)} stages, with which it cannot do "
+                "anything yet. Give it a plan without stages."
             )
 
     @property
@@ -151,24 +176,38 @@ class Plan(Document):
 
     @property
     def global_batch_size(self) -> int:
-        """The number of samples in one optimizer step, over all devices and rounds."""
+        """The number of samples in one optimizer step: of a group's devices in all rounds."""
         last = self.round_size if self.last_round_size is None else self.last_round_size
         return (self.num_rounds - 1) * self.round_size + last
 
     @property
     def round_size(self) -> int:
-        """The number of samples in one round, over all devices."""
-        return sum(rank.rank_batch_size for rank in self.ranks)
+        """The number of samples in one round, over all devices of a group."""
+        return sum(self.ranks[i].rank_batch_size for i in self.groups[0])
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The positions of each stage, or of the one group that has all units."""
+        whole = (range(self.world_size),)
+        return whole if self.stages is None else positions_by_stage(self.stages)
+
+    def group_of(self, position: int) -> range:
+        """The positions that compute the same units as ``position``."""
+        return next(each for each in self.groups if position in each)
 
     @property
     def state_shares(self) -> tuple[float, ...]:
-        """Each device's share of the state, in plan order; the shares sum to one."""
-        total = sum(rank.state_share for rank in self.ranks)
-        return tuple(rank.state_share / total for rank in self.ranks)
+        """Each device's share of the state of its units, in plan order; the shares of a group
+        sum to one.
+        """
+        stored = [rank.state_share for rank in self.ranks]
+        totals = [sum(stored[i] for i in each) for each in self.groups for _ in each]
+        return tuple(share / total for share, total in zip(stored, totals, strict=True))
 
     def first_sample(self, position: int) -> int:
         """Index in a round of the first sample dealt to the device at ``position``."""
-        return sum(rank.rank_batch_size for rank in self.ranks[:position])
+        group = self.group_of(position)
+        return sum(self.ranks[i].rank_batch_size for i in group if i < position)
 
     def round_samples(
         self, position: int, round_index: int, num_samples: int | None = None
@@ -222,6 +261,7 @@ class Plan(Document):
         reshard_after_backward: bool = True,
         reduce_each_round: bool = True,
         global_batch_size: int | None = None,
+        stages: Sequence[Stage] | None = None,
     ) -> Self:
         """A plan from one entry per device, for each round.
 
@@ -233,30 +273,20 @@ class Plan(Document):
         ``inputs_on_host``: the inputs of these recomputed units (True: of all of them) wait for
         backward in the memory of the host.  ``optimizer_on_host`` is one bool for all devices,
         or one per device.  With a ``global_batch_size`` the last round has what is left of it.
+        ``stages`` make it a pipeline: they take the devices in this order.
         """
         world_size = len(microbatch_sizes)
-        if num_microbatches is not None and rank_batch_sizes is not None:
-            raise ValueError(
-                "plan: num_microbatches and rank_batch_sizes both given. Drop one of them."
-            )
-        if rank_batch_sizes is None:
-            counts = num_microbatches or [int(size > 0) for size in microbatch_sizes]
-            _check_lengths(world_size, num_microbatches=counts)
-            sizes = [_repeated(m, n) for m, n in zip(microbatch_sizes, counts, strict=True)]
-        else:
-            _check_lengths(world_size, rank_batch_sizes=rank_batch_sizes)
-            sizes = [
-                _ragged(b, m) for b, m in zip(rank_batch_sizes, microbatch_sizes, strict=True)
-            ]
-        claims = _of_each(recompute, world_size)
+        sizes = microbatches_of_each(microbatch_sizes, num_microbatches, rank_batch_sizes)
+        claims = of_each(recompute, world_size)
         if inputs_on_host is True:  # on every device that recomputes any
             inputs_on_host = [claim is not False for claim in claims]
         with_inputs = list(inputs_on_host or [False] * world_size)
-        on_host = _of_each(optimizer_on_host, world_size)
+        on_host = of_each(optimizer_on_host, world_size)
         devices = devices or [DeviceSpec()] * world_size
+        groups = positions_by_stage(stages) if stages else (range(world_size),)
         if state_shares is None:
-            state_shares = _shares_by_memory(devices)
-        _check_lengths(
+            state_shares = shares_by_memory(devices, groups)
+        check_lengths(
             world_size,
             state_shares=state_shares,
             recompute=claims,
@@ -264,7 +294,7 @@ class Plan(Document):
             optimizer_on_host=on_host,
             devices=devices,
         )
-        round_size = sum(map(sum, sizes))
+        round_size = sum(sum(sizes[i]) for i in groups[0])
         return cls(
             ranks=tuple(
                 RankPlan(
@@ -281,7 +311,8 @@ class Plan(Document):
             num_rounds=num_rounds,
             reshard_after_backward=reshard_after_backward,
             reduce_each_round=reduce_each_round,
-            last_round_size=_last_round_size(global_batch_size, num_rounds, round_size),
+            last_round_size=last_round_size(global_batch_size, num_rounds, round_size),
+            stages=None if stages is None else tuple(stages),
         )
 
     @classmethod
@@ -310,39 +341,30 @@ class Plan(Document):
         state_shares: Sequence[float] | None = None,
         recompute: bool = False,
     ) -> Self:
-        """Batches in proportion to ``speeds``, state even or as given.
-
-        Batches are rounded by the largest-remainder method.
-        """
-        if not speeds or not all(isfinite(v) and v >= 0 for v in speeds) or not sum(speeds):
-            raise ValueError(
-                f"plan: speeds {list(speeds)} must be finite, at least zero and not all zero."
-            )
-        world_size = len(speeds)
-        exact = [global_batch_size * v / sum(speeds) for v in speeds]
-        batches = [int(b) for b in exact]
-        by_remainder = sorted(range(world_size), key=lambda i: batches[i] - exact[i])
-        for i in by_remainder[: global_batch_size - sum(batches)]:
-            batches[i] += 1
+        """Batches in proportion to ``speeds``, state even or as given."""
         return cls.by_hand(
-            microbatch_sizes=[microbatch_size] * world_size,
-            rank_batch_sizes=batches,
+            microbatch_sizes=[microbatch_size] * len(speeds),
+            rank_batch_sizes=batches_by_speed(speeds, global_batch_size),
             state_shares=state_shares or None,
             recompute=recompute,
         )
 
 
-def _last_round_size(total: int | None, num_rounds: int, round_size: int) -> int | None:
-    """What is left of ``total`` samples for the last round; None if it is a whole one."""
-    if total is None or total == num_rounds * round_size:
-        return None
-    least = (num_rounds - 1) * round_size + 1
-    if not least <= total <= num_rounds * round_size:
-        raise ValueError(
-            f"plan: global_batch_size is {total} but {num_rounds} rounds of {round_size} "
-            f"samples make {least} to {num_rounds * round_size}. Change num_rounds or it."
-        )
-    return total - least + 1
+def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
+    check_stages(
+        stages,
+        batch_sizes=[rank.rank_batch_size for rank in plan.ranks],
+        state_shares=[rank.state_share for rank in plan.ranks],
+        tolerance=SHARES_TOLERANCE,
+        num_rounds=plan.num_rounds,
+    )
+    stage_by_unit(stages, [unit.fqn for unit in plan.units if unit.fqn])
+    check_nothing_on_host(
+        {
+            "inputs_on_host": any(rank.inputs_on_host for rank in plan.ranks),
+            "optimizer_on_host": any(rank.optimizer_on_host for rank in plan.ranks),
+        }
+    )
 
 
 def _check_rank(i: int, rank: RankPlan) -> None:
@@ -368,57 +390,8 @@ def _check_units(units: Sequence[PlannedUnit]) -> None:
             )
 
 
-def _check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
-    for name, entries in sequences.items():
-        if len(entries) != world_size:
-            raise ValueError(
-                f"plan: {name} has {len(entries)} entries but microbatch_sizes has "
-                f"{world_size}. Give one entry per device."
-            )
-
-
-def _shares_by_memory(devices: Sequence[DeviceSpec]) -> list[float]:
-    """In proportion to the devices' memory if all state it, and otherwise even."""
-    weights = [device.memory_capacity_bytes or 0 for device in devices]
-    if not all(weights):
-        weights = [1] * len(devices)
-    return [weight / sum(weights) for weight in weights]
-
-
-def _repeated(microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
-    if (
-        microbatch_size < 0
-        or num_microbatches < 0
-        or (num_microbatches and not microbatch_size)
-    ):
-        raise ValueError(
-            f"plan: a device has {num_microbatches} microbatches of {microbatch_size} samples. "
-            f"Give it microbatches of at least 1 sample, or none of them."
-        )
-    return (microbatch_size,) * num_microbatches
-
-
-def _ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
-    if rank_batch_size < 0:
-        raise ValueError(
-            f"plan: a device has rank_batch_size {rank_batch_size}. Give it 0 samples or more."
-        )
-    if rank_batch_size and microbatch_size < 1:
-        raise ValueError(
-            f"plan: a device has {rank_batch_size} samples but microbatch size "
-            f"{microbatch_size}. Give it a microbatch size of at least 1."
-        )
-    whole, rest = divmod(rank_batch_size, microbatch_size) if rank_batch_size else (0, 0)
-    return (microbatch_size,) * whole + ((rest,) if rest else ())
-
-
 def _names_in_full(patterns: Sequence[str]) -> list[str]:
     return [each for each in patterns if not set(each) & set("*?[")]
-
-
-def _of_each(claim: bool | Sequence[T], world_size: int) -> list[bool | T]:
-    """One entry per device of what may be said of all."""
-    return [claim] * world_size if isinstance(claim, bool) else list(claim)
 
 
 def _patterns(claim: bool | Sequence[str], key: str) -> tuple[str, ...]:

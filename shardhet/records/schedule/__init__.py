@@ -9,6 +9,13 @@ from shardhet.records.schedule.passes import (
     rest_of_step,
     straight_schedule,
 )
+from shardhet.records.schedule.pipeline import (
+    Message,
+    RoundPhase,
+    intervals,
+    messages_between,
+    one_forward_one_backward,
+)
 from shardhet.records.schedule.turns import (
     AHEAD,
     GATHER,
@@ -28,16 +35,21 @@ __all__ = [
     "REDUCE",
     "Launch",
     "LaunchKind",
+    "Message",
     "Pass",
     "Phase",
+    "RoundPhase",
     "Schedule",
     "Segment",
     "Shape",
     "StepForm",
     "Turn",
+    "intervals",
     "make_schedule",
     "mark_gathers",
     "mark_reductions",
+    "messages_between",
+    "one_forward_one_backward",
     "rest_of_step",
     "straight_schedule",
 ]

@@ -1,0 +1,103 @@
+"""What a plan by hand is given, made into what a plan holds; errors name the argument."""
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any, TypeVar
+
+from shardhet.records.cluster import DeviceSpec
+
+T = TypeVar("T")
+
+
+def last_round_size(total: int | None, num_rounds: int, round_size: int) -> int | None:
+    """What is left of ``total`` samples for the last round; None if it is a whole one."""
+    if total is None or total == num_rounds * round_size:
+        return None
+    least = (num_rounds - 1) * round_size + 1
+    if not least <= total <= num_rounds * round_size:
+        raise ValueError(
+            f"plan: global_batch_size is {total} but {num_rounds} rounds of {round_size} "
+            f"samples make {least} to {num_rounds * round_size}. Change num_rounds or it."
+        )
+    return total - least + 1
+
+
+def check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
+    for name, entries in sequences.items():
+        if len(entries) != world_size:
+            raise ValueError(
+                f"plan: {name} has {len(entries)} entries but microbatch_sizes has "
+                f"{world_size}. Give one entry per device."
+            )
+
+
+def shares_by_memory(devices: Sequence[DeviceSpec], groups: Sequence[range]) -> list[float]:
+    """In proportion to the devices' memory if all state it, and otherwise even; one in all
+    for each group of positions.
+    """
+    weights = [device.memory_capacity_bytes or 0 for device in devices]
+    if not all(weights):
+        weights = [1] * len(devices)
+    return [weights[i] / sum(weights[j] for j in group) for group in groups for i in group]
+
+
+def repeated(microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    if (
+        microbatch_size < 0
+        or num_microbatches < 0
+        or (num_microbatches and not microbatch_size)
+    ):
+        raise ValueError(
+            f"plan: a device has {num_microbatches} microbatches of {microbatch_size} samples. "
+            f"Give it microbatches of at least 1 sample, or none of them."
+        )
+    return (microbatch_size,) * num_microbatches
+
+
+def ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
+    if rank_batch_size < 0:
+        raise ValueError(
+            f"plan: a device has rank_batch_size {rank_batch_size}. Give it 0 samples or more."
+        )
+    if rank_batch_size and microbatch_size < 1:
+        raise ValueError(
+            f"plan: a device has {rank_batch_size} samples but microbatch size "
+            f"{microbatch_size}. Give it a microbatch size of at least 1."
+        )
+    whole, rest = divmod(rank_batch_size, microbatch_size) if rank_batch_size else (0, 0)
+    return (microbatch_size,) * whole + ((rest,) if rest else ())
+
+
+def of_each(claim: bool | Sequence[T], world_size: int) -> list[bool | T]:
+    """One entry per device of what may be said of all."""
+    return [claim] * world_size if isinstance(claim, bool) else list(claim)
+
+
+def microbatches_of_each(
+    sizes: Sequence[int], counts: Sequence[int] | None, batches: Sequence[int] | None
+) -> list[tuple[int, ...]]:
+    """Every device's microbatches: so many of one size, or a batch cut into that size."""
+    if counts is not None and batches is not None:
+        raise ValueError(
+            "plan: num_microbatches and rank_batch_sizes both given. Drop one of them."
+        )
+    if batches is not None:
+        check_lengths(len(sizes), rank_batch_sizes=batches)
+        return [ragged(b, m) for b, m in zip(batches, sizes, strict=True)]
+    counts = counts or [int(size > 0) for size in sizes]
+    check_lengths(len(sizes), num_microbatches=counts)
+    return [repeated(m, n) for m, n in zip(sizes, counts, strict=True)]
+
+
+def batches_by_speed(speeds: Sequence[float], global_batch_size: int) -> list[int]:
+    """Batches in proportion to ``speeds``, rounded by the largest-remainder method."""
+    if not speeds or not all(isfinite(v) and v >= 0 for v in speeds) or not sum(speeds):
+        raise ValueError(
+            f"plan: speeds {list(speeds)} must be finite, at least zero and not all zero."
+        )
+    exact = [global_batch_size * v / sum(speeds) for v in speeds]
+    batches = [int(b) for b in exact]
+    by_remainder = sorted(range(len(speeds)), key=lambda i: batches[i] - exact[i])
+    for i in by_remainder[: global_batch_size - sum(batches)]:
+        batches[i] += 1
+    return batches
