@@ -13,7 +13,7 @@ from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
-from shardhet.training.trainer import DeviceUse
+from shardhet.training.device_use import DeviceUse
 from tests.programs import run
 
 

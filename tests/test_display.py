@@ -7,7 +7,8 @@ from rich.console import Console
 from shardhet.apps.cli.display import Display, device_table, microbatches
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
-from shardhet.training.trainer import DeviceUse, StepMetrics
+from shardhet.training.device_use import DeviceUse
+from shardhet.training.trainer import StepMetrics
 
 PLAN = Plan.by_hand(
     microbatch_sizes=[8, 2, 0], rank_batch_sizes=[24, 5, 0], state_shares=[0.5, 0.2, 0.3]

@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, redistribute
+from shardhet.apps.launch.crash import RankConsole
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.worker import Run
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
@@ -42,9 +48,11 @@ from tests.parity import (
     wrap,
 )
 from tests.patchwork import Case, draw_case, draw_rounds
+from tests.programs import SMALL_MODEL
 from tests.selection import one_in
 from tests.test_guard import poisoned
 from tests.test_trainer import make_trainer
+from tests.test_worker import configure
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 # The rest for campaigns; more of them: SHARDHET_EMULATED_CASES=500
@@ -384,6 +392,38 @@ def test_the_host_waits_for_the_loss_and_for_the_norm_only_where_it_decides() ->
         assert syncs == [read]  # by then the norm of the step before is there
     for syncs in run_ranks(_reads, 2, OnBadStep.SKIP):
         assert syncs == [read] * 2
+
+
+def _reads_of_worker(rank: int, path: str) -> list[tuple[list[str], int]]:
+    """The reads of each step of a run, and the events that it times."""
+    folder = RunFolder(Path(path))
+    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
+    with Accelerator().installed() as accelerator:
+        run = Run(folder.load_config(), folder, env, accelerator.device)
+        seen = []
+        with run.begin(RankConsole(quiet=True)) as display:
+            for step in range(1, 7):
+                accelerator.syncs.clear()
+                timed = accelerator.host.num_timed
+                run.take_step(step, display)
+                seen.append((list(accelerator.syncs), accelerator.host.num_timed - timed))
+        return seen
+
+
+def test_a_training_rank_reads_once_a_step_and_times_what_is_reported(tmp_path: Path) -> None:
+    """Step 4 is reported, and step 6 is the last: the norm is read in the step itself."""
+    quick = ("debug=quick", "num_steps=6", "log_every=4", "data.num_judged_samples=2")
+    path = configure(tmp_path, *SMALL_MODEL, *quick, "cluster.num_ranks=2")
+    read = "comm/host_copy.py read: event"
+    for seen in run_ranks(_reads_of_worker, 2, path):
+        reads, num_timed = zip(*seen, strict=True)
+        assert reads[1:3] == ([read],) * 2
+        assert reads[3] == reads[4] + [read]
+        assert reads[4] == [read]
+        assert [number > 0 for number in num_timed] == [False] * 3 + [True, False, True]
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [each["step"] for each in steps if "loss" in each] == [1, 2, 3, 4, 5, 6]
+    assert all(each["grad_norm"] > 0 for each in steps if "loss" in each)
 
 
 def _ends_in_backward(rank: int) -> list[float | None]:

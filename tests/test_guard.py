@@ -145,10 +145,10 @@ def train_with_a_bad_batch(rank: int, path: str, is_reference: bool) -> None:
         is_bad = model.step + trainer.num_batches_skipped == BAD_BATCH and model.training
         return (loss_sum * math.nan if is_bad and rank == 1 else loss_sum, *rest)
 
-    def take_step_without_the_batch() -> StepMetrics:
+    def take_step_without_the_batch(**options: bool) -> StepMetrics:
         if trainer.model.step == CHECKPOINTED:
             trainer.num_batches_skipped = BAD_BATCH + 1 - CHECKPOINTED
-        return take_step()
+        return take_step(**options)
 
     if is_reference:
         trainer.train_step = take_step_without_the_batch  # type: ignore[method-assign]

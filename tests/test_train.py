@@ -26,10 +26,10 @@ if os.environ.get("RANK") == "1":
 
     take_step = shardhet.training.trainer.Trainer.train_step
 
-    def fail(trainer):
+    def fail(trainer, **options):
         if trainer.model.step == 1:
             {failure}
-        return take_step(trainer)
+        return take_step(trainer, **options)
 
     shardhet.training.trainer.Trainer.train_step = fail
 """

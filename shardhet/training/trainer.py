@@ -1,9 +1,7 @@
 """Trainer: one optimizer step, an exact evaluation, and what each device did meanwhile."""
 
 import math
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +13,13 @@ from torch import Tensor
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches, deal
+from shardhet.training.device_use import DeviceTimes, DeviceUse
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
 from shardhet.training.peak_memory import PeakMemory
-
-COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
-
 
 # Calls the model with this rank's samples; returns (loss_sum, num_targets).
 Run = Callable[[HetFSDP, Sequence[Tensor]], Sequence[Any]]
@@ -44,7 +39,9 @@ class StepMetrics:
     norm: float | HostCopy  # of the gradients before clipping; see ``grad_norm``
     learning_rate: float  # of the first parameter group
     num_targets: int  # tokens, or labels, of all ranks
-    step_time_s: float  # on the host; an accelerator may still run while the next step begins
+    # On the host, with what it has waited for the step before; an accelerator may still run
+    # while the next step begins.
+    step_time_s: float
     # Why the step changed nothing: its loss or gradients are not finite, or a spike.
     why_skipped: str | None = None
     loss_scale: float | None = None  # of the step, in float16
@@ -73,17 +70,6 @@ class Evaluation:
     def bits_per_target(self) -> float:
         """Bits per target; bits per byte if a target is a byte."""
         return self.mean_loss / math.log(2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceUse:
-    """What one device did since the last call, as fractions of the time of its steps."""
-
-    # By the device's own clock.  If the host runs ahead and waits for a peer while the device
-    # still has work, no time is lost and none is counted.
-    busy_share: float  # in forward and backward
-    waiting_share: float  # for parameters, gradients or messages of other ranks
-    peak_memory_bytes: int  # allocated on an accelerator; resident of a process on a CPU
 
 
 class Trainer:
@@ -142,21 +128,29 @@ class Trainer:
         # Batches that were left out: the batch of a step is that of ``model.step`` plus this.
         self.num_batches_skipped = 0
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._seconds = dict.fromkeys(Activity, 0.0)
-        self._steps_s = 0.0  # time of the steps since the last ``look_at_devices``
+        self._times = DeviceTimes(model, self._device)
+        self._settled_s = 0.0  # time of waiting for a step since it ended
         self._is_in_step = False
         self._unsettled: StepMetrics | None = None  # the last step, if nobody has judged it
-        self._events: deque[Observed] = deque()  # that the device has not completed yet
-        model.add_observer(self._observe, times_device=True)
         self.forget_peak_memory()
 
-    def train_step(self) -> StepMetrics:
-        """One optimizer step on the next global batch."""
-        start_s = time.perf_counter()
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last step has been judged; see ``settle``."""
+        return self._unsettled is None
+
+    def train_step(self, *, is_timed: bool = True) -> StepMetrics:
+        """One optimizer step on the next global batch.
+
+        ``look_at_devices`` counts it if it ``is_timed``, which takes an accelerator two events
+        per computation and wait, and the host their launches.  On a CPU each step is.
+        """
+        start_s = time.perf_counter() - self._settled_s
+        self._settled_s = 0.0
         if self._is_in_step:  # the last step failed
-            self._events.clear()
             self._unsettled = None
         self._is_in_step = True
+        self._times.begin_step(is_timed=is_timed)
         model = self.model
         with phase("loading the next batch"):
             batch = self._batches[model.step + self.num_batches_skipped]
@@ -176,11 +170,10 @@ class Trainer:
             norm, why_skipped = self._update(mean_loss)
         self.optimizer.zero_grad()
         self._is_in_step = False
-        self._count_events()
         if why_skipped is not None:
             self.guard.check(model.step, why_skipped)
         step_time_s = time.perf_counter() - start_s
-        self._steps_s += step_time_s
+        self._times.end_step(step_time_s)
         metrics = StepMetrics(
             step=model.step,
             mean_loss=mean_loss,
@@ -205,7 +198,10 @@ class Trainer:
         """
         last, self._unsettled = self._unsettled, None
         if last is not None:
+            start_s = time.perf_counter()
             why = self.guard.judge(last.mean_loss, last.grad_norm)
+            if not self._is_in_step:
+                self._settled_s += time.perf_counter() - start_s
             if why is not None:
                 self.guard.check(last.step, why)
 
@@ -288,14 +284,9 @@ class Trainer:
         return Evaluation(loss_sum=loss_sum, num_targets=int(num_targets))
 
     def look_at_devices(self) -> tuple[DeviceUse, ...]:
-        """What each device did in the steps since the last call, in plan order."""
-        busy_s = sum(self._seconds[activity] for activity in COMPUTE)
-        waiting_s = sum(self._seconds.values()) - busy_s
-        steps_s = max(self._steps_s, sys.float_info.min)
-        memory_bytes = self._peak_memory.read()
-        rows = self.model.exchange([busy_s / steps_s, waiting_s / steps_s, memory_bytes])
-        self._seconds = dict.fromkeys(Activity, 0.0)
-        self._steps_s = 0.0
+        """What each device did in the timed steps since the last call, in plan order."""
+        self.settle()  # the device has done by then what is timed
+        rows = self.model.exchange([*self._times.look(), self._peak_memory.read()])
         return tuple(
             DeviceUse(busy_share=busy, waiting_share=waiting, peak_memory_bytes=int(nbytes))
             for busy, waiting, nbytes in rows
@@ -307,21 +298,6 @@ class Trainer:
         The trainer does it once when it is created, to exclude the building of the model.
         """
         self._peak_memory.forget()
-
-    def _observe(self, event: Observed) -> None:
-        if self._is_in_step:
-            self._events.append(event)
-
-    def _count_events(self) -> None:
-        """Add up the events that the device has completed: all but those of a bad step, whose
-        norm the host does not wait for.
-        """
-        while self._events:
-            try:
-                seconds = self._events[0].seconds
-            except RuntimeError:  # it has not
-                return
-            self._seconds[self._events.popleft().activity] += seconds
 
     def _my_part(self, batch: Batch, round_index: int = 0) -> list[Tensor]:
         """This rank's samples of a round on its device; no rows if it has none."""

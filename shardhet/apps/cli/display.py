@@ -15,7 +15,8 @@ from shardhet.apps.cli.on_terminal import OnTerminal
 from shardhet.apps.cli.quantities import of_budget
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.training.trainer import DeviceUse, StepMetrics
+from shardhet.training.device_use import DeviceUse
+from shardhet.training.trainer import StepMetrics
 
 REFRESHES_PER_S = 2
 NUM_STEPS_IN_MEAN = 20  # for the mean step time, which gives throughput and remaining time

@@ -114,20 +114,31 @@ class RunCheckpoints:
 
         So a step that was recorded is on two nodes, unless it is the last one.
         """
-        if self._replicas is not None and step % self._conf.replicas.every == 0:
+        if self._replicas is not None and self._needs_replica(step):
             started_s = time.perf_counter()
             self._replicas.wait(self._model)
             self._waited_s = time.perf_counter() - started_s
 
+    def is_due(self, step: int) -> bool:
+        """Whether ``after_step`` writes something."""
+        return self._needs_replica(step) or self._needs_checkpoint(step)
+
+    def _needs_replica(self, step: int) -> bool:
+        return self._replicas is not None and step % self._conf.replicas.every == 0
+
+    def _needs_checkpoint(self, step: int) -> bool:
+        every = self._conf.checkpoint.every
+        return bool(every) and (step % every == 0 or step == self._conf.num_steps)
+
     def after_step(self, step: int) -> dict[str, float]:
         """Write what it is time for; the seconds that the step waited for it, by name."""
         seconds: dict[str, float] = {}
-        every, replicas = self._conf.checkpoint.every, self._replicas
-        if replicas is not None and step % self._conf.replicas.every == 0:
+        replicas = self._replicas
+        if replicas is not None and self._needs_replica(step):
             started_s = time.perf_counter()
             replicas.save(self._model, self._optimizer, extra=self._extra(step))
             seconds["replica_s"] = self._waited_s + time.perf_counter() - started_s
-        if every and (step % every == 0 or step == self._conf.num_steps):
+        if self._needs_checkpoint(step):
             started_s = time.perf_counter()
             self.save(step)
             seconds["checkpoint_s"] = time.perf_counter() - started_s

@@ -13,7 +13,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline
-from shardhet.training.trainer import DeviceUse
+from shardhet.training.device_use import DeviceUse
 
 NUM_WARM_UP_STEPS = 3  # first steps, which predictions do not cover
 MIB = 2**20

@@ -32,12 +32,14 @@ from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.run.task import Task
 from shardhet.apps.run.tracing import Tracer
 from shardhet.checkpoint import Resumed
+from shardhet.comm import devices
 from shardhet.comm.liveness.ending import end_now
 from shardhet.comm.progress import phase, progress
 from shardhet.config.train import Precision, TrainConf
+from shardhet.training.device_use import DeviceUse
 from shardhet.training.emulation import HostMemory
 from shardhet.training.slow_devices import of_any_device
-from shardhet.training.trainer import DeviceUse, StepMetrics
+from shardhet.training.trainer import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class Run:
         self._conf = conf
         self._folder = folder
         self._env = env
+        self._device = device
         self._built = built = build(conf, folder, env, device, clock)
         self.trainer = built.trainer
         self._model = built.trainer.model
@@ -121,6 +124,7 @@ class Run:
         self.was_told: str | None = None  # to end before the last step, and how
         self.goes_on_without_some = False  # without the ranks that were told to end
         self._loggers: list[MetricsLogger] = []
+        self._unrecorded: StepMetrics | None = None  # the last step, until its norm is read
         self._tracer: Tracer | None = None
         if conf.trace:
             path = folder.trace_dir / f"rank{env.rank}.json"
@@ -224,10 +228,16 @@ class Run:
     def take_step(self, step: int, display: Display) -> None:
         """Run one optimizer step with its metrics, reports of device use and evaluations."""
         conf = self._conf
+        is_last = step == conf.num_steps
+        is_reported = step % conf.log_every == 0 or is_last
+        is_evaluated = is_last or (bool(conf.eval_every) and step % conf.eval_every == 0)
         if self._tracer is not None:
             self._tracer.before_step(step)
-        metrics = self.trainer.train_step()
-        self.trainer.settle()  # the norm is recorded in any case
+        metrics = self.trainer.train_step(is_timed=is_reported)
+        self._record(display)  # the step before, whose norm was read in this one
+        makes_use = is_reported or is_evaluated or self._checkpoints.is_due(step)
+        if makes_use or self._model.is_asked_to_end or devices.is_on_host(self._device):
+            self.trainer.settle()
         self._checkpoints.before_record(step)
         if self._clock is not None:
             self._went_on(step, self._clock, display)
@@ -238,12 +248,14 @@ class Run:
         if self._built.rebalancer is not None:
             self._look_at_speeds(step, self._built.rebalancer, display)
         if metrics.why_skipped is None:
-            self._record(metrics, display)
+            self._unrecorded = metrics
+            if self.trainer.is_settled:
+                self._record(display)
         elif self._skip(metrics, display):
             return
-        if step % conf.log_every == 0 or step == conf.num_steps:
+        if is_reported:
             self._look(step, display)
-        if step == conf.num_steps or (conf.eval_every and step % conf.eval_every == 0):
+        if is_evaluated:
             self._evaluate(step, display)
         self._keep(step, display)
 
@@ -259,7 +271,11 @@ class Run:
         if is_first and told is not None:
             _tell(told, display)
 
-    def _record(self, metrics: StepMetrics, display: Display) -> None:
+    def _record(self, display: Display) -> None:
+        """Log and show the step that has not been yet, if there is one."""
+        metrics, self._unrecorded = self._unrecorded, None
+        if metrics is None:
+            return
         values = {
             "loss": metrics.mean_loss,
             "grad_norm": metrics.grad_norm,

@@ -75,24 +75,36 @@ class Observers:
         the host itself is the device.
         """
         self.is_traced = False
-        self._observers: list[Observer] = []
+        self._observers: dict[Observer, tuple[bool, bool]] = {}  # and what each asks for
         self._counts_cpu = False
         self._times_device = False
         self._mark_device_time = mark_device_time
 
     def add(
         self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False
-    ) -> None:
+    ) -> Callable[[], None]:
         """Call ``observer`` with every record from now on, in the thread that does the work.
+
+        Returns a function that ends it.
 
         ``counts_cpu`` fills ``cpu_s`` of all records, at two system calls each;
         ``times_device`` fills ``device_span`` if the device is not the host, at two device
         events each.  The time that an observer takes counts as part of the activity for
         observers added after it and in traces; this is used to make a device look slower.
         """
-        self._observers.append(observer)
-        self._counts_cpu |= counts_cpu
-        self._times_device |= times_device
+        self._observers[observer] = (counts_cpu, times_device)
+        self._follow_observers()
+
+        def remove() -> None:
+            del self._observers[observer]
+            self._follow_observers()
+
+        return remove
+
+    def _follow_observers(self) -> None:
+        asked = self._observers.values()
+        self._counts_cpu = any(counts_cpu for counts_cpu, _ in asked)
+        self._times_device = any(times_device for _, times_device in asked)
 
     def watch(
         self, unit: str, activity: Activity, microbatch: int | None = None
