@@ -279,11 +279,10 @@ class HetFSDP(ModuleInRounds):
         """Call ``observer`` for each computation and wait (``Observed``); returns what ends it.
 
         ``counts_cpu`` fills in ``cpu_s``, at the cost of two system calls per observation.
-        ``times_device`` measures ``seconds`` on the accelerator, which usually has not finished
-        when ``observer`` is called: keep the records and read them after a synchronization.
+        ``times_device`` measures ``seconds`` on the accelerator: read them once it is done.
         """
-        asked = {"counts_cpu": counts_cpu, "times_device": times_device}
-        return self._runtime.observers.add(observer, **asked)
+        add = self._runtime.observers.add
+        return add(observer, counts_cpu=counts_cpu, times_device=times_device)
 
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Label computations and waits, per unit, in torch.profiler's records from now on."""
