@@ -14,6 +14,11 @@ def one_in(stride: int, cases: Iterable[Any]) -> list[Any]:
     ]
 
 
+def blocks(*quads: tuple[int, int]) -> list[Any]:
+    """(world size, block) for each block of four; the first of four stays in ``make test``."""
+    return one_in(4, [(size, 4 * quad + i) for size, quad in quads for i in range(4)])
+
+
 def for_campaign(*case: Any) -> Any:
     """A case for ``parametrize`` that ``make campaign`` alone runs."""
     return pytest.param(*case, marks=pytest.mark.campaign)

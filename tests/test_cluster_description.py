@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.planner import solve
+from shardhet.planner import Demands, solve
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
@@ -100,7 +100,9 @@ def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
     profile = derive_profile(cluster, workload)
     assert not profile.is_measured
     solution = solve(
-        Setting(cluster, workload, profile), global_batch_size=4 * cluster.world_size
+        Setting(cluster, workload, profile),
+        global_batch_size=4 * cluster.world_size,
+        demands=Demands(max_rounds=1),
     )
     assert solution.relative_gap < 0.01
     assert all(rank.fits for rank in solution.predicted.ranks)

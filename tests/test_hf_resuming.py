@@ -49,17 +49,22 @@ BASE: dict[str, Any] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
-    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"},
-    "by length": {"train_sampling_strategy": "group_by_length"},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "end of an epoch": {"save_steps": 5},
+    "sgd from the end of an epoch": {
+        "optim": "sgd",
+        "optim_args": "momentum=0.9",
+        "save_steps": 5,
+    },
+    "by length, accumulated": {
+        "train_sampling_strategy": "group_by_length",
+        "gradient_accumulation_steps": 2,
+    },
     "drawing": {},
     "dropout": {},  # by microbatches, so that another plan trains with other masks
 }
 
 
 # Trained in rounds and resumed in none; the others the other way round.
-IN_ROUNDS_FIRST = ("base", "accumulation", "drawing")
+IN_ROUNDS_FIRST = ("base", "by length, accumulated", "drawing")
 
 
 class Drawing:
@@ -114,7 +119,7 @@ def undisturbed_and_stopped(rank: int, folder: str, variants: Sequence[str]) -> 
     for variant in variants:
         plan = IN_ROUNDS if variant in IN_ROUNDS_FIRST else PLAN
         with as_torchrun_starts(rank, plan.world_size):
-            whole = make(f"{folder}/whole", plan, variant)
+            whole = make(f"{folder}/whole", plan, variant, save_strategy="no")
             whole.train()
             place = f"{folder}/{variant}"
             stopped = make(place, plan, variant)
@@ -122,7 +127,7 @@ def undisturbed_and_stopped(rank: int, folder: str, variants: Sequence[str]) -> 
             stopped.train()
             assert stopped.state.global_step == STOPS_AFTER
             shutil.copytree(place, f"{place} again", dirs_exist_ok=True) if rank == 0 else None
-            resumed = make(place, plan, variant)
+            resumed = make(place, plan, variant, save_strategy="no")
             resumed.train(resume_from_checkpoint=True)
             found[variant] = result_of(whole), result_of(resumed)
     return found if rank == 0 else None
@@ -135,7 +140,7 @@ def resumed_by_two(rank: int, folder: str, variants: Sequence[str]) -> Any:
         with as_torchrun_starts(rank, OTHER.world_size):
             path = f"{folder}/{variant} again"
             plan = OTHER if variant in IN_ROUNDS_FIRST else OTHER_IN_ROUNDS
-            trainer = make(path, plan, variant)
+            trainer = make(path, plan, variant, save_strategy="no")
             trainer.train(resume_from_checkpoint=path + "/checkpoint-" + first_step(variant))
             found[variant] = result_of(trainer)
     return found if rank == 0 else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from tests.selection import for_campaign
 from tests.small_models import TRANSFORMERS_SHAPE
 from tests.worlds import TRANSFORMERS, preload, run_ranks
 
@@ -32,20 +33,30 @@ from tests.trainer_options import (  # noqa: E402  # needs transformers
 )
 
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
-TRIED_IN_ROUNDS = [
-    ("padded, tokens seen", "float64"),
-    ("smoothed labels", "own"),
-    ("load the best", "own"),
-] + [("accumulation over epochs", "float64"), ("evaluate apart", "float64")]
+TRIED_IN_ROUNDS = [("padded, tokens seen", "float64"), ("accumulation over epochs", "float64")]
+MORE_IN_ROUNDS = [("smoothed labels", "own"), ("load the best", "own")] + [
+    ("evaluate apart", "float64")
+]
 TRIED = (
-    [("long", "own"), ("padded", "float64")]
-    + [(each, "float64") for each in ("accumulation", "epochs", "by length", "checkpointing")]
-    + [(each, "float64") for each in ("evaluate two each", "evaluate apart", "load the best")]
-    + [("smoothed labels", "own"), ("lion in 8 bits", "own"), ("losses in metrics", "own")]
+    [("long", "own"), ("padded", "float64"), ("accumulation", "float64")]
+    + [("by length", "float64"), ("load the best", "float64"), ("smoothed labels", "own")]
+    + [("lion in 8 bits", "own"), ("losses in metrics", "own")]
 )
+MORE = [
+    (each, "float64")
+    for each in ("epochs", "checkpointing", "evaluate two each", "evaluate apart")
+]
 
 
-@pytest.mark.parametrize("plan, tried", [(PLAN, TRIED), (IN_ROUNDS, TRIED_IN_ROUNDS)])
+@pytest.mark.parametrize(
+    "plan, tried",
+    [
+        (PLAN, TRIED),
+        (IN_ROUNDS, TRIED_IN_ROUNDS),
+        for_campaign(PLAN, MORE),
+        for_campaign(IN_ROUNDS, MORE_IN_ROUNDS),
+    ],
+)
 def test_options_log_what_one_process_logs(
     tmp_path: Path, plan: Plan, tried: list[tuple[str, str]]
 ) -> None:

@@ -23,10 +23,11 @@ from tests.emulated.accelerator import Accelerator
 from tests.emulated.clocks import Event
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
+from tests.selection import blocks
 from tests.test_emulated import check_beside_one_process
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
-NUM_CASES_PER_BLOCK = 8
+NUM_CASES_PER_BLOCK = 2
 MODEL = DecoderConfig(
     vocab_size=16, width=8, num_layers=4, num_heads=2, num_kv_heads=1, hidden_width=8, seq_len=4
 )
@@ -61,7 +62,7 @@ def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
-@pytest.mark.parametrize("world_size, block", [(1, 0), (2, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize("world_size, block", blocks((1, 0), (2, 0), (3, 1), (4, 2)))
 def test_a_step_is_that_of_one_process_wherever_inputs_are(
     world_size: int, block: int, in_rounds: bool
 ) -> None:
@@ -77,7 +78,7 @@ def _run_block_on_accelerators(rank: int, world_size: int, block: int) -> None:
             raise AssertionError(str(case)) from error
 
 
-@pytest.mark.parametrize("world_size, block", [(1, 3), (2, 4), (3, 5)])
+@pytest.mark.parametrize("world_size, block", blocks((1, 3), (2, 4), (3, 5)))
 def test_copies_are_in_order_on_accelerators(world_size: int, block: int) -> None:
     run_ranks(_run_block_on_accelerators, world_size, world_size, block)
 

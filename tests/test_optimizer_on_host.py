@@ -28,10 +28,11 @@ from tests.emulated.clocks import Event
 from tests.made_up import collectives, device_profile
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
+from tests.selection import blocks, one_in
 from tests.test_emulated import check_beside_one_process
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
-NUM_CASES_PER_BLOCK = 8
+NUM_CASES_PER_BLOCK = 2
 
 
 def on_host(case: Case) -> Case:
@@ -55,7 +56,7 @@ def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
-@pytest.mark.parametrize("world_size, block", [(1, 0), (2, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize("world_size, block", blocks((1, 0), (2, 0), (3, 1), (4, 2)))
 def test_a_step_is_that_of_one_process_wherever_optimizers_are(
     world_size: int, block: int, in_rounds: bool
 ) -> None:
@@ -71,7 +72,7 @@ def _run_block_on_accelerators(rank: int, world_size: int, block: int) -> None:
             raise AssertionError(str(case)) from error
 
 
-@pytest.mark.parametrize("world_size, block", [(1, 3), (2, 4), (3, 5)])
+@pytest.mark.parametrize("world_size, block", blocks((1, 3), (2, 4), (3, 5)))
 def test_copies_and_steps_are_in_order_on_accelerators(world_size: int, block: int) -> None:
     run_ranks(_run_block_on_accelerators, world_size, world_size, block)
 
@@ -389,8 +390,17 @@ def prices_of(plan: Plan, node: dict[str, Any], **options: Any) -> CostModel:
     return CostModel(Setting(cluster, workload, profile)).in_form(plan.form)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "reduced in bfloat16"])
-@pytest.mark.parametrize("num_rounds, sizes", [(1, [1, 1]), (1, [2, 0]), (2, [1, 0])])
+@pytest.mark.parametrize(
+    "precision, num_rounds, sizes",
+    one_in(  # each precision and each pair once
+        4,
+        [
+            (precision, *pair)
+            for precision in ("float32", "bfloat16", "reduced in bfloat16")
+            for pair in ((1, [1, 1]), (1, [2, 0]), (2, [1, 0]))
+        ],
+    ),
+)
 def test_a_device_holds_what_is_predicted_without_its_optimizer(
     precision: str, num_rounds: int, sizes: list[int]
 ) -> None:

@@ -389,7 +389,7 @@ TRIALS_PER_TEST = 10
 @pytest.mark.parametrize(
     "world_size, first_seed",
     one_in(
-        3,
+        5,
         (
             (world_size, first)
             for world_size, num_trials in TRIALS_BY_WORLD_SIZE.items()

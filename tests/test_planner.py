@@ -20,12 +20,14 @@ from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
+from tests.selection import one_in
 from tests.test_profiles import NEEDS_SHARED_DATA, SHARED_DATA
 
 WORKLOAD = Workload.transformer(
     num_layers=6, width=128, num_heads=4, seq_len=64, vocab_size=512, hidden_width=320
 )
 STATE_BYTES = 16 * WORKLOAD.numel
+IN_ONE_ROUND = Demands(max_rounds=1)
 
 
 def random_case(seed: int) -> tuple[Cluster, Profile, int]:
@@ -62,7 +64,7 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     return cluster, profile, int(rng.integers(4, 40))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", one_in(2, range(12)))
 def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
     cluster, profile, batch = random_case(seed)
     try:
@@ -96,6 +98,7 @@ def test_recomputing_a_part_is_never_slower_and_sometimes_faster() -> None:
                 solve(
                     Setting(cluster, WORKLOAD, profile),
                     global_batch_size=batch,
+                    demands=IN_ONE_ROUND,
                     effort=Effort(recompute_steps=number),
                 ).predicted.step_time_s
                 for number in (1, 3)
@@ -117,7 +120,9 @@ def test_cephalos_plan_fits_and_does_not_beat_the_bound() -> None:
             continue
         num_found += 1
         predicted = CostModel(Setting(cluster, WORKLOAD, profile)).predict(plan)
-        solution = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
+        solution = solve(
+            Setting(cluster, WORKLOAD, profile), global_batch_size=batch, demands=IN_ONE_ROUND
+        )
         assert plan.global_batch_size == batch
         assert all(rank.fits for rank in predicted.ranks)
         assert all(rank.rank_batch_size > 0 for rank in plan.ranks)
@@ -186,14 +191,13 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> No
         find_plan(
             Setting(cluster, WORKLOAD, profile),
             global_batch_size=5_000,
-            demands=Demands(max_rounds=1),
+            demands=IN_ONE_ROUND,
         )
     largest = int(str(raised.value).split("global_batch_size to ")[1].split(",")[0])
-    assert (
-        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=largest).relative_gap
-        < 0.01
-    )
-    find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=5_000)  # in rounds
+    setting = Setting(cluster, WORKLOAD, profile)
+    found = solve(setting, global_batch_size=largest, demands=IN_ONE_ROUND)
+    assert found.relative_gap < 0.01
+    find_plan(setting, global_batch_size=2 * largest)  # in rounds
 
 
 def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:

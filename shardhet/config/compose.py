@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,6 +135,7 @@ class OwnFilesFirst(SearchPathPlugin):
             search_path.prepend("own files", f"file://{own_dir.resolve()}", MAIN_PROVIDER)
 
 
+@cache
 def register_schemas() -> None:
     """Register the schemas and the search path with Hydra."""
     Plugins.instance().register(OwnFilesFirst)
