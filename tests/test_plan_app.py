@@ -61,6 +61,24 @@ def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
     assert "| one round |" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "expected", "unexpected"),
+    [
+        ("max_rounds=1", "one round, whose units are gathered for every use, or once", "1 to"),
+        ("max_rounds=3", "1 to 3 equal rounds, of at most 8,192", "divide"),
+        ("max_rounds=9", "1 to 8 equal rounds and up to 9 that divide the batch", "more that"),
+        ("max_microbatch_size=4", "microbatches of up to 4 samples", "2,048 samples"),
+        ("limits.0.batch=32", "form that meets the demands is", "form is"),
+    ],
+)
+def test_what_was_shown_is_said_of_the_plans_that_were_asked_for(
+    key: str, expected: str, unexpected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = said(capsys, key, "leave_out=never", *QUICK).partition("No plan of this ")[2]
+    assert expected in shown.partition(". ")[0]
+    assert unexpected not in shown.partition(". ")[0]
+
+
 def test_where_an_even_plan_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("limits.0.memory_gib=8", "max_rounds=1", "explain=false", "leave_out=never")
     text = said(capsys, *keys)

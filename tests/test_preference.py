@@ -4,8 +4,10 @@ from collections import defaultdict
 
 import pytest
 
+from experiments.sentences.run import judged
 from shardhet.apps.plan import main
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
+from shardhet.planner.forms import rounds_of
 from shardhet.planner.preference import FULL, TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
@@ -78,6 +80,17 @@ def test_alike_devices_do_alike_and_memory_is_left_where_that_costs_half_a_perce
         num_alike += is_alike(chosen, sets) and not is_alike(best, sets)
         num_emptier += fullest(chosen) < fullest(best) - 0.01
     assert num_alike + num_emptier > 0
+
+
+@pytest.mark.parametrize("seed", [4, 20])
+def test_no_plan_refutes_what_is_said_of_the_chosen_one(seed: int) -> None:
+    """In another form than the fastest's; a smaller last round that is faster than thought."""
+    assert judged(seed).wrong == ""
+
+
+def test_all_numbers_of_rounds_that_divide_the_batch_are_looked_at() -> None:
+    numbers = {each.number for each in rounds_of(720)}
+    assert {number for number in range(1, 721) if 720 % number == 0} <= numbers
 
 
 def test_three_cards_are_filled_to_one_level(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,7 @@ def show(
             answer = _answer(conf, inputs, demands)
         report = PlanReport(
             inputs=inputs,
+            demands=demands,
             solution=answer.solution,
             times=simulate(answer.solution.plan, inputs.setting),
             note=answer.note,

@@ -111,7 +111,7 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         raise met.missed
     bound_s = min(met.best_s, *met.bounds_s)
     best = replace(met.best, lower_bound_s=bound_s)
-    return best if tolerance is None else preferred(best, met.tasks, tolerance)
+    return best if tolerance is None else preferred(best, (met.tasks, met.slower), tolerance)
 
 
 def _search_rounds(asked: "_Asked", met: "_Met") -> None:
@@ -121,9 +121,11 @@ def _search_rounds(asked: "_Asked", met: "_Met") -> None:
         (max(least_s, least_step_of_rounds_s(task.model, task.rounds, compute_s)), order, task)
         for order, task in enumerate(asked.of_several_rounds())
     ]
-    for bound_s, _, task in sorted(trials, key=lambda each: each[:2]):
+    trials.sort(key=lambda each: each[:2])
+    for i, (bound_s, _, task) in enumerate(trials):
         if bound_s * (1 + NO_GAIN) >= met.best_s:
             met.bounds_s.append(bound_s)  # also of those that come later
+            met.slower += [(each_s, later) for each_s, _, later in trials[i:]]
             return
         met.search(replace(task, at_most_s=met.best_s), bound_s)
 
@@ -193,6 +195,8 @@ class _Met:
     best: PlanSolution | None = None
     # In which plans were found, with bounds on them.
     tasks: list[tuple[float, FormTask]] = field(default_factory=list)
+    # In which nothing was faster than what was found before, with bounds on them.
+    slower: list[tuple[float, FormTask]] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
     unproven_s: list[float] = field(default_factory=list)  # weak ones, of unequal rounds
     missed: PlanError | None = None  # why nothing fits, of those with the most rounds
@@ -219,6 +223,8 @@ class _Met:
                 [*([] if self.best is None else [self.best]), *solutions],
                 key=lambda each: each.predicted.step_time_s,
             )
+        elif task.at_most_s < inf:
+            self.slower.append((known_bound_s, task))
         if error is not None and task.rounds.number >= self.missed_rounds:
             self.missed, self.missed_rounds = error, task.rounds.number
 

@@ -16,7 +16,6 @@ FIRST_ROUNDS = 8
 # Whether units are resharded after forward and after backward.
 GATHERS = ((True, True), (False, True), (False, False))
 MOST_SAMPLES = 2**13  # in each of several rounds: more take long to list
-LEAST_GROWTH = 1.15  # of the number of rounds, beyond these
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,8 @@ def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[Bat
     found = [BatchRounds(1, global_batch_size)]
     for number in _divisors_and_small(global_batch_size, most):
         each = BatchRounds(number, global_batch_size)
-        is_far = number <= FIRST_ROUNDS or number >= found[-1].number * LEAST_GROWTH
-        # Fewer rounds of the same size have all samples.
-        if each.round_size > MOST_SAMPLES:
-            continue
-        if is_far and (number - 1) * each.round_size < global_batch_size:
+        has_last = (number - 1) * each.round_size < global_batch_size  # else fewer do
+        if has_last and each.round_size <= MOST_SAMPLES:
             found.append(each)
     return found
 

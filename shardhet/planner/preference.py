@@ -13,6 +13,7 @@ that was found (``shardhet.planner.search.assignment``).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -33,29 +34,37 @@ FULL = 0.97  # of a budget
 ROUNDING = 1e-9
 
 
-def preferred(
-    best: PlanSolution, bounded: Sequence[tuple[float, FormTask]], tolerance: float
-) -> PlanSolution:
-    """The plan to prefer to ``best``, the fastest of the forms that are ``bounded``."""
-    limit_s = (1 + tolerance) * best.predicted.step_time_s * (1 + ROUNDING)
-    tasks = [task for bound_s, task in bounded if bound_s <= limit_s]
-    for wish in _wishes(tasks[0].demands, tasks[0].model):
-        wished = [replace(wish.of(task), at_most_s=limit_s) for task in tasks]
+Bounded = Sequence[tuple[float, FormTask]]  # forms, with bounds on their plans
+
+
+def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) -> PlanSolution:
+    """The plan to prefer to ``best``, the fastest of all forms.
+
+    Forms of a later pool are looked at if those before have nothing that is wished.
+    """
+    best_s = best.predicted.step_time_s
+    limit_s = (1 + tolerance) * best_s * (1 + ROUNDING)
+    tasks = [[task for bound_s, task in each if bound_s <= limit_s] for each in pools]
+    model, demands = tasks[0][0].model, tasks[0][0].demands
+    for wish, pool in product(_wishes(demands, model), tasks):
+        wished = [replace(wish.of(task), at_most_s=limit_s) for task in pool]
         found = [each for task in wished if (each := _within(task))]
-        if not found and not depends_on_shares(
-            tasks[0].model
-        ):  # perhaps only because room for rounding to rows is tight
+        if not found and not depends_on_shares(model):
+            # Perhaps only because room for rounding to rows is tight.
             found = [each for task in wished if (each := _fast_enough(task))]
         if found:
-            chosen = min(found, key=lambda each: _burden(each, tasks[0].model))
-            budgets = tasks[0].demands.budgets(tasks[0].model.cluster)
-            return replace(
+            chosen = min(found, key=lambda each: _burden(each, model))
+            chosen = replace(
                 chosen,
-                predicted=chosen.predicted.within(budgets),
-                lower_bound_s=best.lower_bound_s,
-                fastest_s=best.predicted.step_time_s,
+                predicted=chosen.predicted.within(demands.budgets(model.cluster)),
+                lower_bound_s=min(best.lower_bound_s, chosen.predicted.step_time_s),
+                fastest_s=best_s,
             )
-    return replace(best, fastest_s=best.predicted.step_time_s)
+            if chosen.predicted.step_time_s < best_s * (1 - ROUNDING):
+                # Last rounds that are smaller are not searched exactly.
+                return preferred(chosen, pools, tolerance)
+            return chosen
+    return replace(best, fastest_s=best_s)
 
 
 @dataclass(frozen=True, slots=True)

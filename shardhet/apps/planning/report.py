@@ -24,7 +24,7 @@ from shardhet.apps.cli.streamed import StreamedTable
 from shardhet.apps.planning.fewer_devices import BetterWithout
 from shardhet.apps.planning.sentences import form_lines, preferred_lines, proven_line
 from shardhet.config.planning import Inputs
-from shardhet.planner import PlanSolution
+from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
@@ -54,6 +54,7 @@ class PlanReport:
     """A plan and what is reported about it at once."""
 
     inputs: Inputs
+    demands: Demands
     solution: PlanSolution
     times: Timeline  # simulated
     note: str  # on the objective
@@ -265,7 +266,7 @@ def _result(report: PlanReport) -> Iterator[str]:
         + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
     )
     if not report.note:
-        yield proven_line(solution)
+        yield proven_line(solution, report.demands)
         yield from preferred_lines(solution)
     yield from form_lines(solution.plan)
     yield from _on_host_lines(report)

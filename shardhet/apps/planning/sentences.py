@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from shardhet.planner import PlanSolution
+from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
+from shardhet.planner.preference import FULL
 from shardhet.records.plan import Plan
 
 SHOWN_GAP = 1e-4  # the least that is stated
@@ -43,20 +44,35 @@ def form_lines(plan: Plan) -> Iterator[str]:
         )
 
 
-def proven_line(solution: PlanSolution) -> str:
+def proven_line(solution: PlanSolution, demands: Demands) -> str:
     """What the search has shown, and of which plans."""
     relative_gap = solution.relative_gap
-    keeps = any(rank.inputs_on_host for rank in solution.plan.ranks)
-    on_host = ", the inputs of all of these or of none on the host" if keeps else ""
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
+    has_demands = bool(demands.limits or demands.equal)
+    on_host = ", the inputs of all of these or of none on the host"
     return (
-        f"No plan of this form is predicted to be {limit} faster: any batches and shares; "
-        f"microbatches of up to {MAX_MICROBATCH_SIZE:,} samples where memory allows, alike but "
-        f"the last, or cut as is fastest (those of up to {LEAST_MIXED_SIZE}, or twice what was "
-        f"measured, in batches of up to {MAX_BATCH:,}); recomputation kind by kind, in "
-        f"quarters{on_host}; units gathered for every use, once a round or once a step, and "
-        f"reduced every round or once; 1 to {FIRST_ROUNDS} equal rounds and more that divide "
-        f"the batch, of at most {MOST_SAMPLES:,} samples each."
+        f"No plan of this form{' that meets the demands' * has_demands} is predicted to be "
+        f"{limit} faster: any batches and shares; microbatches of up to "
+        f"{min(MAX_MICROBATCH_SIZE, demands.max_microbatch_size or MAX_MICROBATCH_SIZE):,} "
+        "samples where memory allows, alike but the last, or cut as is fastest (those of up "
+        f"to {LEAST_MIXED_SIZE}, or twice what was measured, in batches of up to "
+        f"{MAX_BATCH:,}); recomputation kind by kind, in quarters"
+        f"{on_host * demands.may_keep_inputs_on_host}; {_rounds_looked_at(demands)}."
+    )
+
+
+def _rounds_looked_at(demands: Demands) -> str:
+    """Of which rounds plans were looked at, and how often they gather and reduce."""
+    most = demands.max_rounds
+    if most == 1:
+        return "one round, whose units are gathered for every use, or once"
+    first, more = FIRST_ROUNDS, " and more that divide the batch"
+    if most is not None:
+        first = min(FIRST_ROUNDS, most)
+        more = f" and up to {most:,} that divide the batch" * (most > FIRST_ROUNDS)
+    return (
+        "units gathered for every use, once a round or once a step, and reduced every round "
+        f"or once; 1 to {first} equal rounds{more}, of at most {MOST_SAMPLES:,} samples each"
     )
 
 
@@ -68,7 +84,7 @@ def preferred_lines(solution: PlanSolution) -> Iterator[str]:
     if slower >= SHOWN_GAP:
         yield (
             f"The fastest plan takes {slower:.2%} less. Of those nearly as fast, in this one "
-            "alike devices do alike if they do in any, then there is one round if possible, "
-            "then least is recomputed, then the fullest device is emptiest (tolerance=0 takes "
-            "the fastest)."
+            f"alike devices do alike if they do in any, then no budget is filled beyond "
+            f"{FULL:.0%} if possible, then there is one round if possible, then least is "
+            "recomputed, then the fullest device is emptiest (tolerance=0 takes the fastest)."
         )

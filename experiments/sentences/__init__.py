@@ -1,0 +1,1 @@
+"""Whether what the planner says of its plans is true."""
