@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.checkpoint import Checkpoints
 from tests.programs import TORCHRUN
 from tests.selection import one_in
 from tests.test_resume import losses
@@ -39,15 +40,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(folder / "run")
 
 
+def check_ended(folder: Path, undisturbed: dict[int, float]) -> int:
+    """The run in ``folder`` has ended early, like the other until then; the step it saved."""
+    step = int(json.loads(RunFolder(folder).end_path.read_text())["step"])
+    assert 1 <= step < NUM_STEPS
+    assert losses(folder) == {each: undisturbed[each] for each in range(1, step + 1)}
+    latest = Checkpoints(folder / "checkpoints").latest()
+    assert latest is not None
+    assert latest.step == step
+    return step
+
+
 def check_goes_on(folder: Path, undisturbed: dict[int, float]) -> None:
-    """The run in ``folder`` has ended early; it goes on to the losses of the other."""
-    end = json.loads(RunFolder(folder).end_path.read_text())
-    assert 1 <= end["step"] < NUM_STEPS
-    assert max(losses(folder)) == end["step"]
+    """It has, and goes on to the losses of the other."""
+    step = check_ended(folder, undisturbed)
     (folder.parent / "sitecustomize.py").unlink(missing_ok=True)
     done = run([*ALONE, *RUN, f"run_dir={folder}", "resume=auto"], folder.parent)
     assert done.returncode == 0, done.stderr
-    assert f"goes on after step {end['step']}" in done.stdout
+    assert f"goes on after step {step}" in done.stdout
     assert losses(folder) == undisturbed
     assert json.loads(RunFolder(folder).end_path.read_text())["step"] == NUM_STEPS
 
@@ -87,7 +97,7 @@ def test_a_signal_to_one_rank_ends_all(
     done = run([*ALONE, *RUN, f"run_dir={folder}"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"as it was asked to (rank 1: {number})" in done.stdout
-    check_goes_on(folder, undisturbed)
+    check_ended(folder, undisturbed)
 
 
 def test_a_file_ends_the_run(undisturbed: dict[int, float], tmp_path: Path) -> None:
@@ -99,7 +109,7 @@ def test_a_file_ends_the_run(undisturbed: dict[int, float], tmp_path: Path) -> N
     done = run([*ALONE, *RUN, f"run_dir={folder}", f"end_notice.file={notice}"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"{notice} exists" in done.stdout
-    check_goes_on(folder, undisturbed)
+    check_ended(folder, undisturbed)
 
 
 def test_torchrun_passes_its_sigterm_on_and_no_step_is_lost(

@@ -40,6 +40,8 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
     """The parts of the demo, in order."""
     sizes = ("max_microbatch_size=4", "num_repeats=3") if is_quick else (MEASURED_SIZES,)
     batch_size, num_judged = (8, 20) if is_quick else (GLOBAL_BATCH_SIZE, 400)
+    reasons = ("explain=false", "baselines=false") if is_quick else ()
+    eval_every = num_steps if is_quick else -(-num_steps // 4)
     measured, plan = folder / "measured", folder / "plan.json"
     return [
         Part(
@@ -53,6 +55,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
                 f"measured={measured}",
                 f"global_batch_size={batch_size}",
                 f"out={plan}",
+                *reasons,
                 *_picture(folder / "plan.png"),
             ),
         ),
@@ -77,7 +80,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
                 f"plan.path={plan}",
                 f"plan.measured={measured}",
                 f"num_steps={num_steps}",
-                f"eval_every={-(-num_steps // 4)}",
+                f"eval_every={eval_every}",
                 "trace=true",
                 f"trace_steps.first_step={min(TRACE_FROM, num_steps)}",
                 "trace_steps.num_steps=1",
