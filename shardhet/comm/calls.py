@@ -13,6 +13,7 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.peers import LostPeerError
+from shardhet.records.nodes import TwoLevels
 
 T = TypeVar("T")
 # An error of this rank, whatever it was waiting for: no memory, or work that failed earlier.
@@ -102,6 +103,15 @@ class ComputingRanks:
     group: dist.ProcessGroup | None = None  # of the computing; None on the others
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Collectives in two levels, and a communicator of the computing ranks of this node."""
+
+    geometry: TwoLevels
+    # With NCCL; None where a rank does not compute, or is the only one of its node that does.
+    group: dist.ProcessGroup | None = None
+
+
 class Seats(Protocol):
     """The processes of a collective in plan order; ``Channel`` has them."""
 
@@ -125,15 +135,21 @@ class Seats(Protocol):
     def computing(self) -> ComputingRanks | None:
         """Those of them that compute, if others only store."""
 
+    @property
+    def levels(self) -> Levels | None:
+        """How collectives run in two levels, if they do."""
+
 
 class Messages:
     """Point-to-point messages to post together.
 
-    Empty messages and messages to this rank itself are left out.
+    Empty messages and messages to this rank itself are left out.  Between two ranks, messages
+    with the same ``tag`` arrive in the order in which they were posted; NCCL has one tag.
     """
 
-    def __init__(self, channel: Seats) -> None:
+    def __init__(self, channel: Seats, *, tag: int = 0) -> None:
         self._channel = channel
+        self._tag = tag
         self._receives: list[dist.P2POp] = []
         self._sends: list[tuple[int, dist.P2POp]] = []
 
@@ -154,7 +170,8 @@ class Messages:
         self, op: Callable[..., dist.Work | None], tensor: Tensor, position: int
     ) -> dist.P2POp:
         peer = self._channel.rank_by_position[position]
-        return dist.P2POp(op, tensor, group=self._channel.group, group_peer=peer)
+        group = self._channel.group
+        return dist.P2POp(op, tensor, group=group, tag=self._tag, group_peer=peer)
 
     def post(self, *, finish: Callable[[], None] | None = None) -> Pending:
         """Post the messages; ``finish`` runs when all receives have completed."""

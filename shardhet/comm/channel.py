@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.calls import ComputingRanks, Transport
+from shardhet.comm.calls import ComputingRanks, Levels, Transport
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
 
@@ -68,6 +68,7 @@ class Channel:
     position: int  # of this process
     transport: Transport | None = None  # carries the traffic in place of ``group``
     computing: ComputingRanks | None = None  # with NCCL, if others only store
+    levels: Levels | None = None  # of collectives in two levels
 
     def __post_init__(self) -> None:
         holders.append(ref(self, holders.remove))

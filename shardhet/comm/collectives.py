@@ -9,7 +9,8 @@ padded, and only a rank's own part is copied.
 measured (``experiments/uneven_collectives``).  If the channel has a ``Transport``, the
 transport carries the collectives.  Between hosts, point-to-point messages between all pairs
 are faster than gloo's own collectives; they run on gloo's transport thread while the caller
-computes, and ranks need not take part.  The other algorithms have not been compared.
+computes, and ranks need not take part.  A channel with ``levels`` sends rows between nodes once
+per node.  The other algorithms have not been compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from shardhet.comm.calls import (
     sum_into,
 )
 from shardhet.comm.channel import Channel
+from shardhet.comm.levels import over_messages
 
 
 def all_gather_uneven(
@@ -50,7 +52,7 @@ def all_gather_uneven(
     call = Gathering(output, shard, split_numels, channel, receivers)
     if channel.transport is not None and devices.is_on_host(shard):
         return channel.transport.gather(call)
-    return _algorithms(channel, shard.device).gather(call)
+    return _algorithms(channel, shard.device, receivers).gather(call)
 
 
 def reduce_scatter_uneven(
@@ -70,7 +72,7 @@ def reduce_scatter_uneven(
     call = Reduction(output, full, split_numels, channel, contributors, scratch)
     if channel.transport is not None and devices.is_on_host(output):
         return channel.transport.reduce(call)
-    return _algorithms(channel, output.device).reduce(call)
+    return _algorithms(channel, output.device, contributors).reduce(call)
 
 
 def _gather_by_send_recv(call: Gathering) -> Pending:
@@ -176,9 +178,12 @@ _ALGORITHMS = {  # by backend, and whether tensors are on the host
         partial(nccl.reduce, otherwise=_reduce_by_send_recv),
     ),
 }
+_IN_LEVELS = {("gloo", True): _Algorithms(over_messages.gather, over_messages.reduce)}
 
 
-def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
+def _algorithms(
+    channel: Channel, device: torch.device, computing: Sequence[int]
+) -> _Algorithms:
     if channel.group is None:
         return _SEND_RECV  # there is nobody to send to
     key = (devices.backend_of(channel.group, device), devices.is_on_host(device))
@@ -187,4 +192,7 @@ def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
             f"No uneven collectives for backend {key[0]!r} with tensors on {device.type!r}. "
             "Initialise the process group with gloo, or on GPUs with cpu:gloo,cuda:nccl."
         )
+    levels = channel.levels
+    if levels is not None and tuple(computing) == levels.geometry.positions:
+        return _IN_LEVELS.get(key, _ALGORITHMS[key])
     return _ALGORITHMS[key]

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import ComputingRanks, Transport
+from shardhet.comm.calls import ComputingRanks, Levels, Transport
 from shardhet.comm.channel import Channel, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.transport import meet, timeout_of
+from shardhet.records.nodes import TwoLevels
 
 GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"
 
@@ -31,7 +32,7 @@ def _let_go_of_groups() -> None:
     in 4 of 16 runs with torch 2.13).
     """
     for holder in (each() for each in holders):
-        for name in ("group", "computing", "gather", "reduce", "control"):
+        for name in ("group", "computing", "levels", "gather", "reduce", "control"):
             if hasattr(holder, name):
                 object.__setattr__(holder, name, None)
     _made_by_group.clear()
@@ -105,7 +106,8 @@ _Groups = tuple[
     tuple[Transport, ...] | None,
 ]
 _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
-# Of ranks that compute, None on the others; by the group that they are a part of.
+# Of ranks that compute, or of those of one node, None on the others; by the group that they
+# are a part of.
 _Part = dist.ProcessGroup | None
 _computing_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Part]] = (
     WeakKeyDictionary()
@@ -238,6 +240,43 @@ def among_computing(
     channel = replace(channel, computing=computing)
     if is_new:
         _run_once(channel, [1] * channel.world_size, positions, device)
+    return channel
+
+
+def in_two_levels(
+    channel: Channel, geometry: TwoLevels | None, *, control: Channel, device: torch.device
+) -> Channel:
+    """``channel`` for collectives in two levels, with NCCL on a communicator for each node.
+
+    Collective.  Without ``geometry``, or with tensors that gloo moves on an accelerator, it has
+    one level.
+    """
+    group = channel.group
+    if geometry is None or group is None:
+        return replace(channel, levels=None)
+    if devices.backend_of(group, device) != "nccl":
+        return replace(channel, levels=Levels(geometry))
+    nodes = {
+        tuple(sorted(channel.rank_by_position[i] for i in geometry.mates(position)))
+        for position in geometry.positions
+    }
+    made = _computing_by_group.setdefault(group, {})
+    new = sorted(ranks for ranks in nodes if len(ranks) > 1 and ranks not in made)
+    if new:
+        assert control.group is not None
+        count_alike(control.group, torch.device("cpu"))
+        # The others make one too, see ``among_computing``.
+        others = tuple(sorted(set(range(group.size())) - {r for ranks in new for r in ranks}))
+        made.update(dict.fromkeys(new))
+        own = next((ranks for ranks in new if group.rank() in ranks), others)
+        backend = "gloo" if own is others else "nccl"
+        part = new_group(group, device, backend=backend, ranks=own)
+        if own is not others:
+            made[own] = part
+    mine = next((part for ranks in nodes if (part := made.get(ranks)) is not None), None)
+    channel = replace(channel, levels=Levels(geometry, mine))
+    if new:
+        _run_once(channel, [1] * channel.world_size, geometry.positions, device)
     return channel
 
 

@@ -7,6 +7,9 @@ carrier (``calls.ComputingRanks``), so each rank receives every byte that it nee
     gather    stores only --rows--> carrier --broadcast--> all that compute
     reduce    all that compute --reduce--> carrier --sum--> stores only
 
+In two levels (``calls.Levels``) every node has a carrier for each position, and broadcasts and
+reductions run inside of nodes, on a communicator of each.
+
 Pieces of equal length are one even collective.  Unequal ones are one group of broadcasts or
 reductions, which NCCL runs as one launch; empty ones are left out of it.
 
@@ -31,18 +34,28 @@ from shardhet.comm.calls import (
     Messages,
     Pending,
     Reduction,
+    Seats,
     failing_as_peers,
     in_rank_order,
     pieces_of,
+    sum_into,
 )
 
 
 class _Ring(NamedTuple):
-    """A communicator of all ranks that compute in a collective, and who carries whose rows."""
+    """A communicator of ranks that compute in a collective, and who carries whose rows."""
 
-    group: dist.ProcessGroup | None  # None on a rank outside of it
-    carrier_by_position: tuple[int, ...]
+    group: dist.ProcessGroup | None  # None on a rank outside of it, or that is alone in it
+    carriers_by_position: tuple[tuple[int, ...], ...]  # one for each communicator like it
     root_by_position: dict[int, int]  # the rank within ``group``
+
+    def root(self, owner: int) -> int:
+        """The rank within ``group`` that carries the rows of ``owner`` there."""
+        return next(
+            self.root_by_position[i]
+            for i in self.carriers_by_position[owner]
+            if i in self.root_by_position
+        )
 
 
 @failing_as_peers()
@@ -67,10 +80,11 @@ def gather(call: Gathering, otherwise: Callable[[Gathering], Pending]) -> Pendin
 
 def _gather_in_group(call: Gathering, ring: _Ring, pieces: list[Tensor] | None) -> Pending:
     messages, position = Messages(call.channel), call.channel.position
-    for owner, carrier in enumerate(ring.carrier_by_position):
+    for owner, carriers in enumerate(ring.carriers_by_position):
         if owner == position:
-            messages.send(call.shard, carrier)
-        elif carrier == position and pieces is not None:
+            for carrier in carriers:
+                messages.send(call.shard, carrier)
+        elif position in carriers and pieces is not None:
             messages.receive(pieces[owner], owner)
     handed = messages.post()
     if pieces is None:
@@ -78,7 +92,7 @@ def _gather_in_group(call: Gathering, ring: _Ring, pieces: list[Tensor] | None) 
     handed.wait()  # the broadcasts read what carriers have received
     call.copy_own_shard()
     _each_piece(dist.broadcast, pieces, ring, "group_src")
-    return Pending()
+    return handed
 
 
 @failing_as_peers()
@@ -105,15 +119,32 @@ def reduce(call: Reduction, otherwise: Callable[[Reduction], Pending]) -> Pendin
 
 
 def _reduce_in_group(call: Reduction, ring: _Ring, pieces: list[Tensor] | None) -> Pending:
-    messages, position = Messages(call.channel), call.channel.position
     if pieces is not None:
         _each_piece(dist.reduce, pieces, ring, "group_dst")
-        call.output.copy_(pieces[position])
-    for owner, carrier in enumerate(ring.carrier_by_position):
-        if owner == position:
-            messages.receive(call.output, carrier)
-        elif carrier == position and pieces is not None:
+    messages, position = Messages(call.channel), call.channel.position
+    for owner, carriers in enumerate(ring.carriers_by_position):
+        if owner != position and position in carriers and pieces is not None:
             messages.send(pieces[owner], owner)
+    output, own = call.output, ring.carriers_by_position[position]
+    others = [i for i in own if i != position] if output.numel() else []
+    buffers = [
+        call.scratch.lend(output.numel(), dtype=output.dtype, device=output.device)
+        for _ in others[1:]
+    ]
+    sum_by_position = dict(zip(others, [output, *buffers], strict=False))
+    for other, part in sum_by_position.items():
+        messages.receive(part, other)
+    if position in own and pieces is not None:
+        sum_by_position[position] = pieces[position]
+
+    def add_up() -> None:
+        sum_into(output, [sum_by_position[i] for i in own if i in sum_by_position])
+        for buffer in buffers:
+            call.scratch.take_back(buffer)
+
+    if others:
+        return messages.post(finish=add_up)
+    add_up()
     return messages.post()
 
 
@@ -121,12 +152,12 @@ def _each_piece(
     collective: Callable[..., object], pieces: list[Tensor], ring: _Ring, root: str
 ) -> None:
     """Run ``collective`` on every piece, as one group, with its carrier as the root."""
-    assert ring.group is not None
+    if ring.group is None:
+        return  # this rank is alone on its node
     with distributed_c10d._coalescing_manager(ring.group, pieces[0].device):
-        for piece, carrier in zip(pieces, ring.carrier_by_position, strict=True):
+        for owner, piece in enumerate(pieces):
             if piece.numel():
-                rank = ring.root_by_position[carrier]
-                collective(piece, group=ring.group, **{root: rank})
+                collective(piece, group=ring.group, **{root: ring.root(owner)})
 
 
 def _pieces_or_none(flat: Tensor | None, call: Gathering | Reduction) -> list[Tensor] | None:
@@ -134,17 +165,23 @@ def _pieces_or_none(flat: Tensor | None, call: Gathering | Reduction) -> list[Te
 
 
 def _ring_of(call: Gathering | Reduction, positions: Sequence[int]) -> _Ring | None:
-    seats = call.channel
-    if len(positions) == seats.world_size:
-        everyone = tuple(range(seats.world_size))
-        return _Ring(seats.group, everyone, dict(enumerate(seats.rank_by_position)))
-    computing = seats.computing
+    seats, computing, levels = call.channel, call.channel.computing, call.channel.levels
+    if levels is not None and tuple(positions) == levels.geometry.positions:
+        mates = levels.geometry.mates(seats.position) if seats.position in positions else ()
+        return _Ring(levels.group, levels.geometry.takers, _roots(mates, seats))
+    everyone = tuple(range(seats.world_size))
+    if tuple(positions) == everyone:
+        return _Ring(seats.group, tuple((i,) for i in everyone), _roots(everyone, seats))
     if computing is None or tuple(positions) != computing.positions:
         return None
-    # Groups have their ranks in ascending order.
-    ascending = sorted(computing.positions, key=seats.rank_by_position.__getitem__)
-    roots = {position: rank for rank, position in enumerate(ascending)}
-    return _Ring(computing.group, computing.carrier_by_position, roots)
+    carriers = tuple((i,) for i in computing.carrier_by_position)
+    return _Ring(computing.group, carriers, _roots(computing.positions, seats))
+
+
+def _roots(positions: Sequence[int], seats: Seats) -> dict[int, int]:
+    """The rank of each position in a group of them, whose ranks are in ascending order."""
+    ascending = sorted(positions, key=seats.rank_by_position.__getitem__)
+    return {position: rank for rank, position in enumerate(ascending)}
 
 
 def _are_all(call: Gathering | Reduction, ring: _Ring) -> bool:

@@ -46,6 +46,69 @@ def carriers(nodes: Nodes, computes: Sequence[bool]) -> tuple[int, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class TwoLevels:
+    """Collectives in which every row crosses between nodes once per node.
+
+    On every node that computes, one position is the *taker* of a position's rows: itself on its
+    own node if it computes.  It gives them to its *mates*, the others of its node that compute;
+    gradients are added up at the takers, and come back as one sum per node:
+
+        owner ==cable==> taker --> mates          mates --> taker ==cable==> owner
+    """
+
+    nodes: Nodes
+    computes: tuple[bool, ...]  # by position
+    takers: tuple[tuple[int, ...], ...]  # by position, in the order of nodes
+
+    @classmethod
+    def among(cls, nodes: Nodes, computes: Sequence[bool]) -> "TwoLevels | None":
+        """None if fewer than two nodes compute, or a position has a node of its own with one
+        other: nothing crosses twice then.
+        """
+        at = [[i for i in nodes.positions(n) if computes[i]] for n in range(len(nodes))]
+        near = carriers(nodes, computes)
+        if sum(map(bool, at)) < 2 or max(map(len, at)) < 2:
+            return None
+        # Foreign rows are dealt out in turn: each position of a node takes as many as another.
+        number = [0] * len(nodes)
+        found = []
+        for i, home in enumerate(nodes.node_by_position):
+            takers = []
+            for node, here in enumerate(at):
+                if node == home and here:
+                    takers.append(near[i])
+                elif here:
+                    takers.append(here[number[node] % len(here)])
+                    number[node] += 1
+            found.append(tuple(takers))
+        return cls(nodes, tuple(computes), tuple(found))
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Those that compute."""
+        return tuple(i for i, computes in enumerate(self.computes) if computes)
+
+    def mates(self, position: int) -> tuple[int, ...]:
+        """The positions that compute on the node of ``position``, itself among them."""
+        node = self.nodes.node_by_position[position]
+        return tuple(i for i in self.nodes.positions(node) if self.computes[i])
+
+    def are_together(self, one: int, other: int) -> bool:
+        """Whether two positions are on one node."""
+        return self.nodes.node_by_position[one] == self.nodes.node_by_position[other]
+
+    def first_receivers(self, owner: int) -> tuple[int, ...]:
+        """Who gets the rows of ``owner`` from itself, where messages go to each alone."""
+        far = [i for i in self.takers[owner] if not self.are_together(owner, i)]
+        return (*self.mates(owner), *far)
+
+    def taker(self, owner: int, position: int) -> int:
+        """Who takes the rows of ``owner`` on the node of ``position``, which computes."""
+        [found] = set(self.takers[owner]) & set(self.mates(position))
+        return found
+
+
 def keepers(
     nodes: Nodes, num_bytes: Sequence[int], free_bytes: Sequence[int]
 ) -> list[int | None]:

@@ -118,6 +118,9 @@ class Plan(Document):
     reduce_each_round: Annotated[bool, OMITTABLE] = True  # False: gradients are reduced last
     last_round_size: int | None = None  # samples of the last round; None: as many as of any
     stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
+    # Patterns of units whose rows and gradients cross between nodes once per node; ("*",) is
+    # every unit.
+    two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
 
@@ -168,6 +171,10 @@ class Plan(Document):
             reshard_after_backward=self.reshard_after_backward,
             reduce_each_round=self.reduce_each_round,
         )
+
+    def crosses_once(self, unit_fqn: str) -> bool:
+        """Whether the unit's rows and gradients cross between nodes once per node."""
+        return _is_matched(unit_fqn, tuple(self.two_level_units))
 
     @property
     def world_size(self) -> int:
@@ -260,6 +267,7 @@ class Plan(Document):
         num_rounds: int = 1,
         reshard_after_backward: bool = True,
         reduce_each_round: bool = True,
+        two_level_units: bool | Sequence[str] = False,
         global_batch_size: int | None = None,
         stages: Sequence[Stage] | None = None,
     ) -> Self:
@@ -272,7 +280,8 @@ class Plan(Document):
         for all devices, or one bool or list of unit patterns per device.  So is
         ``inputs_on_host``: the inputs of these recomputed units (True: of all of them) wait for
         backward in the memory of the host.  ``optimizer_on_host`` is one bool for all devices,
-        or one per device.  With a ``global_batch_size`` the last round has what is left of it.
+        or one per device.  ``two_level_units`` is one bool or a list of unit patterns.  With a
+        ``global_batch_size`` the last round has what is left of it.
         ``stages`` make it a pipeline: they take the devices in this order.
         """
         world_size = len(microbatch_sizes)
@@ -311,6 +320,7 @@ class Plan(Document):
             num_rounds=num_rounds,
             reshard_after_backward=reshard_after_backward,
             reduce_each_round=reduce_each_round,
+            two_level_units=_patterns(two_level_units, "two_level_units"),
             last_round_size=last_round_size(global_batch_size, num_rounds, round_size),
             stages=None if stages is None else tuple(stages),
         )
@@ -358,6 +368,11 @@ def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
         tolerance=SHARES_TOLERANCE,
         num_rounds=plan.num_rounds,
     )
+    if plan.two_level_units:
+        raise ValueError(
+            "plan: two_level_units with stages, whose devices gather among themselves. Leave "
+            "one of them out."
+        )
     stage_by_unit(stages, [unit.fqn for unit in plan.units if unit.fqn])
     check_nothing_on_host(
         {

@@ -115,6 +115,7 @@ def build_units(
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
                 on_host=plan.ranks[control.position].optimizer_on_host,
+                unit_fqn=draft.fqn,
             )
             for i, slot in enumerate(group):
                 if slot.current.is_meta and row_source is not None:

@@ -15,11 +15,11 @@ from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool, host_empty
 from shardhet.comm.calls import Pending
 from shardhet.comm.channel import Channel
-from shardhet.comm.groups import among_computing
+from shardhet.comm.groups import among_computing, in_two_levels
 from shardhet.comm.on_host.lanes import CopyLane
 from shardhet.comm.on_host.memory import HostAllocator, processors, share_of_processors
 from shardhet.fsdp.sharding.host_room import HostRoom
-from shardhet.records.nodes import Nodes, carriers
+from shardhet.records.nodes import Nodes, TwoLevels, carriers
 from shardhet.records.plan import Plan
 
 MAX_UNSENT_GATHERS = 4
@@ -39,6 +39,8 @@ class CommContext:
         self.nodes = nodes or Nodes((0,) * gather_channel.world_size)
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
+        self._plan: Plan | None = None  # that is followed
+        self._in_levels: list[Channel] = []  # the same two channels, in two levels
         self._handle = devices.module_of(device)
         group = gather_channel.group
         # With NCCL a wait for a collective is the stream's; with gloo the host stands still.
@@ -81,11 +83,28 @@ class CommContext:
     def follow(self, plan: Plan, control: Channel) -> None:
         """Communicate among the ranks that compute by ``plan``.  Collective."""
         self._share_host(plan, control)
-        of_plan = carriers(self.nodes, [rank.rank_batch_size > 0 for rank in plan.ranks])
+        computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
+        of_plan = carriers(self.nodes, computes)
         self.gather_channel, self.reduce_channel = (
             among_computing(each, of_plan, control=control, device=self.device)
             for each in (self.gather_channel, self.reduce_channel)
         )
+        self._plan = plan
+        geometry = TwoLevels.among(self.nodes, computes) if plan.two_level_units else None
+        self._in_levels = [
+            in_two_levels(each, geometry, control=control, device=self.device)
+            for each in (self.gather_channel, self.reduce_channel)
+        ]
+
+    def gather_channel_of(self, unit_fqn: str) -> Channel:
+        """The channel of the unit's gathers, in one level or in two."""
+        crosses_once = self._plan is not None and self._plan.crosses_once(unit_fqn)
+        return self._in_levels[0] if crosses_once else self.gather_channel
+
+    def reduce_channel_of(self, unit_fqn: str) -> Channel:
+        """The channel of the unit's reductions, in one level or in two."""
+        crosses_once = self._plan is not None and self._plan.crosses_once(unit_fqn)
+        return self._in_levels[1] if crosses_once else self.reduce_channel
 
     def _share_host(self, plan: Plan, control: Channel) -> None:
         """Share each host's processors among the ranks whose optimizer steps there."""

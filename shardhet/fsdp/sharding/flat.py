@@ -86,8 +86,10 @@ class FlatTensor:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         on_host: bool = False,
+        unit_fqn: str = "",
     ) -> None:
         self.slots = tuple(slots)
+        self._unit_fqn = unit_fqn
         self.is_trainable = slots[0].is_trainable
         self.orig_dtype = orig_dtype
         converts = orig_dtype.is_floating_point and param_dtype is not None
@@ -139,7 +141,7 @@ class FlatTensor:
             self.flat_shard[part.start : part.stop].zero_()
         gradient = self.placed.gradient() if self.is_trainable else None
         self.grad = FlatGradient(
-            layout, self._position, self._comm, self.reduce_dtype, gradient
+            layout, self._position, self._comm, self.reduce_dtype, gradient, self._unit_fqn
         )
 
     def _whole(self) -> Tensor:
@@ -222,7 +224,7 @@ class FlatTensor:
                 self._unsharded if comm.is_receiver else None,
                 shard,
                 self.layout.shard_numels,
-                channel=comm.gather_channel,
+                channel=comm.gather_channel_of(self._unit_fqn),
                 receivers=comm.receivers,
             )
             if comm.host_runs_ahead:

@@ -44,6 +44,7 @@ class FlatGradient:
         comm: CommContext,
         reduce_dtype: torch.dtype,
         on_host: GradientOnHost | None = None,
+        unit_fqn: str = "",
     ) -> None:
         self.state = GradState.NONE
         # By parameter: whether this rank had a gradient when reduce() was called, in any round.
@@ -53,6 +54,7 @@ class FlatGradient:
         self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
         self._is_whole = self._own_numel == layout.numel
         self._comm = comm
+        self._unit_fqn = unit_fqn
         self._dtype = reduce_dtype
         self._whole: Tensor | None = None  # [layout.numel], lent by the buffer pool
         # By parameter, the sum over the microbatches so far: a view of _whole, or the tensor
@@ -126,7 +128,7 @@ class FlatGradient:
                 self._reduced,
                 self._whole,
                 self._layout.shard_numels,
-                channel=comm.reduce_channel,
+                channel=comm.reduce_channel_of(self._unit_fqn),
                 contributors=comm.receivers,
                 scratch=comm.buffers,
             )

@@ -1,0 +1,1 @@
+"""Collectives in two levels: rows cross between nodes once per node."""
