@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -12,12 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Workload, find_plan
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import Levels
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
 from shardhet.records.nodes import Nodes, TwoLevels
+from shardhet.records.stages import Stage
+from shardhet.simulator.simulation import simulated_step_s
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.worlds import run_ranks
@@ -216,3 +222,67 @@ def test_gradients_are_those_of_one_process(name: str, is_emulated: bool) -> Non
         torch.testing.assert_close(whole.view_as(param), param.grad, rtol=0, atol=float(bar))
         for first, second in ranks:
             assert torch.equal(first[i], second[i])
+
+
+def _setting(numbers: Sequence[int], bytes_per_s: float) -> Setting:
+    nodes = [
+        {
+            "host": f"node{i}",
+            "devices": [{"kind": "NVIDIA A10", "count": number}],
+            "link": {"latency_s": 1e-5, "bandwidth_bytes_per_s": 25e9},
+        }
+        for i, number in enumerate(numbers)
+    ]
+    cable = {"latency_s": 3e-5, "bandwidth_bytes_per_s": bytes_per_s}
+    document = {"version": 1, "nodes": nodes, "between_nodes": cable}
+    cluster = Cluster.from_document(document, source="test")
+    workload = Workload.transformer(
+        num_layers=4, width=1024, num_heads=8, vocab_size=1000, seq_len=512
+    )
+    return Setting(cluster, workload, derive_profile(cluster, workload))
+
+
+def _in_one_level(setting: Setting) -> Setting:
+    return replace(setting, profile=replace(setting.profile, two_levels=None))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "bytes_per_s", "gain"),
+    [((4, 4), 1.25e9, 1.5), ((2, 4), 1.25e9, 1.1), ((1, 3), 1.25e9, 1.0), ((4, 4), 25e9, 1.0)],
+)
+def test_the_planner_takes_two_levels_where_they_are_faster(
+    numbers: tuple[int, ...], bytes_per_s: float, gain: float
+) -> None:
+    """The links of a slow cable both ways; not where all links are alike."""
+    setting = _setting(numbers, bytes_per_s)
+    plan = find_plan(setting, global_batch_size=16)
+    flat = find_plan(_in_one_level(setting), global_batch_size=16)
+    assert bool(plan.two_level_units) == (gain > 1)
+    assert not flat.two_level_units
+    step_s, flat_s = (simulated_step_s(each, setting) for each in (plan, flat))
+    assert flat_s / step_s >= gain
+    assert CostModel(setting).predict(plan).step_time_s == pytest.approx(step_s, rel=0.02)
+
+
+def test_units_are_priced_one_by_one_and_scratch_is_counted() -> None:
+    setting = _setting((2, 2, 2), 1.25e9)
+    even = Plan.even(6, microbatch_size=1)
+    fqns = [unit.fqn for unit in setting.workload.units]
+    of_blocks = tuple(
+        fqn for fqn in fqns if setting.workload.units[1].kind in fqn or "." in fqn
+    )
+    plans = [replace(even, two_level_units=units) for units in ((), of_blocks, ("*",))]
+    times = [CostModel(setting).predict(plan).step_time_s for plan in plans]
+    assert times[0] > times[1] > times[2]
+    buffers = [
+        CostModel(setting).predict(plan).ranks[0].memory.shard_buffer_bytes for plan in plans
+    ]
+    largest = max(kind.trained_numel for kind in setting.workload.kinds)
+    of_share = largest * setting.workload.reduce_itemsize / 6  # of the third node's sums
+    assert buffers[2] - buffers[0] == pytest.approx(of_share, rel=0.01)
+
+
+def test_stages_gather_among_themselves() -> None:
+    stages = [Stage(units=("a",), num_ranks=1), Stage(units=("b",), num_ranks=1)]
+    with pytest.raises(ValueError, match="two_level_units with stages"):
+        Plan.by_hand(microbatch_sizes=[1, 1], num_rounds=2, two_level_units=True, stages=stages)

@@ -20,6 +20,7 @@ from shardhet.planner.task import (
     spared_s,
 )
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.launches import fastest_levels
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
@@ -183,8 +184,10 @@ class _Asked:
         demands = self.demands.of_round(rounds, world_size)
         if demands is not None:
             has_links = world_size > 1 or rounds.number == 1
+            prices = CostModel(self.setting)
+            prices = replace(prices, two_level_units=fastest_levels(prices))
             for each in (form,) if form else rounds.forms(has_links=has_links):
-                model = CostModel(self.setting).in_form(each)
+                model = prices.in_form(each)
                 yield FormTask(model, rounds, demands, self.effort, self.is_bounded)
 
 

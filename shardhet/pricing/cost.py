@@ -38,8 +38,8 @@ class CostModel(TurnPrices, MemoryPrices):
         Devices are those of the cluster, in its order.
         """
         plan.refuse_stages("the cost model")
-        if plan.form != self.form:
-            return self.in_form(plan.form).predict(plan)
+        if (plan.form, plan.two_level_units) != (self.form, self.two_level_units):
+            return self.for_plan(plan).predict(plan)
         self._check_devices(plan)
         self._check_units(plan)
         stored = self.stored_numels(plan.state_shares)

@@ -10,6 +10,12 @@ of its link, as in NCCL's own model of a ring (NVIDIA/nccl, src/graph/tuning.cc)
 Rabenseifner and Gropp (2005), section 4.1.  So a collective of 512 devices takes longer than
 one of 128.
 
+In two levels, the part k/R of a node's k devices crosses to each of the other nodes, and the
+rest comes from them; then k devices pass all bytes on inside.  The two follow on each other:
+
+    t(n) = l_across + max over nodes of max(k (N - 1), R - k) / R  n / p_across
+           + max over nodes of ((k - 1) l_inside + (k - 1) / k  n / p_inside)
+
 Devices meet in every collective, so a unit takes as long as on the slowest of R that are alike.
 If their times are normal with a relative deviation s, the slowest of R is expected to take
 about 1 + s sqrt(2 ln R) times the mean.  s is STRAGGLING.
@@ -86,6 +92,7 @@ def derive_profile(
             for kind, efficiency in zip(kinds, efficiencies, strict=True)
         ),
         collectives=_collectives(cluster, link_fraction),
+        two_levels=_in_two_levels(cluster, link_fraction),
         note=f"derived: {said}, {_said_of_links(cluster, link_fraction)}",
     )
 
@@ -182,6 +189,41 @@ def _collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
         points.append(CollectivePoint(nbytes=nbytes, gather=timing, reduce=timing))
     note = "; ".join(dict.fromkeys(link.source for link in cluster.links if link.source))
     return Collectives(source=Source.DERIVED, points=tuple(points), note=note)
+
+
+def _in_two_levels(cluster: Cluster, link_fraction: float | None) -> Collectives | None:
+    """Times of collectives that cross between nodes once per node; see the module.
+
+    None where no row would cross twice in a ring.
+    """
+    sizes = [len(node.devices) for node in cluster.nodes]
+    if len(sizes) < 2 or max(sizes) < 2:
+        return None
+    pace_of = dict(
+        zip(
+            cluster.links,
+            (pace for _, pace in _link_paces(cluster, link_fraction)),
+            strict=True,
+        )
+    )
+    across = [
+        each for each in (cluster.between_nodes, cluster.between_regions) if each in pace_of
+    ]
+    # Of n bytes, a node of k devices sends its part to every other one, and receives the rest.
+    busiest = max(max(k * (len(sizes) - 1), sum(sizes) - k) for k in sizes) / sum(sizes)
+    across_s = busiest / min(pace_of[each] for each in across)
+    inside = [
+        ((k - 1) * node.link.latency_s, (k - 1) / k / pace_of[node.link])
+        for k, node in zip(sizes, cluster.nodes, strict=True)
+        if k > 1 and node.link is not None
+    ]
+    latency_s = max(each.latency_s for each in across) + max(hops for hops, _ in inside)
+    per_byte_s = across_s + max(seconds for _, seconds in inside)
+    points = []
+    for nbytes in COLLECTIVE_NBYTES:
+        timing = Timing.single(latency_s + nbytes * per_byte_s)
+        points.append(CollectivePoint(nbytes=nbytes, gather=timing, reduce=timing))
+    return Collectives(source=Source.DERIVED, points=tuple(points))
 
 
 def _hops(cluster: Cluster) -> Iterator[Link]:

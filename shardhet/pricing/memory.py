@@ -145,7 +145,7 @@ class MemoryPrices(HostInputPrices):
 
         The buffers are copies of the largest unit's shard: two if parameters are gathered in
         a dtype other than float32, and one more if gradients are reduced in one, or added to
-        those of earlier rounds.
+        those of earlier rounds.  In two levels, sums of every node but two are added to them.
         """
         workload = self.workload
         copies = 0.0
@@ -155,6 +155,9 @@ class MemoryPrices(HostInputPrices):
         if workload.reduce_dtype != "float32" or adds_rounds:
             trained = max(kind.trained_numel for kind in workload.kinds)
             copies += trained * workload.reduce_itemsize
+        if self.two_level_units:
+            trained = max(kind.trained_numel for kind in workload.kinds)
+            copies += max(0, len(self.cluster.nodes) - 2) * trained * workload.reduce_itemsize
         return workload.state_bytes_per_element + copies / workload.numel
 
     @cached_property

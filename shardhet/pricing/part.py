@@ -142,6 +142,7 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
             profile,
             devices=tuple(each for each in profile.devices if each.device_kind in kinds),
             collectives=MeasuredGroups(profile, cluster.world_size).among(positions),
+            two_levels=profile.two_levels if len(place) == cluster.world_size else None,
             groups=groups,
             pairs=pairs,
         ),

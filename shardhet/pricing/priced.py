@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
-from shardhet.records.profiles import Curve, Profile
+from shardhet.records.plan import Plan, is_matched
+from shardhet.records.profiles import Collectives, Curve, Profile
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
@@ -33,6 +34,7 @@ class Priced:
     num_rounds: int = 1
     reshard_after_backward: bool = True
     reduce_each_round: bool = True
+    two_level_units: tuple[str, ...] = ()  # as in ``Plan``
 
     @property
     def form(self) -> StepForm:
@@ -47,6 +49,26 @@ class Priced:
     def in_form(self, form: StepForm) -> Self:
         """The same setting for plans of another form."""
         return self if form == self.form else replace(self, **asdict(form))
+
+    def for_plan(self, plan: Plan) -> Self:
+        """The same setting for plans of the form of ``plan``, with its units in two levels."""
+        return replace(self.in_form(plan.form), two_level_units=plan.two_level_units)
+
+    def collectives_of(self, unit: UnitKind) -> Collectives:
+        """The collectives of a kind of unit: in two levels if all units of the kind are."""
+        in_two_levels = self.profile.two_levels
+        if in_two_levels is None or unit.name not in self._two_level_kinds:
+            return self.profile.collectives
+        return in_two_levels
+
+    @cached_property
+    def _two_level_kinds(self) -> frozenset[str]:
+        in_one = {
+            unit.kind
+            for unit in self.workload.units
+            if not is_matched(unit.fqn, self.two_level_units)
+        }
+        return frozenset(kind.name for kind in self.workload.kinds if kind.name not in in_one)
 
     @property
     def cluster(self) -> Cluster:

@@ -58,17 +58,17 @@ class RankPlan:
 
     def recomputes(self, unit_fqn: str) -> bool:
         """Whether the unit's activations are recomputed in backward instead of kept."""
-        return _is_matched(unit_fqn, tuple(self.recomputed_units))
+        return is_matched(unit_fqn, tuple(self.recomputed_units))
 
     def keeps_input_on_host(self, unit_fqn: str) -> bool:
         """Whether the unit's inputs are in the memory of the host from forward to backward."""
-        is_matched = _is_matched(unit_fqn, tuple(self.inputs_on_host))
-        return is_matched and self.recomputes(unit_fqn)
+        is_named = is_matched(unit_fqn, tuple(self.inputs_on_host))
+        return is_named and self.recomputes(unit_fqn)
 
     def check_inputs_on_host(self, position: int, unit_fqns: Sequence[str]) -> None:
         """Raise ``ValueError`` if units of ``inputs_on_host`` are not recomputed."""
         patterns = tuple(each for each in self.inputs_on_host if each not in EVERY_UNIT)
-        kept = [f for f in unit_fqns if _is_matched(f, patterns) and not self.recomputes(f)]
+        kept = [f for f in unit_fqns if is_matched(f, patterns) and not self.recomputes(f)]
         if kept or (self.inputs_on_host and not self.recomputed_units):
             units = ", ".join(kept[:3]) or "any unit"
             raise ValueError(
@@ -86,7 +86,7 @@ class RankPlan:
 
 
 @lru_cache(maxsize=2**14)
-def _is_matched(unit_fqn: str, patterns: tuple[str, ...]) -> bool:
+def is_matched(unit_fqn: str, patterns: tuple[str, ...]) -> bool:
     """Whether one of the patterns is that of the unit; asked of every rank and unit."""
     return any(fnmatchcase(unit_fqn, pattern) for pattern in patterns)
 
@@ -174,7 +174,7 @@ class Plan(Document):
 
     def crosses_once(self, unit_fqn: str) -> bool:
         """Whether the unit's rows and gradients cross between nodes once per node."""
-        return _is_matched(unit_fqn, tuple(self.two_level_units))
+        return is_matched(unit_fqn, tuple(self.two_level_units))
 
     @property
     def world_size(self) -> int:

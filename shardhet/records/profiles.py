@@ -281,6 +281,9 @@ class Profile(Document):
 
     devices: tuple[DeviceProfile, ...]
     collectives: Collectives
+    # The same where rows cross between nodes once per node; None: there is one node, or they
+    # were not measured.
+    two_levels: Annotated[Collectives | None, OMITTABLE] = None
     turn_overhead_s: Seconds = (
         0.0  # host time per unit and phase, outside microbatches and waits
     )

@@ -31,13 +31,13 @@ NEGLIGIBLE = 1e-12  # of the clock: what remains of a computation is then roundi
 
 def simulate(plan: Plan, setting: Setting) -> Timeline:
     """The predicted timeline of one optimizer step."""
-    model = CostModel(setting).in_form(plan.form)
+    model = CostModel(setting).for_plan(plan)
     return _Simulation(model, plan, keeps_records=True).run()
 
 
 def simulated_step_s(plan: Plan, setting: Setting) -> float:
     """The step time of ``simulate`` alone."""
-    model = CostModel(setting).in_form(plan.form)
+    model = CostModel(setting).for_plan(plan)
     return _Simulation(model, plan, keeps_records=False).run_to_end()
 
 

@@ -7,7 +7,7 @@ from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
 from shardhet.planner.preference import FULL
-from shardhet.records.plan import Plan
+from shardhet.records.plan import EVERY_UNIT, Plan
 
 SHOWN_GAP = 1e-4  # the least that is stated
 
@@ -41,6 +41,12 @@ def form_lines(plan: Plan) -> Iterator[str]:
         yield (
             "Gradients are kept whole and reduced after the last round "
             "(reduce_each_round=False)."
+        )
+    if plan.two_level_units:
+        units = "" if plan.two_level_units == EVERY_UNIT else f"{len(plan.two_level_units)} of "
+        yield (
+            f"Rows of {units}the units cross between nodes once per node, and gradients as one "
+            "sum of each node (two_level_units)."
         )
 
 

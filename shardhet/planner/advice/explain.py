@@ -177,7 +177,9 @@ def larger_situations(situation: Situation) -> list[Larger]:
         (Resource.MEMORY, None, EIGHTFOLD_NAME, _roomier(situation, of_all, EIGHTFOLD)),
     ]
     if profile.collectives.points and cluster.world_size > 1:
-        links = replace(profile, collectives=_faster_links(profile.collectives))
+        two_levels = None if profile.two_levels is None else _faster_links(profile.two_levels)
+        of_all = _faster_links(profile.collectives)
+        links = replace(profile, collectives=of_all, two_levels=two_levels)
         larger.append((Resource.LINKS, None, f"{tenth} faster", situation.with_profile(links)))
     if len(kinds) == 1:
         kinds = []  # with one kind, "all" and "each" are the same
