@@ -194,30 +194,24 @@ def _collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
 def _in_two_levels(cluster: Cluster, link_fraction: float | None) -> Collectives | None:
     """Times of collectives that cross between nodes once per node; see the module.
 
-    None where no row would cross twice in a ring.
+    None where no row would cross twice in a ring, and between regions: a row would cross there
+    once per node, in a ring once or twice.
     """
-    sizes = [len(node.devices) for node in cluster.nodes]
-    if len(sizes) < 2 or max(sizes) < 2:
+    sizes, across = [len(node.devices) for node in cluster.nodes], cluster.between_nodes
+    has_regions = len({node.region for node in cluster.nodes}) > 1
+    if across is None or has_regions or len(sizes) < 2 or max(sizes) < 2:
         return None
-    pace_of = dict(
-        zip(
-            cluster.links,
-            (pace for _, pace in _link_paces(cluster, link_fraction)),
-            strict=True,
-        )
-    )
-    across = [
-        each for each in (cluster.between_nodes, cluster.between_regions) if each in pace_of
-    ]
+    paces = [pace for _, pace in _link_paces(cluster, link_fraction)]
+    pace_of = dict(zip(cluster.links, paces, strict=True))
     # Of n bytes, a node of k devices sends its part to every other one, and receives the rest.
     busiest = max(max(k * (len(sizes) - 1), sum(sizes) - k) for k in sizes) / sum(sizes)
-    across_s = busiest / min(pace_of[each] for each in across)
+    across_s = busiest / pace_of[across]
     inside = [
         ((k - 1) * node.link.latency_s, (k - 1) / k / pace_of[node.link])
         for k, node in zip(sizes, cluster.nodes, strict=True)
         if k > 1 and node.link is not None
     ]
-    latency_s = max(each.latency_s for each in across) + max(hops for hops, _ in inside)
+    latency_s = across.latency_s + max(hops for hops, _ in inside)
     per_byte_s = across_s + max(seconds for _, seconds in inside)
     points = []
     for nbytes in COLLECTIVE_NBYTES:
