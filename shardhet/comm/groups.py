@@ -273,7 +273,8 @@ def in_two_levels(
         part = new_group(group, device, backend=backend, ranks=own)
         if own is not others:
             made[own] = part
-    mine = next((part for ranks in nodes if (part := made.get(ranks)) is not None), None)
+    found = [each for ranks in nodes if (each := made.get(ranks)) is not None]
+    mine = found[0] if found else None
     channel = replace(channel, levels=Levels(geometry, mine))
     if new:
         _run_once(channel, [1] * channel.world_size, geometry.positions, device)

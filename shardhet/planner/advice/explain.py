@@ -178,8 +178,8 @@ def larger_situations(situation: Situation) -> list[Larger]:
     ]
     if profile.collectives.points and cluster.world_size > 1:
         two_levels = None if profile.two_levels is None else _faster_links(profile.two_levels)
-        of_all = _faster_links(profile.collectives)
-        links = replace(profile, collectives=of_all, two_levels=two_levels)
+        in_one = _faster_links(profile.collectives)
+        links = replace(profile, collectives=in_one, two_levels=two_levels)
         larger.append((Resource.LINKS, None, f"{tenth} faster", situation.with_profile(links)))
     if len(kinds) == 1:
         kinds = []  # with one kind, "all" and "each" are the same
