@@ -123,13 +123,17 @@ def _at(node: ast.AST) -> tuple[int, str] | None:
     """The line of a statement that orders streams, and what leaves the order out."""
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))) if name in WAITS:
-            return node.lineno, "pass"
+            # Of several lines, the opening bracket stays: what is between them does nothing.
+            return node.lineno, "pass" if node.lineno == node.end_lineno else "("
         case ast.Assign(
             targets=[ast.Attribute()], value=ast.Call(func=ast.Attribute(attr=name))
         ):
             return (node.lineno, "pass") if name == "record_event" else None
-        case ast.Assign(value=ast.Call(func=ast.Attribute(attr="record_event"))):
-            return node.lineno, "event = comm._handle.Event()"
+        case ast.Assign(
+            targets=[ast.Name(id=target)],
+            value=ast.Call(func=ast.Attribute(attr="record_event")),
+        ):
+            return node.lineno, f"{target} = comm._handle.Event()"
         case ast.With(items=[ast.withitem(ast.Call(func=ast.Attribute(attr="on_stream")))]):
             return node.lineno, "if True:"
     return None

@@ -105,8 +105,8 @@ class Plan(Document):
 
     The samples of a round and every flat tensor are dealt in this order.  A step takes the
     microbatches of all devices ``num_rounds`` times and adds up the gradients; the resharding
-    is that of ``StepForm``.  ``units`` says which model the plan was made for; a plan without
-    it fits any model.
+    is that of ``StepForm``.  A plan without ``units`` fits any model.  Rows and gradients of
+    ``two_level_units``, which are patterns, cross between nodes once per node.
     """
 
     document_name: ClassVar[str] = "plan"
@@ -118,9 +118,7 @@ class Plan(Document):
     reduce_each_round: Annotated[bool, OMITTABLE] = True  # False: gradients are reduced last
     last_round_size: int | None = None  # samples of the last round; None: as many as of any
     stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
-    # Patterns of units whose rows and gradients cross between nodes once per node; ("*",) is
-    # every unit.
-    two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()
+    two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # cross once per node
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
 
@@ -172,10 +170,6 @@ class Plan(Document):
             reduce_each_round=self.reduce_each_round,
         )
 
-    def crosses_once(self, unit_fqn: str) -> bool:
-        """Whether the unit's rows and gradients cross between nodes once per node."""
-        return is_matched(unit_fqn, tuple(self.two_level_units))
-
     @property
     def world_size(self) -> int:
         """The number of devices, and so of ranks, that the plan is for."""
@@ -204,9 +198,7 @@ class Plan(Document):
 
     @property
     def state_shares(self) -> tuple[float, ...]:
-        """Each device's share of the state of its units, in plan order; the shares of a group
-        sum to one.
-        """
+        """Each device's share of the state of its units; those of a group sum to one."""
         stored = [rank.state_share for rank in self.ranks]
         totals = [sum(stored[i] for i in each) for each in self.groups for _ in each]
         return tuple(share / total for share, total in zip(stored, totals, strict=True))

@@ -20,7 +20,7 @@ from shardhet.comm.on_host.lanes import CopyLane
 from shardhet.comm.on_host.memory import HostAllocator, processors, share_of_processors
 from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.records.nodes import Nodes, TwoLevels, carriers
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, is_matched
 
 MAX_UNSENT_GATHERS = 4
 
@@ -39,7 +39,7 @@ class CommContext:
         self.nodes = nodes or Nodes((0,) * gather_channel.world_size)
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
-        self._plan: Plan | None = None  # that is followed
+        self._two_level_units: tuple[str, ...] = ()  # of the plan
         self._in_levels: list[Channel] = []  # the same two channels, in two levels
         self._handle = devices.module_of(device)
         group = gather_channel.group
@@ -89,22 +89,18 @@ class CommContext:
             among_computing(each, of_plan, control=control, device=self.device)
             for each in (self.gather_channel, self.reduce_channel)
         )
-        self._plan = plan
+        self._two_level_units = tuple(plan.two_level_units)
         geometry = TwoLevels.among(self.nodes, computes) if plan.two_level_units else None
         self._in_levels = [
             in_two_levels(each, geometry, control=control, device=self.device)
             for each in (self.gather_channel, self.reduce_channel)
         ]
 
-    def gather_channel_of(self, unit_fqn: str) -> Channel:
-        """The channel of the unit's gathers, in one level or in two."""
-        crosses_once = self._plan is not None and self._plan.crosses_once(unit_fqn)
-        return self._in_levels[0] if crosses_once else self.gather_channel
-
-    def reduce_channel_of(self, unit_fqn: str) -> Channel:
-        """The channel of the unit's reductions, in one level or in two."""
-        crosses_once = self._plan is not None and self._plan.crosses_once(unit_fqn)
-        return self._in_levels[1] if crosses_once else self.reduce_channel
+    def channels_of(self, unit_fqn: str) -> list[Channel]:
+        """The channels of the unit's gathers and reductions, in one level or in two."""
+        if is_matched(unit_fqn, self._two_level_units):
+            return self._in_levels
+        return [self.gather_channel, self.reduce_channel]
 
     def _share_host(self, plan: Plan, control: Channel) -> None:
         """Share each host's processors among the ranks whose optimizer steps there."""

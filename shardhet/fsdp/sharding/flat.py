@@ -224,7 +224,7 @@ class FlatTensor:
                 self._unsharded if comm.is_receiver else None,
                 shard,
                 self.layout.shard_numels,
-                channel=comm.gather_channel_of(self._unit_fqn),
+                channel=comm.channels_of(self._unit_fqn)[0],
                 receivers=comm.receivers,
             )
             if comm.host_runs_ahead:

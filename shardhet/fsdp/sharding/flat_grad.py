@@ -128,7 +128,7 @@ class FlatGradient:
                 self._reduced,
                 self._whole,
                 self._layout.shard_numels,
-                channel=comm.reduce_channel_of(self._unit_fqn),
+                channel=comm.channels_of(self._unit_fqn)[1],
                 contributors=comm.receivers,
                 scratch=comm.buffers,
             )
