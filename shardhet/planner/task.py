@@ -156,13 +156,14 @@ def _lenient_bound_s(task: FormTask, computing: Computing) -> float:
             table = builder.table(cut_s)
         except PlanError as error:  # a device can do nothing that is demanded of it
             return error.lower_bound_s
-        if most_s < inf and not _may_be_within(table.problem, most_s):
+        is_last = not table.is_cut or cut_s >= most_s
+        if most_s < inf and is_last and not _may_be_within(table.problem, most_s):
             return inf
         with suppress(NothingFitsError):
             bound_s = search(table.problem, task.effort).lower_bound_s
-        if not table.is_cut or bound_s <= cut_s or cut_s >= most_s:
+        if is_last or bound_s <= cut_s:
             return bound_s - builder.unequal_s
-        cut_s *= CUT_GROWTH
+        cut_s = min(cut_s * CUT_GROWTH, most_s)
 
 
 def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
@@ -239,7 +240,7 @@ def search_table(
         table = builder.table(cut_s)
         is_last = not table.is_cut or cut_s >= at_most_s
         error, bound_s, is_tight = PlanError, inf, False
-        if at_most_s < inf and not _may_be_within(table.problem, at_most_s):
+        if at_most_s < inf and is_last and not _may_be_within(table.problem, at_most_s):
             raise PlanError(TOO_SLOW)
         try:
             found = search(table.problem, effort)
@@ -257,7 +258,7 @@ def search_table(
         else:
             if is_last or found.value.objective_s <= cut_s:
                 return table, found, is_tight
-        cut_s *= CUT_GROWTH
+        cut_s = min(cut_s * CUT_GROWTH, at_most_s)
 
 
 def _may_be_within(problem: Problem, at_most_s: float) -> bool:
