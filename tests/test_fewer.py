@@ -16,10 +16,12 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import (
+    CollectivePoint,
     GroupCollectives,
     PairLink,
     Profile,
     Source,
+    Timing,
 )
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
@@ -295,6 +297,19 @@ def test_a_device_that_gains_less_than_two_percent_is_not_left_out(
     assert trials._try([(0, 1), (0, 1, 2)])
     assert trials.found[-1][1] == (0, 1, 2)
     assert not trials._try([(0, 1)])
+
+
+def test_estimates_are_not_negative_where_small_collectives_took_longer() -> None:
+    setting = setting_of("fss", s_per_byte=FAST_LINKS)
+    slow_at_first = tuple(
+        CollectivePoint(nbytes=n, gather=Timing.single(s), reduce=Timing.single(s))
+        for n, s in ((2**16, 0.037), (2**18, 0.034), (2**20, 0.002), (2**22, 0.005))
+    )
+    noisy = replace(setting.profile.collectives, points=slow_at_first)
+    part = part_of(
+        replace(setting, profile=replace(setting.profile, collectives=noisy)), (1, 2)
+    )
+    assert all(each.reduce.mean_s > 0 for each in part.profile.collectives.points)
 
 
 DESCRIBED = """\
