@@ -23,7 +23,7 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.nodes import Nodes, TwoLevels
 from shardhet.records.stages import Stage
-from shardhet.simulator.simulation import simulated_step_s
+from shardhet.simulator.simulation import simulate
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.worlds import run_ranks
@@ -259,7 +259,7 @@ def test_the_planner_takes_two_levels_where_they_are_faster(
     flat = find_plan(_in_one_level(setting), global_batch_size=16)
     assert bool(plan.two_level_units) == (gain > 1)
     assert not flat.two_level_units
-    step_s, flat_s = (simulated_step_s(each, setting) for each in (plan, flat))
+    step_s, flat_s = (simulate(each, setting).step_time_s for each in (plan, flat))
     assert flat_s / step_s >= gain
     if plan.two_level_units:  # links set the pace of each turn, as in the simulation
         predicted_s = CostModel(setting).predict(plan).step_time_s

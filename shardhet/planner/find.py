@@ -71,7 +71,7 @@ def solve(
     _check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
-    asked = _Asked(setting, global_batch_size, demands, effort, is_bounded)
+    asked = _Asked(_priced(setting), global_batch_size, demands, effort, is_bounded)
     if not demands.may_keep_inputs_on_host or not _states_memory(setting):
         return _solve(asked, tolerance)
     # The search does not know how much memory hosts have: plans beyond it are dropped.
@@ -135,7 +135,7 @@ def _search_rounds(asked: "_Asked", met: "_Met") -> None:
 class _Asked:
     """What is asked, of plans of any form."""
 
-    setting: Setting
+    prices: CostModel  # in any form
     global_batch_size: int
     demands: Demands
     effort: Effort
@@ -180,14 +180,12 @@ class _Asked:
 
     def _tasks(self, rounds: BatchRounds, form: StepForm | None = None) -> Iterator[FormTask]:
         """Plans with these rounds, form by form, or of one form."""
-        world_size = self.setting.cluster.world_size
+        world_size = self.prices.cluster.world_size
         demands = self.demands.of_round(rounds, world_size)
         if demands is not None:
             has_links = world_size > 1 or rounds.number == 1
-            prices = CostModel(self.setting)
-            prices = replace(prices, two_level_units=fastest_levels(prices))
             for each in (form,) if form else rounds.forms(has_links=has_links):
-                model = prices.in_form(each)
+                model = self.prices.in_form(each)
                 yield FormTask(model, rounds, demands, self.effort, self.is_bounded)
 
 
@@ -232,6 +230,12 @@ class _Met:
             self.missed, self.missed_rounds = error, task.rounds.number
 
 
+def _priced(setting: Setting) -> CostModel:
+    """Prices of plans whose units are in the levels that are faster."""
+    prices = CostModel(setting)
+    return replace(prices, two_level_units=fastest_levels(prices))
+
+
 def _check_size(setting: Setting) -> None:
     """Refuse what would take minutes or more: ``PlanError``."""
     for number, most, what in (
@@ -261,7 +265,7 @@ def least_step_s(
     of forms like this one.
     """
     demands.check(setting.cluster.world_size)
-    asked = _Asked(setting, global_batch_size, demands, effort, is_bounded=False)
+    asked = _Asked(_priced(setting), global_batch_size, demands, effort, is_bounded=False)
     compute_s: float | None = None
     forms = (asked.of_demanded_form(), asked.of_one_round(), asked.of_several_rounds(near))
     for task in chain(*forms):

@@ -38,7 +38,16 @@ def shares_by_memory(devices: Sequence[DeviceSpec], groups: Sequence[range]) -> 
     weights = [device.memory_capacity_bytes or 0 for device in devices]
     if not all(weights):
         weights = [1] * len(devices)
-    return [weights[i] / sum(weights[j] for j in group) for group in groups for i in group]
+    return parts_of_groups(weights, groups)
+
+
+def parts_of_groups(weights: Sequence[float], groups: Sequence[range]) -> list[float]:
+    """Each weight as a part of the sum of its group; groups follow on each other."""
+    parts: list[float] = []
+    for group in groups:
+        total = sum(weights[i] for i in group)
+        parts += [weights[i] / total for i in group]
+    return parts
 
 
 def repeated(microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:

@@ -63,8 +63,8 @@ class TwoLevels:
 
     @classmethod
     def among(cls, nodes: Nodes, computes: Sequence[bool]) -> "TwoLevels | None":
-        """None if fewer than two nodes compute, or a position has a node of its own with one
-        other: nothing crosses twice then.
+        """None if fewer than two nodes compute, or none has two that do: then no row crosses
+        to a node twice.
         """
         at = [[i for i in nodes.positions(n) if computes[i]] for n in range(len(nodes))]
         near = carriers(nodes, computes)

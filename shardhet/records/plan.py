@@ -14,6 +14,7 @@ from shardhet.records.by_hand import (
     last_round_size,
     microbatches_of_each,
     of_each,
+    parts_of_groups,
     shares_by_memory,
 )
 from shardhet.records.cluster import DeviceSpec
@@ -200,8 +201,7 @@ class Plan(Document):
     def state_shares(self) -> tuple[float, ...]:
         """Each device's share of the state of its units; those of a group sum to one."""
         stored = [rank.state_share for rank in self.ranks]
-        totals = [sum(stored[i] for i in each) for each in self.groups for _ in each]
-        return tuple(share / total for share, total in zip(stored, totals, strict=True))
+        return tuple(parts_of_groups(stored, self.groups))
 
     def first_sample(self, position: int) -> int:
         """Index in a round of the first sample dealt to the device at ``position``."""

@@ -38,7 +38,6 @@ class Actor:
     # By turn: bytes that are held while it computes, and the change that it leaves behind.
     running_bytes: list[int]
     kept_bytes: list[int]
-    keeps_records: bool
     computes: bool
     state: State = State.BEGIN
     is_computing: bool = False
@@ -51,17 +50,17 @@ class Actor:
 
     def begin_compute(self, now_s: float) -> None:
         """Hold what the running microbatches of the turn need."""
-        if self.computes and self.keeps_records:
+        if self.computes:
             self.hold(now_s, self.running_bytes[self.turn])
 
     def end_compute(self, now_s: float) -> None:
         """Free the running memory; keep or free what lives from forward to backward."""
-        if self.computes and self.keeps_records:
+        if self.computes:
             self.hold(now_s, self.kept_bytes[self.turn] - self.running_bytes[self.turn])
 
     def leave(self, now_s: float, work: Work) -> None:
         """Record what the time since the state began was spent on."""
-        if self.keeps_records and now_s > self.since_s:
+        if now_s > self.since_s:
             is_in_turn = work is not Work.AGREE and self.turn < len(self.unit_fqns)
             unit = self.unit_fqns[self.turn] if is_in_turn else ""
             self.events.append(Event(unit=unit, work=work, start_s=self.since_s, end_s=now_s))
@@ -97,8 +96,6 @@ def make_actors(
     model: CostModel,
     plan: Plan,
     schedule: Schedule,
-    *,
-    keeps_records: bool,
 ) -> list[Actor]:
     """The actors of a plan, by the first of their positions."""
     actors: dict[tuple[object, ...], Actor] = {}
@@ -118,7 +115,6 @@ def make_actors(
                 last,
                 schedule,
                 pace=paces[position],
-                keeps_records=keeps_records,
             )
         actors[key].positions.append(position)
     return list(actors.values())
@@ -132,7 +128,6 @@ def _actor(
     schedule: Schedule,
     *,
     pace: float,  # bytes per second of copies to the host and back
-    keeps_records: bool,
 ) -> Actor:
     units, device_kind = model.visited_units, rank.device.kind
     computes = bool(rank.rank_batch_size)
@@ -154,7 +149,7 @@ def _actor(
             rank, unit.fqn, sizes, (forward_s, backward_s), pace
         )
         seconds.append(backward_s if is_backward else forward_s)
-        if computes and keeps_records:
+        if computes:
             running.append(model.turn_bytes(rank, device_kind, unit, is_backward=is_backward))
             change = model.kept_bytes(rank, unit)
             kept.append(-change if is_backward else change)
@@ -167,6 +162,5 @@ def _actor(
         unit_fqns=[units[turn.unit].fqn for turn in schedule.turns],
         running_bytes=running,
         kept_bytes=kept,
-        keeps_records=keeps_records,
         computes=computes,
     )

@@ -32,19 +32,13 @@ NEGLIGIBLE = 1e-12  # of the clock: what remains of a computation is then roundi
 def simulate(plan: Plan, setting: Setting) -> Timeline:
     """The predicted timeline of one optimizer step."""
     model = CostModel(setting).for_plan(plan)
-    return _Simulation(model, plan, keeps_records=True).run()
-
-
-def simulated_step_s(plan: Plan, setting: Setting) -> float:
-    """The step time of ``simulate`` alone."""
-    model = CostModel(setting).for_plan(plan)
-    return _Simulation(model, plan, keeps_records=False).run_to_end()
+    return _Simulation(model, plan).run()
 
 
 class _Simulation:
     """The state of the simulation: the clock, the links and all actors."""
 
-    def __init__(self, model: CostModel, plan: Plan, *, keeps_records: bool) -> None:
+    def __init__(self, model: CostModel, plan: Plan) -> None:
         self.model = model
         self.plan = plan
         self.clock_s = 0.0
@@ -52,7 +46,7 @@ class _Simulation:
         self.schedule = straight_schedule(len(units), plan.form)
         self.ahead = [self.schedule.launched_by(i) for i in range(len(self.schedule.turns))]
         self.predicted = model.predict(plan)
-        self.actors = make_actors(model, plan, self.schedule, keeps_records=keeps_records)
+        self.actors = make_actors(model, plan, self.schedule)
         self.links = Links(
             self.schedule,
             model.launch_seconds(plan),
@@ -97,11 +91,6 @@ class _Simulation:
             collectives=merged(self.links.sent),
             step_time_s=self.clock_s,
         )
-
-    def run_to_end(self) -> float:
-        """Run until every rank is done; returns the seconds of the step."""
-        self.run_optimizers(self.run_turns())
-        return self.clock_s
 
     # The loop #
 

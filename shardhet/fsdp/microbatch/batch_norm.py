@@ -152,14 +152,3 @@ def _normalised(norm: Any, x: Tensor) -> Tensor:
     if mean is None:
         mean, var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
     return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
-
-
-def running_buffers(module: nn.Module) -> Sequence[Tensor]:
-    """The buffers that batch norms write."""
-    return [
-        buffer
-        for each in module.modules()
-        if isinstance(each, _BatchNorm)
-        for buffer in each._buffers.values()
-        if buffer is not None
-    ]
