@@ -299,17 +299,37 @@ def test_a_device_that_gains_less_than_two_percent_is_not_left_out(
     assert not trials._try([(0, 1)])
 
 
-def test_estimates_are_not_negative_where_small_collectives_took_longer() -> None:
-    setting = setting_of("fss", s_per_byte=FAST_LINKS)
-    slow_at_first = tuple(
+def disturbed(setting: Setting, **weights: float) -> Setting:
+    """Some small collectives were measured to take longer than large ones."""
+    points = tuple(
         CollectivePoint(nbytes=n, gather=Timing.single(s), reduce=Timing.single(s))
-        for n, s in ((2**16, 0.037), (2**18, 0.034), (2**20, 0.002), (2**22, 0.005))
+        for n, s in ((2**12, 0.037), (2**16, 0.034), (2**18, 0.002), (2**22, 0.005))
     )
-    noisy = replace(setting.profile.collectives, points=slow_at_first)
-    part = part_of(
-        replace(setting, profile=replace(setting.profile, collectives=noisy)), (1, 2)
-    )
+    collectives = replace(setting.profile.collectives, points=points, **weights)
+    return replace(setting, profile=replace(setting.profile, collectives=collectives))
+
+
+def test_more_bytes_never_take_less() -> None:
+    setting = disturbed(setting_of("fss", s_per_byte=FAST_LINKS))
+    gather_s = setting.profile.collectives.gather_s
+    assert gather_s is not None
+    assert [gather_s.at(n) for n in (2**12, 2**16, 2**18, 2**22)] == [0.002] * 3 + [0.005]
+    part = part_of(setting, (1, 2))
     assert all(each.reduce.mean_s > 0 for each in part.profile.collectives.points)
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_no_plan_is_faster_than_the_fastest_where_measurements_were_disturbed(
+    weight: float,
+) -> None:
+    """Uneven shares move more bytes, for which less time was measured."""
+    weights = {"gather_unevenness_weight": weight, "reduce_unevenness_weight": weight}
+    setting = disturbed(setting_of("fs", s_per_byte=FAST_LINKS), **weights)
+    best = solve(setting, global_batch_size=4, tolerance=0.0)
+    for share in (0.0, 0.05, 0.3, 0.9, 1.0):
+        demands = Demands(limits={0: DeviceLimits(state_share=share)})
+        other = solve(setting, global_batch_size=4, demands=demands)
+        assert other.predicted.step_time_s >= best.lower_bound_s * (1 - 1e-9)
 
 
 DESCRIBED = """\

@@ -45,7 +45,7 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) ->
     best_s = best.predicted.step_time_s
     limit_s = (1 + tolerance) * best_s * (1 + ROUNDING)
     tasks = [[task for bound_s, task in each if bound_s <= limit_s] for each in pools]
-    first = next(task for each in tasks for task in each)  # that of ``best``, if no other
+    _, first = pools[0][0]
     model, demands = first.model, first.demands
     for wish, pool in product(_wishes(demands, model), tasks):
         wished = [replace(wish.of(task), at_most_s=limit_s) for task in pool]

@@ -86,9 +86,8 @@ class MeasuredGroups:
 
         def scaled(curve: Curve | None, nbytes_whole: int) -> Timing:
             assert curve is not None
-            whole_s = curve.at(nbytes_whole)
-            latency_s = min(curve.intercept_at_zero, whole_s)  # where large ones took less
-            moving_s = whole_s - latency_s
+            latency_s = curve.intercept_at_zero
+            moving_s = curve.at(nbytes_whole) - latency_s
             return Timing.single(messages * latency_s + nbytes * moving_s)
 
         measured = like.collectives

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 from math import inf, isfinite
 from typing import Annotated, ClassVar, Self
 
@@ -250,8 +251,10 @@ class Collectives:
         return self._curve([point.reduce.mean_s for point in self.points])
 
     def _curve(self, values: Sequence[float]) -> Curve | None:
+        """More bytes never take less: what took longer than a larger one was disturbed."""
         sizes = tuple(float(point.nbytes) for point in self.points)
-        return Curve(sizes, tuple(values)) if sizes else None
+        undisturbed = tuple(accumulate(reversed(values), min))[::-1]
+        return Curve(sizes, undisturbed) if sizes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
