@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,7 +56,9 @@ class Accelerator:
         self._pinned: set[int] = set()  # storages of the host
         self._in_order: dict[int, Held] = {}  # pinned storages that copies share
         self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
-        self._on_way_from_host: dict[int, Access] = {}  # the last that reads it
+        # The last that reads it, and the storage: as with pinned memory of torch, nobody else
+        # has its address until the copy is done.
+        self._on_way_from_host: dict[int, tuple[Access, UntypedStorage]] = {}
 
     @property
     def syncs(self) -> list[str]:
@@ -172,16 +174,22 @@ class Accelerator:
             self.wait_for_current("copy_")
 
     def _leaves_host(self, source: Tensor, what: str) -> None:
-        key = source.untyped_storage()._cdata
-        if key in self._pinned:
-            self._on_way_from_host[key] = Access(0, 1, self.current.begin(), False, what)
+        storage = source.untyped_storage()
+        if storage._cdata in self._pinned:
+            self._on_way_from_host = {
+                key: each
+                for key, each in self._on_way_from_host.items()
+                if not each[0].moment.is_before(self.host.clock)
+            }
+            access = Access(0, 1, self.current.begin(), False, what)
+            self._on_way_from_host[storage._cdata] = (access, storage)
 
     def _check_has_left(self, tensor: Tensor, what: str) -> None:
         """Raise ``RaceError`` if the host writes what the device may still read."""
         if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return
-        access = self._on_way_from_host.get(tensor.untyped_storage()._cdata)
-        if access is not None and not access.moment.is_before(self.host.clock):
+        on_way = self._on_way_from_host.get(tensor.untyped_storage()._cdata)
+        if on_way is not None and not on_way[0].moment.is_before(self.host.clock):
             raise RaceError(f"{what} on the host writes what is still copied to the device")
 
     def pin_in_place(
