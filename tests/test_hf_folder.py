@@ -160,10 +160,15 @@ class Watch:
 
 
 def held_bytes() -> int:
-    """Anonymous and shared memory, each page shared out among those that map it (proc(5))."""
-    names = ("Pss_Anon", "Pss_Shmem")
+    """Anonymous memory, and shared memory with each page shared out among those that map it.
+
+    Not `Pss_Anon` (proc(5)): ranks are forks, whose share of their common pages grows without
+    an allocation when another fork of the same server ends.
+    """
+    names = ("Anonymous:", "Pss_Shmem:")
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     found = [line.split() for line in lines if line.startswith(names)]
+    assert len(found) == len(names)
     return sum(int(words[1]) for words in found) * 1024
 
 
@@ -178,7 +183,7 @@ def load_under_watch(rank: int, folder: str) -> tuple[int, int, int]:
     return watch.grown_bytes, rows, max(unit.numel for unit in model.plan.units) * 4
 
 
-@pytest.mark.alone  # pages are shared out among all processes that map them
+@pytest.mark.alone  # shared pages are shared out among all processes that map them
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux")  # noqa: PTH110
 def test_no_rank_holds_more_than_its_rows_and_two_units(tmp_path: Path) -> None:
     folder = tmp_path / "model"
