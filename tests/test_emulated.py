@@ -426,6 +426,44 @@ def test_a_training_rank_reads_once_a_step_and_times_what_is_reported(tmp_path: 
     assert all(each["grad_norm"] > 0 for each in steps if "loss" in each)
 
 
+def _crash_in_step_3(rank: int, path: str, is_in_update: bool) -> None:
+    folder = RunFolder(Path(path))
+    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
+    with Accelerator().installed() as accelerator:
+        run = Run(folder.load_config(), folder, env, accelerator.device)
+
+        def look(step: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if run.model.step == (3 if is_in_update else 2):
+                    raise RuntimeError("no luck")
+                return step(*args, **kwargs)
+
+            return call
+
+        if is_in_update:
+            optimizer = run.trainer.optimizer
+            optimizer.step = look(optimizer.step)  # type: ignore[method-assign]
+        else:
+            run.trainer._run = look(run.trainer._run)
+        run.train()
+
+
+@pytest.mark.parametrize("is_in_update", [False, True])
+def test_the_last_step_is_recorded_if_the_next_one_crashes(
+    is_in_update: bool, tmp_path: Path
+) -> None:
+    """Without its norm if nobody had read it: what is aborted may leave anything there."""
+    quick = ("debug=quick", "num_steps=6", "log_every=4", "logger=csv")
+    path = configure(tmp_path, *SMALL_MODEL, *quick, "cluster.num_ranks=2")
+    run_ranks_expecting_failure(_crash_in_step_3, 2, path, is_in_update)
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    steps = [each for each in steps if "loss" in each]
+    assert [each["step"] for each in steps][:2] == [1, 2]
+    assert all(each["loss"] > 0 for each in steps)
+    assert (steps[1]["grad_norm"] is not None) is is_in_update
+    assert (tmp_path / "metrics.csv").exists()
+
+
 def _ends_in_backward(rank: int) -> list[float | None]:
     """A step ends while a reduction is in flight; the next one is as if it had not begun."""
     plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])

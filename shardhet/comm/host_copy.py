@@ -22,6 +22,7 @@ class HostCopy:
         self._copy = tensor.detach().to("cpu", non_blocking=True)
         self._copied_event = devices.module_of(tensor.device).Event()
         self._copied_event.record()
+        self.value: Tensor | None = None  # once it was read
 
     def read(self) -> Tensor:
         """Return the values.  The host waits until the device has made the copy, no longer.
@@ -32,6 +33,7 @@ class HostCopy:
         self._copied_event.synchronize()
         if progress.verdict is not None:
             raise LostPeerError(progress.verdict)
+        self.value = self._copy
         return self._copy
 
 

@@ -53,6 +53,13 @@ class StepMetrics:
         """The norm before clipping.  The host waits until the device has it."""
         return self.norm if isinstance(self.norm, float) else float(self.norm.read())
 
+    @property
+    def known_grad_norm(self) -> float | None:
+        """The norm, or None if the host has not waited for it yet."""
+        if isinstance(self.norm, float):
+            return self.norm
+        return None if self.norm.value is None else float(self.norm.value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:

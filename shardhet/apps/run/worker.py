@@ -8,8 +8,8 @@ written there.
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -144,7 +144,8 @@ class Run:
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
-        with self._listen() as notice, self.begin(console) as display:
+        listens = self._listen()
+        with listens as notice, self.begin(console) as display, self._closing_loggers():
             if self.trainer.guard.rolls_back:
                 self._checkpoints.save(self._model.step)
             while self._model.step < self._conf.num_steps:
@@ -154,8 +155,6 @@ class Run:
                     self._checkpoints.save(self._model.step)
                     break
             self._checkpoints.close()
-        for each in self._loggers:
-            each.close()
         is_complete = self._model.step >= self._conf.num_steps
         end = agree_on_end(self._model, notice, self._env, is_complete=is_complete)
         self.was_told = notice.reason
@@ -235,6 +234,7 @@ class Run:
             self._tracer.before_step(step)
         metrics = self.trainer.train_step(is_timed=is_reported)
         self._record(display)  # the step before, whose norm was read in this one
+        self._unrecorded = metrics if metrics.why_skipped is None else None
         makes_use = is_reported or is_evaluated or self._checkpoints.is_due(step)
         if makes_use or self._model.is_asked_to_end or devices.is_on_host(self._device):
             self.trainer.settle()
@@ -248,7 +248,6 @@ class Run:
         if self._built.rebalancer is not None:
             self._look_at_speeds(step, self._built.rebalancer, display)
         if metrics.why_skipped is None:
-            self._unrecorded = metrics
             if self.trainer.is_settled:
                 self._record(display)
         elif self._skip(metrics, display):
@@ -276,20 +275,42 @@ class Run:
         metrics, self._unrecorded = self._unrecorded, None
         if metrics is None:
             return
+        self._outcome.add_step(metrics.step_time_s)
+        self._log(metrics, metrics.grad_norm)
+        if self.is_rank_zero:
+            display.show_step(metrics)
+
+    def _log(self, metrics: StepMetrics, grad_norm: float | None) -> None:
         values = {
             "loss": metrics.mean_loss,
-            "grad_norm": metrics.grad_norm,
+            "grad_norm": grad_norm,
             "lr": metrics.learning_rate,
             "num_tokens": metrics.num_targets,
             "step_time_s": metrics.step_time_s,
         }
-        self._outcome.add_step(metrics.step_time_s)
         values |= {} if metrics.loss_scale is None else {"loss_scale": metrics.loss_scale}
         if self._prediction is not None:
             values["predicted_step_time_s"] = self._prediction.step_time_s
         log_all(self._loggers, metrics.step, values)
-        if self.is_rank_zero:
-            display.show_step(metrics)
+
+    @contextmanager
+    def _closing_loggers(self) -> Iterator[None]:
+        """Close the loggers in the end; if an error ends the run, with its last step, too.
+
+        The norm of that step is left out unless it was read in time: the device may never have
+        it, or something else in its place once communicators are aborted.
+        """
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                if self._unrecorded is not None:
+                    self._log(self._unrecorded, self._unrecorded.known_grad_norm)
+                for each in self._loggers:
+                    each.close()
+            raise
+        for each in self._loggers:
+            each.close()
 
     def _went_on(self, step: int, clock: StartClock, display: Display) -> None:
         """Say how long it took to go on, after the first step that did."""
