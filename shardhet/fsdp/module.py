@@ -1,6 +1,6 @@
 """HetFSDP: the module that users wrap around theirs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -104,12 +104,10 @@ class HetFSDP(ModuleInRounds):
         group, device = default_group(group), device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
         watch_unless_decided(plan.world_size, device)
-        self._lifeline = members.lifeline
-        self._control = members.control
+        self._control, self._lifeline = members.control, members.lifeline
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
-        fqns = [fqn for fqn, _ in module.named_parameters()]
         hooks = ParamHooks(module)
-        before = [(fqn, ref(param)) for fqn, param in module.named_parameters()]
+        before = {fqn: ref(param) for fqn, param in module.named_parameters()}
         with self._lifeline.guard("wrapping the model"):
             self._comm.follow(plan, self._control)
             norms = BatchNorms(module)
@@ -130,14 +128,9 @@ class HetFSDP(ModuleInRounds):
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
-        self._param_by_fqn = _in_order(fqns, self._flats)
+        self._param_by_fqn = _in_order(before, self._flats)
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
-        if not self._rows.is_alone:  # a lone rank stores whole parameters
-            know(self._param_by_fqn.values(), self._lifeline)
-        host_step.know(self._param_by_fqn.values(), self._comm, self._lifeline)
-        alive = [(fqn, param) for fqn, each in before if (param := each()) is not None]
-        know_given_up(alive, self._lifeline)
-        hooks.leave_out_present(self._param_by_fqn)
+        self._know_params(hooks, before)
         self.module = module
         self._loss = FusedLoss(loss_fn)
         self._batch_dim = batch_dim
@@ -164,10 +157,19 @@ class HetFSDP(ModuleInRounds):
             is_float16=param_dtype is torch.float16,
         )
         pieces = find_pieces(module, modules_of_units, param_dtype)
-        intercept(module, self._runtime, self._loss, pieces)
+        intercept(module, self._runtime.calls, self._loss, pieces)
         guard_root(module, root, built, self._lifeline)
         refuse_to_save_rows(module)
         self._is_built = True
+
+    def _know_params(self, hooks: ParamHooks, before: Mapping[str, ref[nn.Parameter]]) -> None:
+        """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
+        if not self._rows.is_alone:  # a lone rank stores whole parameters
+            know(self._param_by_fqn.values(), self._lifeline)
+        host_step.know(self._param_by_fqn.values(), self._comm, self._lifeline)
+        alive = [(fqn, param) for fqn, at in before.items() if (param := at()) is not None]
+        know_given_up(alive, self._lifeline)
+        hooks.leave_out_present(self._param_by_fqn)
 
     # Training #
 
@@ -188,11 +190,10 @@ class HetFSDP(ModuleInRounds):
             )
             with self._forgetting_rounds():
                 output = self._runtime.forward(self._run_module, call, self.module.training)
-        self._backward.num_forwards += 1
+        self._backward.expect(output)
         if output is None:
             zero = torch.zeros((), device=self._comm.device)
             return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
-        self._backward.expect(output)
         warn_of_large_output(output)
         return output
 
@@ -236,18 +237,6 @@ class HetFSDP(ModuleInRounds):
         """This process's rank in the group; state dicts are whole on rank zero."""
         return self._control.rank_by_position[self.position]
 
-    def ask_to_end(self) -> None:
-        """Ask all ranks to end the run, from this rank; may be called by a signal handler.
-
-        All ranks learn of it by the end of this or the next ``backward``, all of the same one.
-        """
-        self._runtime.asks_to_end = True
-
-    @property
-    def is_asked_to_end(self) -> bool:
-        """Whether any rank called ``ask_to_end`` before the last backward; same on all."""
-        return self._runtime.is_asked_to_end
-
     # What optimizers and users see #
 
     @property
@@ -289,7 +278,7 @@ class HetFSDP(ModuleInRounds):
         self._runtime.observers.is_traced = is_traced
 
 
-def _in_order(fqns: Sequence[str], flats: Sequence[FlatTensor]) -> dict[str, nn.Parameter]:
+def _in_order(fqns: Iterable[str], flats: Sequence[FlatTensor]) -> dict[str, nn.Parameter]:
     """The sharded parameters by fqn, in the order of the plain model."""
     params = {
         slot.fqn: param

@@ -64,7 +64,11 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
             "not move. Call it between steps, after optimizer.zero_grad()."
         )
     runtime = model._runtime
-    if runtime.awaits_backward or runtime.rounds.have_begun or runtime.unit_by_unit is not None:
+    if (
+        runtime.step.awaits_backward
+        or runtime.rounds.have_begun
+        or runtime.calls.outside_of_steps is not None
+    ):
         return "a step is in progress. Call it after model.backward, outside of unit_by_unit."
     return None
 

@@ -143,3 +143,15 @@ class ModuleInRounds(ModuleWithState):
     @step.setter
     def step(self, step: int) -> None:
         self._runtime.rounds.end_step(step)
+
+    def ask_to_end(self) -> None:
+        """Ask all ranks to end the run, from this rank; may be called by a signal handler.
+
+        All ranks learn of it by the end of this or the next ``backward``, all of the same one.
+        """
+        self._runtime.asks_to_end = True
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        """Whether any rank called ``ask_to_end`` before the last backward; same on all."""
+        return self._runtime.is_asked_to_end

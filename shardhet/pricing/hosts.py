@@ -34,17 +34,6 @@ COPIES_HELD = 3  # parts of reductions: one in the making, and two that are bein
 class HostPrices(Priced):
     """What is different for ranks whose plan says ``optimizer_on_host``."""
 
-    @cached_property
-    def device_bytes_per_host_numel(self) -> float:
-        """Bytes on the device per element whose row is on the host, buffers included.
-
-        The row in the dtype in which it is gathered, and the parts of reductions of the
-        largest unit that are on their way.  A row is cast on the device, from a copy of the
-        largest unit's.
-        """
-        buffers = self._held_bytes + self._moved_bytes
-        return self.sent_itemsize + buffers / self.workload.numel
-
     @property
     def sent_itemsize(self) -> float:
         """Bytes of an element as it is gathered."""

@@ -192,11 +192,6 @@ class MemoryPrices(HostInputPrices):
         sizes = [nbytes(self.workload.kind_of(unit)) for unit in self.visited_units]
         return max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
 
-    @cached_property
-    def boundary_bytes_per_sample(self) -> int:
-        """Inputs of every unit, kept for backward, and two gradients of the largest."""
-        return self.input_bytes_per_sample(RankPlan(microbatch_sizes=(), state_share=0.0))
-
     def kept_bytes_per_sample(self, rank: RankPlan) -> int:
         """Bytes per sample of the graphs of the units that the rank does not recompute."""
         runs = self._runs_of(rank.recomputed_units)

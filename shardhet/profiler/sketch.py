@@ -251,8 +251,8 @@ class _Recorder:
 
         def note_output(fqn: str, _module: nn.Module, _args: Any, output: Any) -> None:
             call = next(each for each in reversed(seen) if each.module_fqn == fqn)
-            has_loss = call.is_head and self._loss_fn is not None
-            call.output = self._loss_fn(output, *batch.loss_inputs) if has_loss else output  # type: ignore[misc]  # see has_loss
+            loss_fn = self._loss_fn if call.is_head else None
+            call.output = output if loss_fn is None else loss_fn(output, *batch.loss_inputs)
 
         handles = []
         for unit, fqn, module in self._modules:

@@ -6,7 +6,7 @@ figure is a sourced estimate, not a measurement.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -112,14 +112,6 @@ class Curve:
     def intercept_at_zero(self) -> float:
         """The value at position 0, clamped between zero and the first value."""
         return min(max(0.0, self._fit[0]), self.values[0]) if len(self.positions) > 1 else 0.0
-
-    @cached_property
-    def relative_error(self) -> float:
-        """Relative error of predicting the last point from the others; inf if too few."""
-        if len(self.positions) < 3 or not self.values[-1]:
-            return inf
-        others = Curve(self.positions[:-1], self.values[:-1])
-        return abs(others.at(self.positions[-1]) / self.values[-1] - 1)
 
     @cached_property
     def _fit(self) -> tuple[float, float]:
@@ -340,45 +332,3 @@ class Profile(Document):
         """Whether no figure was derived from a specification."""
         sources = [device.source for device in self.devices] + [self.collectives.source]
         return Source.DERIVED not in sources
-
-    @classmethod
-    def imported(
-        cls,
-        seconds_by_device: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-        *,
-        unit_kind: str,
-        note: str,
-        peak_bytes: Sequence[int] | None = None,
-        overlap_excess: float = 0.0,
-    ) -> Self:
-        """Build a profile from a table of one kind of unit's times.
-
-        The table holds, per kind of device, forward and backward seconds at microbatch sizes
-        1, 2, ....  Communication and the optimizer are not counted.
-        """
-        devices = []
-        for device_kind, (forward_s, backward_s) in seconds_by_device.items():
-            points = tuple(
-                ComputePoint(
-                    microbatch_size=i + 1,
-                    forward=Timing.single(float(f)),
-                    backward=Timing.single(float(b)),
-                    peak_bytes=peak_bytes[i] if peak_bytes and i < len(peak_bytes) else None,
-                )
-                for i, (f, b) in enumerate(zip(forward_s, backward_s, strict=True))
-            )
-            unit = UnitProfile(unit_kind=unit_kind, points=points)
-            devices.append(
-                DeviceProfile(
-                    device_kind=device_kind,
-                    source=Source.IMPORTED,
-                    units=(unit,),
-                    overlap_excess=overlap_excess,
-                    note=note,
-                )
-            )
-        return cls(
-            devices=tuple(devices),
-            collectives=Collectives(source=Source.IMPORTED, points=(), note=note),
-            note=note,
-        )

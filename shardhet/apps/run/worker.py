@@ -8,8 +8,8 @@ written there.
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,8 +26,9 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.launch.sole_writer import sole_writer
 from shardhet.apps.run.building import build
-from shardhet.apps.run.loggers import MetricsLogger, log_all, open_loggers
-from shardhet.apps.run.prediction import Outcome, Prediction
+from shardhet.apps.run.loggers import open_loggers
+from shardhet.apps.run.prediction import Prediction
+from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.run.task import Task
 from shardhet.apps.run.tracing import Tracer
@@ -36,7 +37,6 @@ from shardhet.comm import devices
 from shardhet.comm.liveness.ending import end_now
 from shardhet.comm.progress import phase, progress
 from shardhet.config.train import Precision, TrainConf
-from shardhet.training.device_use import DeviceUse
 from shardhet.training.emulation import HostMemory
 from shardhet.training.slow_devices import of_any_device
 from shardhet.training.trainer import StepMetrics
@@ -117,14 +117,11 @@ class Run:
         self._model = built.trainer.model
         self._checkpoints = built.checkpoints
         self._clock = None if built.resumed is None else clock
-        self._prediction = built.prediction  # of the plan that is followed
+        self._log = RunLog(built.prediction)
         if built.prediction is not None:
             progress.predicted_bytes = built.prediction.memory_bytes[self._model.position]
-        self._outcome = Outcome()
         self.was_told: str | None = None  # to end before the last step, and how
         self.goes_on_without_some = False  # without the ranks that were told to end
-        self._loggers: list[MetricsLogger] = []
-        self._unrecorded: StepMetrics | None = None  # the last step, until its norm is read
         self._tracer: Tracer | None = None
         if conf.trace:
             path = folder.trace_dir / f"rank{env.rank}.json"
@@ -145,7 +142,7 @@ class Run:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
         listens = self._listen()
-        with listens as notice, self.begin(console) as display, self._closing_loggers():
+        with listens as notice, self.begin(console) as display, self._log.closing():
             if self.trainer.guard.rolls_back:
                 self._checkpoints.save(self._model.step)
             while self._model.step < self._conf.num_steps:
@@ -190,15 +187,15 @@ class Run:
         """What comes after the last step of a run."""
         if self._conf.save_model:
             save_whole(self._model, self._folder.model_path)
-        if not self._outcome.num_steps:
+        if not self._log.outcome.num_steps:
             text = (
                 f"nothing to do: {self._model.step} steps are taken, and num_steps is "
                 f"{self._conf.num_steps}. Increase num_steps to continue."
             )
             console.print(text, soft_wrap=True)
-        elif self._prediction is not None:
-            console.print(self._outcome.beside(self._prediction), soft_wrap=True)
-            console.print(self._outcome.table(self._model.plan, self._prediction))
+        elif self._log.prediction is not None:
+            console.print(self._log.outcome.beside(self._log.prediction), soft_wrap=True)
+            console.print(self._log.outcome.table(self._model.plan, self._log.prediction))
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     def begin(self, console: Console) -> Display:
@@ -207,7 +204,7 @@ class Run:
         if self.is_rank_zero:
             self._model.plan.save(self._folder.plan_path)
             self._folder.save_devices(self._built.devices)
-            self._loggers = open_loggers(
+            self._log.loggers = open_loggers(
                 self._conf.logger, self._folder, first_step=self._model.step + 1
             )
         show_start(console, self._conf, self._built.task, self._model, self._built.resumed)
@@ -234,7 +231,7 @@ class Run:
             self._tracer.before_step(step)
         metrics = self.trainer.train_step(is_timed=is_reported)
         self._record(display)  # the step before, whose norm was read in this one
-        self._unrecorded = metrics if metrics.why_skipped is None else None
+        self._log.pending = metrics if metrics.why_skipped is None else None
         makes_use = is_reported or is_evaluated or self._checkpoints.is_due(step)
         if makes_use or self._model.is_asked_to_end or devices.is_on_host(self._device):
             self.trainer.settle()
@@ -242,8 +239,10 @@ class Run:
         if self._clock is not None:
             self._went_on(step, self._clock, display)
         if self._tracer is not None and self._tracer.after_step(step):
-            if self.is_rank_zero and self._prediction is not None:
-                self._prediction.timeline.save_chrome_trace(self._folder.predicted_trace_path)
+            if self.is_rank_zero and self._log.prediction is not None:
+                self._log.prediction.timeline.save_chrome_trace(
+                    self._folder.predicted_trace_path
+                )
             self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
         if self._built.rebalancer is not None:
             self._look_at_speeds(step, self._built.rebalancer, display)
@@ -265,59 +264,23 @@ class Run:
         if not seconds:
             return
         self.trainer.forget_peak_memory()  # exclude the memory that writing took
-        log_all(self._loggers, step, seconds)
+        self._log.log(step, seconds)
         told = self._checkpoints.replicas_told
         if is_first and told is not None:
             _tell(told, display)
 
     def _record(self, display: Display) -> None:
         """Log and show the step that has not been yet, if there is one."""
-        metrics, self._unrecorded = self._unrecorded, None
-        if metrics is None:
-            return
-        self._outcome.add_step(metrics.step_time_s)
-        self._log(metrics, metrics.grad_norm)
-        if self.is_rank_zero:
+        metrics = self._log.log_pending()
+        if metrics is not None and self.is_rank_zero:
             display.show_step(metrics)
-
-    def _log(self, metrics: StepMetrics, grad_norm: float | None) -> None:
-        values = {
-            "loss": metrics.mean_loss,
-            "grad_norm": grad_norm,
-            "lr": metrics.learning_rate,
-            "num_tokens": metrics.num_targets,
-            "step_time_s": metrics.step_time_s,
-        }
-        values |= {} if metrics.loss_scale is None else {"loss_scale": metrics.loss_scale}
-        if self._prediction is not None:
-            values["predicted_step_time_s"] = self._prediction.step_time_s
-        log_all(self._loggers, metrics.step, values)
-
-    @contextmanager
-    def _closing_loggers(self) -> Iterator[None]:
-        """Close the loggers in the end; if an error ends the run, with its last step, too.
-
-        The norm of that step is left out unless it was read in time: the device may never have
-        it, or something else in its place once communicators are aborted.
-        """
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):  # the first error is the one to report
-                if self._unrecorded is not None:
-                    self._log(self._unrecorded, self._unrecorded.known_grad_norm)
-                for each in self._loggers:
-                    each.close()
-            raise
-        for each in self._loggers:
-            each.close()
 
     def _went_on(self, step: int, clock: StartClock, display: Display) -> None:
         """Say how long it took to go on, after the first step that did."""
         self._clock = None
         clock.end("take a step")
         said = f"resumed with step {step} on {_count(self._env.world_size, 'device')} after "
-        log_all(self._loggers, step, clock.values)
+        self._log.log(step, clock.values)
         _tell(said + clock.text, display)
 
     def _skip(self, metrics: StepMetrics, display: Display) -> bool:
@@ -325,14 +288,12 @@ class Run:
         step = metrics.step
         rolls_back = self.trainer.guard.rolls_back and not metrics.has_overflowed
         said = f"step {step} was skipped: {metrics.why_skipped}"
-        log_all(self._loggers, step, {"loss": metrics.mean_loss, "is_skipped": 1.0})
+        self._log.log(step, {"loss": metrics.mean_loss, "is_skipped": 1.0})
         if rolls_back:
             to_step = self._checkpoints.roll_back()
             said += f"; rolled back to step {to_step}, on with the batch after it"
             self.trainer.forget_peak_memory()
-            for each in self._loggers:
-                each.roll_back(to_step)
-            log_all(self._loggers, to_step, {"rolled_back_from": step})
+            self._log.roll_back(step, to_step)
         _tell(said, display, logging.WARNING)
         return rolls_back
 
@@ -350,17 +311,18 @@ class Run:
             if self.is_rank_zero:
                 plan.save(self._folder.new_plan_path(step))
             display.follow(plan)
-            self._prediction = Prediction.in_setting(of_any_device(plan), rebalancer.setting)
+            self._log.prediction = Prediction.in_setting(
+                of_any_device(plan), rebalancer.setting
+            )
             self.trainer.forget_peak_memory()
         elif not self._conf.rebalance:
             said += "; rebalance=true would plan anew"
-        log_all(self._loggers, step, values)
+        self._log.log(step, values)
         _tell(said, display, logging.WARNING)
 
     def _look(self, step: int, display: Display) -> None:
         uses = self.trainer.look_at_devices()
-        self._outcome.add_look(uses)
-        log_all(self._loggers, step, values_of(uses, self._prediction))
+        self._log.log_uses(step, uses)
         if self.is_rank_zero:
             display.show_devices(uses)
 
@@ -368,7 +330,7 @@ class Run:
         evaluation = self.trainer.evaluate(self._built.task.judged)
         score, name = self._built.task.score(evaluation), self._built.task.score_name
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
-        log_all(self._loggers, step, values)
+        self._log.log(step, values)
         if self.is_rank_zero:
             display.show_score(step, name, score, self._built.task.baselines)
 
@@ -391,19 +353,6 @@ def show_start(
     if resumed is not None:
         said = f"goes on after step {model.step}, from {resumed.came_from or resumed.path}"
         console.print(said, markup=False, soft_wrap=True)
-
-
-def values_of(uses: Sequence[DeviceUse], prediction: Prediction | None) -> dict[str, float]:
-    """What devices did, beside what they were predicted to do, by name."""
-    values: dict[str, float] = {}
-    for i, use in enumerate(uses):
-        values[f"device{i}/busy_share"] = use.busy_share
-        values[f"device{i}/waiting_share"] = use.waiting_share
-        values[f"device{i}/peak_memory_bytes"] = use.peak_memory_bytes
-        if prediction is not None:
-            values[f"device{i}/predicted_busy_share"] = prediction.busy_shares[i]
-            values[f"device{i}/predicted_memory_bytes"] = prediction.memory_bytes[i]
-    return values
 
 
 def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> str:

@@ -23,7 +23,7 @@ from shardhet.records.nodes import Nodes
 
 DamagedFile = tuple[int, str, str]  # position, digest of the manifest, name
 NAME = re.compile(r"step_(\d{8,})")
-DESCRIPTIONS = (files.METADATA, files.PLAN)  # every node has them
+
 logger = logging.getLogger(__name__)
 
 

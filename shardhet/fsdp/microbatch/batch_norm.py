@@ -49,7 +49,8 @@ class BatchNorms:
                     "may have different numbers of microbatches. Use BatchNorm, whose "
                     "statistics are those of one microbatch."
                 )
-            each.forward = partial(self._forward, i, each, each.forward)  # type: ignore[method-assign]
+            forward = partial(self._forward, i, each, each.forward)
+            each.forward = forward  # type: ignore[method-assign]
 
     def __len__(self) -> int:
         return len(self._norms)

@@ -187,7 +187,9 @@ class _Call:
 
     def kept_tensors(self, saved: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """The inputs, given what autograd has kept of them."""
-        return saved if self.kept is None else self.kept.restored(saved)  # type: ignore[return-value]
+        if self.kept is None:
+            return saved  # type: ignore[return-value]
+        return self.kept.restored(saved)
 
     def pieces(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The part of each of ``tensors`` that belongs to the microbatch."""

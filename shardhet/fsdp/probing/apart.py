@@ -155,6 +155,11 @@ class Attached(torch.autograd.Function):
         return None, None, None
 
 
+def attached(anchor: Tensor, result: Tensor, rule: Rule | None) -> Tensor:
+    """A unit's result, attached to ``anchor`` so that gradients can be traced back to it."""
+    return Attached.apply(anchor, result, rule)  # type: ignore[no-untyped-call]
+
+
 def is_apart(output: Tensor, axis: BatchAxis, eps: float) -> bool:
     """Whether gradients of a tensor that is computed outside of units, from three samples, are
     apart: the sum of those of two and of the third, where each sample gets its own.

@@ -2,8 +2,9 @@
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +29,58 @@ from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 
+MAX_ATTEMPTS = 8
+
 Axes = tuple[BatchAxis | None, ...]
 # One forward on all ranks: the result of the call on this one, and the segments.
 RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
 RunModule = Callable[[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any]
+
+
+class ArgumentsSeen(NamedTuple):
+    """What one rank sees in the arguments of the model, one entry per argument."""
+
+    factors: Sequence[int | None]  # by which an argument is longer than the batch
+    batch_dims: Sequence[int | None]
+    are_named: Sequence[bool]  # whether the user has said which dimension it is
+    digests: Sequence[Hashable]
+
+
+def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
+    """Which arguments may hold samples: first as their lengths suggest, then with one or two of
+    them changed.
+
+    ``seen`` is of the ranks that have samples.
+    """
+    dims, named = seen[0].batch_dims, seen[0].are_named
+    if len({len(each.factors) for each in seen}) > 1:
+        raise ValueError(
+            f"model(...): ranks pass {[len(each.factors) for each in seen]} arguments. Call "
+            "the model in the same way on every rank."
+        )
+    # Without samples an argument is the same everywhere.
+    differs = [
+        len(set(column)) > 1 for column in zip(*(each.digests for each in seen), strict=True)
+    ]
+    factors = [set(column) for column in zip(*(each.factors for each in seen), strict=True)]
+    likely = [
+        BatchAxis(dim) if factor == {1} and dim is not None else None
+        for factor, dim in zip(factors, dims, strict=True)
+    ]
+    first = next((i for i, axis in enumerate(likely) if axis is not None), 0)
+    others: list[tuple[int, BatchAxis | None]] = []
+    for i, (axis, dim, factor) in enumerate(zip(likely, dims, factors, strict=True)):
+        if i == first or named[i] or dim is None:
+            continue
+        if axis is not None and not differs[i]:
+            others.append((i, None))
+        elif axis is None and len(factor) == 1 and min(factor) > 1:
+            others.append((i, BatchAxis(dim, 1, min(factor))))
+    changes = [*combinations(others, 1), *combinations(others, 2)][: MAX_ATTEMPTS - 1]
+    return [
+        tuple(dict(change).get(i, axis) for i, axis in enumerate(likely))
+        for change in ((), *changes)
+    ]
 
 
 def _for_no_samples(plain: Any) -> Any:

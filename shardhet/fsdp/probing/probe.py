@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
@@ -40,8 +40,8 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.probing.apart import (
-    Attached,
     TensorHooks,
+    attached,
     has_own_backward,
     is_apart,
     mixes_backward,
@@ -59,6 +59,7 @@ from shardhet.fsdp.probing.module_state import (
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Refusal, Watcher
+from shardhet.fsdp.sharding.unit import FSDPUnit
 
 
 class CallKey(NamedTuple):
@@ -91,6 +92,40 @@ class ProbedModel:
     gathered: Mapping[int, int]  # the same, by id of an unsharded parameter
     storages: frozenset[int]  # those that hold parameters
     tell: Callable[[str], None]  # what is being done, for messages of a failure
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        units: Sequence[FSDPUnit],
+        root: FSDPUnit,
+        norms: BatchNorms,
+        caches: CacheSwitch,
+        *,
+        control: Channel,
+        device: torch.device,
+        tell: Callable[[str], None],
+    ) -> Self:
+        """The model with its units, and the root for all other parameters."""
+        of_units = [(i, flat) for i, unit in enumerate(units) for flat in unit.flats]
+        flats = [*(flat for _, flat in of_units), *root.flats]
+        return cls(
+            module=module,
+            norms=norms,
+            caches=caches,
+            control=control,
+            device=device,
+            anchor=torch.zeros((), device=device, requires_grad=True),
+            params=frozenset(id(each) for flat in flats for each in flat.unsharded_params),
+            rows={id(each): i for i, flat in of_units for each in flat.sharded_params},
+            gathered={id(each): i for i, flat in of_units for each in flat.unsharded_params},
+            storages=frozenset(
+                each.untyped_storage()._cdata
+                for flat in flats
+                for each in (*flat.unsharded_params, flat.flat_shard)
+            ),
+            tell=tell,
+        )
 
 
 class Probe:
@@ -273,7 +308,7 @@ class Probe:
         """The output given to the model: it counts as made outside of units, with gradients."""
         outputs, spec = flatten(output)
         given = [
-            Attached.apply(self._anchor, t, rule) if flag and self._has_gradients else t  # type: ignore[no-untyped-call]
+            attached(self._anchor, t, rule) if flag and self._has_gradients else t
             for t, flag, rule in zip_longest(tensors, flags, rules)
         ]
         self._watcher.give(given)

@@ -8,17 +8,13 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardhet.comm.channel import Channel
 from shardhet.comm.peers import LostPeerError
-from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import (
-    BatchAxis,
     Layout,
     VisitRules,
     flatten,
@@ -27,8 +23,13 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
-from shardhet.fsdp.probing.attempt import Attempt, Axes, RunModule
-from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.probing.attempt import (
+    ArgumentsSeen,
+    Attempt,
+    Axes,
+    RunModule,
+    possible_axes,
+)
 from shardhet.fsdp.probing.module_state import Number
 from shardhet.fsdp.probing.order import OrderFinder, PeerFailed
 from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
@@ -37,8 +38,6 @@ from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
-
-MAX_ATTEMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,56 +70,18 @@ class Prober:
     """Runs probes of one model, with the same findings on every rank."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[FSDPUnit],
-        root: FSDPUnit,
-        norms: BatchNorms,
-        caches: CacheSwitch,
-        *,
-        control: Channel,
-        device: torch.device,
-        form: StepForm,
-        tell: Callable[[str], None],
+        self, model: ProbedModel, units: Sequence[FSDPUnit], *, form: StepForm
     ) -> None:
         self.is_running = False
-        self.module = module
+        self.module = model.module
+        # Units that the model needs unsharded throughout.
+        self.staying: frozenset[int] = frozenset()
+        self._model = model
         self._units = tuple(units)
-        self.control = control
+        self._control = model.control
         self._form = form
         self._probe: Probe | None = None
-        self._finder = OrderFinder([], control)
-        self.staying: frozenset[int] = (
-            frozenset()
-        )  # units that the model needs unsharded throughout
-        flats = [(i, flat) for i, unit in enumerate((*units, root)) for flat in unit.flats]
-        self._model = ProbedModel(
-            module=module,
-            norms=norms,
-            caches=caches,
-            control=control,
-            device=device,
-            anchor=torch.zeros((), device=device, requires_grad=True),
-            params=frozenset(id(each) for _, flat in flats for each in flat.unsharded_params),
-            rows={
-                id(each): i
-                for i, flat in flats
-                for each in flat.sharded_params
-                if i < len(units)
-            },
-            gathered={
-                id(each): i
-                for i, flat in flats
-                for each in flat.unsharded_params
-                if i < len(units)
-            },
-            storages=frozenset(
-                each.untyped_storage()._cdata
-                for _, flat in flats
-                for each in (*flat.unsharded_params, flat.flat_shard)
-            ),
-            tell=tell,
-        )
+        self._finder = OrderFinder([], model.control)
 
     def find(
         self,
@@ -138,7 +99,7 @@ class Prober:
         attempts = self._attempts(call)
         problem: Exception | None = None
         is_refused = False
-        num_computing = sum(row[0] for row in self.control.exchange([float(call is not None)]))
+        num_computing = sum(row[0] for row in self._control.exchange([float(call is not None)]))
         gathered = {
             param: unit
             for param, unit in self._model.gathered.items()
@@ -157,7 +118,7 @@ class Prober:
             attempt.is_alone = num_computing == 1
             found = attempt.run()
             staying = -1 if attempt.staying is None else attempt.staying
-            rows = self.control.exchange([float(found is not None), staying])
+            rows = self._control.exchange([float(found is not None), staying])
             if not any(row[0] for row in rows):
                 return self._settle(attempt, has_gradients)
             if more := {int(row[1]) for row in rows if row[1] >= 0}:
@@ -168,7 +129,7 @@ class Prober:
         if problem is not None:
             raise _explained(problem, call, attempts, is_refused=is_refused)
         while True:  # until the rank that has failed raises, which raises here
-            self.control.exchange([0.0])
+            self._control.exchange([0.0])
 
     def _keep_unsharded(self, units: set[int]) -> None:
         self.staying |= units
@@ -181,42 +142,16 @@ class Prober:
         )
 
     def _attempts(self, call: ModelCall | None) -> list[Axes]:
-        """Which arguments may hold samples: first as their lengths suggest, then with one or
-        two of them changed.
-        """
+        """Which arguments may hold samples.  Collective."""
         mine = (
             None
             if call is None
-            else (call.candidates(), call.batch_dims, call.are_named, call.digests())
-        )
-        known = [each for each in self.control.exchange_objects(mine) if each is not None]
-        dims, named = known[0][1], known[0][2]
-        if len({len(each[0]) for each in known}) > 1:
-            raise ValueError(
-                f"model(...): ranks pass {[len(each[0]) for each in known]} arguments. Call "
-                "the model in the same way on every rank."
+            else ArgumentsSeen(
+                call.candidates(), call.batch_dims, call.are_named, call.digests()
             )
-        # Without samples an argument is the same everywhere.
-        differs = [len(set(column)) > 1 for column in zip(*(e[3] for e in known), strict=True)]
-        factors = [set(column) for column in zip(*(each[0] for each in known), strict=True)]
-        likely = [
-            BatchAxis(dim) if factor == {1} and dim is not None else None
-            for factor, dim in zip(factors, dims, strict=True)
-        ]
-        first = next((i for i, axis in enumerate(likely) if axis is not None), 0)
-        others: list[tuple[int, BatchAxis | None]] = []
-        for i, (axis, dim, factor) in enumerate(zip(likely, dims, factors, strict=True)):
-            if i == first or named[i] or dim is None:
-                continue
-            if axis is not None and not differs[i]:
-                others.append((i, None))
-            elif axis is None and len(factor) == 1 and min(factor) > 1:
-                others.append((i, BatchAxis(dim, 1, min(factor))))
-        changes = [*combinations(others, 1), *combinations(others, 2)][: MAX_ATTEMPTS - 1]
-        return [
-            tuple(dict(change).get(i, axis) for i, axis in enumerate(likely))
-            for change in ((), *changes)
-        ]
+        )
+        on_ranks = self._control.exchange_objects(mine)
+        return possible_axes([each for each in on_ranks if each is not None])
 
     def _settle(self, attempt: Attempt, has_gradients: bool) -> Findings:
         trainable = frozenset(i for i, unit in enumerate(self._units) if unit.is_trainable)
@@ -231,8 +166,8 @@ class Prober:
         rules = {} if probe is None else probe.rules
         self._check_agreement(rules)
         is_certain = probe is None or probe.is_certain
-        rows = self.control.exchange([float(is_certain)])
-        told = self.control.exchange_objects(
+        rows = self._control.exchange([float(is_certain)])
+        told = self._control.exchange_objects(
             (attempt.empty_output(), () if probe is None else probe.counted)
         )
         forms = [form for form, _ in told]
@@ -255,7 +190,7 @@ class Prober:
             for key, each in rules.items()
         }
         agreed: dict[Any, Any] = {}
-        for theirs in self.control.exchange_objects(mine):
+        for theirs in self._control.exchange_objects(mine):
             for key, found in theirs.items():
                 if agreed.setdefault(key, found) != found:
                     raise ValueError(
@@ -318,7 +253,7 @@ class Prober:
 
         Raises the error of this rank, or ``PeerFailed`` if another rank failed.
         """
-        self._finder = OrderFinder([unit.fqn for unit in self._units], self.control)
+        self._finder = OrderFinder([unit.fqn for unit in self._units], self._control)
         for index in sorted(self.staying):
             self._unshard(index)
         self._probe, self.is_running = probe, True

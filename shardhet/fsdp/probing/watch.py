@@ -223,7 +223,8 @@ class Watcher(OperationMode):
             if self._place == OUTSIDE and name in _SUMS:
                 return _rounded_sum(func, args, kwargs)
             return func(*args, **kwargs)
-        schema = [argument.name for argument in func._schema.arguments]  # type: ignore[attr-defined]
+        arguments = func._schema.arguments  # type: ignore[attr-defined]
+        schema = [argument.name for argument in arguments]
         if "dropout_p" in schema or "dropout" in schema:
             return self._without_dropout(func, schema, args, kwargs)
         if self._place == OUTSIDE and name == "rand" and not args[0]:

@@ -45,7 +45,7 @@ class MeanBackward:
         *,
         is_float16: bool,
     ) -> None:
-        self.num_forwards = 0
+        self._num_forwards = 0
         self._is_float16 = is_float16
         self._outputs: list[ref[Tensor]] = []  # of the last model(...), in float16
         self._runtime = runtime
@@ -73,7 +73,7 @@ class MeanBackward:
     ) -> float | None:
         """See ``HetFSDP.backward``.  Collective."""
         with self._lifeline.guard("model.backward"):
-            if not self._runtime.awaits_backward:
+            if not self._runtime.step.awaits_backward:
                 raise RuntimeError(
                     "model.backward: there was no model(...) with gradients enabled since the "
                     "last one. Call the model first."
@@ -195,10 +195,11 @@ class MeanBackward:
 
     def expect(self, output: Any) -> None:
         """Accept gradients for ``output`` only from the one model.backward that follows."""
-        number = self.num_forwards
+        self._num_forwards += 1
+        number = self._num_forwards
 
         def check(_: Tensor) -> None:
-            if self._is_in_backward and self.num_forwards == number:
+            if self._is_in_backward and self._num_forwards == number:
                 return
             with self._lifeline.guard():
                 if torch.is_grad_enabled():  # only under create_graph=True
@@ -255,7 +256,8 @@ class MeanBackward:
         """Loss and tokens of every rank, [world_size, 2] in plan order, and all tokens."""
         comm = self._comm
         mine = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        if self._runtime.batch is not None and self._runtime.batch.num_samples:
+        batch = self._runtime.step.batch
+        if batch is not None and batch.num_samples:
             mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
         mine[1] = num_tokens
         # On the stream of its communicator; the divisor is what the compute stream waits for.

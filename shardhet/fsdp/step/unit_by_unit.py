@@ -14,7 +14,7 @@ context keeps taking part, without wanting a unit, until all ranks have left.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,19 +24,17 @@ from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
-
-if TYPE_CHECKING:
-    from shardhet.fsdp.step.runtime import Runtime
+from shardhet.fsdp.step.runtime import Runtime
 
 WANTS_NOTHING = -1
 
 
 @contextmanager
 def unit_by_unit(
-    runtime: "Runtime", *, comm: CommContext, control: Channel, lifeline: Lifeline
+    runtime: Runtime, *, comm: CommContext, control: Channel, lifeline: Lifeline
 ) -> Iterator[None]:
     """A context in which units are gathered as they are called.  Collective."""
-    if runtime.unit_by_unit is not None:
+    if runtime.calls.outside_of_steps is not None:
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
     if runtime.rounds.have_begun:
         raise RuntimeError(
@@ -47,14 +45,14 @@ def unit_by_unit(
         runtime.abandon()
         rounds = UnitByUnit(runtime, comm, control)
         rounds.open()
-        runtime.unit_by_unit = rounds
+        runtime.calls.outside_of_steps = rounds.visit
         try:
             with _RowsRefused(runtime.units) if control.world_size > 1 else nullcontext():
                 yield
             rounds.follow_until_all_leave()
             rounds.close()
         finally:
-            runtime.unit_by_unit = None
+            runtime.calls.outside_of_steps = None
 
 
 class _RowsRefused(OperationMode):
@@ -88,7 +86,7 @@ class _RowsRefused(OperationMode):
 class UnitByUnit:
     """The rounds of one ``unit_by_unit`` context ([Note: Rounds])."""
 
-    def __init__(self, runtime: "Runtime", comm: CommContext, control: Channel) -> None:
+    def __init__(self, runtime: Runtime, comm: CommContext, control: Channel) -> None:
         self._runtime = runtime
         self._comm = comm
         self._control = control
@@ -169,9 +167,9 @@ class UnitByUnit:
         unit.wait_for_unshard()
 
 
-def check_is_not_open(runtime: "Runtime") -> None:
+def check_is_not_open(runtime: Runtime) -> None:
     """Raise inside the context, where no step can run."""
-    if runtime.unit_by_unit is not None:
+    if runtime.calls.outside_of_steps is not None:
         raise RuntimeError(
             "model(...): called inside unit_by_unit(). Call model.module there, or leave the "
             "context first."

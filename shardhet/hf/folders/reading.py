@@ -51,7 +51,8 @@ class SafetensorsFolder:
                 "with save_pretrained, or download it with huggingface_hub.snapshot_download."
             )
         self._files = [safe_open(folder / name, framework="pt") for name in names]
-        self._file_by_key = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
+        keys_by_file = [(file, file.keys()) for file in self._files]
+        self._file_by_key = {key: file for file, keys in keys_by_file for key in keys}
 
     @property
     def keys(self) -> list[str]:

@@ -1,0 +1,187 @@
+"""Calls of units, and of modules of the root, while a step is in progress."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.microbatch.layered import run_visit
+from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
+from shardhet.fsdp.probing.known_calls import KnownCalls
+from shardhet.fsdp.probing.prober import Prober
+from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
+from shardhet.fsdp.step.around import BackwardTurn, Visits
+from shardhet.fsdp.step.features import FeatureGathers
+from shardhet.fsdp.step.rank_batch import RankBatch
+from shardhet.fsdp.step.rounds import Moment, Rounds
+from shardhet.fsdp.step.turn_walk import TurnWalk
+
+# The index of a unit, one of its modules, args and kwargs of the call; returns its output.
+CallUnit = Callable[[int, UnitModule, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """Where this rank is in the round in progress."""
+
+    batch: RankBatch | None = None  # from the call of forward to the end of backward
+    has_gradients: bool = False  # at the call of forward; the model may disable them inside
+    awaits_backward: bool = False
+    is_in_autograd: bool = False
+    num_visits: Counter[str] = field(default_factory=Counter)  # of this forward, by unit
+
+
+class UnitCalls:
+    """Runs what the wrapped module calls: each unit in its turn, microbatch by microbatch."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[FSDPUnit],
+        *,
+        step: StepInProgress,
+        rounds: Rounds,
+        walk: TurnWalk,
+        features: FeatureGathers,
+        lifeline: Lifeline,
+        device: torch.device,
+    ) -> None:
+        self.units = tuple(units)
+        self.dropout = RootDropout(root, self.visit_piece)
+        self.outside_of_steps: CallUnit | None = None  # replaces ``visit`` while it is set
+        self._step = step
+        self._rounds = rounds
+        self._walk = walk
+        self._features = features
+        self._lifeline = lifeline
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._visiting = ""  # the unit that is being computed
+
+    def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
+        """Run calls as these say from the next forward on."""
+        self._visits = visits
+        self._prober = prober
+        self._known = known
+
+    def visit(
+        self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of one of the unit's modules; its intercepted forward calls this."""
+        if self.outside_of_steps is not None:
+            return self.outside_of_steps(unit_index, module, args, kwargs)
+        unit = self.units[unit_index]
+        self._check_is_inside(unit.fqn)
+        needs_backward = _needs_backward(module, args, kwargs)
+        if self._prober.is_running:
+            self._lifeline.doing = f"forward of unit {unit.fqn!r}"
+            self._prober.enter(unit_index, needs_backward)
+            with self._visiting_unit(unit.fqn):
+                return self._prober.call(module.fqn, module.forward, args, kwargs)
+        segment, needs_backward = self._walk.expect(unit_index, needs_backward)
+        self._walk.begin_turn()
+        call = self._step.num_visits[unit.fqn]
+        self._step.num_visits[unit.fqn] += 1
+        with self.dropout.left_alone():
+            leaves, rules = self._known.prepare(module, (args, kwargs))
+        backward = BackwardTurn(
+            self._enter_backward, self._walk.end_turn, segment, self._rounds.moment
+        )
+        assert self._step.batch is not None
+        with self._visiting_unit(unit.fqn):
+            visit = self._visits.of(
+                module, rules, self._step.batch, call=call, unit=unit, backward=backward
+            )
+            output = run_visit(visit, self._anchor if needs_backward else None, leaves)
+        self._walk.end_turn()
+        return output
+
+    def visit_piece(
+        self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of a module of the root that has to run microbatch by microbatch."""
+        if (
+            self._step.batch is None
+            or not self._step.batch.num_samples
+            or not module.module.training
+        ):
+            return module.forward(*args, **kwargs)
+        # A checkpoint around functional dropout does not call this again in backward.
+        is_function = module.fqn == DROPOUT_CALLS
+        if self._step.is_in_autograd or (
+            is_function and is_checkpointed(grad_enabled=self._step.has_gradients)
+        ):
+            raise RuntimeError(
+                f"{module.fqn} is called outside of units and once more during backward, "
+                "perhaps by gradient checkpointing, where it would draw other random numbers. "
+                "Switch that off: the plan decides which units are recomputed "
+                "(Plan.by_hand(recompute=True))."
+            )
+        needs_backward = _needs_backward(module, args, kwargs)
+        with self.dropout.left_alone():
+            if self._prober.is_running:
+                return self._prober.call(module.fqn, module.forward, args, kwargs)
+            call = self._known.count(module)
+            leaves, rules = self._known.prepare(module, (args, kwargs))
+            visit = self._visits.of(module, rules, self._step.batch, call=call)
+            return run_visit(visit, self._anchor if needs_backward else None, leaves)
+
+    @contextmanager
+    def _visiting_unit(self, unit_fqn: str) -> Iterator[None]:
+        self._visiting = unit_fqn
+        try:
+            with self.dropout.left_alone():
+                yield
+        finally:
+            self._visiting = ""
+
+    def _check_is_inside(self, unit_fqn: str) -> None:
+        if self._step.is_in_autograd:
+            raise RuntimeError(
+                f"unit {unit_fqn!r} was called during backward, perhaps by gradient "
+                "checkpointing around it. Switch that off: the plan decides which units are "
+                "recomputed (Plan.by_hand(recompute=True))."
+            )
+        if self._visiting:
+            raise RuntimeError(
+                f"unit {unit_fqn!r} was called by unit {self._visiting!r}, so its parameters "
+                "would be gathered once for each microbatch. Make both one unit, or call it "
+                "outside: HetFSDP(units=[...])."
+            )
+        if self._step.batch is None or not self._step.batch.num_samples:
+            with self._lifeline.guard():  # outside of model(...) no other guard tells peers
+                raise RuntimeError(
+                    f"unit {unit_fqn!r} was called outside of HetFSDP's forward. Call the "
+                    f"HetFSDP model, not the module inside it."
+                )
+
+    def _enter_backward(self, segment: int, moment: Moment) -> None:
+        """Begin the backward of a visit; take the turns before it that autograd skipped."""
+        if (
+            self._step.batch is None
+            or self._rounds.moment != moment
+            or not self._step.is_in_autograd
+        ):
+            with self._lifeline.guard():  # outside of model.backward no other guard tells peers
+                raise RuntimeError(
+                    "backward of an earlier forward, or not through HetFSDP. Call "
+                    "model.backward(loss_sum, num_tokens) once after each model(...), before "
+                    "the next, instead of loss.backward()."
+                )
+        self._features.finish()
+        self._walk.reach(segment)
+
+
+def _needs_backward(module: UnitModule, args: Any, kwargs: Any) -> bool:
+    return torch.is_grad_enabled() and (
+        module.is_trainable or _any_requires_grad((args, kwargs))
+    )
+
+
+def _any_requires_grad(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
