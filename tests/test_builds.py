@@ -1,5 +1,6 @@
 """Which GPUs a build of torch serves, and ranks whose builds differ."""
 
+import os
 from collections.abc import Sequence
 from unittest import mock
 
@@ -14,7 +15,8 @@ from shardhet.apps.launch.builds import (
     processor,
 )
 from shardhet.comm.channel import Channel
-from tests.worlds import run_ranks_expecting_failure
+from shardhet.comm.transport import SWITCH
+from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 NEW = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
@@ -89,3 +91,26 @@ def test_known_troubles_of_unlike_hosts_are_told() -> None:
     found = known_troubles([(7, 0), (8, 0)], ["GenuineIntel", "AuthenticAMD"])
     assert ["LL128" in found[0], "794" in found[1], "1136" in found[2]] == [True] * 3
     assert isinstance(processor(), str)
+
+
+def _start_with_gpus(rank: int, hips: tuple[str | None, ...], transport: str) -> list[str]:
+    with (
+        mock.patch.dict(os.environ, {SWITCH: transport}),
+        mock.patch.object(torch.version, "hip", hips[rank]),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 6 + 3 * rank)),
+        mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 29, 7)),
+    ):
+        return check_alike(torch.device("cuda", 0), Channel.of_world())
+
+
+def test_gpus_of_two_makers_meet_over_gloo_alone() -> None:
+    makers = (None, "6.4")
+    for outcome in run_ranks_expecting_failure(_start_with_gpus, 2, makers, "auto"):
+        assert "CUDA, ROCm, in the order of ranks" in outcome.message
+        assert "Set transport=gloo" in outcome.message
+    assert run_ranks(_start_with_gpus, 2, makers, "gloo") == [[], []]
+
+
+def test_ranks_with_unlike_cards_are_told_what_is_known() -> None:
+    for [trouble] in run_ranks(_start_with_gpus, 2, (None, None), "auto"):
+        assert "LL128" in trouble

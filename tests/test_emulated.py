@@ -20,10 +20,12 @@ from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.worker import Run
+from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
 from shardhet.comm.progress import progress
+from shardhet.comm.transport import SWITCH
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import RUNS, Handling
@@ -312,6 +314,48 @@ def test_a_rank_that_only_stores_hands_its_rows_to_one_that_computes() -> None:
     sent = [[peer for each in of.values() for peer in each.sent] for of in launches]
     # Rows to be gathered, and sums of gradients back, all through position 0.
     assert sent == [[1], [0], []]
+
+
+def _over_gloo(rank: int, wants: tuple[str, ...]) -> tuple[list[Tensor], int]:
+    """Gradients of one step, whole, and the number of collectives of NCCL."""
+    plan = Plan.by_hand(microbatch_sizes=[1, 0, 2], state_shares=[0.25, 0.5, 0.25])
+    with (
+        mock.patch.dict(os.environ, {SWITCH: wants[rank]}),
+        Accelerator().installed() as accelerator,
+    ):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.float64) for _ in range(3)))
+        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
+        start, size = plan.first_sample(rank), plan.ranks[rank].rank_batch_size
+        samples = torch.arange(24.0, dtype=torch.float64).view(3, 8)[start : start + size]
+        model.backward(model(samples.to(accelerator.device)).square().sum(), size)
+        grads = [each.grad.clone().cpu() for each in model.parameters()]
+        launched = accelerator.nccl.communicators.values()
+        return grads, sum(len(each.collectives) for each in launched)
+
+
+def test_gloo_carries_tensors_of_accelerators_if_any_rank_wants_it_to() -> None:
+    """GPUs of two makers have no other backend in common."""
+    by_nccl = run_ranks(_over_gloo, 3, ("auto",) * 3, fresh_world=True)
+    by_gloo = run_ranks(_over_gloo, 3, ("auto", "gloo", "auto"), fresh_world=True)
+    assert all(number for _, number in by_nccl)
+    assert not any(number for _, number in by_gloo)
+    for (expected, _), (found, _) in zip(by_nccl, by_gloo, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-12)
+
+
+def _wants_gloo_of_a_group_without(rank: int) -> None:
+    with (
+        mock.patch.dict(os.environ, {SWITCH: "gloo"}),
+        Accelerator().installed() as accelerator,
+        mock.patch.object(devices, "carries", return_value=False),
+    ):
+        Communicators.over(default_group(None), accelerator.device)
+
+
+def test_a_group_of_nccl_alone_is_refused_where_gloo_is_wanted() -> None:
+    for outcome in run_ranks_expecting_failure(_wants_gloo_of_a_group_without, 2):
+        assert "set ddp_backend='gloo' in the training arguments" in outcome.message
 
 
 def _overlap(rank: int) -> None:

@@ -13,11 +13,11 @@ QUICK = ("debug=quick", "data.num_judged_samples=2", "optim.lr=1e-3")
 every_size = pytest.mark.parametrize("num_ranks", one_in(3, [2, 1, 4]))
 
 
-def run_on_accelerators(folder: Path, *arguments: str) -> str:
+def run_on_accelerators(folder: Path, *arguments: str, **environment: str) -> str:
     """What the program prints."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.emulated.everywhere\n"
     (folder / "sitecustomize.py").write_text(code)
-    done = run([*SHARDHET, *arguments], folder, within_s=200.0)
+    done = run([*SHARDHET, *arguments], folder, within_s=200.0, **environment)
     logs = "".join(path.read_text() for path in folder.rglob("rank*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     return done.stdout
@@ -52,6 +52,25 @@ def test_training_runs_from_start_to_end(
     # Sums of gradients in float32 may be added in another order.
     expected = losses_of(on_hosts)
     assert losses_of(on_accelerators) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("program", ["train", "doctor"])
+def test_gloo_carries_what_is_on_accelerators_if_it_is_asked_to(
+    tmp_path: Path, program: str
+) -> None:
+    """As for GPUs of two makers."""
+    if program == "doctor":
+        output = run_on_accelerators(tmp_path, "doctor", "--ranks=2", SHARDHET_TRANSPORT="gloo")
+        assert "have the losses of one process" in output
+        return
+    folders = [tmp_path / name for name in ("gloo", "nccl")]
+    training = ["train", *SMALL_MODEL, *QUICK, "cluster.num_ranks=3"]
+    for folder in folders:
+        folder.mkdir()
+        transport = "gloo" if folder.name == "gloo" else "auto"
+        run_on_accelerators(folder, *training, f"transport={transport}")
+    over_gloo, over_nccl = map(losses_of, folders)
+    assert over_gloo == pytest.approx(over_nccl, rel=1e-6)
 
 
 @every_size

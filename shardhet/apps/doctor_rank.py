@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.apps.launch.builds import described
 from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.launch.joining import joined
 from shardhet.apps.launch.rank_env import RankEnv
@@ -62,11 +63,11 @@ def _check_hosts(console: RankConsole, env: RankEnv, device: torch.device) -> No
     """Print the hosts of all ranks; raise if their versions differ.  Collective."""
     everyone = Channel.of_world()
     spec = local_device_spec(device)
-    come = Counter(everyone.exchange_objects((spec.host, spec.kind)))
+    come = Counter(everyone.exchange_objects((spec.host, spec.kind, described(device))))
     ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
     console.print(f"{ranks} met over {dist.get_backend()}")
-    for (host, kind), number in come.items():
-        console.print(f"  {host}: {number} x {kind}")
+    for (host, kind, more), number in come.items():
+        console.print(f"  {host}: {number} x {', '.join(filter(None, (kind, more)))}")
     check_same_on_all_ranks(versions(), what="versions of packages", channel=everyone)
 
 

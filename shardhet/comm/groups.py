@@ -17,7 +17,7 @@ from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import ComputingRanks, Levels, Transport
 from shardhet.comm.channel import Channel, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.transport import meet, timeout_of
+from shardhet.comm.transport import SWITCH, meet, timeout_of, wants_gloo
 from shardhet.records.nodes import TwoLevels
 
 GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"
@@ -70,7 +70,7 @@ class Communicators:
         if group is None or (is_alone and not os.environ.get(GROUPS_FOR_ONE)):
             return cls(gather=None, reduce=None, control=None)
         made = _made_by_group.setdefault(group, {})
-        kind = f"{devices.backend_of(group, device)} for {device.type}"
+        kind = f"{devices.backend_of(group, device)} for {device.type}, {wants_gloo()}"
         if kind not in made:
             made[kind] = _make_groups(group, device)
         gather, reduce, control, transports = made[kind]
@@ -115,7 +115,7 @@ _computing_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], 
 
 
 def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
-    backend = devices.backend_of(group, device)
+    backend = _backend_of_all(group, device)
     count_alike(group, device)
     gather, reduce = (new_group(group, device, backend=backend) for _ in range(2))
     if backend == "gloo":
@@ -124,6 +124,24 @@ def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
     for each in (gather, reduce):
         _connect(each, device)
     return gather, reduce, new_group(group, device, backend="gloo"), None
+
+
+def _backend_of_all(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries tensors on ``device``: gloo if it is wanted on any rank.  Collective."""
+    backend, host = devices.backend_of(group, device), torch.device("cpu")
+    if backend == "gloo":
+        return backend
+    if not devices.carries(group, host):
+        if wants_gloo():
+            raise ValueError(
+                f"{SWITCH}=gloo: but the process group is made for {backend} alone. Call "
+                "dist.init_process_group('gloo'); with HetTrainer, set ddp_backend='gloo' in "
+                "the training arguments."
+            )
+        return backend
+    is_wanted = torch.tensor([int(wants_gloo())])
+    dist.all_reduce(is_wanted, dist.ReduceOp.MAX, group=group)
+    return "gloo" if is_wanted.item() else backend
 
 
 def new_group(

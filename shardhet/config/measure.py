@@ -37,7 +37,8 @@ class MeasureConf:
     # The run ends, naming the rank, if one stands still for as long while others wait for it;
     # before the first collective has been measured, ten times as long.  0 or null: never.
     hang_timeout_s: float | None = 60.0
-    transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
+    # gloo: through sockets alone, and in place of NCCL, as GPUs of two vendors need it
+    transport: str = "auto"
     model: ModelConf = MISSING
     data: DataConf = MISSING  # only its shapes matter
     optim: OptimConf = MISSING

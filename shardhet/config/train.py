@@ -152,7 +152,8 @@ class TrainConf:
     # has ended, while torch compiles and while a checkpoint is written, ten times as long.
     # 0 or null: never.
     hang_timeout_s: float | None = 60.0
-    transport: str = "auto"  # among ranks of one CPU through its memory, or always gloo
+    # gloo: through sockets alone, and in place of NCCL, as GPUs of two vendors need it
+    transport: str = "auto"
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
     model: ModelConf = MISSING

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _break_gloo = groups._break
 # Groups that stand for NCCL's; they outlive an accelerator, as the library keeps them.
 _is_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+# Groups that the library has made for gloo; all others have NCCL for the device.
+_is_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 @dataclass
@@ -79,7 +81,8 @@ class Nccl:
         backend_of = devices.backend_of
 
         def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-            return "nccl" if device.index is not None else backend_of(group, device)
+            has_nccl = device.index is not None and group not in _is_gloo
+            return "nccl" if has_nccl else backend_of(group, device)
 
         def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
             return device.index is not None or group not in _is_nccl
@@ -109,8 +112,7 @@ class Nccl:
     def _make_group(self, ranks: Sequence[int], *, backend: str, **options: Any) -> Any:
         is_nccl = backend == "nccl"
         group = self._new_group(ranks, backend="gloo" if is_nccl else backend, **options)
-        if is_nccl:
-            _is_nccl[group] = True
+        (_is_nccl if is_nccl else _is_gloo)[group] = True
         return group
 
     # Collectives #

@@ -1,6 +1,5 @@
 """Whether torch, as it is installed here, serves this rank's GPU and fits its peers."""
 
-import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,10 +7,8 @@ from pathlib import Path
 
 import torch
 
-from shardhet.comm import devices
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
-
-logger = logging.getLogger(__name__)
+from shardhet.comm.transport import wants_gloo
 
 
 def check_serves(device: torch.device, *, needs_bfloat16: bool) -> None:
@@ -56,23 +53,37 @@ def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     return False
 
 
-def check_alike(device: torch.device, channel: Channel) -> None:
-    """Raise ``ValueError`` on every rank if torch or NCCL differ.  Collective.
+def check_alike(device: torch.device, channel: Channel) -> list[str]:
+    """Raise ``ValueError`` on every rank if ranks cannot communicate.  Collective.
 
-    Warns of what is known of unlike GPUs and processors.
-    Builds for different CUDA may be mixed: unlike GPUs can need them.
+    That is, if versions of torch or NCCL differ, or the makers of GPUs.  Builds for different
+    CUDA may be mixed: unlike GPUs can need them.  Returns what is known of such ranks.
     """
     versions = {"torch": torch.__version__.partition("+")[0]}
-    if not devices.is_on_host(device) and device.type == "cuda":
+    has_nccl = device.type == "cuda" and not wants_gloo()
+    if has_nccl:
+        made_for = "ROCm" if torch.version.hip else "CUDA"
+        capability = torch.cuda.get_device_capability(device)
+        found = channel.exchange_objects((made_for, capability, processor()))
+        makers, capabilities, processors = zip(*found, strict=True)
+        if len(set(makers)) > 1:
+            raise ValueError(
+                f"torch is built for {', '.join(makers)}, in the order of ranks: NCCL and RCCL "
+                "do not understand each other. Set transport=gloo, or leave one kind out."
+            )
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     check_same_on_all_ranks(versions, what="versions of torch and NCCL", channel=channel)
-    here = (
-        (torch.cuda.get_device_capability(device), processor()) if "NCCL" in versions else None
-    )
-    found = channel.exchange_objects(here)
-    if channel.position == 0 and here is not None:
-        for trouble in known_troubles(*zip(*found, strict=True)):
-            logger.warning("%s", trouble)
+    return known_troubles(capabilities, processors) if has_nccl else []
+
+
+def described(device: torch.device) -> str:
+    """What a rank is told apart by besides its kind: "compute capability 8.6, GenuineIntel"."""
+    names = [processor()]
+    if device.type == "cuda" and torch.version.cuda:
+        names.insert(
+            0, "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+        )
+    return ", ".join(filter(None, names))
 
 
 def processor() -> str:

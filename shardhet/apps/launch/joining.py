@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardhet import DeviceSpec
 from shardhet.apps.launch.builds import check_alike, check_serves
-from shardhet.apps.launch.crash import Failure
+from shardhet.apps.launch.crash import Failure, RankConsole
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
 from shardhet.apps.launch.run_folder import RunFolder
@@ -26,7 +26,7 @@ from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, end_with_launcher, w
 from shardhet.comm.liveness.ending import end_if_launcher_is_gone
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.progress import progress
-from shardhet.comm.transport import SWITCH
+from shardhet.comm.transport import SWITCH, wants_gloo
 from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.training.emulation import cores_for, stay_on
 
@@ -63,17 +63,17 @@ def joined(
                 stay_on(cores_for(cluster.speeds)[env.rank])
             if transport != "auto":  # otherwise the environment decides
                 os.environ[SWITCH] = transport
-            # Agreements between hosts need gloo on GPUs too.
-            dist.init_process_group(
-                devices.backends_for(device),
-                device_id=None if devices.is_on_host(device) else device,
-            )
+            # Agreements between hosts need gloo on GPUs too.  The group is not bound to the
+            # device: NCCL would connect here, before hosts know whether theirs are alike.
+            dist.init_process_group("gloo" if wants_gloo() else devices.backends_for(device))
             with watch_ranks(
                 hang_timeout_s=hang_timeout_s,
                 device=device,
                 on_verdict=partial(_save_verdict, folder),
             ):
-                check_alike(device, Channel.of_world())
+                for trouble in check_alike(device, Channel.of_world()):
+                    logger.warning("%s", trouble)
+                    RankConsole(stderr=True, quiet=env.rank != 0).print(f"Note: {trouble}")
                 yield device
             dist.destroy_process_group()
 
