@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from experiments.common.results import Page, read_csv
+from tests.emulated.accelerator import Accelerator
+from tests.programs import run
+from tests.worlds import run_ranks
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "gpu"
 GIB = 2**30
@@ -108,24 +112,96 @@ def test_plans_of_streams_share_one_global_batch() -> None:
 def test_what_a_failed_part_had_measured_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, results, launch, scale = own("run"), own("results"), own("launch"), own("scale")
+    program, results, launch, scale = own("run"), own("results"), own("launch"), own("scale")
 
     def half_a_part(*_: object, on_row: Callable[[object], None], **__: object) -> object:
-        results.Recorder(run.nccl.NAME, on_row)("one rank: gather", "seconds", 0.002, "s")
+        results.Recorder(program.nccl.NAME, on_row)("one rank: gather", "seconds", 0.002, "s")
         return launch.Outcome(failure="Traceback\nValueError: no luck")
 
-    monkeypatch.setattr(run, "run_limited", half_a_part)
-    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(program, "run_limited", half_a_part)
     shutil.copy(FOLDER / "README.md", tmp_path)
     ledger = results.Ledger(tmp_path / "results.csv")
-    report = run.Report(Page(tmp_path, is_kept=True, heading="a machine"), ledger)
+    page = Page(tmp_path, is_kept=True, heading="a machine")
+    report = program.Report(page, ledger, tmp_path)
     job = scale.Job(device=torch.device("cpu"), scale=scale.REHEARSAL, budget_s=1.0)
-    report.add(run.PARTS[-1], job, 10.0)
+    [part] = [each for each in program.PARTS if each.name == program.nccl.NAME]
+    report.add(part, job, 10.0)
     report.close()
     readme = (tmp_path / "README.md").read_text()
     for text in ("a machine", "| one rank: gather | 2.00 |", "did not finish", "no luck"):
         assert text in readme
     assert len(read_csv(tmp_path / "results.csv", results.Row)) == 1
+
+
+def _hidden(rank: int) -> list[list[float]]:
+    """What the check of overlap and its control find on an emulated accelerator."""
+    overlap, found = own("overlap"), []
+    for is_serial in (False, True):
+        with Accelerator().installed() as accelerator:
+            sleep, clock = partial(_sleep, accelerator), partial(_clock, accelerator)
+            steps = overlap.step_times(accelerator.device, sleep, clock, is_serial=is_serial)
+            found.append([hidden for _, hidden in steps])
+    return found
+
+
+def _sleep(accelerator: Accelerator, seconds: float) -> None:
+    accelerator.current.begin("sleep", seconds)
+
+
+def _clock(accelerator: Accelerator) -> float:
+    accelerator.module().synchronize()
+    return accelerator.host.now_s
+
+
+def test_the_check_of_overlap_passes_and_its_control_fails() -> None:
+    [(hidden, control)] = run_ranks(_hidden, 1, fresh_world=True)
+    overlap = own("overlap")
+    assert min(hidden) >= overlap.LEAST_HIDDEN, hidden
+    assert max(control) <= overlap.MOST_OF_CONTROL, control
+
+
+def test_hidden_is_the_time_in_which_compute_runs_too() -> None:
+    hidden_part = own("overlap").hidden_part
+    assert hidden_part([(0, 10), (5, 20)], [(15, 40), (18, 30)]) == 5 / 20
+    assert hidden_part([(0, 10)], []) == 0
+    assert hidden_part([], [(0, 10)]) == 0
+
+
+CHECKS = ("controls", "reads", "bad losses")
+
+
+def test_a_case_that_fails_loses_nothing_of_the_others(tmp_path: Path) -> None:
+    """Rehearsed as a program; and the control is noticed."""
+    out = tmp_path / "out"
+    only = [word for name in CHECKS for word in ("--only", name)]
+    program = ["-m", "experiments.gpu.run", "--rehearse", "--out", str(out)]
+    done = run([*program, *only, "--fail", "bad losses: SKIP"], FOLDER.parent.parent)
+    assert done.returncode == 1, done.stdout + done.stderr
+    rows = read_csv(out / "results.csv", own("results").Row)
+    checks = own("checks")
+    value_by_case = {row.case: row.value for row in rows}
+    assert value_by_case["STOP"] == value_by_case["ROLL_BACK"] == 1
+    assert "SKIP" not in value_by_case
+    [failed] = [row.case for row in rows if row.metric == "failed"]
+    assert "made to fail" in failed
+    assert "made to fail" in (out / "failures.txt").read_text()
+    assert value_by_case[checks.OTHER_RATE] > checks.TOLERANCES[checks.FLOAT32]
+    [bar] = checks.control_bars([row for row in rows if row.part == checks.CONTROL])
+    assert bar.holds
+    assert len(list(out.iterdir())) <= 8
+    assert "A loss that is not a number" in (out / "README.md").read_text()
+
+
+def test_a_first_step_is_taken_in_two_bytes() -> None:
+    results, scale, checks = own("results"), own("scale"), own("checks")
+    job = scale.Job(
+        device=torch.device("cpu"), scale=scale.REHEARSAL, budget_s=1.0, is_rehearsal=True
+    )
+    ledger = results.Ledger(None)
+    checks.first_steps(job, results.Recorder(checks.FIRST_STEPS, ledger.add))
+    assert [row.metric for row in ledger.rows] == [checks.DIFFERENCE] * 4
+    assert len(checks.SHAPES) == 12
+    assert checks.first_bars(ledger.rows)[1].holds
 
 
 def test_the_memory_part_predicts_and_trains_every_plan() -> None:
@@ -140,4 +216,5 @@ def test_the_memory_part_predicts_and_trains_every_plan() -> None:
     ledger = results.Ledger(None)
     memory.run(job, results.Recorder("memory", ledger.add))
     [table] = memory.tables(ledger.rows)
-    assert len(table.rows) == len(memory.bars(ledger.rows)) == 4
+    assert len(table.rows) == 4
+    assert len(memory.bars(ledger.rows)) == 8

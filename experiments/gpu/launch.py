@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from experiments.common.launch import FORKED, SECONDS_TO_LEAVE, SPAWNED, started
 from experiments.gpu.results import Recorder, Row
 
@@ -40,13 +42,14 @@ def run_limited(
     limit_s: float,
     is_cuda: bool,
     on_row: Callable[[Row], None],
+    fails_at: str = "",
 ) -> Outcome:
     """``fn(*args, record)`` in a fresh process; ``on_row`` gets what it records at once."""
     start_s = time.monotonic()
     # A driver that was asked anything before a fork, if only how many devices there are, does
     # not work after it, and nobody promises that imports ask nothing.
     context = SPAWNED if is_cuda else FORKED
-    processes = started(context, _work, [(fn, args, part)], grace_s=SECONDS_TO_LEAVE)
+    processes = started(context, _work, [(fn, args, part, fails_at)], grace_s=SECONDS_TO_LEAVE)
     with processes as [(process, receiver)]:
         kind, value = "row", None
         try:
@@ -71,9 +74,17 @@ def run_limited(
     return Outcome(result=value, seconds=seconds)
 
 
-def _work(sender: Connection, fn: Callable[..., Any], args: tuple[Any, ...], part: str) -> None:
+def _work(
+    sender: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    part: str,
+    fails_at: str,
+) -> None:
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # a rehearsal, beside whatever the machine is doing
     try:
-        result = fn(*args, Recorder(part, lambda row: sender.send(("row", row))))
+        result = fn(*args, Recorder(part, lambda row: sender.send(("row", row)), fails_at))
         sender.send(("done", result))
     except BaseException:
         sender.send(("failed", traceback.format_exc()))

@@ -23,6 +23,7 @@ from experiments.gpu.results import (
     cases_of,
     largest_difference,
     median_of,
+    noting_failure,
     shown,
 )
 from experiments.gpu.scale import Job
@@ -54,7 +55,8 @@ def run(job: Job, record: Recorder) -> None:
     """One rank first: what follows may hang."""
     expected = reference_losses(config_of(job))
     with systems.one_rank_group(job.device):
-        collectives_of_one(job, record)
+        with noting_failure(f"{ONE_RANK}: collectives", record):
+            collectives_of_one(job, record)
         train_alone(job, record, expected)
     for is_enabled in (False,) if job.is_short else (False, True):
         os.environ[MULTI_RANK] = str(int(is_enabled))  # the ranks inherit it
@@ -92,9 +94,10 @@ def train_alone(job: Job, record: Recorder, expected: Sequence[float]) -> None:
     """All of HetFSDP's streams and waits, with what NCCL sends from a card to itself."""
     cases = cases_for(1)[:: 3 if job.is_rehearsal else 1]
     with mock.patch.dict(os.environ, {GROUPS_FOR_ONE: "1"}):
-        found = train_cases(0, job, config_of(job), cases)
-    for case, losses in zip(cases, found, strict=True):
-        record(case.name, DIFFERENCE_ALONE, largest_difference(losses, expected))
+        for case in cases:
+            with noting_failure(case.name, record):
+                [losses] = train_cases(0, job, config_of(job), [case])
+                record(case.name, DIFFERENCE_ALONE, largest_difference(losses, expected))
 
 
 def two_ranks(_rank: int, job: Job) -> list[float] | str:

@@ -9,7 +9,6 @@ from experiments.gpu.clock import free_everything, take_turns
 from experiments.gpu.profiling import (
     in_training,
     measure_here,
-    noting_lack_of_memory,
     plans_by_hand,
 )
 from experiments.gpu.results import (
@@ -18,6 +17,7 @@ from experiments.gpu.results import (
     cases_of,
     comparison,
     median_of,
+    noting_failure,
     shown,
     spread_cell,
     values_of,
@@ -40,10 +40,9 @@ def run(job: Job, record: Recorder) -> None:
     setting = measured.setting
     plans = found_plan(job, measured, record) | plans_by_hand(job)
     for case, plan in plans.items():
-        timeline = simulate(plan, setting)
-        record(case, SIMULATED, timeline.step_time_s, "s")
         free_everything(job.device)
-        with noting_lack_of_memory(case, record):
+        with noting_failure(case, record):
+            record(case, SIMULATED, simulate(plan, setting).step_time_s, "s")
             train(job, case, plan, job.budget_s / 2 / len(plans), record)
 
 

@@ -1,14 +1,10 @@
 """One device, measured as ``shardhet measure`` does it, and models trained under plans."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from experiments.common.systems import System
 from experiments.decoders import CPU
 from experiments.gpu import systems
-from experiments.gpu.results import Recorder
 from experiments.gpu.scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE, Job
 from shardhet import Plan
 from shardhet.models.decoder import Decoder
@@ -18,7 +14,6 @@ from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.optim import OptimizerSpec
 
 OPTIMIZER = OptimizerSpec(learning_rate=1e-4)
-OUT_OF_MEMORY = "out of memory"
 
 
 def measure_here(job: Job, *, seconds: float) -> Measurement:
@@ -57,15 +52,6 @@ def plans_by_hand(job: Job) -> dict[str, Plan]:
         f"1 x {size}, half of the blocks recomputed": plan(size, recompute=first_half),
         f"2 x {size}, blocks recomputed": plan(size, 2, recompute=RECOMPUTED),
     }
-
-
-@contextmanager
-def noting_lack_of_memory(case: str, record: Recorder) -> Iterator[None]:
-    """A plan that does not fit is a result; the plans after it are still to be tried."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        record(case, OUT_OF_MEMORY, 1)
 
 
 def in_training(job: Job, plan: Plan) -> System:

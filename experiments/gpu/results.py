@@ -1,6 +1,7 @@
 """One number per row, and what parts, tables and the file on disk share of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 from experiments.common.results import Bar, Spread, write_csv
 
 MIB, GIB = 2**20, 2**30
+FAILED = "failed"  # the metric of a case that raised; the case says what
+LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,13 @@ class Recorder:
 
     part: str
     send: Callable[[Row], None]
+    fails_at: str = ""  # cases with these words are made to fail
 
     def __call__(
         self, case: str, metric: str, value: float, unit: str = "", repeat: int = 0
     ) -> None:
+        if self.fails_at and self.fails_at in f"{self.part}: {case}":
+            raise RuntimeError(f"{case}: made to fail by --fail {self.fails_at!r}")
         row = Row(
             part=self.part,
             case=case,
@@ -41,6 +47,21 @@ class Recorder:
             repeat=repeat,
         )
         self.send(row)
+
+    def failed(self, case: str, error: Exception) -> None:
+        """Note that a case has raised, and how."""
+        said = f"{case}: {type(error).__name__}: {error}".splitlines()[0][:LONGEST_MESSAGE]
+        row = Row(part=self.part, case=said, metric=FAILED, value=1.0, unit="", repeat=0)
+        self.send(row)
+
+
+@contextmanager
+def noting_failure(case: str, record: Recorder) -> Iterator[None]:
+    """A case that raises is a result; the cases after it are still to be tried."""
+    try:
+        yield
+    except Exception as error:
+        record.failed(case, error)
 
 
 class Ledger:

@@ -1,10 +1,13 @@
 """What can be said of shardhet on one GPU: speed, memory, predictions, streams, NCCL.
 
-python -m experiments.gpu.run               under ten minutes, one GPU
+python -m experiments.gpu.run --out FOLDER  under nine minutes, one GPU
 python -m experiments.gpu.run --quick       about a minute, one GPU
-python -m experiments.gpu.run --rehearse    under a minute, no GPU: every part
+python -m experiments.gpu.run --rehearse    a few minutes, no GPU: every part
                                                             on a CPU, to see that it runs
-python -m experiments.gpu.run --only memory
+python -m experiments.gpu.run --only memory --only reads
+
+Every number is in FOLDER/results.csv before the next one is measured.  The folder gets at most
+five files: that, README.md, failures.txt, trace.json.gz and accumulation.png.
 """
 
 import argparse
@@ -14,25 +17,46 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from experiments.common.machine import Environment
-from experiments.common.results import BAR_HEADER, Bar, Page, Table, console
-from experiments.gpu import accumulation, machine, memory, nccl, prediction, speed, streams
+from experiments.common.results import (
+    BAR_HEADER,
+    BLOCK_BEGINS,
+    BLOCK_ENDS,
+    Bar,
+    Page,
+    Table,
+    console,
+)
+from experiments.gpu import (
+    accumulation,
+    checks,
+    machine,
+    memory,
+    nccl,
+    overlap,
+    prediction,
+    speed,
+    streams,
+)
 from experiments.gpu.launch import run_limited
 from experiments.gpu.machine import Machine
-from experiments.gpu.results import Ledger, Recorder, Row
+from experiments.gpu.results import FAILED, Ledger, Recorder, Row
 from experiments.gpu.scale import REHEARSAL, Job, Scale, scale_for
 
 HERE = Path(__file__).parent
-TOTAL_S = 580.0  # of all parts; what one leaves is nobody's
+STOPS_AFTER_S = 520  # since the beginning, whatever is running
+TOTAL_S = 500.0  # of all parts; ending one takes seconds
 MEASURING_PART = 0.6  # of the limits; the rest builds, compiles and warms up
 QUICK_PART = 0.08  # of the limits, in a short run
+LEAST_S = 5.0  # without which no part begins
 REHEARSAL_LIMIT_S = 120.0  # of each part: none comes near, unless the machine is busy
 REHEARSAL_BUDGET_S = 2.0
 NO_GPU = 2  # exit code
-REHEARSAL_LABEL = "REHEARSAL on a CPU: these numbers mean nothing; nothing is written."
+REHEARSAL_LABEL = "REHEARSAL on a CPU: these numbers mean nothing."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +71,30 @@ class Part:
 
 
 PARTS = (
-    # What must be right comes before what should be fast.
-    Part(streams.NAME, streams.run, streams.tables, streams.bars, 110),
-    Part(speed.NAME, speed.run, speed.tables, speed.bars, 160),
-    Part(accumulation.NAME, accumulation.run, accumulation.tables, accumulation.bars, 100),
-    Part(memory.NAME, memory.run, memory.tables, memory.bars, 70),
-    Part(prediction.NAME, prediction.run, prediction.tables, prediction.bars, 90),
+    # What must be right comes before what should be fast, and what is short before the rest.
+    Part(checks.CONTROL, checks.controls, checks.control_tables, checks.control_bars, 40),
+    Part(overlap.NAME, overlap.run, overlap.tables, overlap.bars, 30),
+    Part(checks.READS, checks.reads, checks.read_tables, checks.read_bars, 30),
+    Part(checks.GUARDS, checks.guards, checks.guard_tables, checks.guard_bars, 30),
+    Part(checks.FIRST_STEPS, checks.first_steps, checks.first_tables, checks.first_bars, 50),
+    Part(streams.NAME, streams.run, streams.tables, streams.bars, 80),
     Part(nccl.NAME, nccl.run, nccl.tables, nccl.bars, 50),
+    Part(overlap.TRACE, overlap.trace, overlap.trace_tables, overlap.trace_bars, 30),
+    Part(speed.NAME, speed.run, speed.tables, speed.bars, 110),
+    Part(memory.NAME, memory.run, memory.tables, memory.bars, 50),
+    Part(prediction.NAME, prediction.run, prediction.tables, prediction.bars, 60),
+    Part(accumulation.NAME, accumulation.run, accumulation.tables, accumulation.bars, 70),
+    Part(checks.COMPILE, checks.compiled, checks.compile_tables, checks.compile_bars, 60),
 )
 
 
 def main() -> int:
     """Run the parts one after the other, whatever becomes of each; returns the exit code."""
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends parts too
+    # Leaving ends the running part too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(STOPS_AFTER_S)
     if options.rehearse:
         console.print(REHEARSAL_LABEL, style="bold")
     elif not torch.cuda.is_available():
@@ -82,23 +116,43 @@ def main() -> int:
     return 1 if report.has_failures else 0
 
 
+def _stop(*_: Any) -> None:
+    console.print(f"{STOPS_AFTER_S} s are over: it stops here. What was measured is written.")
+    sys.exit(1)
+
+
 def run_parts(options: argparse.Namespace, device: torch.device, here: Machine) -> "Report":
     """All that were asked for, in their order, within the time that there is."""
     scale = REHEARSAL
     if not options.rehearse:
         scale = scale_for(here.free_bytes, is_short=options.quick)
-    is_kept = not (options.rehearse or options.quick or options.only)
-    page = Page(HERE, is_kept=is_kept, heading=here.as_markdown(Environment.here()))
+    is_whole = not (options.rehearse or options.quick or options.only)
+    out = prepared(options.out) if options.out else HERE if is_whole else None
+    heading = here.as_markdown(Environment.here())
+    page = Page(out or HERE, is_kept=out is not None, heading=heading)
+    if options.rehearse:
+        page.tell(REHEARSAL_LABEL)
     page.tell(describe_scale(scale))
-    report = Report(page, Ledger(HERE / "results.csv" if is_kept else None))
+    report = Report(page, Ledger(out and out / "results.csv"), out, fails_at=options.fail)
     deadline_s = time.monotonic() + TOTAL_S
     for part in PARTS:
-        if options.only in (None, part.name):
-            limit_s = max(1.0, min(part.limit_s, deadline_s - time.monotonic()))
-            limit_s = REHEARSAL_LIMIT_S if options.rehearse else limit_s
-            report.add(part, job_of(options, device, scale, limit_s), limit_s)
+        if options.only and part.name not in options.only:
+            continue
+        left_s = deadline_s - time.monotonic()
+        if left_s < LEAST_S:
+            report.leave_out(part)
+            continue
+        limit_s = min(REHEARSAL_LIMIT_S if options.rehearse else part.limit_s, left_s)
+        report.add(part, job_of(options, device, scale, limit_s, out), limit_s)
     report.close()
     return report
+
+
+def prepared(out: Path) -> Path:
+    """The folder, with a page that results can be written into."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "README.md").write_text(f"# One GPU\n\n{BLOCK_BEGINS}\n{BLOCK_ENDS}\n")
+    return out
 
 
 def parse() -> argparse.Namespace:
@@ -110,7 +164,11 @@ def parse() -> argparse.Namespace:
     ways.add_argument("--quick", action="store_true", help="small and short; keeps nothing")
     ways.add_argument("--rehearse", action="store_true", help="on a CPU; keeps nothing")
     names = [part.name for part in PARTS]
-    parser.add_argument("--only", choices=names, help="one part; keeps nothing")
+    parser.add_argument("--out", type=Path, help="write everything into this folder")
+    only = "some parts; without --out it keeps nothing"
+    parser.add_argument("--only", action="append", choices=names, help=only)
+    fail = "a control: cases with these words (PART: CASE) raise in place of a number"
+    parser.add_argument("--fail", metavar="WORDS", default="", help=fail)
     return parser.parse_args()
 
 
@@ -131,7 +189,11 @@ def look(device: torch.device) -> Machine:
 
 
 def job_of(
-    options: argparse.Namespace, device: torch.device, scale: Scale, limit_s: float
+    options: argparse.Namespace,
+    device: torch.device,
+    scale: Scale,
+    limit_s: float,
+    out: Path | None,
 ) -> Job:
     """A part's share of the time."""
     budget_s = (QUICK_PART if options.quick else MEASURING_PART) * limit_s
@@ -141,6 +203,7 @@ def job_of(
         budget_s=REHEARSAL_BUDGET_S if options.rehearse else budget_s,
         is_short=options.quick or options.rehearse,
         is_rehearsal=options.rehearse,
+        out=out,
     )
 
 
@@ -157,10 +220,14 @@ def describe_scale(scale: Scale) -> str:
 class Report:
     """What was found so far, on the terminal and in the files."""
 
-    def __init__(self, page: Page, ledger: Ledger) -> None:
+    def __init__(
+        self, page: Page, ledger: Ledger, out: Path | None = None, *, fails_at: str = ""
+    ) -> None:
         self.page = page
         self.has_failures = False
         self._ledger = ledger
+        self._out = out
+        self._fails_at = fails_at
         self._bar_cells: list[list[str]] = []
 
     def add(self, part: Part, job: Job, limit_s: float) -> None:
@@ -173,13 +240,16 @@ class Report:
             limit_s=limit_s,
             is_cuda=job.is_cuda,
             on_row=self._ledger.add,
+            fails_at=self._fails_at,
         )
         rows = [row for row in self._ledger.rows if row.part == part.name]
         console.print(f"{part.name}: {len(rows)} numbers in {outcome.seconds:.0f} s")
+        for row in rows:
+            if row.metric == FAILED:
+                self._note(f"**{part.name}**, a case failed: {row.case}")
         if outcome.failure is not None:
             console.print(outcome.failure, markup=False)
-            self.has_failures = True
-            self.page.tell(f"**{part.name} did not finish**: {outcome.cause}")
+            self._note(f"**{part.name} did not finish**: {outcome.cause}", outcome.failure)
         self.page.tables(part.tables(rows))
         verdict = ["", "not judged"]
         self._bar_cells += [
@@ -188,13 +258,24 @@ class Report:
         ]
         self.page.write_block()
 
+    def leave_out(self, part: Part) -> None:
+        """Say that there was no time for it."""
+        self._note(f"**{part.name}** was left out: the time is over.")
+
+    def _note(self, said: str, more: str = "") -> None:
+        self.has_failures = True
+        self.page.tell(said)
+        if self._out is not None:
+            with (self._out / "failures.txt").open("a") as file:
+                file.write(f"{said}\n{more}\n")
+
     def close(self) -> None:
         """All bars, and the picture."""
         self.page.table("Bars", BAR_HEADER, self._bar_cells)
         self.page.write_block()
-        if self.page.is_kept:
+        if self._out is not None:
             rows = [row for row in self._ledger.rows if row.part == accumulation.NAME]
-            accumulation.draw(rows, HERE / "accumulation.png")
+            accumulation.draw(rows, self._out / "accumulation.png")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from experiments.gpu.results import (
     cases_of,
     largest_difference,
     median_of,
+    noting_failure,
     shown,
 )
 from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
@@ -129,9 +130,11 @@ def run(job: Job, record: Recorder) -> None:
     for world_size in worlds:
         cases = cases_for(world_size)
         cases = cases[::3] if job.is_rehearsal else cases
-        losses_by_case = run_ranks(train_cases, world_size, job, config, cases)[0]
-        for case, losses in zip(cases, losses_by_case, strict=True):
-            record(case.name, DIFFERENCE, largest_difference(losses, expected))
+        with noting_failure(f"{world_size} ranks", record):
+            losses_by_case = run_ranks(train_cases, world_size, job, config, cases)[0]
+            for case, losses in zip(cases, losses_by_case, strict=True):
+                with noting_failure(case.name, record):
+                    record(case.name, DIFFERENCE, largest_difference(losses, expected))
 
 
 def reference_losses(config: DecoderConfig) -> list[float]:
