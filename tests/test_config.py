@@ -31,7 +31,7 @@ from shardhet.config.models import SampleShape
 from shardhet.config.train import Precision, TrainConf
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import Plan
-from shardhet.training.optim import OptimizerSpec, WarmupStableDecay
+from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from tests.test_fewer import setting_of
 
 BY_HAND = "plan=by_hand plan.microbatch_sizes=[2,1] plan.num_microbatches=[1,2] "
@@ -243,8 +243,12 @@ def test_configurations_become_records() -> None:
     assert conf.optim.to_record() == OptimizerSpec(
         learning_rate=4e-3, weight_decay=0.1, arguments={"betas": [0.9, 0.95], "eps": 1e-8}
     )
-    assert conf.lr_scheduler.to_record(100) == WarmupStableDecay(
-        num_steps=100, num_decay_steps=20, num_warmup_steps=5, final_fraction=0.1
+    assert conf.lr_scheduler.to_record(100) == WarmupDecay(
+        num_steps=100,
+        num_decay_steps=20,
+        num_warmup_steps=5,
+        final_fraction=0.1,
+        is_cosine=False,
     )
     given = {"+optim.arguments.eps=1e-7": ("Adagrad", 1), "optim.momentum=0.5": ("SGD", 1),
              "optim.lr=0.2": ("sgd", 0), "optim.betas=[0.8,0.9]": ("NAdam", 2)}  # fmt: skip

@@ -14,7 +14,7 @@ from shardhet.models.decoder import Decoder
 from shardhet.training.data import GlobalBatches
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
-from shardhet.training.optim import Cosine, OptimizerSpec
+from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Run as RunModel
 from shardhet.training.trainer import StepMetrics, Trainer, run_plainly
 from tests.selection import one_in
@@ -46,7 +46,7 @@ def make_trainer(plan: Plan, *, is_float16: bool, first_scale: float = FIRST_SCA
         model,
         OptimizerSpec(learning_rate=1e-2).build(list(model.parameters())),
         GlobalBatches(corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=6),
-        schedule=Cosine(num_steps=NUM_STEPS, num_warmup_steps=5),
+        schedule=WarmupDecay(num_steps=NUM_STEPS, num_warmup_steps=5),
         loss_scaler=LossScaler(CPU, first_scale=first_scale) if is_float16 else None,
     )
 

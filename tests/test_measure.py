@@ -20,7 +20,7 @@ from shardhet.profiler.assemble import (
     positions_by_rank,
     unevenness_weights,
 )
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate_sizes
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
@@ -32,7 +32,7 @@ from shardhet.profiler.traffic import (
     sizes_to_measure,
     uneven_shares,
 )
-from shardhet.profiler.unit_runner import Started, TrainedModel
+from shardhet.profiler.unit_runner import Started
 from shardhet.records.workload import Unit
 from shardhet.training.emulation import EmulatedDevice
 from tests.programs import SHARDHET, SMALL_MODEL, run

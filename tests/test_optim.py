@@ -1,28 +1,25 @@
 """Schedules are right at their corners; optimizers are built over rows, empty ones included."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from shardhet.training.optim import (
-    Constant,
-    Cosine,
-    Linear,
     OptimizerSpec,
     Schedule,
-    WarmupStableDecay,
+    WarmupDecay,
     decay_groups,
 )
 
+CASE = WarmupDecay(num_steps=20, num_warmup_steps=4, final_fraction=0.1)
 SCHEDULES: dict[str, Schedule] = {
-    "constant": Constant(num_warmup_steps=4),
-    "linear": Linear(num_steps=20, num_warmup_steps=4, final_fraction=0.1),
-    "cosine": Cosine(num_steps=20, num_warmup_steps=4, final_fraction=0.1),
-    "wsd": WarmupStableDecay(
-        num_steps=20, num_decay_steps=5, num_warmup_steps=4, final_fraction=0.1
-    ),
+    "constant": replace(CASE, final_fraction=1.0),
+    "linear": replace(CASE, is_cosine=False),
+    "cosine": CASE,
+    "wsd": replace(CASE, num_decay_steps=5, is_cosine=False),
 }
 
 
@@ -47,7 +44,8 @@ def test_midways() -> None:
 
 
 def test_a_schedule_without_warm_up_begins_at_the_peak() -> None:
-    assert [make(num_steps=3)(0) for make in (Linear, Cosine)] == [1.0, 1.0]
+    for is_cosine in (True, False):
+        assert WarmupDecay(num_steps=3, is_cosine=is_cosine)(0) == 1.0
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
-from shardhet.training.optim import Cosine, OptimizerSpec
+from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.trainer import Evaluation, StepMetrics, Trainer
 from tests.small_models import small_decoder
@@ -60,7 +60,7 @@ def make_trainer(
     batches = GlobalBatches(
         corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=plan.global_batch_size
     )
-    schedule = Cosine(num_steps=num_steps, num_warmup_steps=5)
+    schedule = WarmupDecay(num_steps=num_steps, num_warmup_steps=5)
     return Trainer(model, optimizer, batches, schedule=schedule, device=device)
 
 
@@ -93,7 +93,7 @@ def reference() -> tuple[np.ndarray, Evaluation]:
     torch.manual_seed(0)
     module = Decoder(MODEL).double()
     optimizer = OptimizerSpec(learning_rate=1e-2).build(list(module.parameters()))
-    schedule = Cosine(num_steps=NUM_STEPS, num_warmup_steps=5)
+    schedule = WarmupDecay(num_steps=NUM_STEPS, num_warmup_steps=5)
     batches = GlobalBatches(corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=6)
     curve = []
     for step in range(NUM_STEPS):
@@ -176,7 +176,10 @@ def test_batches_that_the_plan_does_not_deal_out_are_refused() -> None:
     model = HetFSDP(Decoder(MODEL), plan)
     with pytest.raises(ValueError, match="5 samples but the plan deals out 6"):
         Trainer(
-            model, torch.optim.SGD(model.parameters()), batches, schedule=Cosine(num_steps=1)
+            model,
+            torch.optim.SGD(model.parameters()),
+            batches,
+            schedule=WarmupDecay(num_steps=1),
         )
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.sketch import sketch_model
 from shardhet.profiler.stopwatch import Stopwatch
-from shardhet.profiler.unit_runner import MAX_MICROBATCHES, TrainedModel, UnitRunner
+from shardhet.profiler.unit_runner import MAX_MICROBATCHES, UnitRunner
 
 CPU = torch.device("cpu")
 NUM_ROWS = 12
@@ -50,14 +50,7 @@ def make_runner(
         param_dtype=torch.float32,
         reduce_dtype=reduce_dtype,
     )
-    sketch = sketch_model(
-        model.module,
-        model.batch,
-        units=model.units,
-        loss_fn=None,
-        param_dtype=model.param_dtype,
-        device=CPU,
-    )
+    sketch = sketch_model(model)
     runner = UnitRunner(
         model,
         sketch.units[0],

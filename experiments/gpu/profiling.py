@@ -8,9 +8,8 @@ from experiments.gpu import systems
 from experiments.gpu.scale import PARAM_DTYPE, RECOMPUTED, REDUCE_DTYPE, Job
 from shardhet import Plan
 from shardhet.models.decoder import Decoder
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
-from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.optim import OptimizerSpec
 
 OPTIMIZER = OptimizerSpec(learning_rate=1e-4)

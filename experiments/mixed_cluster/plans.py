@@ -16,9 +16,8 @@ from experiments.mixed_cluster.clusters import Case
 from shardhet import Plan
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
 from shardhet.planner.objectives import least_memory
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
-from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.emulation import EmulatedDevice
 
 PLANNED, EVEN = "HetFSDP, planned", "HetFSDP, even"

@@ -14,9 +14,8 @@ from experiments.decoders import make_decoder
 from experiments.predicted_and_measured.cases import Case, plans_of
 from shardhet import HetFSDP, Plan, simulate
 from shardhet.fsdp.step.observer import Activity, Observed
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
-from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.emulation import EmulatedDevice
 from shardhet.training.optim import OptimizerSpec
 

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 
 from experiments.scale.paced import BACKWARD_OVER_FORWARD, ROW_NUMEL
-from shardhet.comm.members import Members
 from shardhet.profiler.assemble import unevenness_weights
 from shardhet.profiler.stopwatch import timing_of
-from shardhet.profiler.traffic import Channels, CollectiveSamples, Traffic, even_shares
+from shardhet.profiler.traffic import Channels, CollectiveSamples, Traffic
 from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.records import profiles
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.plan import Plan
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 SPEEDS = (1.0, 0.5, 0.25, 0.25)  # of the ranks, over and over
@@ -122,19 +120,7 @@ def _turn_overhead_s(num_repeats: int) -> float:
 
 
 def _measure_collectives(workload: Workload, num_repeats: int) -> list[CollectiveSamples]:
-    world_size = dist.get_world_size()
-    members = Members.meet(
-        dist.group.WORLD,
-        Plan.by_hand(microbatch_sizes=[1] * world_size, state_shares=even_shares(world_size)),
-        device=torch.device("cpu"),
-        device_spec=DeviceSpec(),
-    )
-    channels = Channels(
-        group=dist.group.WORLD,
-        gather=members.gather,
-        reduce=members.reduce,
-        control=members.control,
-    )
+    channels = Channels.meet(dist.group.WORLD, torch.device("cpu"), DeviceSpec())
     traffic = Traffic(
         channels, workload, torch.device("cpu"), orig_dtype=getattr(torch, workload.param_dtype)
     )

@@ -17,7 +17,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder, versions
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
-from shardhet.comm.members import Members, local_device_spec
+from shardhet.comm.members import local_device_spec
 from shardhet.config.training import ClusterConf
 from shardhet.profiler.traffic import Channels, PairSamples, Traffic
 from shardhet.records.workload import Workload
@@ -75,15 +75,7 @@ def _check_links(console: RankConsole, device: torch.device) -> None:
     """Print how fast each rank reaches the next.  Collective."""
     group = dist.group.WORLD
     assert group is not None
-    members = Members.meet(
-        group,
-        Plan.even(group.size(), microbatch_size=1),
-        device=device,
-        device_spec=local_device_spec(device),
-    )
-    channels = Channels(
-        group=group, gather=members.gather, reduce=members.reduce, control=members.control
-    )
+    channels = Channels.meet(group, device, local_device_spec(device))
     if devices.is_on_host(device):
         is_shared = channels.gather.transport is not None
         console.print(
@@ -94,7 +86,7 @@ def _check_links(console: RankConsole, device: torch.device) -> None:
     workload = Workload.transformer(
         num_layers=1, width=WIDTH, num_heads=1, vocab_size=WIDTH, seq_len=1
     )
-    with members.lifeline.guard("measuring links"):
+    with channels.lifeline.guard("measuring links"):
         traffic = Traffic(channels, workload, device, orig_dtype=torch.float32)
         following = [(i, (i + 1) % group.size()) for i in range(group.size())]
         pairs = [traffic.pair(a, b, NUM_REPEATS) for a, b in following]

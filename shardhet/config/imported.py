@@ -2,21 +2,21 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import ConfigError
+from shardhet.config.checks import ConfigError, config_errors
 from shardhet.config.models import ModelConf, ModelKind, SampleShape
 from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardhet.profiler.unit_runner import TrainedModel
+    from shardhet.profiler.batch import TrainedModel
 
 HOW = "Write package.module:name, importable from this folder"
 
@@ -40,30 +40,26 @@ class ImportedConf(ModelConf):
         """The model's workload, counted on tensors without memory."""
         import torch
 
-        from shardhet.profiler.describe import describe
+        from shardhet.profiler.describe import describe_sketch
+        from shardhet.profiler.sketch import sketch_model
 
         for key in ("vocab_size", "seq_len"):
             if getattr(samples, key) is not None:
                 raise ConfigError(f"{key}: the samples are those of model.batch. Leave it out.")
-        model = self.trained()
-        try:
-            return describe(
-                model.module,
-                model.batch,
-                units=model.units,
-                loss_fn=model.loss_fn,
-                param_dtype=getattr(torch, param_dtype),
-                reduce_dtype=torch.float32,
-            )
-        except ValueError as error:
-            raise ConfigError(f"model: {error}") from None
+        model = replace(
+            self.trained(),
+            param_dtype=getattr(torch, param_dtype),
+            reduce_dtype=torch.float32,
+        )
+        with config_errors("model"):
+            return describe_sketch(sketch_model(model), model)
 
     def trained(self) -> "TrainedModel":
         """The model on the meta device, and how it is trained."""
         import torch
 
+        from shardhet.profiler.batch import TrainedModel
         from shardhet.profiler.describe import as_example
-        from shardhet.profiler.unit_runner import TrainedModel
 
         with torch.device("meta"):
             module = imported("model.target", self.target)(**self.arguments)

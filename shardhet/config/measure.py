@@ -51,7 +51,7 @@ class MeasureConf:
         check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
         check_at_least("num_repeats", self.num_repeats, 3)
         check_above("time_limit_s", self.time_limit_s, 0)
-        check_at_least("hang_timeout_s", self.hang_timeout_s or 0, 0)
+        check_at_least("hang_timeout_s", self.hang_timeout_s, 0)
 
     def world_size(self, num_launched: int | None) -> int:
         """The number of ranks needed; ``num_launched`` is the number running, if any."""

@@ -3,7 +3,6 @@
 torch is imported only when a record is created, so that help and completion stay fast.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -11,7 +10,12 @@ from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import ConfigError, check_at_least, check_below_one
+from shardhet.config.checks import (
+    ConfigError,
+    check_at_least,
+    check_below_one,
+    config_errors,
+)
 from shardhet.pricing import architectures
 from shardhet.records.workload import Workload
 
@@ -96,8 +100,8 @@ class DecoderConf(ModelConf):
                 f"model.num_kv_heads: {self.num_kv_heads} but it must divide num_heads "
                 f"{self.num_heads}. Use one of its divisors."
             )
-        return _named(
-            lambda: Workload.transformer(
+        with config_errors("model"):
+            return Workload.transformer(
                 num_layers=self.num_layers,
                 width=self.width,
                 num_heads=self.num_heads,
@@ -108,7 +112,6 @@ class DecoderConf(ModelConf):
                 fuses_norms=True,  # on GPUs, which described clusters are of
                 param_dtype=param_dtype,
             )
-        )
 
     def to_record(self, *, vocab_size: int, seq_len: int) -> "DecoderConfig":
         """The shape of the decoder."""
@@ -159,8 +162,8 @@ class MaskedLmConf(EncoderConf):
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The workload of ``architectures.masked_lm``."""
-        return _named(
-            lambda: architectures.masked_lm(
+        with config_errors("model"):
+            return architectures.masked_lm(
                 num_layers=self.num_layers,
                 width=self.width,
                 num_heads=self.num_heads,
@@ -169,7 +172,6 @@ class MaskedLmConf(EncoderConf):
                 seq_len=samples.seq_len or self.usual_seq_len,
                 param_dtype=param_dtype,
             )
-        )
 
 
 @dataclass(kw_only=True)
@@ -193,8 +195,8 @@ class VitConf(EncoderConf):
                 "vocab_size, seq_len: the model reads images, not text. Leave both out, and "
                 "give model.usual_image_side and model.usual_num_classes."
             )
-        return _named(
-            lambda: architectures.vit(
+        with config_errors("model"):
+            return architectures.vit(
                 num_layers=self.num_layers,
                 width=self.width,
                 num_heads=self.num_heads,
@@ -204,7 +206,6 @@ class VitConf(EncoderConf):
                 num_classes=self.usual_num_classes,
                 param_dtype=param_dtype,
             )
-        )
 
 
 class TokenizerKind(Enum):
@@ -277,11 +278,3 @@ class TextDirConf(DataConf):
         from shardhet.training.data import TextDir
 
         return TextDir(root=Path(self.path), pattern=self.pattern).load(token_dir)
-
-
-def _named(make: Callable[[], Workload]) -> Workload:
-    """The workload from ``make``; its ValueError becomes a ConfigError."""
-    try:
-        return make()
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from None

@@ -4,12 +4,12 @@ Both take hardware and model in the same way: either described, with a profile d
 specifications, or measured, as three files in one folder.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -20,6 +20,7 @@ from shardhet.config.checks import (
     check_at_least,
     check_fraction,
     check_is_one_of,
+    config_errors,
 )
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
@@ -36,7 +37,11 @@ LEAVE_OUT = ("ask", "auto", "never")
 LEAST_THROUGHPUT = 0.95  # of the best plan's; the default for least_memory
 MEASURED_FILES = (CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE)
 GIB = 2**30
-Record = TypeVar("Record")
+WITHOUT_EFFECT = {  # keys that earlier versions had
+    "steady": "tolerance says how much slower than the fastest a plan may be that is simpler "
+    "and fills memory less.",
+    "certify": "experiments/planner compares the search with HiGHS.",
+}
 
 
 class PlannedPrecision(Enum):
@@ -76,14 +81,11 @@ class InputsConf:
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "seq_len"):
-            value = getattr(self, key)
-            if value is not None:
-                check_at_least(key, value, 1)
+            check_at_least(key, getattr(self, key), 1)
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
         for key in ("compute_fraction", "link_fraction", "usable_memory_fraction"):
-            if getattr(self, key) is not None:
-                check_above(key, getattr(self, key), 0)
-                check_fraction(key, getattr(self, key))
+            check_above(key, getattr(self, key), 0)
+            check_fraction(key, getattr(self, key))
 
     def load(self, described: Callable[[], Cluster], model_name: str) -> Inputs:
         """Read or derive everything; a ConfigError names file, field and remedy.
@@ -92,11 +94,11 @@ class InputsConf:
         """
         if self.measured is not None:
             return self._load_measured(Path(self.measured))
-        if self.cluster_file is not None:
-            path = Path(self.cluster_file)
-            cluster = _named(lambda: Cluster.load(_file("cluster_file", path)))
-        else:
-            cluster = _named(described)
+        path = None if self.cluster_file is None else Path(self.cluster_file)
+        if path is not None:
+            _check_file("cluster_file", path)
+        with config_errors():
+            cluster = described() if path is None else Cluster.load(path)
         return self.derived(_only(self.hosts, self._with_margin(cluster)), model_name)
 
     def derived(self, cluster: Cluster, model_name: str) -> Inputs:
@@ -108,15 +110,14 @@ class InputsConf:
             SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
             param_dtype=self._dtype(cluster),
         )
-        profile = _named(
-            lambda: derive.derive_profile(
+        with config_errors():
+            profile = derive.derive_profile(
                 cluster,
                 workload,
                 compute_fraction=self.compute_fraction,
                 link_fraction=self.link_fraction,
                 fp16_accumulation=self.fp16_accumulation,
             )
-        )
         name = self.model.title(model_name)
         return Inputs(setting=Setting(cluster, workload, profile), name=name)
 
@@ -127,8 +128,9 @@ class InputsConf:
                 f"shardhet measure out=... has written, with {', '.join(MEASURED_FILES)}."
             )
         for name in MEASURED_FILES:
-            _file("measured", folder / name)
-        setting = _named(lambda: Setting.load(folder))
+            _check_file("measured", folder / name)
+        with config_errors():
+            setting = Setting.load(folder)
         setting = replace(setting, cluster=self._with_margin(setting.cluster))
         return Inputs(setting=setting, name=folder.resolve().name)
 
@@ -188,15 +190,10 @@ class LimitConf:
     def to_record(self, key: str) -> DeviceLimits:
         """The limits as a record; ``key`` is their key in the configuration."""
         for name, least in (("batch", 0), ("microbatch", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                check_at_least(f"{key}.{name}", value, least)
-        if self.memory_gib is not None:
-            check_above(f"{key}.memory_gib", self.memory_gib, 0)
+            check_at_least(f"{key}.{name}", getattr(self, name), least)
+        check_above(f"{key}.memory_gib", self.memory_gib, 0)
         for name in ("share", "exact_share"):
-            value = getattr(self, name)
-            if value is not None:
-                check_fraction(f"{key}.{name}", value)
+            check_fraction(f"{key}.{name}", getattr(self, name))
         if self.share is not None and self.exact_share is not None:
             raise ConfigError(
                 f"{key}: share is the most that it stores, exact_share what it stores. Drop "
@@ -261,12 +258,9 @@ class PlannerConf(InputsConf):
             )
         check_at_least("tolerance", self.tolerance, 0)
         check_fraction("tolerance", self.tolerance)
-        if self.max_microbatch_size is not None:
-            check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
-        if self.max_rounds is not None:
-            check_at_least("max_rounds", self.max_rounds, 1)
-        if self.min_samples_per_s is not None:
-            check_above("min_samples_per_s", self.min_samples_per_s, 0)
+        check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
+        check_at_least("max_rounds", self.max_rounds, 1)
+        check_above("min_samples_per_s", self.min_samples_per_s, 0)
         for key in ("min_samples_per_s", "spared"):
             value = getattr(self, key)
             if value and self.objective != "least_memory":
@@ -277,17 +271,11 @@ class PlannerConf(InputsConf):
 
     def unheeded(self) -> list[str]:
         """What is said of keys that are set and have no effect."""
-        found = []
-        if self.steady is not None:
-            found.append(
-                "steady: it has no effect. tolerance says how much slower than the fastest a "
-                "plan may be that is simpler and fills memory less."
-            )
-        if self.certify:
-            found.append(
-                "certify: it has no effect. experiments/planner compares the search with HiGHS."
-            )
-        return found
+        return [
+            f"{key}: it has no effect. {instead}"
+            for key, instead in WITHOUT_EFFECT.items()
+            if getattr(self, key) != getattr(PlannerConf, key)
+        ]
 
     def to_demands(self, devices: Sequence[DeviceSpec]) -> Demands:
         """The demands on these devices; ConfigError if a limit matches none of them."""
@@ -301,7 +289,16 @@ class PlannerConf(InputsConf):
                         "by another key too. Put its limits under one key."
                     )
                 limits[position] = record
-        return _named(lambda: _checked(limits, self, len(devices)))
+        demands = Demands(
+            limits=limits,
+            equal=tuple(map(tuple, self.equal)),
+            max_microbatch_size=self.max_microbatch_size,
+            max_rounds=self.max_rounds,
+            may_keep_inputs_on_host=self.inputs_on_host,
+        )
+        with config_errors():
+            demands.check(len(devices))
+        return demands
 
     def to_spared(self, devices: Sequence[DeviceSpec]) -> tuple[int, ...]:
         """Positions of the devices to spare; ConfigError if a name matches none of them."""
@@ -339,29 +336,6 @@ def _positions(what: str, key: str, devices: Sequence[DeviceSpec]) -> list[int]:
     return named
 
 
-def _checked(limits: Mapping[int, DeviceLimits], conf: PlannerConf, world_size: int) -> Demands:
-    demands = Demands(
-        limits=limits,
-        equal=tuple(map(tuple, conf.equal)),
-        max_microbatch_size=conf.max_microbatch_size,
-        max_rounds=conf.max_rounds,
-        may_keep_inputs_on_host=conf.inputs_on_host,
-    )
-    demands.check(world_size)
-    return demands
-
-
-def _file(key: str, path: Path) -> Path:
+def _check_file(key: str, path: Path) -> None:
     if not path.is_file():
         raise ConfigError(f"{key}: {str(path)!r} does not exist. Pass the path of a file.")
-    return path
-
-
-def _named(make: Callable[[], Record]) -> Record:
-    """The record from ``make``; its ValueError becomes a ConfigError."""
-    try:
-        return make()
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

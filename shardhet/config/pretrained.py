@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import ConfigError, check_above, check_at_least, check_below_one
+from shardhet.config.checks import (
+    ConfigError,
+    check_above,
+    check_at_least,
+    check_below_one,
+    config_errors,
+)
 from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
@@ -72,10 +78,8 @@ class HfConf(ModelConf):
         """The folder at ``path``; ConfigError if it does not hold a language model."""
         from shardhet.models.pretrained import PretrainedFolder
 
-        try:
+        with config_errors("model.path"):
             return PretrainedFolder.open(self.path)
-        except ValueError as error:
-            raise ConfigError(f"model.path: {error}") from None
 
     def adapters(self) -> "Lora | None":
         """The LoRA adapters, if any are configured."""
@@ -105,7 +109,8 @@ class HfConf(ModelConf):
         import torch
 
         from shardhet.models.pretrained import LanguageModel
-        from shardhet.profiler.describe import describe
+        from shardhet.profiler.describe import describe_sketch
+        from shardhet.profiler.sketch import sketch_model
 
         folder = self.folder()
         seq_len = samples.seq_len or min(self.usual_seq_len, folder.max_seq_len or 2**62)
@@ -115,21 +120,16 @@ class HfConf(ModelConf):
                 f"vocab_size: {samples.vocab_size} but {folder.path}/config.json says "
                 f"{folder.vocab_size}. Leave vocab_size out."
             )
-        try:
+        with config_errors("model"):
             module = folder.on_meta(dtype=torch.float32, lora=self.adapters())
-            trained = LanguageModel.of(module, folder.objective).trained(
-                module, vocab_size=folder.vocab_size, seq_len=seq_len
-            )
-            return describe(
+            model = LanguageModel.of(module, folder.objective).trained(
                 module,
-                trained.batch,
-                loss_fn=trained.loss_fn,
-                loss_is_outside=trained.loss_is_outside,
+                vocab_size=folder.vocab_size,
+                seq_len=seq_len,
                 param_dtype=getattr(torch, param_dtype),
                 reduce_dtype=torch.float32,
             )
-        except ValueError as error:
-            raise ConfigError(f"model: {error}") from None
+            return describe_sketch(sketch_model(model), model)
 
     def check_fits(self, data: DataConf) -> None:
         """Raise ConfigError unless the model can read such samples."""
@@ -140,10 +140,8 @@ class HfConf(ModelConf):
         if self.lora.rank:
             import torch
 
-            try:
+            with config_errors():
                 folder.on_meta(dtype=torch.float32, lora=self.adapters())
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
 
     def check_weights(self) -> None:
         """Raise ConfigError unless there are weights to start training from."""

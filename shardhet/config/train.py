@@ -98,8 +98,7 @@ class GuardConf:
 
     def __post_init__(self) -> None:
         check_at_least("guard.max_in_a_row", self.max_in_a_row, 1)
-        if self.spike_factor is not None:
-            check_above("guard.spike_factor", self.spike_factor, 1)
+        check_above("guard.spike_factor", self.spike_factor, 1)
 
 
 @dataclass(kw_only=True)
@@ -170,7 +169,7 @@ class TrainConf:
         check_is_one_of("transport", self.transport, TRANSPORTS)
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
         check_above("max_grad_norm", self.max_grad_norm, 0)
-        check_at_least("hang_timeout_s", self.hang_timeout_s or 0, 0)
+        check_at_least("hang_timeout_s", self.hang_timeout_s, 0)
         check_at_least("log_every", self.log_every, 1)
         check_at_least("eval_every", self.eval_every, 0)
         rolls_back = self.guard.on_bad_step is OnBadStep.ROLL_BACK

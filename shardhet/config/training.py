@@ -1,6 +1,6 @@
 """Schemas of the groups optim, lr_scheduler, cluster, plan and logger."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -13,6 +13,7 @@ from shardhet.config.checks import (
     check_above,
     check_at_least,
     check_fraction,
+    config_errors,
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
@@ -121,23 +122,17 @@ class LrSchedulerConf:
 
     def to_record(self, num_steps: int) -> "Schedule":
         """The schedule for a run of ``num_steps`` steps."""
-        from shardhet.training.optim import Constant, Cosine, Linear, WarmupStableDecay
+        from shardhet.training.optim import WarmupDecay
 
-        num_warmup_steps = round(self.warmup_fraction * num_steps)
-        if self.kind is LrSchedulerKind.CONSTANT:
-            return Constant(num_warmup_steps=num_warmup_steps)
-        if self.kind is LrSchedulerKind.WSD:
-            return WarmupStableDecay(
-                num_steps=num_steps,
-                num_decay_steps=round(self.decay_fraction * num_steps),
-                num_warmup_steps=num_warmup_steps,
-                final_fraction=self.final_fraction,
-            )
-        schedule = Linear if self.kind is LrSchedulerKind.LINEAR else Cosine
-        return schedule(
+        is_wsd = self.kind is LrSchedulerKind.WSD
+        return WarmupDecay(
             num_steps=num_steps,
-            num_warmup_steps=num_warmup_steps,
-            final_fraction=self.final_fraction,
+            num_warmup_steps=round(self.warmup_fraction * num_steps),
+            num_decay_steps=round(self.decay_fraction * num_steps) if is_wsd else None,
+            final_fraction=1.0
+            if self.kind is LrSchedulerKind.CONSTANT
+            else self.final_fraction,
+            is_cosine=self.kind is LrSchedulerKind.COSINE,
         )
 
 
@@ -291,8 +286,8 @@ class ByHandPlanConf(PlanConf):
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan for these devices."""
-        return _named(
-            lambda: Plan.by_hand(
+        with config_errors():
+            return Plan.by_hand(
                 devices=devices,
                 microbatch_sizes=self.microbatch_sizes,
                 num_microbatches=self.num_microbatches or None,
@@ -306,7 +301,6 @@ class ByHandPlanConf(PlanConf):
                 reduce_each_round=self.reduce_each_round,
                 global_batch_size=self.global_batch_size,
             )
-        )
 
 
 @dataclass(kw_only=True)
@@ -332,10 +326,8 @@ class FilePlanConf(PlanConf):
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan as read from the file."""
-        try:
+        with config_errors("plan.path"):
             return Plan.load(self.path)
-        except ValueError as error:
-            raise ConfigError(f"plan.path: {error}") from None
 
 
 @dataclass(kw_only=True)
@@ -369,10 +361,8 @@ class MeasuredPlanConf(PlanConf):
 
         if self.measured is None:
             return None
-        try:
+        with config_errors("plan.measured"):
             return Setting.load(self.measured)
-        except ValueError as error:
-            raise ConfigError(f"plan.measured: {error}") from None
 
 
 @dataclass(kw_only=True)
@@ -390,15 +380,14 @@ def _proportional(
     state_shares: Sequence[float],
     devices: Sequence[DeviceSpec],
 ) -> Plan:
-    plan = _named(
-        lambda: Plan.proportional(
+    with config_errors():
+        plan = Plan.proportional(
             speeds=speeds,
             global_batch_size=conf.global_batch_size,
             microbatch_size=conf.microbatch_size,
             state_shares=state_shares or None,
             recompute=conf.recompute,
         )
-    )
     ranks = zip(plan.ranks, devices, strict=True)
     return replace(plan, ranks=tuple(replace(rank, device=device) for rank, device in ranks))
 
@@ -410,11 +399,3 @@ def _check_measured(folder: str) -> None:
                 f"plan.measured: {folder!r} has no {name}. Give the folder that "
                 "`shardhet measure out=...` has written."
             )
-
-
-def _named(make: Callable[[], Plan]) -> Plan:
-    """The plan from ``make``; its ValueError becomes a ConfigError."""
-    try:
-        return make()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

@@ -19,9 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.models.decoder import next_token_loss
-from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.sketch import LossFn, copy_with, last_module_fqn, quiet_fakes
-from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
+from shardhet.profiler.sketch import copy_with, last_module_fqn, quiet_fakes
 
 logger = logging.getLogger(__name__)
 

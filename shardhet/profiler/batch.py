@@ -1,12 +1,14 @@
-"""An example batch, repeated or cut to any number of samples."""
+"""A model to be counted or measured, and an example of its batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+LossFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 def first_length(tree: Any) -> int:
@@ -62,3 +64,18 @@ class ExampleBatch:
             Tensor, function, (self.args, dict(self.kwargs), self.loss_inputs)
         )
         return type(self)(args=args, kwargs=kwargs, loss_inputs=loss_inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model and how it is trained, as it would be passed to HetFSDP."""
+
+    module: nn.Module  # may be on the meta device
+    batch: ExampleBatch
+    units: Sequence[type[nn.Module] | str] | None = None
+    loss_fn: LossFn | None = None
+    loss_is_outside: bool = False  # timed in the head, but all logits of a rank are counted
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    init_fn: Callable[[nn.Module], None] | None = None
+    seed: int = 0

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from shardhet.comm import devices
+from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.describe import orig_dtype
 from shardhet.profiler.sketch import ModelSketch
 from shardhet.profiler.stopwatch import Stopwatch, timing_of
-from shardhet.profiler.unit_runner import Started, TrainedModel, UnitRunner
+from shardhet.profiler.unit_runner import Started, UnitRunner
 from shardhet.records.profiles import ComputePoint, UnitProfile
 from shardhet.records.workload import UnitKind, Workload
 from shardhet.training.emulation import EmulatedDevice

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.sharding.build import casting
-from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.sketch import LossFn, ModelSketch, TensorInput, UnitCall, UnitSketch
+from shardhet.profiler.batch import ExampleBatch, LossFn
+from shardhet.profiler.sketch import ModelSketch, TensorInput, UnitCall, UnitSketch
 
 Shape = tuple[int, ...]
 aten = torch.ops.aten

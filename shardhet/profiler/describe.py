@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
-from shardhet.profiler.sketch import LossFn, ModelSketch, UnitSketch, sketch_model
+from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, sketch_model
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 Example = ExampleBatch | Mapping[str, Any] | Sequence[Any] | Tensor
-CPU = torch.device("cpu")
 ADAM_MOMENTS = 2
 
 # The cost of a sample is the difference between these two batch sizes.  They are so large that
@@ -62,17 +61,18 @@ def describe(
     and addition).  Bytes are per sample: only what grows with the batch is counted, so a
     table that all microbatches share is not included.
     """
-    sketch = sketch_model(
-        model, batch, units=units, loss_fn=loss_fn, param_dtype=param_dtype, device=device
-    )
-    return describe_sketch(
-        sketch,
-        batch,
+    trained = TrainedModel(
+        module=model,
+        batch=batch,
+        units=units,
         loss_fn=loss_fn,
         loss_is_outside=loss_is_outside,
-        orig_dtype=orig_dtype(model),
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
+    )
+    return describe_sketch(
+        sketch_model(trained, device),
+        trained,
         tokens_per_sample=tokens_per_sample,
         num_moments=num_moments,
         device=device,
@@ -123,37 +123,38 @@ def as_example(batch: Example) -> ExampleBatch:
 
 def describe_sketch(
     sketch: ModelSketch,
-    batch: ExampleBatch,
+    model: TrainedModel,
     *,
-    loss_fn: LossFn | None,
-    loss_is_outside: bool = False,
-    orig_dtype: torch.dtype,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    tokens_per_sample: int | None,
-    num_moments: int,
-    device: torch.device,
+    tokens_per_sample: int | None = None,
+    num_moments: int = ADAM_MOMENTS,
+    device: torch.device = CPU,
 ) -> Workload:
     """The workload of a model whose units are known."""
     kinds = []
-    in_flight = param_dtype or orig_dtype
-    in_head = _pass_on if loss_is_outside else loss_fn
+    stored = orig_dtype(model.module)
+    in_flight = model.param_dtype or stored
+    in_head = _pass_on if model.loss_is_outside else model.loss_fn
     for name, unit in sketch.unit_by_kind.items():
         counted = partial(
-            count_unit, sketch, unit, param_dtype=param_dtype, loss_fn=in_head, device=device
+            count_unit,
+            sketch,
+            unit,
+            param_dtype=model.param_dtype,
+            loss_fn=in_head,
+            device=device,
         )
         smaller, larger = [steady(partial(counted, num_samples=size)) for size in SIZES]
         kind = _kind(name, unit, smaller, larger)
-        if loss_is_outside and any(call.is_head for call in unit.calls):
-            assert loss_fn is not None
+        if model.loss_is_outside and any(call.is_head for call in unit.calls):
+            assert model.loss_fn is not None
             outside = partial(
                 count_loss_outside,
                 sketch,
-                param_dtype=param_dtype,
-                loss_fn=loss_fn,
+                param_dtype=model.param_dtype,
+                loss_fn=model.loss_fn,
                 device=device,
             )
-            few, more = [steady(partial(outside, batch.of_size(size))) for size in SIZES]
+            few, more = [steady(partial(outside, model.batch.of_size(size))) for size in SIZES]
             # Like a unit's inputs, it is kept for the whole rank batch even with recomputation.
             kind = replace(kind, input_bytes=kind.input_bytes + more - few)
         kinds.append(replace(kind, gathered_bytes=_gathered_bytes(unit, in_flight)))
@@ -161,9 +162,9 @@ def describe_sketch(
     return Workload(
         kinds=tuple(sorted(kinds, key=lambda kind: order.index(kind.name))),
         units=tuple(Unit(fqn=unit.fqn, kind=unit.kind) for unit in sketch.units),
-        tokens_per_sample=tokens_per_sample or _tokens_per_sample(batch),
+        tokens_per_sample=tokens_per_sample or _tokens_per_sample(model.batch),
         param_dtype=_name(in_flight),
-        reduce_dtype=_name(reduce_dtype or orig_dtype),
+        reduce_dtype=_name(model.reduce_dtype or stored),
         state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
     )
 

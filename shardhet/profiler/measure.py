@@ -16,25 +16,25 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.groups import default_group
-from shardhet.comm.members import Members, local_device_spec
+from shardhet.comm.members import local_device_spec
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
+from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
 from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
-from shardhet.profiler.subsets import SubsetTraffic, subsets_to_measure
+from shardhet.profiler.subsets import among_some, some_of, subsets_to_measure
 from shardhet.profiler.traffic import (
     Channels,
+    CollectiveSamples,
     GroupSamples,
     PairSamples,
     Traffic,
     sizes_to_measure,
 )
 from shardhet.profiler.turns import turn_overhead_seconds
-from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import Plan
 from shardhet.records.workload import Workload
 from shardhet.training.emulation import EmulatedDevice
 from shardhet.training.optim import OptimizerSpec
@@ -85,17 +85,8 @@ def measure(
     group = default_group(group)
     device = device or torch.device("cpu")
     found = device_spec or local_device_spec(device)
-    world_size = 1 if group is None else group.size()
-    anyone = Plan.by_hand(
-        devices=[DeviceSpec()] * world_size,
-        microbatch_sizes=[1] * world_size,
-        state_shares=[1 / world_size] * world_size,
-    )
-    members = Members.meet(group, anyone, device=device, device_spec=found)
-    with members.lifeline.guard("measuring"):
-        channels = Channels(
-            group=group, gather=members.gather, reduce=members.reduce, control=members.control
-        )
+    channels = Channels.meet(group, device, found)
+    with channels.lifeline.guard("measuring"):
         session = _Session(
             model,
             channels,
@@ -142,7 +133,7 @@ class _Session:
     def run(self) -> Measurement:
         """Measure everything."""
         self._on_progress("counting the model's FLOPs and bytes", 0.0)
-        sketch = self._sketch()
+        sketch = sketch_model(self._model, self._device)
         workload = self._workload(sketch)
         compute = ComputeMeasurement(
             self._model,
@@ -165,30 +156,13 @@ class _Session:
             pairs=tuple(traffic.pairs),
         )
 
-    def _sketch(self) -> ModelSketch:
-        model = self._model
-        return sketch_model(
-            model.module,
-            model.batch,
-            units=model.units,
-            loss_fn=model.loss_fn,
-            param_dtype=model.param_dtype,
-            device=self._device,
-        )
-
     def _workload(self, sketch: ModelSketch) -> Workload:
         """The workload, counted once by the first rank."""
-        model, workload = self._model, None
+        workload = None
         if self._channels.control.position == 0:
             workload = describe_sketch(
                 sketch,
-                model.batch,
-                loss_fn=model.loss_fn,
-                loss_is_outside=model.loss_is_outside,
-                orig_dtype=orig_dtype(model.module),
-                param_dtype=model.param_dtype,
-                reduce_dtype=model.reduce_dtype,
-                tokens_per_sample=None,
+                self._model,
                 num_moments=self._optimizer.count_moments(),
                 device=self._device,
             )
@@ -256,17 +230,23 @@ class _Session:
     def _groups(self, workload: Workload, sizes: Sequence[int]) -> list[GroupSamples]:
         """Collectives among some of the ranks, each with the others waiting."""
         subsets = subsets_to_measure(self._channels.control.exchange_objects(self._spec))
-        some = SubsetTraffic(
-            self._channels,
-            workload,
-            self._device,
-            found=self._spec,
-            orig_dtype=orig_dtype(self._model.module),
-        )
+        dtype = orig_dtype(self._model.module)
+
+        def measure(channels: Channels) -> list[CollectiveSamples]:
+            traffic = Traffic(channels, workload, self._device, orig_dtype=dtype)
+            return [
+                traffic.collectives(nbytes, self._effort.num_repeats, with_uneven=False)
+                for nbytes in some_of(sizes)
+            ]
+
         samples = []
         for ranks in subsets:
             self._on_progress(f"collectives among ranks {', '.join(map(str, ranks))}", 0.97)
-            samples.append(some.measure(ranks, sizes, self._effort.num_repeats))
+            samples.append(
+                among_some(
+                    self._channels, ranks, measure, device=self._device, found=self._spec
+                )
+            )
         return samples
 
     def _common(self, value: float) -> float:

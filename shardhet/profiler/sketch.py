@@ -34,10 +34,9 @@ from shardhet.fsdp.microbatch.batching import (
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.sharding.build import UnitDraft, casting, draft_units
 from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 
-LossFn = Callable[..., tuple[Tensor, Tensor]]
-
+CPU = torch.device("cpu")
 # Two batch sizes show what grows with the batch.  A single sample is not typical: dimensions of
 # length 1 are broadcast, and copied where others are not.
 SIZES = (2, 3)
@@ -129,18 +128,10 @@ class ModelSketch:
         return {unit.kind: unit for unit in reversed(self.units)}
 
 
-def sketch_model(
-    model: nn.Module,
-    batch: ExampleBatch,
-    *,
-    units: Sequence[type[nn.Module] | str] | None,
-    loss_fn: LossFn | None,
-    param_dtype: torch.dtype | None,
-    device: torch.device,
-) -> ModelSketch:
+def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch:
     """The units that HetFSDP would make of ``model``, in the order in which it calls them.
 
-    ``model`` may be on the meta device and is not changed.  Raises ``ValueError`` if an input
+    The module may be on the meta device and is not changed.  Raises ``ValueError`` if an input
     of a unit depends on the batch other than through a dimension that holds the samples.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -149,12 +140,13 @@ def sketch_model(
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     with fake_mode:
-        copied = copy_with(model, fake, param_dtype=param_dtype)
-        modules = find_units(copied, units, keeps_last=loss_fn is not None)
+        copied = copy_with(model.module, fake, param_dtype=model.param_dtype)
+        modules = find_units(copied, model.units, keeps_last=model.loss_fn is not None)
         drafts = draft_units(copied, modules)
-        recorder = _Recorder(copied, drafts, loss_fn=loss_fn)
+        recorder = _Recorder(copied, drafts, loss_fn=model.loss_fn)
         first, second = [
-            recorder.record(batch.of_size(size).map(fake), param_dtype) for size in SIZES
+            recorder.record(model.batch.of_size(size).map(fake), model.param_dtype)
+            for size in SIZES
         ]
     if [call.module_fqn for call in first] != [call.module_fqn for call in second]:
         raise ValueError("model: it calls other units for 2 samples than for 3. Name units=.")
@@ -174,7 +166,7 @@ def sketch_model(
         head_fqn=recorder.head_fqn,
         stored_itemsizes={
             fqn: param.element_size()
-            for fqn, param in model.named_parameters(remove_duplicate=False)
+            for fqn, param in model.module.named_parameters(remove_duplicate=False)
         },
     )
 

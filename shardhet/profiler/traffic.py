@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,15 @@ from torch import nn
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.failure import Lifeline
+from shardhet.comm.members import Members
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.profiler.stopwatch import typical_mean
 from shardhet.profiler.unit_runner import UnitRunner
+from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout
+from shardhet.records.plan import Plan
 from shardhet.records.workload import Workload
 
 SMALLEST_NBYTES = 2**14
@@ -49,6 +54,22 @@ class Channels:
     gather: Channel
     reduce: Channel
     control: Channel
+    lifeline: Lifeline
+
+    @classmethod
+    def meet(
+        cls, group: dist.ProcessGroup | None, device: torch.device, device_spec: DeviceSpec
+    ) -> Self:
+        """The channels of the ranks of ``group``, in their order.  Collective."""
+        anyone = Plan.even(1 if group is None else group.size(), microbatch_size=1)
+        members = Members.meet(group, anyone, device=device, device_spec=device_spec)
+        return cls(
+            group=group,
+            gather=members.gather,
+            reduce=members.reduce,
+            control=members.control,
+            lifeline=members.lifeline,
+        )
 
     @property
     def world_size(self) -> int:

@@ -25,27 +25,11 @@ from shardhet.fsdp.sharding.build import UnitDraft, draft_units
 from shardhet.fsdp.sharding.materialize import materialize, move_buffers
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.wrapping import find_units
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.describe import orig_dtype
-from shardhet.profiler.sketch import LossFn, TensorInput, UnitCall, UnitSketch, copy_with
+from shardhet.profiler.sketch import TensorInput, UnitCall, UnitSketch, copy_with
 from shardhet.profiler.stopwatch import Stopwatch
 from shardhet.records.layout import Span
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModel:
-    """A model and how it is trained, as it would be passed to HetFSDP."""
-
-    module: nn.Module  # may be on the meta device
-    batch: ExampleBatch
-    units: Sequence[type[nn.Module] | str] | None = None
-    loss_fn: LossFn | None = None
-    loss_is_outside: bool = False  # timed in the head, but all logits of a rank are counted
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    init_fn: Callable[[nn.Module], None] | None = None
-    seed: int = 0
-
 
 # Microbatches in a visit, which is timed as a whole: two show what the runtime does for each;
 # more let the host of an accelerator run ahead.

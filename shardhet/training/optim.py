@@ -2,10 +2,10 @@
 
 A schedule maps the number of finished steps to a fraction of the peak learning rate:
 
-    Constant           1 ........ 1 ........ 1
-    Linear             1 ....... 1/2 ....... 0      a straight line
-    Cosine             1 ....... 1/2 ....... 0      half a cosine
-    WarmupStableDecay  1 .. 1 ....... 1 .... 0      a straight line over the last steps
+    constant   1 ........ 1 ........ 1
+    linear     1 ....... 1/2 ....... 0      a straight line
+    cosine     1 ....... 1/2 ....... 0      half a cosine
+    wsd        1 .. 1 ....... 1 .... 0      a straight line over the last steps
 
 All of them rise in equal steps over the first ``num_warmup_steps``, the last of which is at
 the peak.  They may end at a ``final_fraction`` instead of zero.
@@ -24,66 +24,24 @@ Schedule = Callable[[int], float]  # finished steps -> fraction of the peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
-    """The peak from the end of the warm-up on."""
-
-    num_warmup_steps: int = 0
-
-    def __call__(self, step: int) -> float:
-        return _warmup(step, self.num_warmup_steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """A straight line from the peak to ``final_fraction`` of it at ``num_steps``."""
+class WarmupDecay:
+    """Rises to the peak, stays, and falls to ``final_fraction`` of it at ``num_steps``."""
 
     num_steps: int
     num_warmup_steps: int = 0
-    final_fraction: float = 0.0
+    num_decay_steps: int | None = None  # in which it falls; None: all after the warm-up
+    final_fraction: float = 0.0  # 1: constant
+    is_cosine: bool = True  # falls as half a cosine; False: as a straight line
 
     def __call__(self, step: int) -> float:
-        left = 1 - _progress(step, self.num_warmup_steps, self.num_steps)
+        start = self.num_warmup_steps
+        if self.num_decay_steps is not None:
+            start = self.num_steps - self.num_decay_steps
+        fallen = min(1.0, max(0.0, (step - start) / max(1, self.num_steps - start)))
+        left = 0.5 * (1 + math.cos(math.pi * fallen)) if self.is_cosine else 1 - fallen
         decayed = self.final_fraction + (1 - self.final_fraction) * left
-        return _warmup(step, self.num_warmup_steps) * decayed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cosine:
-    """Half a cosine from the peak to ``final_fraction`` of it at ``num_steps``."""
-
-    num_steps: int
-    num_warmup_steps: int = 0
-    final_fraction: float = 0.0
-
-    def __call__(self, step: int) -> float:
-        angle = math.pi * _progress(step, self.num_warmup_steps, self.num_steps)
-        left = 0.5 * (1 + math.cos(angle))
-        decayed = self.final_fraction + (1 - self.final_fraction) * left
-        return _warmup(step, self.num_warmup_steps) * decayed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupStableDecay:
-    """The peak until the last ``num_decay_steps``, then a straight line down."""
-
-    num_steps: int
-    num_decay_steps: int
-    num_warmup_steps: int = 0
-    final_fraction: float = 0.0
-
-    def __call__(self, step: int) -> float:
-        left = 1 - _progress(step, self.num_steps - self.num_decay_steps, self.num_steps)
-        decayed = self.final_fraction + (1 - self.final_fraction) * left
-        return _warmup(step, self.num_warmup_steps) * decayed
-
-
-def _warmup(step: int, num_warmup_steps: int) -> float:
-    return 1.0 if step >= num_warmup_steps else (step + 1) / num_warmup_steps
-
-
-def _progress(step: int, start: int, stop: int) -> float:
-    """How far ``step`` is from ``start`` to ``stop``, as a fraction between 0 and 1."""
-    return min(1.0, max(0.0, (step - start) / max(1, stop - start)))
+        warmup = self.num_warmup_steps
+        return decayed if step >= warmup else (step + 1) / warmup * decayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class Evaluation:
 class Trainer:
     """Takes ``model`` through ``batches``, one optimizer step at a time.
 
-        trainer = Trainer(model, optimizer, batches, schedule=Cosine(num_steps=100))
+        trainer = Trainer(model, optimizer, batches, schedule=WarmupDecay(num_steps=100))
         while model.step < 100:
             metrics = trainer.train_step()
         evaluation = trainer.evaluate(judged)

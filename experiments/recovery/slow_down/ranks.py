@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from experiments.decoders import decoder_config, make_decoder, random_batches
 from shardhet import DeviceSpec, HetFSDP, Plan, Rebalancer, Setting, find_plan, redistribute
-from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import MeasuringEffort, measure
-from shardhet.profiler.unit_runner import TrainedModel
 from shardhet.training.emulation import EmulatedDevice, Stretch
 from shardhet.training.optim import OptimizerSpec
 

@@ -17,8 +17,7 @@ from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
 from shardhet.models.pretrained import LanguageModel
-from shardhet.profiler.batch import ExampleBatch
-from shardhet.profiler.unit_runner import TrainedModel
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
 
 NUM_EXAMPLES = 32
 

@@ -17,7 +17,7 @@ from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
 from shardhet.models.pretrained import LanguageModel, Objective
-from shardhet.profiler.sketch import LossFn
+from shardhet.profiler.batch import LossFn
 from shardhet.training.data import (
     Batch,
     Batches,
