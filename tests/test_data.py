@@ -177,13 +177,13 @@ def test_tables_score_a_text_whose_entropy_is_known() -> None:
     train = np.tile(np.array([65, 66], dtype=np.uint8), 500_000)
     corpus = Corpus(train=train, held_out=train)
     scores = table_scores(train, held_out_windows(corpus, seq_len=10, num_samples=50))
-    assert scores.unigram_bits_per_byte == pytest.approx(1.0, abs=1e-3)
-    assert scores.bigram_bits_per_byte == pytest.approx(0.0, abs=1e-3)
+    assert scores["unigram table"] == pytest.approx(1.0, abs=1e-3)
+    assert scores["bigram table"] == pytest.approx(0.0, abs=1e-3)
 
 
 def test_tables_on_source_text_leave_room_below(corpus: Corpus) -> None:
     judged = held_out_windows(corpus, seq_len=128, num_samples=500)
     scores = table_scores(corpus.train, judged)
-    assert 4.0 < scores.unigram_bits_per_byte < 5.0
-    assert 3.0 < scores.bigram_bits_per_byte < 4.0
+    assert 4.0 < scores["unigram table"] < 5.0
+    assert 3.0 < scores["bigram table"] < 4.0
     assert judged.tokens.max() < VOCAB_SIZE

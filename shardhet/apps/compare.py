@@ -9,12 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from shardhet.apps.cli.display import device_name
 from shardhet.apps.cli.quantities import duration
+from shardhet.apps.cli.streamed import figures_table
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.tracing import NUM_STEPS, POSITION
 
@@ -164,18 +164,15 @@ def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
 
 
 def _table_of_phases(name: str, predicted: StepParts, measured: StepParts) -> Table:
-    table = Table("device " + name, box=box.ASCII)
-    for column in ("predicted", "measured", "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = figures_table("device " + name, "predicted", "measured", "difference")
     for phase, text in PHASES.items():
         table.add_row(text, *_cells(predicted.of_phase(phase), measured.of_phase(phase)))
     return table
 
 
 def _table_of_units(differences: Sequence[Difference]) -> Table:
-    table = Table("device", "phase", "unit", box=box.ASCII)
-    for column in ("predicted", "measured", "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("device", "phase", "unit", "predicted", "measured", "difference")
+    table = figures_table(*columns, num_left=3)
     for each in differences:
         cells = _cells(each.predicted_s, each.measured_s)
         table.add_row(each.device, each.phase, each.unit or "-", *cells)

@@ -22,43 +22,29 @@ def _solve_as(
     setting: Setting,
     *,
     global_batch_size: int,
-    has_even_batches: bool,
-    has_even_state: bool,
+    form: Demands,
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
     """The best plan of one form that also meets ``demands``."""
-    if has_even_state:
+    if form.has_even_state:
         limits = {i: replace(each, state_share=None) for i, each in demands.limits.items()}
         demands = replace(demands, limits=limits)
     return solve(
         setting,
         global_batch_size=global_batch_size,
         demands=replace(
-            demands, has_even_batches=has_even_batches, has_even_state=has_even_state
+            demands,
+            has_even_batches=form.has_even_batches,
+            has_even_state=form.has_even_state,
+            max_rounds=form.max_rounds or demands.max_rounds,
         ),
         effort=effort,
         is_bounded=False,
     )
 
 
-even = partial(_solve_as, has_even_batches=True, has_even_state=True)
-compute_only = partial(_solve_as, has_even_batches=False, has_even_state=True)
-memory_only = partial(_solve_as, has_even_batches=True, has_even_state=False)
-
-
-def one_round(
-    setting: Setting,
-    *,
-    global_batch_size: int,
-    demands: Demands = NO_DEMANDS,
-    effort: Effort = DEFAULT_EFFORT,
-) -> PlanSolution:
-    """The best plan without accumulation over rounds."""
-    return solve(
-        setting,
-        global_batch_size=global_batch_size,
-        demands=replace(demands, max_rounds=1),
-        effort=effort,
-        is_bounded=False,
-    )
+even = partial(_solve_as, form=Demands(has_even_batches=True, has_even_state=True))
+compute_only = partial(_solve_as, form=Demands(has_even_state=True))
+memory_only = partial(_solve_as, form=Demands(has_even_batches=True))
+one_round = partial(_solve_as, form=Demands(max_rounds=1))

@@ -1,8 +1,9 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -70,7 +71,7 @@ class Node:
     host: str
     devices: tuple[DeviceSpec, ...]
     link: Link | None = None  # between its devices
-    region: str = ""
+    region: Annotated[str, OMITTABLE] = ""
     # For what plans keep on the host, and shared by its devices; None: not stated.
     host_memory_bytes: Count | None = None
     host_bytes_per_s: HostSpeed = None  # that its processors read and write
@@ -226,37 +227,24 @@ class _DescribedDevice(DeviceSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DescribedNode:
+class _DescribedNode(Node):
     """One node, or ``count`` that are alike."""
 
-    host: str
     devices: tuple[_DescribedDevice, ...]
     count: _Number = 1
-    link: Link | None = None
-    region: Annotated[str, OMITTABLE] = ""
-    host_memory_bytes: Count | None = None
-    host_bytes_per_s: HostSpeed = None
 
     def expanded(self, described: dict[str, DeviceKind]) -> tuple[Node, ...]:
         """The nodes; capacities that are not stated are those of the described kinds."""
         hosts = (
             [self.host] if self.count == 1 else [f"{self.host}-{i}" for i in range(self.count)]
         )
-        return tuple(
-            Node(
-                host=host,
-                devices=tuple(
-                    device
-                    for each in self.devices
-                    for device in (_device(each, host, described),) * each.count
-                ),
-                link=self.link,
-                region=self.region,
-                host_memory_bytes=self.host_memory_bytes,
-                host_bytes_per_s=self.host_bytes_per_s,
-            )
-            for host in hosts
-        )
+        own = {each.name: getattr(self, each.name) for each in fields(Node)}
+
+        def devices(host: str) -> tuple[DeviceSpec, ...]:
+            alike = [(_device(each, host, described),) * each.count for each in self.devices]
+            return tuple(chain.from_iterable(alike))
+
+        return tuple(Node(**{**own, "host": host, "devices": devices(host)}) for host in hosts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,13 +261,9 @@ class _Description:
         """The fields of the ``Cluster``; kinds that no device is of are left out."""
         nodes = tuple(node for each in self.nodes for node in each.expanded(described))
         used = dict.fromkeys(device.kind for node in nodes for device in node.devices)
-        return {
-            "nodes": nodes,
-            "kinds": tuple(described[kind] for kind in used if kind in described),
-            "between_nodes": self.between_nodes,
-            "between_regions": self.between_regions,
-            "usable_memory_fraction": self.usable_memory_fraction,
-        }
+        kinds = tuple(described[kind] for kind in used if kind in described)
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**own, "nodes": nodes, "kinds": kinds}
 
 
 def _check_described(

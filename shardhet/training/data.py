@@ -278,23 +278,15 @@ def deal(batch: BatchT, plan: Plan, position: int, round_index: int = 0) -> Batc
     return batch.samples(Span(mine.start, mine.stop))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableScores:
-    """The scores that counting alone achieves, as a baseline for a model."""
-
-    unigram_bits_per_byte: float
-    bigram_bits_per_byte: float
-
-
-def table_scores(train: npt.NDArray[np.uint8], judged: TokenBatch) -> TableScores:
-    """Bits per byte of ``judged`` under tables counted on ``train``, add-one smoothed."""
+def table_scores(train: npt.NDArray[np.uint8], judged: TokenBatch) -> dict[str, float]:
+    """Bits per byte of ``judged`` by counting alone: tables of ``train``, add-one smoothed."""
     pairs = train[:-1].astype(np.int64) * VOCAB_SIZE + train[1:]
     shape = (VOCAB_SIZE, VOCAB_SIZE)
     counts = np.bincount(pairs, minlength=VOCAB_SIZE**2).reshape(shape) + 1
     row_bits = np.log2(counts.sum(axis=1, keepdims=True)) - np.log2(counts)
     byte_counts = np.bincount(train, minlength=VOCAB_SIZE) + 1
     byte_bits = np.log2(byte_counts.sum()) - np.log2(byte_counts)
-    return TableScores(
-        unigram_bits_per_byte=float(byte_bits[judged.targets].mean()),
-        bigram_bits_per_byte=float(row_bits[judged.tokens, judged.targets].mean()),
-    )
+    return {
+        "unigram table": float(byte_bits[judged.targets].mean()),
+        "bigram table": float(row_bits[judged.tokens, judged.targets].mean()),
+    }

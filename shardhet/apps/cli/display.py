@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.segment import Segments
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from shardhet.apps.cli.on_terminal import OnTerminal
 from shardhet.apps.cli.quantities import of_budget
+from shardhet.apps.cli.streamed import figures_table
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.training.device_use import DeviceUse
@@ -124,11 +124,8 @@ def device_table(
     plan: Plan, devices: Sequence[DeviceSpec], uses: Sequence[DeviceUse] = ()
 ) -> Table:
     """For each device, what it computes and stores and, once known, how busy it is."""
-    table = Table(box=box.ASCII)  # the same in a file as on a terminal
-    table.add_column("device", no_wrap=True)
-    names = ["microbatches", "state"] + (["busy", "waiting", "peak memory"] if uses else [])
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ["busy", "waiting", "peak memory"] if uses else []
+    table = figures_table("device", "microbatches", "state", *names)
     for i, (rank, share) in enumerate(zip(plan.ranks, plan.state_shares, strict=True)):
         cells = [device_name(i, devices[i]), microbatches(rank), f"{share:.0%}"]
         if uses:

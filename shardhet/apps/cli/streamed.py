@@ -1,12 +1,22 @@
-"""Tables that are printed row by row, and a status line."""
+"""Tables of figures, at once or row by row, and a status line."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Timer
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 PATIENCE_S = 1.0  # what takes longer is named while it runs
+
+
+def figures_table(*names: str, num_left: int = 1) -> Table:
+    """An empty table, the same in a file as on a terminal; ``num_left`` columns have words."""
+    table = Table(box=box.ASCII)
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i < num_left else "right", no_wrap=True)
+    return table
 
 
 class StreamedTable:

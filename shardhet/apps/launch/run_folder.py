@@ -35,6 +35,16 @@ PACKAGES = (
 VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "SLURM_")
 
 
+class _At:
+    """A path in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _: type) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The files of one run.
@@ -56,43 +66,23 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def lock_path(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan_path(self) -> Path:
-        return self.path / "plan.json"
+    lock_path = _At("lock")
+    config_path = _At("config.yaml")
+    plan_path = _At("plan.json")
+    devices_path = _At("devices.json")
+    metrics_path = _At("metrics.jsonl")
+    rolled_back_path = _At("rolled_back.jsonl")
+    model_path = _At("model.safetensors")  # if the configuration says so
+    checkpoints_dir = _At("checkpoints")
+    end_notice_path = _At("end_notice")  # asks the run to end: of the launcher, or a user
+    end_path = _At("end.json")  # after which step the run has ended in order
+    trace_dir = _At("traces")
+    predicted_trace_path = _At("traces/predicted.json")  # of as many steps as are traced
+    logs_dir = _At("logs")
 
     def new_plan_path(self, step: int) -> Path:
         """The path of the plan that was followed after ``step``."""
         return self.path / f"plan_after_step_{step}.json"
-
-    @property
-    def devices_path(self) -> Path:
-        return self.path / "devices.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rolled_back_path(self) -> Path:
-        return self.path / "rolled_back.jsonl"
-
-    @property
-    def model_path(self) -> Path:
-        """The path of the trained model, which is saved if the configuration says so."""
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """The folder of the checkpoints, one per step."""
-        return self.path / "checkpoints"
 
     def measured_dirs(self, subject: str) -> list[Path]:
         """The folders of what was measured of ``subject`` by this run, oldest first."""
@@ -129,29 +119,6 @@ class RunFolder:
         name = f"{self.path.name}_{uuid4().hex[:12]}"
         _write(path, f"{name} {mine}\n")
         return name
-
-    @property
-    def end_notice_path(self) -> Path:
-        """The path of a file that asks the run to end; made by the launcher, or by a user."""
-        return self.path / "end_notice"
-
-    @property
-    def end_path(self) -> Path:
-        """The path of a file that says after which step the run has ended in order."""
-        return self.path / "end.json"
-
-    @property
-    def trace_dir(self) -> Path:
-        return self.path / "traces"
-
-    @property
-    def predicted_trace_path(self) -> Path:
-        """The path of the traced steps as they were predicted, in the same format."""
-        return self.trace_dir / "predicted.json"
-
-    @property
-    def logs_dir(self) -> Path:
-        return self.path / "logs"
 
     def log_path(self, rank: int) -> Path:
         """The path of a rank's log."""

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
 from shardhet.apps.cli.on_terminal import OnTerminal
+from shardhet.apps.cli.streamed import figures_table
 from shardhet.profiler.measure import Measurement
 from shardhet.records.profiles import Collectives, DeviceProfile
 
@@ -77,12 +77,8 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
 
 def compute_table(device: DeviceProfile) -> Table:
     """Milliseconds of each kind of unit, forward + backward, by microbatch size."""
-    table = Table(box=box.ASCII)
-    table.add_column("microbatch", justify="right", no_wrap=True)
-    for unit in device.units:
-        table.add_column(
-            f"{unit.unit_kind}, forward + backward ms", justify="right", no_wrap=True
-        )
+    columns = [f"{unit.unit_kind}, forward + backward ms" for unit in device.units]
+    table = figures_table("microbatch", *columns, num_left=0)
     for size in _some([p.microbatch_size for unit in device.units for p in unit.points]):
         cells = [
             f"{unit.forward_s.at(size) * 1e3:.2f} + {unit.backward_s.at(size) * 1e3:.2f}"
@@ -96,9 +92,7 @@ def compute_table(device: DeviceProfile) -> Table:
 
 def collectives_table(collectives: Collectives) -> Table:
     """Milliseconds of gathers and reductions by size."""
-    table = Table(box=box.ASCII)
-    for name in ("", "gather, ms", "GB/s", "reduction, ms", "GB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures_table("", "gather, ms", "GB/s", "reduction, ms", "GB/s")
     for point in collectives.points:
         cells = [_binary(point.nbytes)]
         for timing in (point.gather, point.reduce):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
-from rich import box
 from rich.table import Table
 
+from shardhet.apps.cli.streamed import figures_table
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
@@ -90,10 +90,7 @@ class Outcome:
 
     def table(self, plan: Plan, prediction: Prediction) -> Table:
         """A table with measured and predicted values of each device."""
-        table = Table(box=box.ASCII)
-        table.add_column("device", no_wrap=True)
-        for name in ("busy", "predicted", "peak memory", "predicted"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = figures_table("device", "busy", "predicted", "peak memory", "predicted")
         for i, rank in enumerate(plan.ranks):
             busy = [uses[i].busy_share for uses in self._looks[1:] or self._looks]
             peak_bytes = self._looks[-1][i].peak_memory_bytes

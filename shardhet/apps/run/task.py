@@ -93,14 +93,10 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
 def _in_bytes(task: Task, text: Corpus) -> Task:
     """The task on bytes as tokens, with tables as baselines."""
     assert isinstance(task.judged, TokenBatch)
-    scores = table_scores(text.train, task.judged)
     return replace(
         task,
         score_name="bits per byte",
-        baselines={
-            "unigram table": scores.unigram_bits_per_byte,
-            "bigram table": scores.bigram_bits_per_byte,
-        },
+        baselines=table_scores(text.train, task.judged),
     )
 
 
