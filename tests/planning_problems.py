@@ -4,7 +4,7 @@ import numpy as np
 
 from shardhet.planner.problem.problem import Group, Problem
 
-Row = tuple[float, ...]  # batch, one cost per phase, room
+Row = tuple[float, ...]  # batch, one cost per phase, the optimizer's per element, room
 
 
 def random_problem(
@@ -17,8 +17,11 @@ def random_problem(
     num_phases: int = 2,
     num_parts: int = 1,
     counts_optimizer: bool = True,
+    optimizers_differ: bool = False,
 ) -> Problem:
     """Devices of different speed, memory and latency, with uneven curves.
+
+    If ``optimizers_differ``, each may do the same with more room and another optimizer.
 
     Phases are forward and the backward of each of ``num_parts`` parts of the model, of which
     a device recomputes none or the first few; or, with one phase, all of it at once.
@@ -37,10 +40,30 @@ def random_problem(
         group = Group(
             int(count), table[:, 0].astype(np.int64), costs.copy(), table[:, -1], optimizer
         )
+        if optimizers_differ:
+            group = _with_another_optimizer(rng, group)
         groups.append(group.sorted()[0])
         capacity += count * memory
     part = rng.uniform(0.5, 0.97) if memory_binds else rng.uniform(0.01, 0.2)
     return Problem(tuple(groups), global_batch_size, capacity * part)
+
+
+def _with_another_optimizer(rng: np.random.Generator, group: Group) -> Group:
+    number, whole = len(group.batch), np.tile(group.batch, 2)
+    costs, room = np.tile(group.costs, 2), np.tile(group.room, 2)
+    room[number:] = np.minimum(room[number:] * rng.uniform(0.5, 4), rng.uniform(5, 80))
+    own = np.full(2 * number, group.optimizer_s_per_numel)
+    own[number:] = rng.uniform(0.001, 0.05)
+    return Group(
+        group.count, whole, costs, room, group.optimizer_s_per_numel, own_optimizer_s=own
+    )
+
+
+def optimizers_of(group: Group) -> list[float]:
+    """Seconds per element of every candidate."""
+    if group.own_optimizer_s is None:
+        return [group.optimizer_s_per_numel] * len(group.batch)
+    return [float(each) for each in group.own_optimizer_s]
 
 
 def _random_rows(
@@ -72,18 +95,20 @@ def _random_rows(
     return rows, memory
 
 
-def devices_of(problem: Problem) -> list[tuple[int, list[Row], float]]:
-    """(group, its candidates without dominated ones, seconds per element) of every device."""
+def devices_of(problem: Problem) -> list[tuple[int, list[Row]]]:
+    """(group, its candidates without dominated ones) of every device."""
     devices = []
     for g, group in enumerate(problem.groups):
         rows = sorted(
             {
-                (int(b), *map(float, costs), float(room))
-                for b, costs, room in zip(group.batch, group.costs.T, group.room, strict=True)
+                (int(b), *map(float, costs), optimizer_s, float(room))
+                for b, costs, optimizer_s, room in zip(
+                    group.batch, group.costs.T, optimizers_of(group), group.room, strict=True
+                )
             }
         )
         kept = [row for row in rows if not any(_beats(other, row) for other in rows)]
-        devices += [(g, kept, group.optimizer_s_per_numel)] * group.count
+        devices += [(g, kept)] * group.count
     return devices
 
 
@@ -120,9 +145,8 @@ class BruteForce:
         self.was_reached = False
         self._state = problem.state_numel
         self._devices = devices_of(problem)
-        self._per_numel = [o for _, _, o in self._devices]
         size = len(self._devices)
-        rows = [rows for _, rows, _ in self._devices]
+        rows = [rows for _, rows in self._devices]
         self._batch_after = [
             sum(max(r[0] for r in rows[j]) for j in range(i, size)) for i in range(size + 1)
         ]
@@ -130,28 +154,35 @@ class BruteForce:
             sum(max(r[-1] for r in rows[j]) for j in range(i, size)) for i in range(size + 1)
         ]
         phases = (0.0,) * problem.num_phases
-        self._go(0, problem.global_batch_size, phases, 0, [])
+        self._go(0, problem.global_batch_size, phases, 0, [], [])
 
     def _go(
-        self, i: int, left: float, phases: tuple[float, ...], first: int, rooms: list[float]
+        self,
+        i: int,
+        left: float,
+        phases: tuple[float, ...],
+        first: int,
+        rooms: list[float],
+        per_numel: list[float],
     ) -> None:
         if left > self._batch_after[i] or sum(rooms) + self._room_after[i] < self._state:
             return
         if i == len(self._devices):
-            seconds = optimizer_seconds(rooms, self._per_numel, self._state)
+            seconds = optimizer_seconds(rooms, per_numel, self._state)
             if left == 0 and seconds is not None and sum(phases) + seconds <= self.best:
                 self.best = sum(phases) + seconds
                 self.was_reached = True
             return
-        group, rows, _ = self._devices[i]
+        group, rows = self._devices[i]
         is_alike = i > 0 and self._devices[i - 1][0] == group
         for k in range(first if is_alike else 0, len(rows)):
             row = rows[k]
             if row[0] > left:
                 break
-            slowest = tuple(max(a, b) for a, b in zip(phases, row[1:-1], strict=True))
+            slowest = tuple(max(a, b) for a, b in zip(phases, row[1:-2], strict=True))
             if sum(slowest) <= self.best:
-                self._go(i + 1, left - row[0], slowest, k, [*rooms, row[-1]])
+                of_next = [*rooms, row[-1]], [*per_numel, row[-2]]
+                self._go(i + 1, left - row[0], slowest, k, *of_next)
 
 
 def recomputed_objective(problem: Problem, choices: list[tuple[int, int, int]]) -> float | None:
@@ -161,7 +192,7 @@ def recomputed_objective(problem: Problem, choices: list[tuple[int, int, int]]) 
         group = problem.groups[g]
         batch += count * int(group.batch[c])
         rooms += [float(group.room[c])] * count
-        per_numel += [group.optimizer_s_per_numel] * count
+        per_numel += [optimizers_of(group)[c]] * count
         costs.append([float(cost) for cost in group.costs[:, c]])
     seconds = optimizer_seconds(rooms, per_numel, problem.state_numel)
     if batch != problem.global_batch_size or seconds is None:

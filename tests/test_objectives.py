@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,15 +19,16 @@ from shardhet.planner.objectives import (
     largest_batch_size,
     least_memory,
 )
-from shardhet.planner.search.search import DEFAULT_EFFORT
+from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S
+from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S, HostPart
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
 from tests.planning_problems import optimizer_seconds
+from tests.selection import one_in
 from tests.test_planner import random_case
 
 WORKLOAD = Workload.transformer(
@@ -43,17 +45,31 @@ class Option:
 
     batch: int
     size: int
-    treated: RankPlan  # what is done with units
+    rank: RankPlan  # what it computes, and what is done with units
     turns_s: tuple[float, ...]  # compute of a round, by class of turns, forward and backward
     used_bytes: int  # besides what it stores
+
+
+class Storing(NamedTuple):
+    """A way to store a part of the state."""
+
+    room: float  # elements, at most
+    per_numel_s: float  # of the optimizer
 
 
 class Case:
     """A cluster of three devices; memory is about what the state needs."""
 
     def __init__(
-        self, seed: int, *, roomy: float, form: StepForm = ONE_ROUND, on_host: bool = False
+        self,
+        seed: int,
+        *,
+        roomy: float,
+        form: StepForm = ONE_ROUND,
+        on_host: bool = False,
+        optimizer_on_host: bool = False,
     ) -> None:
+        """With ``optimizer_on_host``, hosts are about as fast as devices, and links slow."""
         rng = np.random.default_rng(seed)
         cluster, profile, _ = random_case(seed)
         overhead_s = float(np.random.default_rng([seed, 1]).uniform(0, 0.01))
@@ -68,10 +84,23 @@ class Case:
             for device in cluster.devices[:3]
         )
         self.cluster = Cluster(nodes=(Node(host="a", devices=devices),))
+        self.hosts: list[HostPart | None] = [None] * 3
+        if optimizer_on_host:
+            self.cluster = on_hosts(np.random.default_rng([seed, 2]), devices)
+            self.hosts = [
+                HostPart.of(node, len(node.devices))
+                for node in self.cluster.nodes
+                for _ in node.devices
+            ]
         self.setting = Setting(self.cluster, WORKLOAD, profile)
         self.model = CostModel(self.setting).in_form(form)
         self.batch = int(rng.integers(2, 4))
-        self.choices = treatments(self.model, DEFAULT_EFFORT.recompute_steps, on_host=on_host)
+        self.choices = treatments(
+            self.model,
+            1 if optimizer_on_host else DEFAULT_EFFORT.recompute_steps,
+            on_host=on_host,
+            optimizer_on_host=optimizer_on_host,
+        )
         self.turns = self.model.turns(
             unevenness=1.0, recomputed=self.model.treatments(self.choices)
         )
@@ -89,7 +118,8 @@ class Case:
     def options(self, position: int, batch: int, largest: int) -> list[Option]:
         """Every microbatch size up to ``largest``, and recomputation, for so many samples."""
         if not batch:
-            return [self.option(position, 0, 1, self.choices[0])]
+            idle = {each.optimizer_on_host: each for each in reversed(self.choices)}
+            return [self.option(position, 0, 1, each) for each in idle.values()]
         sizes = range(1, min(batch, largest) + 1)
         return [self.option(position, batch, m, c) for m in sizes for c in self.choices]
 
@@ -115,7 +145,62 @@ class Case:
             )
             turns_s += [each.num_units * seconds for seconds in both_s]
         used = self.model.memory(rank, 0).total_bytes
-        return Option(batch, size, treated, tuple(turns_s), used)
+        return Option(batch, size, rank, tuple(turns_s), used)
+
+    def stores(self, position: int, option: Option, budget_bytes: float) -> list[Storing]:
+        """How much of the state a device may store, and how fast its optimizer is then."""
+        if not option.rank.optimizer_on_host:
+            room = (budget_bytes - option.used_bytes) / self.model.bytes_per_stored_numel
+            return [Storing(room, self.per_numel_s[position])]
+        host = self.hosts[position]
+        assert host is not None
+        low, high = 0, 4 * WORKLOAD.numel
+        while high - low > 1:
+            middle = (low + high) // 2
+            memory = self.model.memory(option.rank, middle)
+            fits = memory.total_bytes <= budget_bytes and memory.host_bytes <= host.memory_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        to_device_s = 4 / host.copied_bytes_per_s
+        reductions = self.reductions
+        update_s, to_host_s = 28 / host.bytes_per_s, to_device_s * reductions
+        unit = max(kind.numel for kind in WORKLOAD.kinds) / WORKLOAD.numel
+        number = self.model.num_rounds
+        forward_s, backward_s = (number * sum(option.turns_s[phase::2]) for phase in (0, 1))
+        hidden = min(
+            forward_s / to_device_s / (1 - unit),
+            backward_s / to_host_s / (1 - unit / reductions),
+        )
+        of_units_s = unit * to_device_s + unit * to_host_s / reductions
+        return [
+            Storing(min(low, hidden), update_s + of_units_s),
+            Storing(low, update_s + to_device_s + to_host_s),
+        ]
+
+    @property
+    def reductions(self) -> int:
+        """How often gradients cross to or from the host in a step."""
+        number = self.model.num_rounds
+        return 2 * number - 1 if self.model.reduce_each_round else 1
+
+
+def on_hosts(rng: np.random.Generator, devices: tuple[DeviceSpec, ...]) -> Cluster:
+    """The devices on one host, or on one each; how much memory hosts have is said of some."""
+    each = [devices] if rng.random() < 0.3 else [(device,) for device in devices]
+    nodes = []
+    for i, here in enumerate(each):
+        bandwidth = float(np.exp(rng.uniform(np.log(1e5), np.log(1e7))))
+        memory = int(16 * WORKLOAD.numel * rng.uniform(0.2, 1)) if rng.random() < 0.5 else None
+        nodes.append(
+            Node(
+                host=str(i),
+                devices=here,
+                link=Link(latency_s=0.0, bandwidth_bytes_per_s=bandwidth),
+                host_bytes_per_s=28 / float(rng.uniform(1e-7, 2e-6)),
+                host_memory_bytes=memory,
+            )
+        )
+    link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9)
+    return Cluster(nodes=tuple(nodes), between_nodes=link)
 
 
 def all_plans(
@@ -154,34 +239,44 @@ def step_time_s(
     case: Case, taken: Sequence[Option], demands: Demands, part: float
 ) -> float | None:
     """The step with the best shares; None where it breaks a demand or a budget."""
-    model, rooms, per_numel_s = case.model, [], list(case.per_numel_s)
+    stores, per_numel_s = [], case.per_numel_s
     rest_numel, fixed_s = float(WORKLOAD.numel), 0.0
     for i, option in enumerate(taken):
         limits = demands.limits.get(i, DeviceLimits())
         if limits.rank_batch_size not in (None, option.batch):
             return None
-        left = part * demands.budget_bytes(case.cluster, i) - option.used_bytes
         share = limits.max_state_share
         cap = inf if share is None else share * WORKLOAD.numel
-        room = min(cap, left / model.bytes_per_stored_numel)
+        stored = case.stores(i, option, part * demands.budget_bytes(case.cluster, i))
+        stored = [each._replace(room=min(cap, each.room)) for each in stored]
         fixed = demands.state_share(i)
         if fixed is not None:
-            if room < fixed * WORKLOAD.numel:
+            if option.rank.optimizer_on_host or stored[0].room < fixed * WORKLOAD.numel:
                 return None
             fixed_s = max(fixed_s, fixed * WORKLOAD.numel * per_numel_s[i])
             rest_numel -= fixed * WORKLOAD.numel
-            room = 0.0
-        rooms.append(room)
+            stored = [stored[0]._replace(room=0.0)]
+        stores.append(stored)
     for members in demands.equal:
-        if len({(taken[i].batch, taken[i].size, taken[i].treated) for i in members}) > 1:
+        alike = {replace(taken[i].rank, device=DeviceSpec()) for i in members}
+        if len(alike) > 1:
             return None
-        least, slowest = min(rooms[i] for i in members), max(per_numel_s[i] for i in members)
-        for i in members:
-            rooms[i], per_numel_s[i] = least, slowest
-    optimizer_s = optimizer_seconds(rooms, per_numel_s, rest_numel)
-    if optimizer_s is None:
+        for way in range(len(stores[members[0]])):
+            of_way = [stores[i][way] for i in members]
+            slowest = max(each.per_numel_s for each in of_way)
+            for i in members:
+                stores[i][way] = Storing(min(each.room for each in of_way), slowest)
+    seconds = [
+        optimizer_seconds([s.room for s in each], [s.per_numel_s for s in each], rest_numel)
+        for each in product(*stores)
+        if all(
+            len({stores[i].index(each[i]) for i in members}) == 1 for members in demands.equal
+        )
+    ]
+    possible = [each for each in seconds if each is not None]
+    if not possible:
         return None
-    optimizer_s = max(optimizer_s, fixed_s)
+    optimizer_s = max(min(possible), fixed_s)
     turns_s = 0.0
     for j, rounds in enumerate(case.rounds):
         for number, comm_s in rounds:
@@ -217,8 +312,13 @@ def plans_of_all_forms(
         of_round = demands.of_round(rounds, 3)
         if rounds.are_equal and of_round is not None:
             for form in rounds.forms():
-                on_host = demands.may_keep_inputs_on_host
-                case = Case(seed, roomy=roomy, form=form, on_host=on_host)
+                case = Case(
+                    seed,
+                    roomy=roomy,
+                    form=form,
+                    on_host=demands.may_keep_inputs_on_host,
+                    optimizer_on_host=demands.may_keep_optimizer_on_host,
+                )
                 yield from all_plans(case, rounds.round_size, of_round, part=part)
 
 
@@ -241,6 +341,30 @@ def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
     best_s = min(plans, default=inf)  # perhaps only rounds of which the last is smaller fit
     assert solution.lower_bound_s <= best_s * (1 + 1e-9)
     assert solution.predicted.step_time_s <= best_s * (1 + ROUNDING)
+    check_demands(solution.plan, demands)
+
+
+@pytest.mark.parametrize("seed", one_in(2, [seed for seed in range(24) if seed != 11]))
+def test_optimizers_go_to_hosts_as_in_the_best_of_all_plans(seed: int) -> None:
+    """With three devices on one host, or on one each; of plans in which all are on hosts or
+    none are, too, so that none of these is faster.
+    """
+    roomy = 0.7 + 0.3 * (seed % 4)
+    demands = replace(demands_of(seed), may_keep_optimizer_on_host=True)
+    case = Case(seed, roomy=roomy, optimizer_on_host=True)
+    plans = [*plans_of_all_forms(seed, roomy, demands, case.batch)]
+    effort = Effort(recompute_steps=1)
+    try:
+        solution = solve(
+            case.setting, global_batch_size=case.batch, demands=demands, effort=effort
+        )
+    except PlanError:
+        assert not [*plans_of_all_forms(seed, roomy, demands, case.batch, part=0.95)]
+        return
+    best_s = min(plans, default=inf)
+    assert solution.lower_bound_s <= best_s * (1 + 1e-9)
+    assert solution.predicted.step_time_s <= best_s * (1 + ROUNDING)
+    assert all(rank.fits for rank in solution.predicted.ranks)
     check_demands(solution.plan, demands)
 
 

@@ -309,6 +309,22 @@ def test_where_no_plan_exists_the_nearest_miss_is_said(
     assert "Lower global_batch_size to " in text
 
 
+def test_what_the_memory_of_hosts_would_give_is_said_where_nothing_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = ("model=llama_7b", "global_batch_size=16", "explain=false", "baselines=false")
+    code, text = refused(capsys, *line)
+    assert code == 1
+    assert (
+        "With optimizers in the memory of hosts a plan fits (optimizer_on_host=true): " in text
+    )
+    text = said(capsys, *line, "optimizer_on_host=true", f"out={tmp_path}/plan.json")
+    assert all(rank.optimizer_on_host for rank in Plan.load(tmp_path / "plan.json").ranks)
+    assert "the optimizer on the host for any of the devices without an exact share" in text
+    assert "the optimizer steps in the memory of the host (optimizer_on_host), because" in text
+    assert "how much it has is not stated (host_memory_bytes)" in text
+
+
 def test_a_simulated_step_is_shown_and_traced(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -107,22 +107,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _on_host_hint(conf: PlannerConf, inputs: Inputs, demands: Demands) -> str:
-    """Whether a plan fits with inputs of units in the memory of hosts."""
-    if demands.may_keep_inputs_on_host or conf.objective == "largest_batch":
+    """Whether a plan fits with inputs of units or optimizers in the memory of hosts."""
+    if conf.objective == "largest_batch":
         return ""
-    try:
-        found = solve(
-            inputs.setting,
-            global_batch_size=conf.global_batch_size,
-            demands=replace(demands, may_keep_inputs_on_host=True),
-            is_bounded=False,
+    for also_inputs, also_optimizer in ((True, False), (False, True), (True, True)):
+        wider = replace(
+            demands,
+            may_keep_inputs_on_host=demands.may_keep_inputs_on_host or also_inputs,
+            may_keep_optimizer_on_host=demands.may_keep_optimizer_on_host or also_optimizer,
         )
-    except ValueError:
-        return ""
-    return (
-        " With inputs of units in the memory of hosts a plan fits (inputs_on_host=true): "
-        f"{found.samples_per_s:.4g} samples/s."
-    )
+        if wider == demands:
+            continue
+        try:
+            found = solve(
+                inputs.setting,
+                global_batch_size=conf.global_batch_size,
+                demands=wider,
+                is_bounded=False,
+            )
+        except ValueError:
+            continue
+        added = {
+            "inputs_on_host=true": ("inputs of units", wider.may_keep_inputs_on_host),
+            "optimizer_on_host=true": ("optimizers", wider.may_keep_optimizer_on_host),
+        }
+        return (
+            f" With {' and '.join(what for what, is_on in added.values() if is_on)} in the "
+            f"memory of hosts a plan fits ({' '.join(k for k in added if added[k][1])}): "
+            f"{found.samples_per_s:.4g} samples/s."
+        )
+    return ""
 
 
 def show(

@@ -234,6 +234,7 @@ class PlannerConf(InputsConf):
     max_microbatch_size: int | None = None
     max_rounds: int | None = None  # of accumulation in a step; null leaves it open
     inputs_on_host: bool = False  # inputs of recomputed units may wait in the hosts' memory
+    optimizer_on_host: bool = False  # optimizers may step in the hosts' memory
     leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
     tolerance: float = TOLERANCE
@@ -295,6 +296,7 @@ class PlannerConf(InputsConf):
             max_microbatch_size=self.max_microbatch_size,
             max_rounds=self.max_rounds,
             may_keep_inputs_on_host=self.inputs_on_host,
+            may_keep_optimizer_on_host=self.optimizer_on_host,
         )
         with config_errors():
             demands.check(len(devices))

@@ -124,9 +124,12 @@ def _burden(solution: PlanSolution, model: CostModel) -> tuple[bool, float, int,
 
 
 def _num_treated(model: CostModel, rank: RankPlan) -> float:
-    """Units that are recomputed; one whose inputs are on the host counts as one and a half."""
-    number = model.num_recomputed(rank)
-    return 1.5 * number if rank.inputs_on_host else float(number)
+    """Units that are recomputed; one whose inputs are on the host counts as one and a half.
+
+    An optimizer on the host counts as all units.
+    """
+    number = model.num_recomputed(rank) * (1.5 if rank.inputs_on_host else 1.0)
+    return number + len(model.visited_units) * rank.optimizer_on_host
 
 
 def _within(task: FormTask) -> PlanSolution | None:

@@ -167,20 +167,19 @@ class _PossibleShares:
 
 def _room(builder: TableBuilder, role: Role, batch: int) -> float:
     """The most elements that fit besides no sample or one; negative if not even these do."""
-    model = builder.model
     return max(
         float(
-            model.room_numel(
+            builder.model.room_for_state(
+                choice,
+                role.device_kind,
                 role.budget_bytes,
-                model.working_bytes(
-                    role.device_kind,
-                    choice,
-                    np.array([batch]),
-                    np.array([1]),
-                ),
+                batches=np.array([batch]),
+                sizes=np.array([1]),
+                host=role.host,
             )[0]
         )
         for choice in builder.treatments
+        if role.host is not None or not choice.optimizer_on_host
     )
 
 

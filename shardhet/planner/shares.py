@@ -64,7 +64,8 @@ def _rows_moved(
     held = {*demands.state_shares(model.cluster.world_size), *chain(*demands.equal)}
     if demands.has_even_state or held:
         return None
-    bytes_per_share = model.bytes_per_stored_numel * model.workload.numel
+    bytes_per_numel = np.array([model.bytes_per_numel_of(each) for each in solution.plan.ranks])
+    bytes_per_share = bytes_per_numel * model.workload.numel
     for _ in range(MAX_MOVES):
         ranks = solution.predicted.ranks
         room = np.array([each.memory_budget_bytes - each.memory.total_bytes for each in ranks])
@@ -74,9 +75,8 @@ def _rows_moved(
         if -over.sum() >= free.sum():
             return None
         shares = np.array([each.state_share for each in solution.plan.ranks])
-        shares = np.maximum(
-            0.0, shares + (over - over.sum() * free / free.sum()) / bytes_per_share
-        )
+        too_many, lacking = over / bytes_per_share, free / bytes_per_share
+        shares = np.maximum(0.0, shares + too_many - too_many.sum() * lacking / lacking.sum())
         planned = zip(solution.plan.ranks, shares / shares.sum(), strict=True)
         plan = replace(
             solution.plan,
@@ -145,18 +145,19 @@ def _to_one_level(
     wanted: float,
 ) -> Floats:
     """Elements on each device within its room, such that all are filled to the same part."""
-    known: dict[tuple[str | None, Candidate], int] = {}
+    known: dict[tuple[str | None, Candidate], tuple[float, float]] = {}
     for device, candidate in zip(model.cluster.devices, taken, strict=True):
         if (device.kind, candidate) not in known:
             rank = _rank_plan(candidate, 0.0, device)
-            known[device.kind, candidate] = model.memory(rank, 0).total_bytes
+            own_bytes = float(model.memory(rank, 0).total_bytes)
+            known[device.kind, candidate] = own_bytes, model.bytes_per_numel_of(rank)
     pairs = zip(model.cluster.devices, taken, strict=True)
-    own = np.array([known[device.kind, each] for device, each in pairs], dtype=np.float64)
+    own, per_numel = np.array([known[device.kind, each] for device, each in pairs]).T
     budgets = np.array(demands.budgets(model.cluster), dtype=np.float64)
     low, high = 0.0, 1.0
     for _ in range(LEVEL_BISECTIONS):
         level = (low + high) / 2
-        stored = np.clip((level * budgets - own) / model.bytes_per_stored_numel, 0.0, room)
+        stored = np.clip((level * budgets - own) / per_numel, 0.0, room)
         for positions in map(list, demands.equal):
             stored[positions] = stored[positions].min()
         low, high = (level, high) if stored.sum() < wanted else (low, level)
@@ -175,7 +176,8 @@ def _taken(
         members = problem.groups[choice.group].num_members
         candidate = table.candidate(choice.group, choice.candidate)
         left = problem.room[choice.group, choice.candidate]
-        left = min(left, problem.numel_within(choice.group, optimizer_s))
+        caps = problem.numels_within(choice.group, optimizer_s)
+        left = min(left, caps[min(choice.candidate, len(caps) - 1)])
         for _ in range(choice.count):
             for position in next(next_of_group[choice.group]):
                 taken[position] = candidate
@@ -205,5 +207,6 @@ def _rank_plan(candidate: Candidate, share: float, device: DeviceSpec) -> RankPl
         state_share=share,
         recomputed_units=candidate.recomputed_units,
         inputs_on_host=candidate.inputs_on_host,
+        optimizer_on_host=candidate.optimizer_on_host,
         device=device,
     )

@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S, HostPrices
+from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S, HostPart, HostPrices
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import Plan, RankPlan
@@ -271,6 +271,36 @@ class MemoryPrices(HostInputPrices):
         """Elements of state that fit into a budget besides the working memory."""
         room: Floats = (budget_bytes - working_bytes) / self.bytes_per_stored_numel
         return room
+
+    def room_for_state(
+        self,
+        rank: RankPlan,
+        device_kind: str | None,
+        budget_bytes: float,
+        *,
+        batches: Ints,
+        sizes: Ints,
+        host: HostPart | None,
+    ) -> Floats:
+        """``room_numel`` beside these batches, of state on the device or on a part of its host.
+
+        ``rank`` says which, and what is recomputed.
+        """
+        used = self.working_bytes(device_kind, rank, batches, sizes)
+        if not rank.optimizer_on_host:
+            return self.room_numel(budget_bytes, used)
+        assert host is not None
+        running = self._running_by_size(rank, device_kind, int(sizes.max(initial=0)))[sizes]
+        room = self.room_on_host(budget_bytes - used, (batches > 0) * running)
+        inputs = batches * float(self.host_bytes_per_sample(rank))
+        left = (host.memory_bytes - inputs) / self.workload.state_bytes_per_element
+        return np.minimum(room, left)
+
+    def bytes_per_numel_of(self, rank: RankPlan) -> float:
+        """Bytes on the device per element that the rank stores, buffers included."""
+        if rank.optimizer_on_host:
+            return self.device_bytes_per_host_numel
+        return self.bytes_per_stored_numel
 
     def _runs_of(self, recomputed_units: tuple[str, ...]) -> Mapping[tuple[str, bool], int]:
         """The number of recomputed and of not recomputed units of each kind."""

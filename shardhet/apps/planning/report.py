@@ -98,7 +98,8 @@ def rows_of(
     def key(i: int) -> tuple[object, ...]:
         rank = plan.ranks[i]
         share = f"{costs[i].stored_numel / total:.2%}"
-        return (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, share)
+        on_host = rank.inputs_on_host, rank.optimizer_on_host
+        return (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host, share)
 
     found = []
     for _, members in groupby(range(plan.world_size), key):
@@ -283,14 +284,24 @@ def _result(report: PlanReport) -> Iterator[str]:
 
 
 def _on_host_lines(report: PlanReport) -> Iterator[str]:
-    """Who keeps inputs of units on the host, and what that takes there."""
+    """Who keeps inputs of units or the state on the host, and what that takes there."""
+    per_element = report.inputs.setting.workload.state_bytes_per_element
     for row in rows(report):
-        if row.rank.inputs_on_host:
-            number = len(row.positions)
-            size = row.cost.memory.host_bytes / GIB
+        rank, memory = row.rank, row.cost.memory
+        each = " each" if len(row.positions) > 1 else ""
+        state_bytes = rank.optimizer_on_host * int(row.cost.stored_numel * per_element)
+        if rank.inputs_on_host:
+            size = (memory.host_bytes - state_bytes) / GIB
             yield (
                 f"{row.label}: the inputs of recomputed units wait for backward in the memory "
-                f"of the host (inputs_on_host), {size:,.1f} GiB{' each' if number > 1 else ''}."
+                f"of the host (inputs_on_host), {size:,.1f} GiB{each}."
+            )
+        if state_bytes:
+            kept = (memory.state_bytes + memory.shard_buffer_bytes) / GIB
+            yield (
+                f"{row.label}: the optimizer steps in the memory of the host "
+                f"(optimizer_on_host), because there its part of the state takes "
+                f"{state_bytes / GIB:,.1f} GiB{each} and on the device {kept:,.1f}."
             )
     first = 0
     for node in report.inputs.setting.cluster.nodes:

@@ -56,6 +56,11 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
     has_demands = bool(demands.limits or demands.equal)
     on_host = ", the inputs of all of these or of none on the host"
+    optimizer = (
+        "; the optimizer on the host for any of the devices without an exact share, each in an "
+        "equal part of its host's memory and speed, with copies that compute hides or that "
+        "nothing hides"
+    )
     return (
         f"No plan of this form{' that meets the demands' * has_demands} is predicted to be "
         f"{limit} faster: any batches and shares; microbatches of up to "
@@ -63,7 +68,8 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
         "samples where memory allows, alike but the last, or cut as is fastest (those of up "
         f"to {LEAST_MIXED_SIZE}, or twice what was measured, in batches of up to "
         f"{MAX_BATCH:,}); recomputation kind by kind, in quarters"
-        f"{on_host * demands.may_keep_inputs_on_host}; {_rounds_looked_at(demands)}."
+        f"{on_host * demands.may_keep_inputs_on_host}"
+        f"{optimizer * demands.may_keep_optimizer_on_host}; {_rounds_looked_at(demands)}."
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardhet.planner.candidates.dominance import dominated
 from shardhet.planner.candidates.recompute import treatments
-from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Worth
+from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Way, Worth
 from shardhet.planner.candidates.splits import Splits, compressed, splits_of
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
@@ -61,7 +61,10 @@ class TableBuilder:
         self.rounds = rounds
         self._demands = demands
         self.treatments = treatments(
-            model, effort.recompute_steps, on_host=demands.may_keep_inputs_on_host
+            model,
+            effort.recompute_steps,
+            on_host=demands.may_keep_inputs_on_host,
+            optimizer_on_host=demands.may_keep_optimizer_on_host,
         )
         self.turns = model.turns(
             unevenness=unevenness, recomputed=model.treatments(self.treatments)
@@ -266,10 +269,14 @@ class _GroupTimes:
         self.splits = self._splits(0)
         self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
         self.least_seconds = max(member.least_seconds for member in self._members)
-        profile = terms.model.profile
-        self.slowest_optimizer_s = max(  # per element
-            profile.device(role.device_kind).optimizer_seconds_per_element for role in roles
-        )
+        on_hosts = [
+            terms.model.host_seconds_per_numel(role.host, hides_copies=False)
+            for role in roles
+            if role.host is not None
+        ]
+        # per element
+        self.slowest_optimizer_s = max([*(m.optimizer_s for m in self._members), *on_hosts])
+        self._has_host = len(on_hosts) == len(roles)
 
     def _splits(self, max_batch: int) -> Splits:
         return splits_of(tuple(self._whole_s.tolist()), self._num_measured, max_batch)
@@ -278,14 +285,14 @@ class _GroupTimes:
         self, window: range, within_s: Sequence[float] | None, stride: int
     ) -> tuple[Group, Ints, Ints]:
         """The group with batches in a window, and splits and recompute choices."""
-        batches, allowed = self._batches(window, stride), self._allowed_choices()
+        batches, allowed = self._batches(window, stride), self._allowed_ways()
         self.splits = self._splits(int(batches.max(initial=0)))
         at_once = max(1, SPLITS_AT_ONCE // len(self.splits.largest))
         parts = [  # few batches at a time need little memory
             self._candidates(batches[start : start + at_once], allowed, within_s)
             for start in range(0, max(1, len(batches)), at_once)
         ]
-        batch, costs, room, compute, splits, choices = (
+        batch, costs, room, compute, optimizer_s, splits, choices = (
             np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)
         )
         number = self.num_members
@@ -297,28 +304,37 @@ class _GroupTimes:
             optimizer_s_per_numel=self.slowest_optimizer_s / number,
             num_members=number,
             compute_s=compute,
+            own_optimizer_s=optimizer_s / number if self._has_host else None,
         )
         group, order = group.sorted()
         return group, splits[order], choices[order]
 
     def _candidates(
-        self, batches: Ints, allowed: Sequence[int], within_s: Sequence[float] | None
-    ) -> tuple[Ints, Floats, Floats, Floats, Ints, Ints]:
-        """Batches, costs, room, compute, splits and recompute choices of what is kept."""
+        self, batches: Ints, allowed: Sequence[Way], within_s: Sequence[float] | None
+    ) -> tuple[Ints, Floats, Floats, Floats, Floats, Ints, Ints]:
+        """Batches, costs, room, compute, seconds per element of the optimizer, splits and
+        recompute choices of what is kept.
+        """
         splits, exists = self._worth_trying(batches)
-        per_choice = list(self._of_choices(allowed, batches, splits))
-        costs = np.concatenate([each.costs for each in per_choice], axis=2)  # [D, b, n]
-        room = np.concatenate([each.room for each in per_choice], axis=1)  # [b, n]
-        compute = np.concatenate([each.compute_s for each in per_choice], axis=1)  # [b, n]
-        # A device without samples is one candidate, not one per size.
         number = splits.shape[1]
-        is_idle = np.arange(room.shape[1]) == room.shape[1] - number
-        exists = np.tile(exists, len(per_choice))
+        per_way = list(self._of_ways(allowed, batches, splits))
+        costs = np.concatenate([each.costs for each in per_way], axis=2)  # [D, b, n]
+        room = np.concatenate([each.room for each in per_way], axis=1)  # [b, n]
+        compute = np.concatenate([each.compute_s for each in per_way], axis=1)  # [b, n]
+        optimizer_s = np.repeat([each.optimizer_s for each in per_way], number)  # [n]
+        # A device without samples is one candidate for each way of the optimizer, not one per
+        # size and choice.
+        last = {way._replace(choice=self._is_on_host(way)): i for i, way in enumerate(allowed)}
+        is_idle = np.isin(np.arange(room.shape[1]), [number * i for i in last.values()])
+        exists = np.tile(exists, len(per_way))
         valid = (room >= 0) & np.where(batches[:, None] > 0, exists, is_idle)
         known = costs
         if within_s is not None:
             valid &= (costs <= np.array(within_s)[:, None, None]).all(axis=0)
             known = np.concatenate((costs, compute[None]))
+        if self._has_host:  # in seconds for all of the state
+            whole_s = self._terms.state.whole * optimizer_s
+            known = np.concatenate((known, np.broadcast_to(whole_s, (1, *room.shape))))
         kept = valid & ~dominated(known, np.where(valid, room, -1.0))
         b, n = np.nonzero(kept)
         return (
@@ -326,8 +342,9 @@ class _GroupTimes:
             costs[:, b, n],
             room[b, n],
             compute[b, n],
+            optimizer_s[n],
             splits[b, n % number],
-            np.array(allowed)[n // number],
+            np.array([way.choice for way in allowed])[n // number],
         )
 
     def _worth_trying(self, batches: Ints) -> tuple[Ints, Bools]:
@@ -379,21 +396,25 @@ class _GroupTimes:
         whole_s = self._terms.rounds.round_size * self.least_seconds_per_sample
         return not self._fixed and whole_s > cut_s * self.num_members
 
-    def _allowed_choices(self) -> list[int]:
+    def _is_on_host(self, way: Way) -> bool:
+        return self._terms.treatments[way.choice].optimizer_on_host
+
+    def _allowed_ways(self) -> list[Way]:
         claims = {role.limits.recomputes for role in self._roles} - {None}
         wanted = EVERY_UNIT if True in claims else ()
-        return [
-            i
+        ways = [
+            Way(i)
             for i, each in enumerate(self._terms.treatments)
-            if not claims or each.recomputed_units == wanted
+            if (not claims or each.recomputed_units == wanted)
+            and (self._has_host or not each.optimizer_on_host)
         ]
+        on_host = filter(self._is_on_host, ways)
+        return [*ways, *(way._replace(hides_copies=False) for way in on_host)]
 
-    def _of_choices(
-        self, choices: Sequence[int], batches: Ints, splits: Ints
-    ) -> Iterator[Worth]:
-        """Per choice: costs of the slowest member, room of the smallest, compute of all."""
+    def _of_ways(self, ways: Sequence[Way], batches: Ints, splits: Ints) -> Iterator[Worth]:
+        """Per way: costs of the slowest member, room of the smallest, compute of all."""
         members = [
-            member.of_choices(choices, batches, self.splits, splits) for member in self._members
+            member.of_choices(ways, batches, self.splits, splits) for member in self._members
         ]
         for of_members in zip(*members, strict=True):
             yield Worth(
@@ -401,4 +422,5 @@ class _GroupTimes:
                 reduce(np.minimum, [each.room for each in of_members]),
                 reduce(np.add, [each.compute_s for each in of_members])
                 * (self.num_members / len(of_members)),
+                max(each.optimizer_s for each in of_members),
             )

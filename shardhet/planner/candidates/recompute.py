@@ -32,12 +32,12 @@ def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...]
 
 
 def treatments(
-    model: CostModel, num_steps: int, *, on_host: bool = False
+    model: CostModel, num_steps: int, *, on_host: bool = False, optimizer_on_host: bool = False
 ) -> tuple[RankPlan, ...]:
     """What devices may do with units, as plans without samples; the first does nothing.
 
     With ``on_host``, recomputed units may keep their inputs in the memory of the host, all or
-    none of them.
+    none of them.  With ``optimizer_on_host``, the optimizer may step there beside any of it.
     """
     choices = [
         RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
@@ -45,6 +45,8 @@ def treatments(
     ]
     if on_host:
         choices += [replace(each, inputs_on_host=each.recomputed_units) for each in choices[1:]]
+    if optimizer_on_host:
+        choices += [replace(each, optimizer_on_host=True) for each in choices]
     return tuple(choices)
 
 

@@ -67,12 +67,22 @@ class Terms:
         return int(sizes[needed <= role.budget_bytes].max(initial=1))
 
 
+class Way(NamedTuple):
+    """What a device does with units, and how the room for state is counted."""
+
+    choice: int  # index into treatments
+    # Of an optimizer on the host: of rows whose copies compute hides; or of more, whose copies
+    # nothing hides.
+    hides_copies: bool = True
+
+
 class Worth(NamedTuple):
     """What batches b in splits n cost a device, and the room that they leave."""
 
     costs: Floats  # [D, b, n]
     room: Floats  # [b, n]
     compute_s: Floats  # [b, n]
+    optimizer_s: float  # per element of state
 
 
 class RoleTimes:
@@ -84,6 +94,7 @@ class RoleTimes:
         ``is_together``: other devices must store the same, up to rows.
         """
         model, device_kind = terms.model, role.device_kind
+        self.optimizer_s = model.profile.device(device_kind).optimizer_seconds_per_element
         self._is_together = is_together
         self._terms = terms
         self._role = role
@@ -126,9 +137,9 @@ class RoleTimes:
         )
 
     def of_choices(
-        self, choices: Sequence[int], batches: Ints, splits: Splits, tried: Ints
+        self, ways: Sequence[Way], batches: Ints, splits: Splits, tried: Ints
     ) -> Iterator[Worth]:
-        """What each choice of what is recomputed is worth, for the splits ``tried`` [b, n].
+        """What each way is worth, for the splits ``tried`` [b, n].
 
         The phases are the forward of every kind of unit, then the backward of every class.
         The forward of all classes of a kind is a single phase, because all of them are
@@ -146,20 +157,44 @@ class RoleTimes:
             each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
         )
         known: dict[tuple[str, ...], list[Floats]] = {}  # of forward, by what is on the host
-        for choice in choices:
-            rank, compute_s = self._terms.treatments[choice], alone_s
+        for way in ways:
+            rank, compute_s = self._terms.treatments[way.choice], alone_s
             on_host = rank.inputs_on_host
             if on_host not in known:
                 known[on_host] = self._forward_costs(rank, batches, seconds)
-            costs = [*known[on_host]]
+            costs, visits_s = [*known[on_host]], np.zeros(sizes.shape)
             for each in classes:
                 forward_s, backward_s = seconds[each.kind.name]
                 again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
                 visit_s = self._beside_copies(rank, each, batches, backward_s + again_s)
                 costs.append(self._in_rounds(each.num_units * visit_s, each, Phase.BACKWARD))
                 compute_s = compute_s + in_rounds * each.num_units * again_s
-            room = self._room(rank, batches, sizes)
-            yield Worth(np.array(costs), room, compute_s)
+                visits_s = visits_s + in_rounds * each.num_units * visit_s
+            most: Floats | float = inf
+            optimizer_s = self.optimizer_s
+            if rank.optimizer_on_host:
+                assert self._role.host is not None
+                optimizer_s = self._terms.model.host_seconds_per_numel(
+                    self._role.host, hides_copies=way.hides_copies
+                )
+                if way.hides_copies:
+                    ahead_s = in_rounds * self._alone_forward_s(rank, batches, seconds)
+                    most = self._terms.model.hidden_numel(self._role.host, ahead_s, visits_s)
+            room = self._room(rank, batches, sizes, most)
+            yield Worth(np.array(costs), room, compute_s, optimizer_s)
+
+    def _alone_forward_s(
+        self, rank: RankPlan, batches: Ints, seconds: Mapping[str, Floats]
+    ) -> Floats:
+        """[b, n] seconds of forward of a round, without communication."""
+        return sum(
+            (
+                each.num_units
+                * self._beside_copies(rank, each, batches, seconds[each.kind.name][0])
+                for each in self._terms.turns.classes
+            ),
+            start=np.zeros(()),
+        )
 
     def _forward_costs(
         self, rank: RankPlan, batches: Ints, seconds: Mapping[str, Floats]
@@ -197,13 +232,20 @@ class RoleTimes:
             found = found + np.maximum(slowed, comm_s)
         return found
 
-    def _room(self, rank: RankPlan, batches: Ints, sizes: Ints) -> Floats:
-        """Elements of state that fit besides each batch and microbatch size."""
-        model, role, state = self._terms.model, self._role, self._terms.state
-        used = model.working_bytes(role.device_kind, rank, batches[:, None], sizes)
-        left = model.room_numel(role.budget_bytes, used)
+    def _room(self, rank: RankPlan, batches: Ints, sizes: Ints, most: Floats | float) -> Floats:
+        """At most ``most`` elements of state that fit besides each batch and size."""
+        role, state = self._role, self._terms.state
+        left = self._terms.model.room_for_state(
+            rank,
+            role.device_kind,
+            role.budget_bytes,
+            batches=batches[:, None],
+            sizes=sizes,
+            host=role.host,
+        )
         if self._terms.has_endless_memory:
             left = np.full(left.shape, state.whole + 2 * state.row)
+        left = np.minimum(left, most)
         if role.limits.max_state_share is not None:
             # ``Problem.rounded`` takes row_numel off all room, so it is added here.
             cap = role.limits.max_state_share * state.whole

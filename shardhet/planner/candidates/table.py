@@ -16,6 +16,7 @@ class Candidate:
     microbatch_sizes: tuple[int, ...]
     recomputed_units: tuple[str, ...]
     inputs_on_host: tuple[str, ...]
+    optimizer_on_host: bool
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,11 @@ class CandidateTable:
         batch = int(each.batch[index]) // each.num_members
         split = int(self.split_indices[group][index])
         sizes = self.splits[group].sizes(batch, split)
-        treated = self.treatments[int(self.choices[group][index]) if batch else 0]
-        return Candidate(sizes, treated.recomputed_units, treated.inputs_on_host)
+        treated = self.treatments[int(self.choices[group][index])]
+        of_units = treated if batch else self.treatments[0]
+        return Candidate(
+            sizes,
+            of_units.recomputed_units,
+            of_units.inputs_on_host,
+            treated.optimizer_on_host,
+        )

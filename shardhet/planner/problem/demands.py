@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardhet.planner.forms import BatchRounds
+from shardhet.pricing.hosts import HostPart
 from shardhet.records.cluster import Cluster
 from shardhet.records.codec import repeated
 from shardhet.records.schedule import StepForm
@@ -33,6 +34,7 @@ class Role:
     device_kind: str | None
     budget_bytes: int
     limits: DeviceLimits  # without the budget
+    host: HostPart | None = None  # where its optimizer may step; None: on the device only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,9 @@ class Demands:
     has_even_state: bool = False  # all devices store the same
     has_even_batches: bool = False  # all compute as many samples, or the first one more
     may_keep_inputs_on_host: bool = False  # of recomputed units, in the memory of their hosts
+    # Of devices without an exact share: the optimizer steps there, in an equal part for each
+    # device of a host.
+    may_keep_optimizer_on_host: bool = False
     max_rounds: int | None = None  # of a step; None leaves it open
     form: StepForm | None = None  # exactly this one; None leaves it open
 
@@ -196,11 +201,12 @@ class Demands:
     def roles(self, cluster: Cluster) -> list[Role]:
         """The role of every device, in the order of the cluster; equal roles are one object."""
         shares = self.state_shares(cluster.world_size)
-        usual: dict[tuple[str | None, int | None], Role] = {}
+        usual: dict[tuple[str | None, int | None, HostPart | None], Role] = {}
         known: dict[Role, Role] = {}
         roles = []
+        hosts = self._host_parts(cluster)
         for i, device in enumerate(cluster.devices):
-            key = (device.kind, device.memory_capacity_bytes)
+            key = (device.kind, device.memory_capacity_bytes, hosts[i])
             is_usual = i not in self.limits and i not in shares
             if not is_usual or key not in usual:
                 role = Role(
@@ -211,12 +217,20 @@ class Demands:
                         memory_budget_bytes=None,
                         state_share=shares.get(i),
                     ),
+                    None if i in shares else hosts[i],
                 )
                 role = known.setdefault(role, role)
                 if is_usual:
                     usual[key] = role
             roles.append(usual[key] if is_usual else role)
         return roles
+
+    def _host_parts(self, cluster: Cluster) -> list[HostPart | None]:
+        """Where the optimizer of each device may step besides on the device."""
+        if not self.may_keep_optimizer_on_host:
+            return [None] * cluster.world_size
+        numbers = [(node, len(node.devices)) for node in cluster.nodes]
+        return [HostPart.of(node, number) for node, number in numbers for _ in range(number)]
 
     def with_budgets(self, nbytes_by_position: Mapping[int, int]) -> "Demands":
         """The same demands with these memory budgets for some devices."""

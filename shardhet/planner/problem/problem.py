@@ -43,6 +43,8 @@ class Group:
     num_members: int = 1  # devices in each of the ``count`` sets
     # [C] seconds of compute that no communication hides; None: the sum of the costs
     compute_s: Floats | None = None
+    # [C] of the optimizer, where candidates differ; None: ``optimizer_s_per_numel``
+    own_optimizer_s: Floats | None = None
 
     def sorted(self) -> tuple["Group", Ints]:
         """The group with the largest batch first, then the most room; and the permutation."""
@@ -56,8 +58,13 @@ class Group:
             batch=self.batch[candidates],
             costs=self.costs[:, candidates],
             room=self.room[candidates],
-            compute_s=None if self.compute_s is None else self.compute_s[candidates],
+            compute_s=_of(self.compute_s, candidates),
+            own_optimizer_s=_of(self.own_optimizer_s, candidates),
         )
+
+
+def _of(values: Floats | None, candidates: Ints) -> Floats | None:
+    return None if values is None else values[candidates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,25 +145,49 @@ class Problem:
 
     @cached_property
     def numel_per_optimizer_s(self) -> Floats:
-        """[G] elements that the optimizer updates per second; inf if it is not counted."""
-        per_numel = np.array([group.optimizer_s_per_numel for group in self.groups])
+        """[G, C], or [G, 1] if candidates do not differ: elements that the optimizer updates
+        per second; inf if it is not counted.
+        """
+        per_numel = np.array([[group.optimizer_s_per_numel] for group in self.groups])
+        if self.optimizers_differ:
+            rows = [
+                np.full(len(group.batch), group.optimizer_s_per_numel)
+                if group.own_optimizer_s is None
+                else group.own_optimizer_s
+                for group in self.groups
+            ]
+            per_numel = self._padded(rows, np.inf)
         with np.errstate(divide="ignore"):
             return np.where(per_numel > 0, 1 / per_numel, np.inf)
+
+    @property
+    def optimizers_differ(self) -> bool:
+        """Whether those of one group's candidates do."""
+        return any(group.own_optimizer_s is not None for group in self.groups)
+
+    def optimizer_rates(self, group: Sequence[int], candidate: Sequence[int]) -> Floats:
+        """``numel_per_optimizer_s`` of these candidates."""
+        rates = self.numel_per_optimizer_s
+        found: Floats = rates[group, np.minimum(candidate, rates.shape[1] - 1)]
+        return found
 
     @cached_property
     def counts_optimizer(self) -> bool:
         """Whether the optimizer takes time on any device."""
         return bool(np.isfinite(self.numel_per_optimizer_s).any())
 
-    def numel_within(self, group: int, optimizer_s: float) -> float:
-        """Elements that a device of the group can update in this time."""
-        rate = float(self.numel_per_optimizer_s[group])
-        return inf if inf in (rate, optimizer_s) else rate * optimizer_s
+    def numels_within(self, group: int, optimizer_s: float) -> Floats:
+        """[C] or [1] elements that a device of the group can update in this time."""
+        rates = self.numel_per_optimizer_s[group]
+        if optimizer_s == inf:
+            return np.full(len(rates), inf)
+        is_free = np.isinf(rates)
+        return np.where(is_free, inf, np.where(is_free, 0.0, rates) * optimizer_s)
 
     @cached_property
     def least_optimizer_s(self) -> float:
         """The optimizer's time if memory did not limit it: o_g s_g is equal on all devices."""
-        rate = float(self.counts @ self.numel_per_optimizer_s)
+        rate = float(self.counts @ self.numel_per_optimizer_s.max(axis=1))
         return max(self.fixed_optimizer_s, self.state_numel / rate)
 
     def rounded(self) -> "Problem":
@@ -192,9 +223,9 @@ class Problem:
         if limits.optimizer_s == inf or not self.counts_optimizer:
             return self.room
         rates = self.numel_per_optimizer_s
-        caps = np.full(len(rates), inf)  # of groups whose optimizer takes no time
+        caps = np.full(rates.shape, inf)  # of groups whose optimizer takes no time
         np.multiply(rates, limits.optimizer_s, out=caps, where=np.isfinite(rates))
-        return np.minimum(self.room, caps[:, None])
+        return np.minimum(self.room, caps)
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
         """Whether the state fits besides the choices and the optimizer stays in its limit."""
@@ -240,7 +271,7 @@ class Problem:
         number = np.array([choice.count for choice in choices], dtype=np.float64)
         optimizer_s = fill_level(
             self.room[group, candidate],
-            self.numel_per_optimizer_s[group],
+            self.optimizer_rates(group, candidate),
             number,
             self.state_numel,
         )

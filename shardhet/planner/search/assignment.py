@@ -56,9 +56,11 @@ def assign(
     """The choice that recomputes least and leaves the fullest device emptiest.
 
     Candidates are within ``limits``, and steps take at most ``at_most_s``; ``phases_s`` are
-    those of a choice that does.  None if there are too many candidates, or if HiGHS does not
-    finish within ``MAX_NODES``.
+    those of a choice that does.  None if there are too many candidates, if optimizers may step
+    on the host, or if HiGHS does not finish within ``MAX_NODES``.
     """
+    if problem.optimizers_differ:  # their programme has one per group
+        return None
     for within in (limits, Limits(tuple(phases_s))):  # many: of those that cost no time
         programme = _Programme(problem, within, phases_s, fullness, at_most_s)
         if len(programme.group) <= MAX_VARIABLES:
@@ -166,7 +168,7 @@ class _Programme:
             filled = row(-inf, 0.0)
             filled[:width] = self._needed / whole * of_group
             filled[width + g], filled[-1] = 1.0, -count * self._fullness.budget[g] / whole
-            rate = float(problem.numel_per_optimizer_s[g])
+            rate = float(problem.numel_per_optimizer_s[g, 0])
             if rate < inf:
                 optimizer = row(-inf, 0.0)
                 optimizer[width + g] = whole / rate / count / self._at_most_s

@@ -71,10 +71,14 @@ def _room_by_batch(
     Both are [largest + 1]; room is -inf where no candidate of the batch is allowed.
     """
     group = problem.groups[g]
-    cap = problem.numel_within(g, optimizer_s)
+    cap = problem.numels_within(g, optimizer_s)
     is_allowed = allowed[: len(group.batch)] & (group.batch <= problem.global_batch_size)
     # Sorted by batch, then by most room: in reverse order the best is written last.
     indices = np.flatnonzero(is_allowed)[::-1]
+    if len(cap) > 1:
+        cap = cap[indices]
+        order = np.lexsort((np.minimum(group.room[indices], cap), group.batch[indices]))
+        indices, cap = indices[order], cap[order]
     batch = group.batch[indices]
     width = int(batch[-1]) + 1 if len(batch) else 1
     room = np.full(width, -np.inf)
