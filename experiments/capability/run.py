@@ -2,14 +2,15 @@
 
     python -m experiments.capability.run
 
-Prices are those of stated.csv (links at 0.37 of their specification, 0.9 of the memory), and
-beside them those that ``shardhet plan`` takes by default.
+Prices are those of stated.csv (links at 0.37 of their specification, 0.9 of the memory, 2e9
+elements a second of optimizers on a host, whose memory has no limit), and beside them those
+that ``shardhet plan`` takes by default.
 """
 
 import csv
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.common.results import Page
@@ -17,10 +18,12 @@ from shardhet.apps.plan import DOOR
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.pricing.hosts import UPDATE_BYTES
 from shardhet.pricing.setting import Setting
 
 HERE = Path(__file__).parent
 BFLOAT16 = ("desktop", "small_desktop", "office_10", "office_3")  # the others are FP16
+HOST_NUMELS_PER_S = 2e9  # of optimizers
 AS_STATED = ("link_fraction=0.37", "usable_memory_fraction=0.9", "seq_len=2048")
 
 
@@ -38,6 +41,9 @@ class Row:
     rounds: float | None
     stated_inputs_on_host: float | None
     inputs_on_host: float | None
+    stated_optimizer_on_host: float | None
+    optimizer_on_host: float | None  # with inputs there, too
+    num_on_host: int | None  # devices whose optimizers are, then
     num_rounds: int | None
     gathers: str | None
     by_default: float | None  # with the prices that are taken by default
@@ -55,14 +61,30 @@ def setting_of(cluster: str, model: str, batch: int, keys: tuple[str, ...]) -> S
 
 
 def planned(
-    setting: Setting, batch: int, max_rounds: int | None = None, *, on_host: bool = False
+    setting: Setting,
+    batch: int,
+    max_rounds: int | None = None,
+    *,
+    on_host: bool = False,
+    optimizer_on_host: bool = False,
 ) -> PlanSolution | None:
     """The fastest plan, if one fits."""
-    demands = Demands(max_rounds=max_rounds, may_keep_inputs_on_host=on_host)
+    demands = Demands(
+        max_rounds=max_rounds,
+        may_keep_inputs_on_host=on_host,
+        may_keep_optimizer_on_host=optimizer_on_host,
+    )
     try:
         return solve(setting, global_batch_size=batch, demands=demands, tolerance=0.0)
     except PlanError:
         return None
+
+
+def with_fast_hosts(setting: Setting) -> Setting:
+    """The setting with the speed of hosts that is stated."""
+    speed = UPDATE_BYTES * HOST_NUMELS_PER_S
+    nodes = tuple(replace(node, host_bytes_per_s=speed) for node in setting.cluster.nodes)
+    return replace(setting, cluster=replace(setting.cluster, nodes=nodes))
 
 
 def gathers_of(found: PlanSolution) -> str:
@@ -72,6 +94,11 @@ def gathers_of(found: PlanSolution) -> str:
     if not form.reshard_after_forward:
         gathers = "a round" if form.reshard_after_backward else "a step"
     return f"{gathers}, reduced {'a round' if form.reduce_each_round else 'a step'}"
+
+
+def num_on_host(found: PlanSolution) -> int:
+    """Devices whose optimizers step on hosts."""
+    return sum(rank.optimizer_on_host for rank in found.plan.ranks)
 
 
 def number_of(cell: str) -> float | None:
@@ -92,9 +119,11 @@ def rows() -> Iterator[Row]:
 
         setting = setting_of(*key, AS_STATED)
         one = planned(setting, batch, max_rounds=1)
-        started_s = time.perf_counter()
-        without, found = planned(setting, batch), planned(setting, batch, on_host=True)
-        search_s = time.perf_counter() - started_s
+        without, inputs = planned(setting, batch), planned(setting, batch, on_host=True)
+        fast, started_s = with_fast_hosts(setting), time.process_time()
+        found = planned(fast, batch, on_host=True, optimizer_on_host=True)
+        search_s = time.process_time() - started_s
+        by_default = setting_of(*key, ("seq_len=2048",))
         yield Row(
             cluster=key[0],
             model=key[1],
@@ -105,10 +134,13 @@ def rows() -> Iterator[Row]:
             stated_rounds=number_of(each["rounds"]),
             rounds=share(without),
             stated_inputs_on_host=number_of(each["inputs_on_host"]),
-            inputs_on_host=share(found),
+            inputs_on_host=share(inputs),
+            stated_optimizer_on_host=number_of(each["optimizer_on_host"]),
+            optimizer_on_host=share(found),
+            num_on_host=None if found is None else num_on_host(found),
             num_rounds=None if found is None else found.plan.num_rounds,
             gathers=None if found is None else gathers_of(found),
-            by_default=share(planned(setting_of(*key, ("seq_len=2048",)), batch, on_host=True)),
+            by_default=share(planned(by_default, batch, on_host=True, optimizer_on_host=True)),
             search_s=round(search_s, 2),
         )
 
@@ -124,12 +156,13 @@ def main() -> None:
     found = []
     for row in rows():
         found.append(row)
-        print(row.cluster, row.model, row.batch, row.one_round, row.rounds, flush=True)
+        print(row.cluster, row.model, row.batch, row.rounds, row.optimizer_on_host, flush=True)
     page.table(
         "shares of the sum of the devices' speeds",
         ("cluster", "model", "batch", "one round, stated", "planned", "rounds, stated")
-        + ("planned", "inputs on the host, stated", "planned", "rounds then")
-        + ("a unit is gathered", "default prices", "s"),
+        + ("planned", "inputs on the host, stated", "planned")
+        + ("and optimizers, stated", "planned", "devices with it there", "rounds then")
+        + ("a unit is gathered", "default prices", "s of CPU"),
         [
             (
                 row.cluster,
@@ -141,6 +174,9 @@ def main() -> None:
                 shown(row.rounds),
                 shown(row.stated_inputs_on_host),
                 shown(row.inputs_on_host),
+                shown(row.stated_optimizer_on_host),
+                shown(row.optimizer_on_host),
+                str(row.num_on_host if row.num_on_host is not None else "-"),
                 str(row.num_rounds or "-"),
                 row.gathers or "-",
                 shown(row.by_default),
