@@ -70,7 +70,7 @@ class _Simulation:
         for actor in self.actors:
             actor.hold(0.0, 0)
         start_s = self.run_turns()
-        ends_s = self.run_optimizers(start_s)
+        self.clock_s += max(rank.optimizer_s for rank in self.predicted.ranks)
         ranks: dict[tuple[int, float], RankTimeline] = {}
         by_position: list[RankTimeline | None] = [None] * self.plan.world_size
         for i, actor in enumerate(self.actors):
@@ -81,7 +81,7 @@ class _Simulation:
                     resting = memory.state_bytes + memory.shard_buffer_bytes
                     ranks[i, optimizer_s] = actor.timeline(
                         start_s,
-                        ends_s[optimizer_s],
+                        start_s + optimizer_s,
                         self.clock_s,
                         resting_bytes=resting + memory.reserved_bytes,
                     )
@@ -102,24 +102,6 @@ class _Simulation:
             if all(actor.state is State.OPTIMIZE for actor in self.actors):
                 return self.clock_s
             going = self.pass_time()
-
-    def run_optimizers(self, start_s: float) -> dict[float, float]:
-        """Run the optimizers, which begin together; returns their ends by their seconds."""
-        optimizers_s = {rank.optimizer_s for rank in self.predicted.ranks}
-        seconds = np.array(sorted(optimizers_s))
-        ends_s = dict.fromkeys(optimizers_s, start_s)
-        remaining_s = seconds.copy()
-        first = int(np.searchsorted(remaining_s, 0.0, side="right"))
-        while first < len(seconds):
-            step_s = float(remaining_s[first])
-            self.clock_s += step_s
-            left_s = np.maximum(0.0, remaining_s[first:] - step_s)
-            left_s[left_s <= NEGLIGIBLE * self.clock_s] = 0.0
-            remaining_s[first:] = left_s
-            for each in seconds[first:][left_s == 0].tolist():
-                ends_s[each] = self.clock_s
-            first += int(np.count_nonzero(left_s == 0))
-        return ends_s
 
     def settle(self, going: list[Actor]) -> None:
         """Do everything that can happen without time passing; ``going`` may go on.

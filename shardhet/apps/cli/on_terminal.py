@@ -1,25 +1,16 @@
 """Live output: redrawn on a terminal, omitted elsewhere."""
 
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
-
-
-class Drawing(Protocol):
-    """A live display of rich, or a progress bar."""
-
-    def start(self) -> None:
-        """Begin to draw."""
-
-    def stop(self) -> None:
-        """Remove what is drawn."""
+from rich.live import Live
+from rich.progress import Progress
 
 
 class OnTerminal:
     """A context in which ``drawing`` is drawn, if the console is a terminal."""
 
-    def __init__(self, console: Console, drawing: Drawing) -> None:
+    def __init__(self, console: Console, drawing: Live | Progress) -> None:
         self.console = console
         self._drawing = drawing
 
@@ -28,11 +19,6 @@ class OnTerminal:
             self._drawing.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             self._drawing.stop()

@@ -4,30 +4,27 @@ import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.training import LoggerConf, LoggerKind
 
 
-class MetricsLogger(Protocol):
-    """Records numbers by name, step by step."""
+class MetricsLogger:
+    """Records numbers by name, step by step; this one nowhere."""
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record what was measured at ``step``."""
-        ...
 
     def roll_back(self, step: int) -> None:
         """Forget what was recorded after ``step``: those steps are taken again."""
-        ...
 
     def close(self) -> None:
         """Write everything to disk."""
-        ...
 
 
-class JsonLinesLogger:
+class JsonLinesLogger(MetricsLogger):
     """Writes one JSON object per line, as soon as it is logged."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -49,7 +46,7 @@ class JsonLinesLogger:
         self._file.close()
 
 
-class CsvLogger:
+class CsvLogger(MetricsLogger):
     """Writes one row per step with any value and one column per name, for a spreadsheet.
 
     Later names add new columns, so the file is written at the end, from metrics.jsonl: that
@@ -58,12 +55,6 @@ class CsvLogger:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-
-    def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Do nothing yet."""
-
-    def roll_back(self, step: int) -> None:
-        """Do nothing: metrics.jsonl has forgotten them."""
 
     def close(self) -> None:
         rows: dict[int, dict[str, Any]] = {}
@@ -79,7 +70,7 @@ class CsvLogger:
             writer.writerows(rows.values())
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(MetricsLogger):
     """Writes event files for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -104,11 +95,12 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-class WandbLogger:
+class WandbLogger(MetricsLogger):
     """Logs to a Weights & Biases run; offline runs are uploaded later with ``wandb sync``.
 
     ``step`` is a metric, which the others are drawn over: wandb's own steps only increase, and
-    what is logged at an earlier one would be lost.
+    what is logged at an earlier one would be lost.  It forgets nothing, so steps that are taken
+    again come twice.
     """
 
     def __init__(self, folder: RunFolder, conf: LoggerConf) -> None:
@@ -127,9 +119,6 @@ class WandbLogger:
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         self._run.log({"step": step, **values})
-
-    def roll_back(self, step: int) -> None:
-        """Do nothing: wandb forgets nothing, so steps that are taken again come twice."""
 
     def close(self) -> None:
         self._run.finish()
