@@ -1,11 +1,13 @@
 """Masked text is the same under every plan, and hides what it should."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from shardhet.records.plan import Plan
 from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, deal
-from shardhet.training.samples import MASK_TOKEN, MaskedBatches, masked
+from shardhet.training.samples import MASK_TOKEN, ChangedBatches, masked
 
 PLAN = Plan.by_hand(
     microbatch_sizes=[2, 0, 1], rank_batch_sizes=[5, 0, 1], state_shares=[0, 1, 0]
@@ -16,6 +18,11 @@ def text_batches() -> GlobalBatches:
     text = (np.arange(5000) % 200).astype(np.uint8)
     corpus = Corpus(train=text, held_out=text)
     return GlobalBatches(corpus=corpus, seq_len=100, global_batch_size=6)
+
+
+def masked_batches(*, fraction: float, seed: int) -> ChangedBatches:
+    change = partial(masked, fraction=fraction, seed=seed)
+    return ChangedBatches(text=text_batches(), change=change)
 
 
 def test_only_hidden_tokens_are_to_be_predicted() -> None:
@@ -30,9 +37,7 @@ def test_only_hidden_tokens_are_to_be_predicted() -> None:
 
 
 def test_masks_depend_on_seed_and_step_alone() -> None:
-    batches = [
-        MaskedBatches(text=text_batches(), fraction=0.15, seed=seed) for seed in (0, 0, 1)
-    ]
+    batches = [masked_batches(fraction=0.15, seed=seed) for seed in (0, 0, 1)]
     drawn = [batches[0][3], batches[1][3], batches[2][3], batches[0][4]]
     hidden = [(batch.tokens == MASK_TOKEN).tobytes() for batch in drawn]
     assert hidden[0] == hidden[1]
@@ -40,7 +45,7 @@ def test_masks_depend_on_seed_and_step_alone() -> None:
 
 
 def test_dealt_parts_of_masked_text_join_to_the_global_batch() -> None:
-    batch = MaskedBatches(text=text_batches(), fraction=0.5)[0]
+    batch = masked_batches(fraction=0.5, seed=0)[0]
     parts: list[TokenBatch] = [deal(batch, PLAN, position) for position in range(3)]
     joined = np.concatenate([part.targets for part in parts])
     np.testing.assert_array_equal(joined, batch.targets)

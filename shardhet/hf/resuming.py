@@ -10,7 +10,6 @@ Parameters are in both, so that the model opens anywhere and the state is verifi
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,11 @@ from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.dealing import PlanLoader
 from shardhet.hf.view import TrainerView
-from shardhet.training.resuming import random_states, restore_random_states
+from shardhet.training.resuming import (
+    check_unchanged,
+    random_states,
+    restore_random_states,
+)
 
 STATE_DIR = "shardhet"
 logger = logging.getLogger(__name__)
@@ -78,7 +81,8 @@ class WholeState:
                 f"HetTrainer.train: {folder / STATE_DIR} was not written by HetTrainer, so it "
                 "does not say which samples come next. Load it with shardhet.checkpoint.load."
             )
-        self._check(extra["facts"], folder)
+        source = f"HetTrainer.train: {folder}"
+        check_unchanged(extra["facts"], self._facts(), REMEDIES, source=source)
         self._scheduler.load_state_dict(extra["scheduler"])
         if trainer.loss_scaler is not None and "loss_scaler" in extra:
             trainer.loss_scaler.load_state_dict(extra["loss_scaler"])
@@ -138,15 +142,6 @@ class WholeState:
             "seed": trainer.args.seed,
             "drop_last": batches.drop_last,
         }
-
-    def _check(self, saved: Mapping[str, Any], folder: Path) -> None:
-        for name, mine in self._facts().items():
-            if saved[name] != mine:
-                raise ValueError(
-                    f"HetTrainer.train: {folder} was written with {name} {saved[name]!r} but "
-                    f"here it is {mine!r}, so the run would not continue as before. "
-                    f"{REMEDIES[name]}."
-                )
 
 
 class EndWhenAsked(TrainerCallback):

@@ -7,7 +7,7 @@ little: what they are functions *of* is compared, and random states are put back
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -63,22 +63,32 @@ def check_goes_on(state: Mapping[str, Any] | None, course: Course, *, source: st
             f"resume: {source} does not say which data it has seen, so it was not written by "
             "shardhet train. Load it in a program of your own, or start a new run."
         )
-    names = {
+    remedies = {
         "global_batch_size": "Give a plan with the same global batch",
         "data_digest": "Train on the data that it was trained on",
         "seed": "Set the same seed",
     }
-    for name, remedy in names.items():
-        mine, theirs = getattr(course, name), state[name]
-        if mine != theirs:
-            raise ValueError(
-                f"resume: {source} was written with {name} {theirs!r} but here it is {mine!r}, "
-                f"so the run would not continue as before. {remedy}."
-            )
+    check_unchanged(state, asdict(course), remedies, source=f"resume: {source}")
     if state["schedule"] != course.schedule:
         logger.warning(
             "the learning rate was %s and is %s from now on", state["schedule"], course.schedule
         )
+
+
+def check_unchanged(
+    saved: Mapping[str, Any],
+    here: Mapping[str, Any],
+    remedies: Mapping[str, str],
+    *,
+    source: str,
+) -> None:
+    """Raise ``ValueError`` for the first name of ``remedies`` that is another ``here``."""
+    for name, remedy in remedies.items():
+        if saved[name] != here[name]:
+            raise ValueError(
+                f"{source} was written with {name} {saved[name]!r} but here it is "
+                f"{here[name]!r}, so the run would not continue as before. {remedy}."
+            )
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 As with plain text, the global batch of a step is a pure function of (data, seed, step).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,53 +26,23 @@ def masked(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedBatches:
-    """The batches of ``text``, each changed in a way of its own."""
-
-    text: Batches
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.text.global_batch_size
-
-    def __getitem__(self, step: int) -> TokenBatch:
-        batch = self.text[step]
-        assert isinstance(batch, TokenBatch)
-        return self._changed(batch, step)
-
-    def _changed(self, batch: TokenBatch, step: int) -> TokenBatch:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedBatches(ChangedBatches):
-    """The batches of ``text``, each with its own random mask."""
-
-    fraction: float
-    seed: int = 0
-    mask_token: int = MASK_TOKEN
-
-    def _changed(self, batch: TokenBatch, step: int) -> TokenBatch:
-        return masked(
-            batch,
-            fraction=self.fraction,
-            seed=self.seed,
-            step=step,
-            mask_token=self.mask_token,
-        )
-
-
-def second_half(batch: TokenBatch) -> TokenBatch:
-    """Keep only the targets in the second half of each sample."""
+def second_half(batch: TokenBatch, *, step: int = 0) -> TokenBatch:
+    """Keep only the targets in the second half of each sample, at any ``step``."""
     targets = batch.targets.copy()
     targets[:, : targets.shape[1] // 2] = -1
     return TokenBatch(tokens=batch.tokens, targets=targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecondHalfBatches(ChangedBatches):
-    """The batches of ``text``, with targets only in the second half of each sample."""
+class ChangedBatches:
+    """The batches of ``text``, each changed by ``change(batch, step=step)``."""
 
-    def _changed(self, batch: TokenBatch, step: int) -> TokenBatch:
-        return second_half(batch)
+    text: Batches
+    change: Callable[..., TokenBatch]
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.text.global_batch_size
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        return self.change(self.text[step], step=step)

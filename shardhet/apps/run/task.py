@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,8 +31,7 @@ from shardhet.training.data import (
 from shardhet.training.samples import (
     MASK_TOKEN,
     STEPLESS_SEED,
-    MaskedBatches,
-    SecondHalfBatches,
+    ChangedBatches,
     masked,
     second_half,
 )
@@ -124,16 +124,12 @@ def _hf_task(
     batches: Batches
     batches, judged = _batches(conf, corpus, global_batch_size)
     if folder.objective is Objective.MASKED:
-        mask_token = _mask_token(own)
-        fraction = model.mask_fraction
-        batches = MaskedBatches(
-            text=batches, fraction=fraction, seed=conf.seed, mask_token=mask_token
-        )
-        judged = masked(
-            judged, fraction=fraction, seed=0, step=STEPLESS_SEED, mask_token=mask_token
-        )
+        mask = partial(masked, fraction=model.mask_fraction, mask_token=_mask_token(own))
+        batches = ChangedBatches(text=batches, change=partial(mask, seed=conf.seed))
+        judged = mask(judged, seed=0, step=STEPLESS_SEED)
     elif folder.objective is Objective.SECOND_HALF:
-        batches, judged = SecondHalfBatches(text=batches), second_half(judged)
+        batches = ChangedBatches(text=batches, change=second_half)
+        judged = second_half(judged)
     module = folder.in_memory(
         dtype=DTYPE_BY_PRECISION[conf.precision],
         weights=model.weights,
