@@ -47,7 +47,7 @@ from shardhet.training.compiling import compile_units
 from shardhet.training.data import TokenBatch
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.loss_scaling import LossScaler
-from shardhet.training.optim import Cosine, OptimizerSpec
+from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Trainer, run_plainly
 
 # First steps in two bytes.  Widths and lengths at which libraries choose other kernels for
@@ -179,7 +179,7 @@ def _is_guarded(job: Job, on_bad_step: OnBadStep) -> bool:
         model,
         OptimizerSpec(learning_rate=1e-3).build(list(model.parameters())),
         _SameBatches(tokens, targets),
-        schedule=Cosine(num_steps=NUM_STEPS),
+        schedule=WarmupDecay(num_steps=NUM_STEPS),
         device=job.device,
         guard=Guard(on_bad_step),
         run=run,
