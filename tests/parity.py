@@ -92,7 +92,7 @@ def check_parity(rank: int, problem: Problem, plan: Plan, course: Course) -> Res
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
         compare_grads(model, reference, unit_by_fqn, where=f"step {step}")
         if course.clip_at is not None:
-            _clip_both(model, reference, course.clip_at)
+            clip_both(model, reference, course.clip_at)
             compare_grads(model, reference, unit_by_fqn, where=f"step {step}, clipped")
         bits += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         if (step + 1) % course.steps_between_zero_grad == 0:
@@ -268,7 +268,7 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-3)
 
 
-def _clip_both(model: HetFSDP, reference: nn.Module, clip_at: float) -> None:
+def clip_both(model: HetFSDP, reference: nn.Module, clip_at: float) -> None:
     grads = [p.grad for p in reference.parameters() if p.grad is not None]
     max_norm = clip_at * float(torch.nn.utils.get_total_norm(grads))
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)

@@ -226,7 +226,7 @@ def draw_case(seed: int, *, world_size: int) -> Case:
     """The case of that seed: the same in every process."""
     draw = random.Random(f"{seed}/{world_size}")
     plan, kinds = draw_plan(draw, world_size)
-    shape = _draw_shape(draw)
+    shape = draw_shape(draw)
     full = tuple(rank.rank_batch_size for rank in plan.ranks)
     sizes = (full, full, _shorter(draw, full) if draw.random() < 0.4 else full)
     options: dict[str, Any] = {"seed": draw.randrange(100)}
@@ -329,7 +329,7 @@ def _shorter(draw: random.Random, full: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _draw_shape(draw: random.Random) -> ModelShape:
+def draw_shape(draw: random.Random) -> ModelShape:
     orders = [(0, 1), (0, 1, 2), (0, 1, 0), (0, 0, 1), (1, 0, 1, 2), (0, 1, 2, 0)]
     order = draw.choice(orders)
     frozen_choices: list[tuple[str, ...]] = [

@@ -41,6 +41,7 @@ COLLECTIVE_CALLS = (
     "checkpoint.load",
     "gather_features",
     "redistribute",
+    "forward_backward",
 )
 
 

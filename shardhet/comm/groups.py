@@ -37,6 +37,7 @@ def _let_go_of_groups() -> None:
                 object.__setattr__(holder, name, None)
     _made_by_group.clear()
     _computing_by_group.clear()
+    _handover_by_group.clear()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -93,7 +94,8 @@ class Communicators:
             each.give_up()
         for group in (self.gather, self.reduce, self.control):
             if group is not None:
-                for part in (*_computing_by_group.get(group, {}).values(), group):
+                parts = _computing_by_group.get(group, {}).values()
+                for part in (*parts, *_handover_by_group.get(group, ()), group):
                     if part is not None:
                         _break(part)
 
@@ -110,6 +112,10 @@ _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakK
 # are a part of.
 _Part = dist.ProcessGroup | None
 _computing_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Part]] = (
+    WeakKeyDictionary()
+)
+# For messages between the stages of a pipeline, in each direction.
+_handover_by_group: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
 
@@ -185,6 +191,23 @@ def side_channel(channel: Channel) -> Channel:
 
 
 _side_channels: WeakSet[Channel] = WeakSet()
+
+
+def handover_channels(channel: Channel) -> list[Channel]:
+    """Channels over gloo for what stages of a pipeline send to the next, and to the one before.
+
+    Their groups have all processes, so that every rank makes equally many; they are made on
+    first use and kept as long as that of ``channel``.  Collective.
+    """
+    group = channel.group
+    if group is None:
+        return [Channel(None, channel.rank_by_position, channel.position)] * 2
+    made = _handover_by_group.setdefault(group, [])
+    if not made:
+        host = torch.device("cpu")
+        count_alike(group, host)
+        made += [new_group(group, host, backend="gloo") for _ in range(2)]
+    return [Channel(each, channel.rank_by_position, channel.position) for each in made]
 
 
 def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -51,6 +51,9 @@ class Members:
             seats = match_devices([each.device for each in plan.ranks], announced)
         gather, reduce, control = communicators.channels(seats, rank)
         names = [f"rank {r} ({announced[r]})" for r in seats]
+        for stage, positions in enumerate(plan.groups if plan.stages else ()):
+            for i in positions:
+                names[i] += f" of stage {stage}"
         return cls(
             gather=gather,
             reduce=reduce,

@@ -26,11 +26,12 @@ from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_piece
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
-from shardhet.fsdp.sharding.wrapping import find_units
+from shardhet.fsdp.stages.refusals import find_units_by
+from shardhet.fsdp.stages.runtime import comm_of_units, runtime_by
+from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
-from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
@@ -100,27 +101,28 @@ class HetFSDP(ModuleInRounds):
     ) -> None:
         """Shard ``module`` over the ranks of ``group``; see the class.  Collective."""
         super().__init__()
-        plan.refuse_stages("HetFSDP")
         group, device = default_group(group), device or _device_of(module)
         members = Members.meet(group, plan, device=device, device_spec=device_spec)
         watch_unless_decided(plan.world_size, device)
         self._control, self._lifeline = members.control, members.lifeline
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
-        hooks = ParamHooks(module)
-        before = {fqn: ref(param) for fqn, param in module.named_parameters()}
+        hooks, before = ParamHooks(module), {f: ref(p) for f, p in module.named_parameters()}
         with self._lifeline.guard("wrapping the model"):
             self._comm.follow(plan, self._control)
             norms = BatchNorms(module)
             if members.control.position == 0:
                 norms.warn([rank.microbatch_sizes for rank in plan.ranks])
-            modules_of_units = find_units(module, units, keeps_last=loss_fn is not None)
+            of_units = comm_of_units(plan, self._comm, members)
+            precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+            modules_of_units = find_units_by(plan, module, units, loss_fn, precision)
             *built, root = build_units(
                 module,
                 modules_of_units,
                 plan,
-                comm=self._comm,
+                comm=of_units,
+                root_comm=self._comm,
                 control=members.control,
-                precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+                precision=precision,
                 seed=seed,
                 init_fn=init_fn,
                 row_source=row_source,
@@ -132,15 +134,13 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
         self.module = module
-        self._loss = FusedLoss(loss_fn)
-        self._batch_dim = batch_dim
-        self._forward = module.forward
-        self._caches = CacheSwitch(module)
-        self._runtime = Runtime(
+        self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
+        self._batch_dim, self._forward = batch_dim, module.forward
+        self._runtime = runtime_by(plan, self._comm)(
             built,
             root,
             plan=plan,
-            comm=self._comm,
+            comm=of_units,
             control=members.control,
             lifeline=self._lifeline,
             seed=seed,
@@ -156,6 +156,7 @@ class HetFSDP(ModuleInRounds):
             self._rows,
             is_float16=param_dtype is torch.float16,
         )
+        self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
         pieces = find_pieces(module, modules_of_units, param_dtype)
         intercept(module, self._runtime.calls, self._loss, pieces)
         guard_root(module, root, built, self._lifeline)
@@ -181,6 +182,7 @@ class HetFSDP(ModuleInRounds):
         made of zeros.  ``loss_inputs`` (a tensor or a tuple) are passed on to ``loss_fn``.
         """
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+        self.plan.refuse_stages("model(...)", "Call model.forward_backward")
         with self._lifeline.guard("model(...)"):
             check_is_not_open(self._runtime)
             self._check_intact()
@@ -254,6 +256,7 @@ class HetFSDP(ModuleInRounds):
         unsplit inputs, and frees the parameters again.  Gradients are disabled.  Entering and
         leaving are collective; inside, ranks may call different units, or none.
         """
+        self.plan.refuse_stages("unit_by_unit")
         return unit_by_unit(
             self._runtime, comm=self._comm, control=self._control, lifeline=self._lifeline
         )

@@ -44,6 +44,11 @@ class FlatMove:
 def why_not(model: HetFSDP, plan: Plan) -> str | None:
     """Why ``model`` cannot follow ``plan`` as it is now; None if it can."""
     before = model.plan
+    if plan.stages or before.stages:
+        return (
+            "plan: this one or the next one has stages, between which rows cannot move yet. "
+            "Save a checkpoint and load it under the other plan."
+        )
     if plan.world_size != before.world_size:
         return (
             f"plan: it is for {plan.world_size} devices but {before.world_size} ranks are "

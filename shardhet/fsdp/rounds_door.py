@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
+from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_backward import MeanBackward
 from shardhet.records.plan import Plan
@@ -21,6 +22,7 @@ class ModuleInRounds(ModuleWithState):
     _backward: MeanBackward
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
+    _pipeline: Pipeline | None = None  # of a plan with stages
 
     def backward(
         self, loss_sum: Tensor, num_tokens: Tensor | int, *, divisor: float | None = None
@@ -55,7 +57,11 @@ class ModuleInRounds(ModuleWithState):
         ``plan.sample_indices(model.position, num_samples)``.  The model, or ``loss_fn``,
         returns ``(loss_sum, num_tokens)``.  ``scaler`` scales the loss, in float16.  Returns
         the mean of the loss, as ``backward`` does of the last round, but never scaled.
+
+        Under stages every rank passes all arguments of its samples, and all ranks get the mean.
         """
+        if scaler is not None:
+            self.plan.refuse_stages("forward_backward(scaler=...)")
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         if self._runtime.rounds.have_begun:
             self.drop_rounds()
@@ -72,6 +78,12 @@ class ModuleInRounds(ModuleWithState):
                 planned=num_rounds * own,
             )
             parts = call.in_rounds(num_rounds, own)
+        if self._pipeline is not None:
+            calls = [
+                ModelCall.of(self._forward, *part, self._batch_dim, planned=own)
+                for part in parts
+            ]
+            return self._pipeline.step(calls, is_training=self.module.training)
         for positional, named, of_loss in parts:
             loss_sum, num_tokens, *_ = self(*positional, loss_inputs=of_loss, **named)
             if scaler is not None:
@@ -110,6 +122,7 @@ class ModuleInRounds(ModuleWithState):
         if number < 1:
             raise ValueError(f"batches_per_step is {number} but must be at least 1.")
         if number != self.batches_per_step:
+            self.plan.refuse_stages("batches_per_step")
             self._runtime.rounds.forget()
             self._runtime.follow(self.plan, number)
 

@@ -153,12 +153,12 @@ class Plan(Document):
                 "samples of a round. Leave it out if all rounds are full."
             )
 
-    def refuse_stages(self, caller: str) -> None:
+    def refuse_stages(self, caller: str, mend: str = "Give it a plan without stages") -> None:
         """Raise ``ValueError`` if the plan has stages, for a ``caller`` that has none."""
         if self.stages is not None:
             raise ValueError(
                 f"{caller}: the plan has {len(self.stages)} stages, with which it cannot do "
-                "anything yet. Give it a plan without stages."
+                f"anything yet. {mend}."
             )
 
     @property

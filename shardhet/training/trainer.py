@@ -117,6 +117,7 @@ class Trainer:
 
         ``peak_memory`` counts the device's memory; None asks the device, or the process.
         """
+        model.plan.refuse_stages("Trainer", "Call model.forward_backward in a loop of your own")
         if batches.global_batch_size != model.plan.global_batch_size:
             raise ValueError(
                 f"batches: global batches of {batches.global_batch_size} samples but the plan "

@@ -51,6 +51,7 @@ from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 from shardhet.comm.channel import Channel
 from shardhet.comm.progress import phase
+from shardhet.fsdp import HetFSDP
 from shardhet.records.nodes import Nodes, keepers
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
@@ -123,9 +124,9 @@ class Replicas:
         ``CheckpointError`` on every rank if a node has no room, or if the last replica could
         not be written; the one before it is then still there.
         """
+        ranks = _ranks_of(model)
         self.wait(model)
         wait_for_pending(model)
-        ranks = Ranks(model)
         ranks.meet(SAVES)
         step = step_of(model, step)
         path, held = self.path_of(step), Held(ranks)
@@ -187,9 +188,9 @@ class Replicas:
         ``checkpoints`` has a later step.  Replicas of later steps, which are not
         whole, are removed.  Raises ``CheckpointError`` as ``shardhet.checkpoint.load``.
         """
+        ranks = _ranks_of(model)
         self.wait(model)
         wait_for_pending(model)
-        ranks = Ranks(model)
         ranks.meet(LOADS)
         channel = self._channel(model, ranks)
         damaged: set[DamagedFile] = set()
@@ -262,6 +263,12 @@ class Replicas:
             for each in list(self.folder.iterdir()):
                 if _HALF_DONE.fullmatch(each.name):
                     shutil.rmtree(each, ignore_errors=True)
+
+
+def _ranks_of(model: nn.Module) -> Ranks:
+    if isinstance(model, HetFSDP):
+        model.plan.refuse_stages("Replicas")
+    return Ranks(model)
 
 
 def _check_room(

@@ -74,13 +74,15 @@ class BatchAxis:
             piece = piece.unflatten(self.dim, (self.outer, span.numel * self.inner))
         self.view(whole, span, num_samples).copy_(piece)
 
-    def new_whole(self, piece: Tensor, num_samples: int) -> Tensor:
+    def new_whole(
+        self, piece: Tensor, num_samples: int, device: torch.device | None = None
+    ) -> Tensor:
         """An empty tensor for all samples, with the memory order of ``piece``."""
         return torch.empty_permuted(
             self.shape(piece.shape, num_samples),
             _order(piece.stride()),
             dtype=piece.dtype,
-            device=piece.device,
+            device=piece.device if device is None else device,
         )
 
     def shape(self, shape: Sequence[int], num_samples: int) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
 """The arguments of a call of a model: which of them hold samples, and how to pass fewer."""
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ PLAIN = (
 )  # fmt: skip
 # Values of these types choose what a model does; numbers do not.
 _CHOOSING = (type(None), bool, str, bytes, Enum, torch.dtype)
+
+
+CHECKSUM_END = 2**48  # exact in float64
 
 
 def is_plain(leaf: Any) -> bool:
@@ -91,6 +95,36 @@ class ModelCall:
     def key(self) -> Hashable:
         """Equal for calls of one kind, whatever the lengths of their tensors."""
         return (str(self.spec), *map(self._look, self.leaves, self.batch_dims))
+
+    @property
+    def lengths(self) -> tuple[Any, ...]:
+        """By leaf: the shape of a tensor, without the dimension that holds the samples."""
+        return tuple(
+            tuple(n for i, n in enumerate(leaf.shape) if not (factor and i == dim))
+            if isinstance(leaf, Tensor)
+            else None
+            for leaf, dim, factor in self._factors()
+        )
+
+    def _factors(self) -> Iterator[tuple[Any, int | None, int]]:
+        """Each leaf with its batch dimension, and that one's length for one sample."""
+        if self.num_samples:
+            yield from zip(self.leaves, self.batch_dims, self.candidates(), strict=True)
+
+    def checksums(self) -> tuple[int, int]:
+        """Numbers for the samples: their sum, and that with each times its place, from 1 on.
+
+        For tensors on the host.
+        """
+        sums = [0] * self.num_samples
+        for leaf, dim, factor in self._factors():
+            if not factor or dim is None or leaf.layout is not torch.strided:
+                continue
+            rows = leaf.detach().movedim(dim, 0).reshape(self.num_samples, -1).contiguous()
+            for i, row in enumerate(rows.view(torch.uint8).numpy()):
+                sums[i] = crc32(row, sums[i])
+        placed = sum(place * each for place, each in enumerate(sums, 1))
+        return sum(sums) % CHECKSUM_END, placed % CHECKSUM_END
 
     def _look(self, leaf: Any, dim: int | None) -> Hashable:
         if isinstance(leaf, Tensor):

@@ -46,9 +46,11 @@ class KnownCalls:
 
     def index_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> int:
         """The index of this rank's findings for such a call; UNKNOWN if it has none."""
-        return self._index_by_key.get(self._key(call, is_training, splits), UNKNOWN)
+        key = self.key_of(call, is_training=is_training, splits=splits)
+        return self._index_by_key.get(key, UNKNOWN)
 
-    def _key(self, call: ModelCall, is_training: bool, splits: bool) -> Hashable:
+    def key_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> Hashable:
+        """What calls have in common that the same findings are for."""
         chosen = tuple(held.get(name) for held, name in self._choices)
         return (call.key, torch.is_grad_enabled(), is_training, splits, chosen)
 
@@ -66,7 +68,8 @@ class KnownCalls:
         Collective.
         """
         if index == UNKNOWN:
-            key = self._key(call, is_training, splits)  # before the model may change it
+            # Before the model may change it.
+            key = self.key_of(call, is_training=is_training, splits=splits)
             _check_can_be_probed(call)
             rows = self._control.exchange([float(splits)])
             findings = self._prober.find(

@@ -60,6 +60,7 @@ from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copi
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Refusal, Watcher
 from shardhet.fsdp.sharding.unit import FSDPUnit
+from shardhet.fsdp.stages.flow import Flow
 
 
 class CallKey(NamedTuple):
@@ -92,6 +93,7 @@ class ProbedModel:
     gathered: Mapping[int, int]  # the same, by id of an unsharded parameter
     storages: frozenset[int]  # those that hold parameters
     tell: Callable[[str], None]  # what is being done, for messages of a failure
+    is_followed: bool  # whether results of units are followed to where they are used
 
     @classmethod
     def of(
@@ -105,6 +107,7 @@ class ProbedModel:
         control: Channel,
         device: torch.device,
         tell: Callable[[str], None],
+        is_followed: bool = False,
     ) -> Self:
         """The model with its units, and the root for all other parameters."""
         of_units = [(i, flat) for i, unit in enumerate(units) for flat in unit.flats]
@@ -125,6 +128,7 @@ class ProbedModel:
                 for each in (*flat.unsharded_params, flat.flat_shard)
             ),
             tell=tell,
+            is_followed=is_followed,
         )
 
 
@@ -141,6 +145,8 @@ class Probe:
         self._seen: dict[CallKey, Seen] = {}
         self._module = model.module
         self._norms = model.norms
+        self._is_followed = model.is_followed
+        self.flow: Flow | None = None  # of the large run
         self._has_gradients = has_gradients
         self._splits = splits
         self._hooks = TensorHooks()
@@ -182,6 +188,9 @@ class Probe:
             set_numbers(self._module, self.begins_with)
             writes, before = BufferWrites(self._module), numbers(self._module)
             self._watcher.give(inputs)
+            follows = self._is_followed and name == "large"
+            self._watcher.flow = Flow() if follows else None
+            self.flow = self._watcher.flow or self.flow
             with self._hooks if name == "large" else nullcontext(), self._watcher:
                 yield
             changed = dict(numbers(self._module).items() - before.items())
@@ -207,6 +216,8 @@ class Probe:
     def check_output(self, output: Any) -> None:
         """Raise if the model returns a tensor that a unit has made but not returned."""
         self._watcher.check_returned(tensors_in(output))
+        if self._watcher.flow is not None:
+            self._watcher.flow.reach(tensors_in(output))
 
     def call(
         self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -216,10 +227,15 @@ class Probe:
         self._watcher.check_arguments(tensors_in(leaves))
         key = CallKey(fqn, self._num_calls[fqn])
         self._num_calls[fqn] += 1
+        flow = self._watcher.flow
+        if flow is not None:
+            flow.reach(tensors_in(leaves))
         with self._watcher.paused():
-            return self._run(
-                self, key, ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
-            )
+            call = ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
+            output = self._run(self, key, call)
+        if flow is not None:
+            flow.give(output, self.rules[key])
+        return output
 
     def infer(
         self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]

@@ -37,6 +37,7 @@ from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
+from shardhet.fsdp.stages.flow import Result, Value
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
 
 
@@ -53,6 +54,10 @@ class Findings:
     counted: tuple[Number, ...]  # attributes that code outside of units changes
     inputs: tuple[SeenInput, ...]  # of units, if this rank has samples
     empty_output: Any  # the model's output for no samples, on the meta device, or None
+    # If results of units are followed: those of each call, if this rank has samples, and what
+    # reaches each call, and the output.
+    results: tuple[Result, ...] = ()
+    reached: tuple[frozenset[Value], ...] = ()
 
     def make_empty_output(self, device: torch.device) -> Any:
         """The model's output for no samples, with its tensors as zeros on ``device``."""
@@ -167,10 +172,15 @@ class Prober:
         self._check_agreement(rules)
         is_certain = probe is None or probe.is_certain
         rows = self._control.exchange([float(is_certain)])
+        flow = None if probe is None else probe.flow
         told = self._control.exchange_objects(
-            (attempt.empty_output(), () if probe is None else probe.counted)
+            (
+                attempt.empty_output(),
+                () if probe is None else probe.counted,
+                [] if flow is None else flow.reached,
+            )
         )
-        forms = [form for form, _ in told]
+        forms = [form for form, _, _ in told]
         form = next((each for each in forms if each is not None), None)
         return Findings(
             rules={key: [found] for key, found in rules.items()},
@@ -178,10 +188,12 @@ class Prober:
             staying=self.staying,
             splits=attempt.splits,
             is_certain=all(row[0] for row in rows),
-            counted=tuple(sorted({number for _, counted in told for number in counted})),
+            counted=tuple(sorted({number for _, counted, _ in told for number in counted})),
             has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
             inputs=() if probe is None else tuple(probe.inputs),
             empty_output=None if form is None else pickle.loads(form),
+            results=() if flow is None else tuple(flow.results),
+            reached=_together([reached for _, _, reached in told if reached]),
         )
 
     def _check_agreement(self, rules: dict[CallKey, VisitRules]) -> None:
@@ -275,6 +287,11 @@ class Prober:
             for unit in self._units:
                 if unit.state is not UnitState.SHARDED:
                     unit.reshard()
+
+
+def _together(reached: Sequence[Sequence[frozenset[Value]]]) -> tuple[frozenset[Value], ...]:
+    """What reaches each call on any rank."""
+    return tuple(frozenset().union(*each) for each in zip(*reached, strict=True))
 
 
 def _explained(

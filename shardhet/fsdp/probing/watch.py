@@ -22,13 +22,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
+from shardhet.fsdp.stages.flow import Flow
 
 OUTSIDE = 0
 
 _NARROW = (torch.float16, torch.bfloat16)
 
 # These use only dtype, device and shape of their tensor.
-_FACTORIES = frozenset(
+FACTORIES = frozenset(
     ("new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "zeros_like", "ones_like",
      "full_like", "new_empty_strided", "sym_size", "sym_stride")
 )  # fmt: skip
@@ -70,6 +71,7 @@ class Watcher(OperationMode):
         self.gathered: Mapping[int, int] = {}  # those that do not stay, by unsharded parameter
         self.params: frozenset[int] = frozenset()  # ids of the model's unsharded parameters
         self.storages: frozenset[int] = frozenset()  # those that hold parameters
+        self.flow: Flow | None = None  # of the results of units, if it is asked for
         self._place = OUTSIDE
         self._num_calls = 0
         self._unit_fqn = ""
@@ -128,13 +130,15 @@ class Watcher(OperationMode):
         if func._schema.is_mutable:  # type: ignore[attr-defined]
             self._check_writes(func, name, args, kwargs)
         depends = False
-        if name not in _FACTORIES:
+        if name not in FACTORIES:
             for each in tensors_among((args, kwargs)):
                 self._check(each, name)
                 depends |= each in self._made_at or isinstance(each, nn.Parameter)
                 if self._dice and each in self._dice:
                     self._check_die(name, args)
         result = self._predictably(func, name, args, kwargs)
+        if self.flow is not None and self._place == OUTSIDE and name not in FACTORIES:
+            self.flow.note(func, (args, kwargs), result)
         if depends:
             for each in tensors_among(result):
                 self._note(each)

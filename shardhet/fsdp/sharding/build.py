@@ -23,6 +23,7 @@ from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.sharding.wrapping import UnitModules
 from shardhet.records.layout import FlatLayout, cut_by_shares
 from shardhet.records.plan import Plan, PlannedUnit
+from shardhet.records.stages import stage_by_unit
 
 ROOT_FQN = ""
 
@@ -66,13 +67,17 @@ def build_units(
     plan: Plan,
     *,
     comm: CommContext,
+    root_comm: CommContext,
     control: Channel,
     precision: MixedPrecision,
     seed: int,
     init_fn: Callable[[nn.Module], None] | None,
     row_source: RowSource | None = None,
 ) -> list[FSDPUnit]:
-    """The units, the root last; every rank keeps its rows and frees the rest.  Collective."""
+    """The units, the root last; every rank keeps its rows and frees the rest.  Collective.
+
+    ``root_comm`` is that of the root, which ranks of all stages gather together.
+    """
     drafts = draft_units(module, modules_of_units)
     check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
     _check_plan_is_for(plan, drafts)
@@ -81,7 +86,7 @@ def build_units(
         for draft in drafts
         for group in draft.groups()
     ]
-    layouts = cut_by_shares(layouts, plan.state_shares)
+    layouts = cut_by_plan(layouts, drafts, plan)
     cut = iter(layouts)
     kinds = [
         FlatKind(group[0].current.dtype, group[0].is_trainable)
@@ -94,6 +99,7 @@ def build_units(
         _check_same_values(_hashes(module.named_parameters()), module, control)
     units, drawn = [], []
     for draft in drafts:
+        of_unit = root_comm if draft.fqn == ROOT_FQN else comm
         materialize(
             draft.slots,
             draft.inner,
@@ -110,7 +116,7 @@ def build_units(
             flat = FlatTensor(
                 group,
                 next(cut),
-                comm=comm,
+                comm=of_unit,
                 orig_dtype=group[0].current.dtype,
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
@@ -130,11 +136,30 @@ def build_units(
             unit_module(fqn, each, precision.param_dtype)
             for fqn, each in zip(draft.modules.fqns, draft.modules.modules, strict=True)
         ]
-        units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=comm))
+        units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=of_unit))
     if was_on_meta:
         _check_same_values(drawn, module, control)
     move_buffers(list(module.modules()), comm.device)
     return units
+
+
+def cut_by_plan(
+    layouts: Sequence[FlatLayout], drafts: Sequence[UnitDraft], plan: Plan
+) -> list[FlatLayout]:
+    """Every unit's layout cut over the devices of its stage, or over all, as the root's is."""
+    if plan.stages is None:
+        return list(cut_by_shares(layouts, plan.state_shares))
+    stage_by_fqn = stage_by_unit(plan.stages, [each.fqn for each in drafts[:-1]])
+    group_by_fqn = stage_by_fqn | {ROOT_FQN: len(plan.groups)}
+    of_layouts = [group_by_fqn[each.fqn] for each in drafts for _ in each.groups()]
+    positions: list[Sequence[int]] = [*plan.groups, range(plan.world_size)]
+    cut: dict[int, FlatLayout] = {}
+    for group, devices in enumerate(positions):
+        shares = [x if i in devices else 0.0 for i, x in enumerate(plan.state_shares)]
+        mine = [i for i, its in enumerate(of_layouts) if its == group]
+        parts = [share / sum(shares) for share in shares]
+        cut |= zip(mine, cut_by_shares([layouts[i] for i in mine], parts), strict=True)
+    return [cut[i] for i in range(len(layouts))]
 
 
 def unit_module(fqn: str, module: nn.Module, param_dtype: torch.dtype | None) -> UnitModule:
@@ -194,7 +219,8 @@ def draft_units(module: nn.Module, modules_of_units: Sequence[UnitModules]) -> l
             shape=param.shape,
             is_trainable=param.requires_grad,
         )
-        slots[root if root in owners else owners.pop()].append(slot)
+        # Units that share it are one unit, or of several stages, which all see the root's.
+        slots[root if root in owners or len(owners) > 1 else owners.pop()].append(slot)
     drafts = []
     for i, unit in enumerate(modules_of_units):
         inner = tuple(m for m, owner in unit_by_module.items() if owner == i)

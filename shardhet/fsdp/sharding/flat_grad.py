@@ -133,6 +133,11 @@ class FlatGradient:
                 scratch=comm.buffers,
             )
 
+    def pass_over(self) -> None:
+        """NONE -> REDUCED, on a rank that neither computes nor stores it: no rows of a sum."""
+        self._total = torch.empty(0, dtype=self._dtype, device=self._comm.device)
+        self.state = GradState.REDUCED
+
     def finish(self) -> None:
         """REDUCING -> REDUCED: wait for this rank's part and for readers of its gradients."""
         comm = self._comm

@@ -24,13 +24,15 @@ def find_units(
     wanted: Sequence[type[nn.Module] | str] | None,
     *,
     keeps_last: bool = False,
+    merges_tied: bool = True,
 ) -> list[UnitModules]:
     """The units of ``root`` in module order; all other parameters belong to the root.
 
     If ``wanted`` is None, units are the repeated blocks, and every other callable module with
     parameters that contains no block (embeddings, the head), unless it is tiny; ``keeps_last``
-    makes the last of them a unit even then.  Raises ``ValueError`` naming candidates if a
-    wanted module does not exist.
+    makes the last of them a unit even then.  Without ``merges_tied``, modules that share a
+    parameter are units of their own, and the parameter is the root's.  Raises ``ValueError``
+    naming candidates if a wanted module does not exist.
     """
     fqn_by_module = {module: fqn for fqn, module in root.named_modules()}  # shared ones once
     found = _automatic(root, keeps_last) if wanted is None else _by_name(root, wanted)
@@ -42,7 +44,7 @@ def find_units(
                 f"units: {fqn_by_module[module]!r} contains {fqn_by_module[inner[0]]!r}, "
                 "which is a unit too. Name one of them, not both."
             )
-    groups = _merge_tied(root, chosen)
+    groups = _merge_tied(root, chosen) if merges_tied else [[module] for module in chosen]
     return [UnitModules(tuple(fqn_by_module[m] for m in g), tuple(g)) for g in groups]
 
 

@@ -81,15 +81,12 @@ class MeanBackward:
                     else "model.backward: no rank has given the model samples. Pass the batch "
                     "as tensors with one row per sample; a model without arguments has none."
                 )
-            _check_is_number(loss_sum)
+            check_is_number(loss_sum)
             if self._is_float16:
-                self._check_scaled(loss_sum)
-            if not self._rows.is_alone:
-                self._check_leaves(loss_sum)
+                _check_scaled(loss_sum, self._outputs)
+            self.check_leaves(loss_sum)
             with self._runtime.observers.watch("", Activity.AGREE):
-                fingerprint = self._hooks.fingerprint(self._param_by_fqn)
-                rows = self._control.enter("model.backward", [fingerprint, divisor or 0.0])
-                check_hooks_agree(rows)
+                rows = self.enter("model.backward", divisor or 0.0)
                 self._check_divisor(divisor, {row[1] for row in rows})
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
@@ -106,29 +103,51 @@ class MeanBackward:
                 self._runtime.backward(run_autograd)
             finally:
                 self._is_in_backward = False
-            has_grad = self._agree_on_grads() if is_last else {}
+            has_grad = self.agree_on_grads() if is_last else {}
             of_round = rows_on_host.read()
             if divisor is not None:
                 of_round = of_round / torch.tensor([divisor, 1.0], dtype=torch.float64)
             self._sums = of_round if self._sums is None else self._sums + of_round
-            losses, counts = self._sums.T.tolist()
-            is_finite = all(map(math.isfinite, losses))
+            is_finite = bool(self._sums[:, 0].isfinite().all())
             if is_finite and not is_last:
                 return None
-            if not is_finite or sum(counts) == 0:
+        scale = self._scale_on_host
+        return self.end_step(
+            self._sums, has_grad, None if scale is None else scale.read().item()
+        )
+
+    def enter(self, call: str, *values: float) -> list[list[float]]:
+        """Enter ``call`` with all ranks, which must have the same hooks on parameters."""
+        fingerprint = self._hooks.fingerprint(self._param_by_fqn)
+        rows = self._control.enter(call, [fingerprint, *values])
+        check_hooks_agree(rows)
+        return rows
+
+    def end_step(
+        self, sums: Tensor, has_grad: Mapping[str, bool], scale: float | None
+    ) -> float | None:
+        """Set the gradients of a step, and return its mean loss.  Collective.
+
+        ``sums`` are losses and tokens of every rank, [world_size, 2].  Gradients are those of
+        the sum of losses times ``scale``; None if they are of what is returned.
+        """
+        self._sums = sums
+        losses, counts = sums.T.tolist()
+        is_valid = all(map(math.isfinite, losses)) and sum(counts) > 0
+        if not is_valid:
+            with self._lifeline.guard("model.backward"):
                 self._runtime.drop()
         step = self._runtime.rounds.step + 1
         self._runtime.rounds.end_step(step)
         progress.end_step(step)
-        if not is_finite or sum(counts) == 0:
+        if not is_valid:
             _check_finite(step, losses)
             logger.warning("step %d has no valid token and is skipped.", step)
             return None
         with self._lifeline.guard("hooks on parameters"):
             for flat in self._flats:
                 if flat.is_trainable:
-                    if self._scale_on_host is not None:
-                        scale = self._scale_on_host.read().item()
+                    if scale is not None:
                         flat.grad.multiply(1.0 / (scale * sum(counts)))
                     has = [has_grad[slot.fqn] for slot in flat.slots]
                     set_grads_with_hooks(flat, has, self._hooks, self._rows)
@@ -183,7 +202,7 @@ class MeanBackward:
                     flat.grad.multiply(factor)
         return self._power
 
-    def _agree_on_grads(self) -> dict[str, bool]:
+    def agree_on_grads(self) -> dict[str, bool]:
         """Which parameters have a gradient on any rank, by fqn.  Collective."""
         names = [slot.fqn for flat in self._flats for slot in flat.slots]
         mine = [float(has) for flat in self._flats for has in flat.grad.has_grad]
@@ -226,23 +245,10 @@ class MeanBackward:
                 leaf.register_hook(check)
         self._outputs = [ref(leaf) for leaf in leaves if self._is_float16]
 
-    def _check_scaled(self, loss_sum: Tensor) -> None:
-        """Raise ``ValueError`` if the loss is that of the model itself, or in float16, too."""
-        if loss_sum.requires_grad and any(output() is loss_sum for output in self._outputs):
-            raise ValueError(
-                "model.backward: param_dtype is float16, but the loss is not scaled, so small "
-                "gradients would become 0. Call "
-                "model.backward(scaler.scale(loss_sum), num_tokens) with a "
-                "torch.amp.GradScaler, and scaler.step(optimizer) and scaler.update() after it."
-            )
-        if loss_sum.dtype is torch.float16:
-            raise ValueError(
-                "model.backward: the loss is a sum in float16, where more than 65,504 is "
-                "infinite. Compute it from output.float()."
-            )
-
-    def _check_leaves(self, loss_sum: Tensor) -> None:
+    def check_leaves(self, loss_sum: Tensor) -> None:
         """Raise ``ValueError`` if the loss depends on a parameter that is not the model's."""
+        if self._rows.is_alone:
+            return
         for variable in leaves_of(loss_sum):
             if isinstance(variable, nn.Parameter) and id(variable) not in self._own:
                 raise ValueError(
@@ -285,7 +291,7 @@ def warn_of_large_output(output: Any) -> None:
         )
 
 
-def _check_is_number(loss_sum: Any) -> None:
+def check_is_number(loss_sum: Any) -> None:
     """Raise unless the loss is a tensor with one element."""
     if isinstance(loss_sum, Tensor) and loss_sum.dim() == 0:
         return
@@ -302,6 +308,22 @@ def _check_is_number(loss_sum: Any) -> None:
         "sum over this rank's tokens. "
         + ("Pass output.loss * num_tokens." if has_loss else "Pass the loss itself.")
     )
+
+
+def _check_scaled(loss_sum: Tensor, outputs: Sequence[ref[Tensor]]) -> None:
+    """Raise ``ValueError`` if the loss is that of the model itself, or in float16, too."""
+    if loss_sum.requires_grad and any(output() is loss_sum for output in outputs):
+        raise ValueError(
+            "model.backward: param_dtype is float16, but the loss is not scaled, so small "
+            "gradients would become 0. Call "
+            "model.backward(scaler.scale(loss_sum), num_tokens) with a "
+            "torch.amp.GradScaler, and scaler.step(optimizer) and scaler.update() after it."
+        )
+    if loss_sum.dtype is torch.float16:
+        raise ValueError(
+            "model.backward: the loss is a sum in float16, where more than 65,504 is "
+            "infinite. Compute it from output.float()."
+        )
 
 
 def _check_finite(step: int, losses: Sequence[float]) -> None:

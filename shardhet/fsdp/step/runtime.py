@@ -36,6 +36,8 @@ from shardhet.records.plan import Plan
 class Runtime:
     """Takes all units of one model through its steps."""
 
+    _make_calls: Callable[..., UnitCalls] = UnitCalls
+
     def __init__(
         self,
         units: Sequence[FSDPUnit],
@@ -72,7 +74,7 @@ class Runtime:
         self.own_samples = range(0)  # of the last forward, in the global batch
         self._inputs: InputsOnHost | None = None
         self.step = StepInProgress()
-        self.calls = UnitCalls(
+        self.calls = self._make_calls(
             module,
             units,
             step=self.step,
@@ -111,6 +113,7 @@ class Runtime:
             control=self._control,
             device=self._comm.device,
             tell=partial(setattr, self._lifeline, "doing"),
+            is_followed=plan.stages is not None,
         )
         self._prober = Prober(probed, self.units, form=self.rounds.form)
         self._known = KnownCalls(self._prober, self._control)

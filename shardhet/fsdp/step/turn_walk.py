@@ -48,6 +48,7 @@ class TurnWalk:
         self._order = VisitOrder([unit.fqn for unit in units])
         self._base: Schedule | None = None  # that the round in progress follows
         self._first = 0  # the first turn of the round
+        self._end = 0  # where the backward in progress ends
         self._cursor = 0  # the turn in progress, or the next one
         self._last_launched = -1  # the latest turn for which it has launched
         # Launched after turns and not finished, in order.
@@ -148,6 +149,8 @@ class TurnWalk:
 
     def begin_backward(self) -> None:
         """Let the units that stay accumulate gradients from now on."""
+        segments = self._order.schedule.segments
+        self._end = self._cursor + sum(segment.needs_backward for segment in segments)
         for unit in self.staying:
             self._begin_backward(unit)
 
@@ -165,9 +168,7 @@ class TurnWalk:
 
     def end_backward(self) -> None:
         """Take the remaining turns of the round."""
-        segments = self._order.schedule.segments
-        num_backward = sum(segment.needs_backward for segment in segments)
-        self._pass_until(self._first + len(segments) + num_backward)
+        self._pass_until(self._end)
 
     def reduce_rest(self) -> None:
         """Launch the reductions that no turn is left for, the root's last, and finish all."""

@@ -8,6 +8,7 @@ rank does (``LaunchKind``).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from shardhet.records.schedule.pipeline import RoundPhase, one_forward_one_backward
 from shardhet.records.schedule.turns import (
     GATHER,
     REDUCE,
@@ -34,17 +35,19 @@ Turns = tuple[Turn, ...]
 Pass = Callable[[Turns, Shape], Turns]
 
 
-def bare_turns(segments: Sequence[Segment], rounds: Sequence[int] = (0,)) -> Turns:
-    """The turns of forward and its backward, which returns in reverse, in each round."""
+def bare_turns(segments: Sequence[Segment], order: Sequence[RoundPhase]) -> Turns:
+    """The turns of each round's forward, and of its backward, which returns in reverse."""
     visits = list(enumerate(segments))
     turns: list[Turn] = []
-    for number in rounds:
-        turns += [Turn(i, each.unit, Phase.FORWARD, round=number) for i, each in visits]
-        turns += [
-            Turn(i, each.unit, Phase.BACKWARD, round=number)
-            for i, each in reversed(visits)
-            if each.needs_backward
-        ]
+    for number, phase in order:
+        if phase is Phase.FORWARD:
+            turns += [Turn(i, each.unit, phase, round=number) for i, each in visits]
+        else:
+            turns += [
+                Turn(i, each.unit, phase, round=number)
+                for i, each in reversed(visits)
+                if each.needs_backward
+            ]
     return tuple(turns)
 
 
@@ -108,14 +111,17 @@ def make_schedule(
     first_round: int = 0,
     owed: frozenset[int] = frozenset(),
     staying_units: frozenset[int] = frozenset(),
+    in_flight: int = 1,
 ) -> Schedule:
     """The schedule of a step that visits ``segments`` in forward and returns in reverse.
 
+    A stage of a pipeline may have several rounds ``in_flight``, begun and not finished.
     If ``first_round`` is not 0, it is that of the rest of a step whose earlier rounds visited
     other units and have left the gradients of the units in ``owed``.
     """
     shape = Shape(trainable_units=trainable_units, form=form, staying_units=staying_units)
-    turns = bare_turns(segments, range(first_round, form.num_rounds))
+    order = one_forward_one_backward(form.num_rounds, in_flight)
+    turns = bare_turns(segments, [each for each in order if each.round >= first_round])
     for each in PASSES:
         turns = each(turns, shape)
     return Schedule(

@@ -1,0 +1,160 @@
+"""Calls of units in the part of a forward that a stage computes.
+
+[Note: A part of a forward]
+A stage runs the model's whole forward, with the calls of units counted.  Calls before its own
+return what was handed over, or absent tensors; the first call after its own ends the forward:
+
+    stage 1 of 3    embedding  blocks.0   |  blocks.1  blocks.2  |  blocks.3
+                    absent     received   |  computed            |  ends the forward
+
+So code outside of units runs on every stage that needs it, on parameters of the root, which all
+ranks have unsharded for the whole step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardhet.fsdp.microbatch.batching import unflatten
+from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
+from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.probed_call import filled
+from shardhet.fsdp.probing.prober import Findings
+from shardhet.fsdp.sharding.unit import UnitModule
+from shardhet.fsdp.stages.absent import MEND, Absent
+from shardhet.fsdp.stages.flow import Value
+from shardhet.fsdp.stages.handover import Carried
+from shardhet.fsdp.stages.parts import Part
+from shardhet.fsdp.stages.refusals import refuse
+from shardhet.fsdp.step.calls import UnitCalls
+
+
+class EndOfStage(BaseException):
+    """Ends the model's forward at the first call after the stage's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What was found for a kind of call, on this rank's stage."""
+
+    findings: Findings
+    part: Part
+    received: list[Carried]
+    sent: list[Carried]
+
+    @property
+    def received_with_grad(self) -> list[Carried]:
+        """Those that get a gradient."""
+        return [each for each in self.received if each.is_differentiable]
+
+    @property
+    def sent_with_grad(self) -> list[Carried]:
+        """Those that get a gradient."""
+        return [each for each in self.sent if each.is_differentiable]
+
+
+class StageCalls(UnitCalls):
+    """Runs the calls of this stage's units, and stands in for those of others."""
+
+    _kind: Kind | None = None  # None while no part of a forward runs
+    _place = 0  # of the next call of a unit
+    _values: dict[Value, Tensor]  # received, and those to send
+
+    def run_part(
+        self, run_module: RunModule, call: ModelCall, kind: Kind, received: Sequence[Tensor]
+    ) -> Any:
+        """The tensors to hand over, or of the last stage the model's output."""
+        part = kind.part
+        self._kind, self._place = kind, 0
+        self._values = dict(zip(part.received, received, strict=True))
+        try:
+            output = run_module(*call.with_all())
+        except EndOfStage:
+            return [self._values[value] for value in part.sent]
+        finally:
+            self._kind, self._values = None, {}
+        segments = kind.findings.schedule.segments
+        if part.stop < len(segments):
+            unit = self.units[segments[part.stop].unit].fqn
+            raise RuntimeError(
+                f"stages: forward ended before unit {unit!r} of the next stage was called, as "
+                "it was when the model was first called in this way. Call the units in the "
+                "same order at every step, and let no `except` or `finally` of the model end "
+                "what raises inside a unit."
+            )
+        _check_present(tensors_in(output), "the model's output")
+        return output
+
+    def visit(
+        self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See ``UnitCalls.visit`` and [Note: A part of a forward]."""
+        kind = self._kind
+        if kind is None:
+            return super().visit(unit_index, module, args, kwargs)
+        place, part = self._place, kind.part
+        self._place += 1
+        if place == part.stop:
+            raise EndOfStage
+        if place < part.start:
+            self._check_is_next(kind, place, unit_index)
+            return self._result_of_others(kind, place)
+        fqn = self.units[unit_index].fqn
+        _check_present(tensors_in((args, kwargs)), f"unit {fqn!r}")
+        output = super().visit(unit_index, module, args, kwargs)
+        tensors = tensors_in(output)
+        _check_present(tensors, f"the result of unit {fqn!r}")
+        self._values |= {
+            value: tensors[value.number] for value in part.sent if value.place == place
+        }
+        return output
+
+    def visit_piece(
+        self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a dropout of probability 0 outside of units; the probe finds calls of others."""
+        if module.fqn == DROPOUT_CALLS:
+            return super().visit_piece(module, args, kwargs)
+        is_random = bool(module.module.training and module.module.p)
+        refuse("dropout outside of units", is_there=is_random, where=module.fqn)
+        with self.dropout.left_alone():
+            return module.forward(*args, **kwargs)
+
+    def _check_is_next(self, kind: Kind, place: int, unit_index: int) -> None:
+        expected = kind.findings.schedule.segments[place].unit
+        if unit_index != expected:
+            raise RuntimeError(
+                f"model(...): unit {self.units[unit_index].fqn!r} was called at place {place} "
+                f"of forward, where {self.units[expected].fqn!r} was when the order was found. "
+                "Call the units in the same order at every step."
+            )
+
+    def _result_of_others(self, kind: Kind, place: int) -> Any:
+        """What a call of another stage returned: received tensors, and absent ones."""
+        assert self._step.batch is not None
+        result, num_samples = kind.findings.results[place], self._step.batch.num_samples
+        tensors = []
+        for i, example in enumerate(result.examples):
+            tensor = self._values.get(Value(place, i))
+            if tensor is None:
+                shape = torch.empty(
+                    result.shape(i, num_samples), dtype=example.dtype, device="meta"
+                )
+                tensor = Absent.like(shape, self._anchor.device)
+            tensors.append(tensor)
+        return unflatten(filled(result.leaves, tensors), result.spec)
+
+
+def _check_present(tensors: Sequence[Tensor], where: str) -> None:
+    """Raise if one of the tensors has no values."""
+    for tensor in tensors:
+        if isinstance(tensor, Absent):
+            raise RuntimeError(
+                f"stages: a tensor of shape {tuple(tensor.shape)} reaches {where} that depends "
+                f"on what another stage has computed and did not hand over. {MEND}"
+            )

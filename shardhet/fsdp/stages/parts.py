@@ -1,0 +1,75 @@
+"""The part of a forward that each stage computes, and what it receives and hands over."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardhet.fsdp.microbatch.batching import BatchAxis
+from shardhet.fsdp.probing.prober import Findings
+from shardhet.fsdp.stages.flow import Result, Value
+from shardhet.fsdp.stages.handover import Carried
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Calls of units from ``start`` to before ``stop``, by their place in forward."""
+
+    start: int
+    stop: int
+    received: tuple[Value, ...]  # results of earlier calls that reach ``start`` or a later one
+    sent: tuple[Value, ...]  # results of calls before ``stop`` that reach it or a later one
+
+
+def parts_of(
+    findings: Findings, unit_fqns: Sequence[str], stage_by_fqn: Mapping[str, int], number: int
+) -> list[Part]:
+    """The parts of all stages, of which there are ``number``.
+
+    Raises ``ValueError`` if a stage's units are not called one after the other.
+    """
+    called = [unit_fqns[each.unit] for each in findings.schedule.segments]
+    stages = [stage_by_fqn[fqn] for fqn in called]
+    for (one, other), pair in zip(pairwise(called), pairwise(stages), strict=True):
+        if pair[0] > pair[1]:
+            raise ValueError(
+                f"stages: unit {other!r} of stage {pair[1]} is called after unit {one!r} of "
+                f"stage {pair[0]}, but each stage computes its units and hands on. Give both "
+                "to one stage."
+            )
+    idle = [i for i in range(number) if i not in stages]
+    if idle:
+        raise ValueError(
+            f"stages: forward calls no unit of stage {idle[0]}. Give it units that are called."
+        )
+    borders = [0, *(stages.index(i) for i in range(1, number)), len(stages)]
+
+    def reaching(border: int) -> tuple[Value, ...]:
+        found = frozenset[Value]().union(*findings.reached[border:])
+        return tuple(sorted(value for value in found if value.place < border))
+
+    return [
+        Part(start, stop, reaching(start), reaching(stop) if stop < len(stages) else ())
+        for start, stop in pairwise(borders)
+    ]
+
+
+def carried_of(
+    values: Sequence[Value], results: Sequence[Result], called: Sequence[str]
+) -> list[Carried]:
+    """The tensors of ``values``, given what calls returned in the probe and of which unit.
+
+    Raises ``ValueError`` for one without samples.
+    """
+    carried = []
+    for value in values:
+        result = results[value.place]
+        axis = result.rules[value.number]
+        if not isinstance(axis, BatchAxis):
+            raise ValueError(
+                f"stages: unit {called[value.place]!r} returns a tensor without a row for each "
+                "sample, which a later stage uses. Give both units to one stage."
+            )
+        example = result.examples[value.number]
+        is_used = result.is_differentiable[value.number]
+        carried.append(Carried(value, example, axis, is_used))
+    return carried

@@ -1,0 +1,51 @@
+"""What a model in stages cannot do yet, by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from shardhet.fsdp.sharding.build import MixedPrecision
+from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
+from shardhet.records.plan import Plan
+
+
+def find_units_by(
+    plan: Plan,
+    module: nn.Module,
+    wanted: Sequence[type[nn.Module] | str] | None,
+    loss_fn: Any,
+    precision: MixedPrecision,
+) -> list[UnitModules]:
+    """As ``find_units``; raises ``ValueError`` naming what stages cannot have."""
+    is_merged = plan.stages is None
+    units = find_units(module, wanted, keeps_last=loss_fn is not None, merges_tied=is_merged)
+    if plan.stages is None:
+        return units
+    inside = {inner for unit in units for each in unit.modules for inner in each.modules()}
+    modules = list(module.modules())
+    drops = (each for each in modules if isinstance(each, _DropoutNd) and each not in inside)
+    dtypes = (precision.param_dtype, precision.reduce_dtype)
+    found = {
+        "float16 (give bfloat16)": torch.float16 in dtypes,
+        "a model of transformers": any(
+            type(each).__module__.startswith("transformers.") for each in modules
+        ),
+        "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
+        "dropout outside of units": any(each.p > 0 for each in drops),
+    }
+    for what, is_there in found.items():
+        refuse(what, is_there=is_there)
+    return units
+
+
+def refuse(what: str, *, is_there: bool, where: str = "HetFSDP") -> None:
+    """Raise ``ValueError`` if it is there."""
+    if is_there:
+        raise ValueError(
+            f"{where}: {what}, which a plan with stages cannot have yet. Leave it out, or give "
+            "a plan without stages."
+        )

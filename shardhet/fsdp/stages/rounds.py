@@ -1,0 +1,119 @@
+"""The rounds of a step, on whose samples all stages agree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardhet.fsdp.microbatch.signature import CHECKSUM_END, ModelCall
+from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.fsdp.stages.handover import Peer
+from shardhet.fsdp.step.rank_batch import RankBatch
+from shardhet.fsdp.step.rounds import Moment
+from shardhet.records.layout import Span
+from shardhet.records.plan import Plan
+from shardhet.records.schedule import messages_between
+
+DEAL = "Pass each rank the samples of plan.sample_indices(model.position)."
+
+
+class Passed(NamedTuple):
+    """What a rank is passed in a round."""
+
+    num_samples: int
+    lengths: Any  # shapes without samples
+    plain: int  # checksums of the samples, and of those times their places
+    placed: int
+
+    @classmethod
+    def of(cls, call: ModelCall) -> "Passed":
+        """That of a call."""
+        return cls(call.num_samples, call.lengths, *call.checksums())
+
+
+@dataclass(slots=True)
+class StageRound:
+    """A round as this rank computes it."""
+
+    call: ModelCall
+    sizes: tuple[int, ...]  # samples by position
+    moment: Moment
+    batch: RankBatch
+    index: int = UNKNOWN  # of the findings for its call
+
+    def peers(self, plan: Plan, position: int, step: int) -> list[Peer]:
+        """Who has this rank's samples in the stage before (``step`` is -1) or after (1)."""
+        stage = next(i for i, each in enumerate(plan.groups) if position in each)
+        own, others = plan.groups[stage], plan.groups[stage + step]
+        mine = own.index(position)
+        first = sum(self.sizes[i] for i in own[:mine])
+        pair = [[self.sizes[i] for i in group] for group in (own, others)]
+        # The transpose of what the others send is what they receive.
+        return [
+            Peer(others[other], Span(samples.start - first, samples.stop - first))
+            for one, other, samples in messages_between(*pair)
+            if one == mine
+        ]
+
+
+def rounds_of(
+    plan: Plan, position: int, step: int, calls: Sequence[ModelCall], told: Sequence[Any]
+) -> list[StageRound]:
+    """The rounds that have samples, given what every rank is passed in each, by position.
+
+    Raises ``ValueError``, on all ranks, unless all stages have the same samples.
+    """
+    rounds: list[StageRound] = []
+    own, before = plan.group_of(position), 0
+    for number, call in enumerate(calls):
+        row: list[Passed] = [each[number] for each in told]
+        _check_round(plan, number, row)
+        sizes = tuple(each.num_samples for each in row)
+        if not any(sizes):
+            continue
+        batch = RankBatch(
+            microbatch_sizes=plan.ranks[position].split(sizes[position]),
+            first_sample=before + sum(sizes[i] for i in own if i < position),
+            num_together=sum(sizes[i] for i in own),
+            computing=tuple(i for i in own if sizes[i]),
+            step=step,
+        )
+        rounds.append(StageRound(call, sizes, Moment(step, len(rounds), before), batch))
+        before += batch.num_together
+    if not rounds:
+        raise ValueError(f"forward_backward: no rank has given the model samples. {DEAL}")
+    return rounds
+
+
+def _check_round(plan: Plan, number: int, row: Sequence[Passed]) -> None:
+    where = f"forward_backward: in round {number}"
+    for i, (rank, each) in enumerate(zip(plan.ranks, row, strict=True)):
+        if each.num_samples > rank.rank_batch_size:
+            raise ValueError(
+                f"{where} position {i} of the plan got {each.num_samples} samples but the plan "
+                f"gives it {rank.rank_batch_size}, and memory was planned for that. {DEAL}"
+            )
+    counts = [sum(row[i].num_samples for i in each) for each in plan.groups]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{where} the stages got {counts} samples but must get the same. {DEAL}"
+        )
+    if len({str(each.lengths) for each in row if each.num_samples}) > 1:
+        raise ValueError(
+            f"{where} arguments have shapes {[each.lengths for each in row]} without samples, "
+            "in plan order, but stages hand over samples of one shape. Pad them alike on all "
+            "ranks."
+        )
+    if len({_checksum([row[i] for i in each]) for each in plan.groups}) > 1:
+        raise ValueError(
+            f"{where} the stages were passed other samples, or in another order. Pass all "
+            f"arguments on every rank. {DEAL}"
+        )
+
+
+def _checksum(parts: Sequence[Passed]) -> int:
+    """A number for the samples of a round in their order."""
+    total, first = 0, 0
+    for each in parts:
+        total += first * each.plain + each.placed
+        first += each.num_samples
+    return total % CHECKSUM_END

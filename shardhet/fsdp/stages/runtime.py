@@ -1,0 +1,219 @@
+"""The forward and backward of rounds on one stage, of which several may be in flight."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from shardhet.comm import devices
+from shardhet.comm.members import Members
+from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.fsdp.probing.prober import Findings
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.stages.calls import Kind, StageCalls
+from shardhet.fsdp.stages.parts import carried_of, parts_of
+from shardhet.fsdp.stages.refusals import refuse
+from shardhet.fsdp.stages.rounds import StageRound
+from shardhet.fsdp.step.runtime import Runtime
+from shardhet.records.plan import Plan
+from shardhet.records.schedule import Schedule, Segment, make_schedule
+from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
+
+
+def runtime_by(plan: Plan, comm: CommContext) -> Callable[..., Runtime]:
+    """Makes the runtime of a rank of ``plan``; ``comm`` is that of all ranks."""
+    return Runtime if plan.stages is None else partial(StageRuntime, root_comm=comm)
+
+
+def comm_of_units(plan: Plan, comm: CommContext, members: Members) -> CommContext:
+    """What units are gathered and reduced over: in stages, messages.  Collective.
+
+    The transport of ``comm`` would need all ranks for each call.
+    """
+    if plan.stages is None:
+        return comm
+    refuse("an accelerator", is_there=not devices.is_on_host(comm.device))
+    gather, reduce = (replace(e, transport=None) for e in (members.gather, members.reduce))
+    made = CommContext(comm.device, gather, reduce, members.nodes)
+    made.follow(plan, members.control)
+    return made
+
+
+class StageRuntime(Runtime):
+    """The runtime of a rank of one stage of a pipeline."""
+
+    _make_calls = StageCalls
+
+    def __init__(self, *args: Any, root_comm: CommContext, plan: Plan, **kwargs: Any) -> None:
+        super().__init__(*args, plan=plan, **kwargs)
+        assert plan.stages is not None
+        self.plan, self.stages = plan, plan.stages
+        self.control, self.lifeline = self._control, self._lifeline
+        self.device = root_comm.device
+        self.positions = positions_by_stage(self.stages)
+        position = self._control.position
+        self.stage = next(i for i, each in enumerate(self.positions) if position in each)
+        self.unit_fqns = [unit.fqn for unit in self.units]
+        self.stage_by_fqn = stage_by_unit(self.stages, self.unit_fqns)
+        self.in_flight = rounds_in_flight(self.stages, plan.num_rounds)[self.stage]
+        self._root_comm = root_comm  # of all ranks; that of units sends among those of a stage
+        computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
+        self._computing = tuple(computing)  # of all stages
+        own = self.positions[self.stage]
+        self._computing_here = tuple(i for i in computing if i in own)
+        self.index_by_key: dict[Any, int] = {}  # of findings, on this rank
+        self._kinds: dict[int, Kind] = {}  # by index of findings
+
+    # Before the rounds
+
+    def begin_step(self) -> None:
+        """Unshard the root on all ranks, before any stage waits for another.  Collective."""
+        self.abandon()
+        self.features.begin()
+        for comm, receivers in (
+            (self._root_comm, self._computing),
+            (self._comm, self._computing_here),
+        ):
+            comm.receivers = receivers
+            comm.mark_compute()
+            comm.mark_rows_changed()
+        self._walk.take_in(self.root)
+
+    def probe(self, each: StageRound, run_module: RunModule, *, is_training: bool) -> int:
+        """Run the whole model on all ranks; the index of what is found.  Collective."""
+        self._lifeline.doing = "forward_backward, the probe of its first call of this kind"
+        self._comm.receivers = self._computing
+        self.step.has_gradients = True
+        self._enter(each)
+        with self.calls.dropout.taken_over(is_needed=True):
+            findings = self._known.begin(
+                UNKNOWN, each.call, run_module, is_training=is_training, splits=True
+            )
+        self.step.batch = None
+        self._comm.receivers = self._computing_here
+        self._lifeline.doing = "forward_backward"
+        index, kind, problem = self._known.latest, None, None
+        try:
+            kind = self._kind_of(findings)
+        except ValueError as error:
+            problem = str(error)
+        told = [each for each in self._control.exchange_objects(problem) if each]
+        if kind is None or told:  # ranks without samples see less
+            raise ValueError(told[0])
+        self._kinds[index] = kind
+        return index
+
+    def _kind_of(self, findings: Findings) -> Kind:
+        """What belongs to this rank's stage; raises ``ValueError`` for what it cannot do."""
+        refused = {
+            "dropout outside of units": findings.has_root_dropout,
+            "parameters of units that are used outside of them": bool(findings.staying),
+            "attributes that change in every forward": bool(findings.counted),
+        }
+        for what, is_there in refused.items():
+            refuse(what, is_there=is_there, where="forward_backward")
+        fqns = self.unit_fqns
+        parts = parts_of(findings, fqns, self.stage_by_fqn, len(self.stages))
+        if not findings.results:  # a rank without samples hands nothing over
+            return Kind(findings, parts[self.stage], [], [])
+        called = [fqns[each.unit] for each in findings.schedule.segments]
+        # Those of all stages, so that all ranks raise if one has to.
+        received = [carried_of(each.received, findings.results, called) for each in parts]
+        sent = [carried_of(each.sent, findings.results, called) for each in parts]
+        return Kind(findings, parts[self.stage], received[self.stage], sent[self.stage])
+
+    def kind_for(self, index: int) -> Kind:
+        """What was found for calls with the findings at ``index``."""
+        return self._kinds[index]
+
+    def is_certain(self, index: int) -> bool:
+        """Whether they hold for later steps too."""
+        return self._kinds[index].findings.is_certain
+
+    def key_of(self, call: ModelCall, *, is_training: bool) -> Any:
+        """What calls have in common that the same findings are for, shapes included."""
+        return self._known.key_of(call, is_training=is_training, splits=True), call.lengths
+
+    def schedule_for(self, index: int, num_rounds: int) -> Schedule:
+        """The turns of this stage's units in all rounds of the step."""
+        part = self._kinds[index].part
+        return make_schedule(
+            self.segments_for(index)[part.start : part.stop],
+            trainable_units=frozenset(i for i, u in enumerate(self.units) if u.is_trainable),
+            form=replace(self.rounds.form, num_rounds=num_rounds),
+            in_flight=self.in_flight,
+        )
+
+    def segments_for(self, index: int) -> tuple[Segment, ...]:
+        """The calls of units of all stages."""
+        return self._kinds[index].findings.schedule.segments
+
+    # Rounds
+
+    def forward_round(
+        self,
+        each: StageRound,
+        schedule: Schedule,
+        run_module: RunModule,
+        received: Sequence[Tensor],
+        *,
+        is_training: bool,
+    ) -> Any:
+        """This stage's part of a round's forward.
+
+        Returns the tensors to hand over, or of the last stage the model's output.
+        """
+        self.step.has_gradients = True
+        self._enter(each)
+        call, batch = each.call, each.batch
+        self.step.num_visits.clear()
+        self._walk.begin(schedule, each.moment.round)
+        self._known.begin(each.index, call, run_module, is_training=is_training, splits=True)
+        output: Any = ()
+        if batch.num_samples:
+            assert isinstance(self.calls, StageCalls)
+            kind = self._kinds[each.index]
+            with self._random.around(is_training):
+                self._random.seed("", 0, batch.step, batch.first_sample, is_training)
+                output = self.calls.run_part(run_module, call, kind, received)
+            self._walk.end_forward()
+        else:
+            self._walk.pass_forward()
+        self._walk.launch_ahead()  # while the host waits for the next phase's tensors
+        return output
+
+    def backward_round(self, each: StageRound, run_autograd: Callable[[], None]) -> None:
+        """This stage's part of a round's backward."""
+        self._enter(each)
+        self._walk.begin_backward()
+        if each.batch.num_samples:
+            self.step.is_in_autograd = True
+            try:
+                run_autograd()
+            finally:
+                self.step.is_in_autograd = False
+        self._walk.end_backward()
+        self._walk.launch_ahead()
+
+    def _enter(self, each: StageRound) -> None:
+        self.rounds.moment = each.moment
+        self.step.batch = each.batch
+
+    def end_step_of_stages(self) -> None:
+        """Reduce what is left, the root's last, on all ranks.  Collective."""
+        for unit in self.units:
+            if self.stage_by_fqn[unit.fqn] != self.stage:
+                unit.pass_over()
+        self._walk.reduce_rest()
+        self._walk.end_step()
+        self._root_comm.wait_all_sent()
+        self.step.batch = None
+
+    def abandon(self) -> None:
+        """See ``Runtime.abandon``."""
+        super().abandon()
+        self._root_comm.wait_all_sent()

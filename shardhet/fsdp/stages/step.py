@@ -1,0 +1,226 @@
+"""A step of a pipeline on this rank: all its rounds, of which several are in flight.
+
+[Note: What waits for what]
+Before the first round all ranks agree on the samples of every round, and gather the root.  From
+then on a rank waits for its own stage (gathers and reductions of its units) and for what it
+receives from the stages beside it, in one order that is the same for all ranks of the stage
+(``records.schedule.pipeline``).  What it receives next is posted a phase ahead, so that it
+arrives meanwhile.  When a stage has taken all its turns it waits for the others, to reduce the
+root's gradients.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardhet.comm.groups import handover_channels
+from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.fsdp.stages.handover import Arriving, Peer, Way
+from shardhet.fsdp.stages.rounds import Passed, StageRound, rounds_of
+from shardhet.fsdp.stages.runtime import StageRuntime
+from shardhet.fsdp.step.mean_backward import MeanBackward, check_is_number
+from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.runtime import Runtime
+from shardhet.records.schedule import (
+    Phase,
+    RoundPhase,
+    one_forward_one_backward,
+)
+
+
+class Pipeline:
+    """The steps of one rank of a pipeline."""
+
+    @classmethod
+    def of(
+        cls, runtime: Runtime, backward: MeanBackward, run_module: RunModule
+    ) -> "Pipeline | None":
+        """Those that ``runtime`` takes; None if its plan has no stages."""
+        return cls(runtime, backward, run_module) if isinstance(runtime, StageRuntime) else None
+
+    def __init__(
+        self, runtime: StageRuntime, backward: MeanBackward, run_module: RunModule
+    ) -> None:
+        self._runtime = runtime
+        self._backward = backward
+        self._plan = runtime.plan
+        self._control, self._lifeline = runtime.control, runtime.lifeline
+        self._run_module = run_module
+        device = runtime.device
+        self._is_first = runtime.stage == 0
+        self._is_last = runtime.stage == len(runtime.stages) - 1
+        onward, back = handover_channels(self._control)
+        self._onward, self._back = Way(onward, device), Way(back, device)
+        # Of the step in progress
+        self._rounds: list[StageRound] = []
+        self._arriving: dict[RoundPhase, Arriving] = {}
+        self._received: dict[int, list[Tensor]] = {}  # by round, from forward to backward
+        self._made: dict[int, list[Tensor]] = {}
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and tokens
+
+    def step(self, calls: Sequence[ModelCall], *, is_training: bool) -> float | None:
+        """All rounds of a step, given this rank's call of each; the mean loss.  Collective."""
+        runtime = self._runtime
+        with self._lifeline.guard("forward_backward"):
+            told = self._agree([Passed.of(each) for each in calls])
+            step, position = runtime.rounds.step, self._control.position
+            self._rounds = rounds_of(self._plan, position, step, calls, told)
+            runtime.begin_step()
+            self._know(is_training=is_training)
+            number = len(self._rounds)
+            schedule = runtime.schedule_for(self._rounds[0].index, number)
+            scale = 2.0 ** -round(math.log2(sum(r.batch.num_together for r in self._rounds)))
+            self._sums.zero_()
+            order = one_forward_one_backward(number, min(runtime.in_flight, number))
+            for now, following in zip(order, [*order[1:], None], strict=True):
+                self._expect(now)
+                if following is not None:
+                    self._expect(following)
+                if now.phase is Phase.FORWARD:
+                    self._forward(now, schedule, is_training=is_training)
+                else:
+                    self._do_backward(now, scale)
+            for way in (self._onward, self._back):
+                way.flush()
+            self._lifeline.doing = "reducing the gradients that all stages share"
+            runtime.end_step_of_stages()
+            has_grad = self._backward.agree_on_grads()
+            with runtime.observers.watch("", Activity.AGREE):
+                rows = self._control.exchange(self._sums.tolist())
+        return self._backward.end_step(torch.tensor(rows, dtype=torch.float64), has_grad, scale)
+
+    # Before the rounds
+
+    def _agree(self, passed: Sequence[Passed]) -> list[Any]:
+        """What every rank is passed in each round, by position.  Collective."""
+        step = float(self._runtime.rounds.step)
+        with self._runtime.observers.watch("", Activity.AGREE):
+            entered = self._backward.enter(
+                "forward_backward", step, float(torch.is_grad_enabled())
+            )
+            if any(row[1:3] != [step, 1.0] for row in entered):
+                raise ValueError(
+                    "forward_backward: ranks differ in [finished steps, gradients enabled]: "
+                    f"{[row[1:3] for row in entered]} in plan order. Call it in the same way "
+                    "on every rank, with gradients enabled."
+                )
+            return self._control.exchange_objects(passed)
+
+    def _know(self, *, is_training: bool) -> None:
+        """Find what belongs to the calls of all rounds, by probes where needed.  Collective."""
+        runtime = self._runtime
+        keys = [runtime.key_of(each.call, is_training=is_training) for each in self._rounds]
+        known = runtime.index_by_key
+        while True:
+            mine = [
+                float(known.get(key, UNKNOWN)) if each.batch.num_samples else math.inf
+                for key, each in zip(keys, self._rounds, strict=True)
+            ]
+            rows = self._control.exchange(mine)
+            unknown = []
+            for i, column in enumerate(zip(*rows, strict=True)):
+                found = {int(x) for x in column if x != math.inf}
+                if self._rounds[i].index == UNKNOWN and len(found) == 1:
+                    self._rounds[i].index = found.pop()
+                if self._rounds[i].index == UNKNOWN:
+                    unknown.append(i)
+            if not unknown:
+                break
+            each = self._rounds[unknown[0]]
+            each.index = runtime.probe(each, self._run_module, is_training=is_training)
+            if each.batch.num_samples and runtime.is_certain(each.index):
+                known[keys[unknown[0]]] = each.index
+        if len({runtime.segments_for(each.index) for each in self._rounds}) > 1:
+            raise ValueError(
+                "forward_backward: rounds of a step call units in different ways, which stages "
+                "cannot do yet. Call them in one way in all rounds."
+            )
+
+    # Rounds
+
+    def _expect(self, now: RoundPhase) -> None:
+        """Begin to receive what a phase needs, if it comes from another stage."""
+        each = self._rounds[now.round]
+        n = each.batch.num_samples
+        if not n or now in self._arriving:
+            return
+        kind = self._runtime.kind_for(each.index)
+        if now.phase is Phase.FORWARD and not self._is_first:
+            peers = self._peers(each, -1)
+            self._arriving[now] = self._onward.receive(kind.received, peers, n)
+        if now.phase is Phase.BACKWARD and not self._is_last and kind.sent_with_grad:
+            self._arriving[now] = self._back.receive(
+                kind.sent_with_grad, self._peers(each, 1), n, has_flags=True
+            )
+
+    def _peers(self, each: StageRound, step: int) -> list[Peer]:
+        return each.peers(self._plan, self._control.position, step)
+
+    def _forward(self, now: RoundPhase, schedule: Any, *, is_training: bool) -> None:
+        runtime, each = self._runtime, self._rounds[now.round]
+        kind, n = runtime.kind_for(each.index), each.batch.num_samples
+        received: list[Tensor] = []
+        if (arriving := self._arriving.pop(now, None)) is not None:
+            self._lifeline.doing = f"waiting for round {now.round} of stage {runtime.stage - 1}"
+            received = arriving.wait()
+            for tensor, carried in zip(received, kind.received, strict=True):
+                tensor.requires_grad_(carried.is_differentiable)
+        output = runtime.forward_round(
+            each, schedule, self._run_module, received, is_training=is_training
+        )
+        if not n:
+            return
+        self._received[now.round] = received
+        if self._is_last:
+            self._made[now.round] = [self._loss_of(output)]
+            return
+        self._made[now.round] = output
+        handed = [tensor.detach() for tensor in output]
+        self._onward.send(handed, kind.sent, self._peers(each, 1), n)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        loss_sum, num_tokens, *_ = output
+        check_is_number(loss_sum)
+        self._backward.check_leaves(loss_sum)
+        self._sums[0] += loss_sum.detach()
+        self._sums[1] += num_tokens
+        return loss_sum
+
+    def _do_backward(self, now: RoundPhase, scale: float) -> None:
+        runtime, each = self._runtime, self._rounds[now.round]
+        kind, n = runtime.kind_for(each.index), each.batch.num_samples
+        made = self._made.pop(now.round, [])
+        grads: list[Tensor | None] = []
+        if n and self._is_last:
+            grads = [torch.full_like(made[0], scale)]
+        elif (arriving := self._arriving.pop(now, None)) is not None:
+            self._lifeline.doing = (
+                f"waiting for gradients of round {now.round} of stage {runtime.stage + 1}"
+            )
+            grads = arriving.wait_for_gradients()
+            made = [
+                tensor
+                for tensor, carried in zip(made, kind.sent, strict=True)
+                if carried.is_differentiable
+            ]
+        pairs = [
+            (tensor, grad)
+            for tensor, grad in zip(made, grads, strict=False)
+            if grad is not None and tensor.requires_grad
+        ]
+
+        def run_autograd() -> None:
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+        runtime.backward_round(each, run_autograd)
+        received = self._received.pop(now.round, [])
+        if n and not self._is_first and kind.received_with_grad:
+            grads = [t.grad for t in received if t.requires_grad]
+            peers = self._peers(each, -1)
+            self._back.send(grads, kind.received_with_grad, peers, n, has_flags=True)

@@ -1,0 +1,277 @@
+"""Drawn steps of pipelines, each held against one process, or refused by name.
+
+The model is a ``Patchwork`` in float64, whose units are cut into stages at any place.
+"""
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardhet import DeviceSpec, HetFSDP, Plan, Stage
+from shardhet.fsdp.sharding.wrapping import find_units
+from tests.parity import (
+    LOSS_BAR,
+    PARAM_BAR,
+    Course,
+    Result,
+    blanked,
+    clip_both,
+    compare_grads,
+    compare_params,
+    compare_state_dicts,
+    make_optimizer,
+    microbatched_step,
+    whole_step,
+)
+from tests.patchwork import IGNORED, Case, draw_shape
+
+MAX_RANKS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesCase:
+    """A drawn plan with stages, its model and its course."""
+
+    case: Case
+    num_samples: tuple[int, ...]  # of each step
+    refused: str | None  # what a refusal says, where there has to be one
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it needs."""
+        return self.case.plan.world_size
+
+    def traits(self) -> list[str]:
+        """What of the bar it covers."""
+        plan, course, shape = self.case.plan, self.case.course, self.case.shape
+        stages = plan.stages or ()
+        found = {
+            f"{len(stages)} stages": True,
+            f"{'+'.join(str(stage.num_ranks) for stage in stages)} ranks": True,
+            "a ragged last round": any(n % plan.round_size for n in self.num_samples),
+            "a step with fewer rounds": any(
+                n <= (plan.num_rounds - 1) * plan.round_size for n in self.num_samples
+            ),
+            "a rank that computes nothing": any(not r.microbatch_sizes for r in plan.ranks),
+            "a rank that stores nothing": any(not r.state_share for r in plan.ranks),
+            "a round without tokens": any(course.blank_rounds),
+            "several microbatches": any(r.num_microbatches > 1 for r in plan.ranks),
+            "recomputation": any(r.recomputed_units for r in plan.ranks),
+            "recomputation in some ranks": len({r.recomputed_units for r in plan.ranks}) > 1,
+            "dropout": shape.dropout > 0,
+            "tied parameters": shape.is_tied,
+            "frozen parameters": bool(shape.frozen),
+            "clipping": course.clip_at is not None,
+            "several values are handed over": any(shape.mixes),
+            "other ranks than positions": course.kinds is not None,
+            "refused": self.refused is not None,
+        }
+        return [name for name, is_there in found.items() if is_there]
+
+
+def draw(seed: int) -> StagesCase:
+    """The case of that seed: the same in every process."""
+    draw = random.Random(f"stages case {seed}")
+    shape = draw_shape(draw)
+    shape = replace(shape, head=draw.choice(["loss", "loss_fn"]))
+    if draw.random() < 0.5:  # else most are refused
+        shape = replace(shape, order=tuple(sorted(set(shape.order))))
+    if draw.random() < 0.6:
+        shape = replace(shape, mixes=tuple(False for _ in shape.mixes))
+    options: dict[str, Any] = {"seed": draw.randrange(100)}
+    called = ["embedding", *dict.fromkeys(f"blocks.{i}" for i in shape.order)]
+    called += ["side"] * shape.has_side + ["head"]
+    options["units"] = (*called, *(["idle"] if shape.has_idle and draw.random() < 0.5 else []))
+    case = Case(seed=seed, shape=shape, plan=_NO_PLAN, course=Course(rank_batch_sizes=()),
+                options=options)  # fmt: skip
+    num_stages = draw.choice([1, 2, 2, 2, 3, 3])
+    borders = [0, *sorted(draw.sample(range(1, len(called)), num_stages - 1)), len(called)]
+    groups = [called[a:b] for a, b in pairwise(borders)]
+    refused = _refusal(case, groups)
+    if "idle" in options["units"]:
+        draw.choice(groups).append("idle")
+    plan, kinds = _draw_plan(draw, groups, has_dropout=shape.dropout > 0)
+    last = plan.global_batch_size
+    num_samples = (last, last, draw.randint(1, last))
+    blank = tuple(
+        tuple(r for r in range(plan.num_rounds) if draw.random() < 0.2) for _ in num_samples
+    )
+    course = Course(
+        rank_batch_sizes=(),
+        optimizer=draw.choice(["sgd", "adamw"]),
+        clip_at=draw.choice([None, 0.3, 2.0]),
+        kinds=kinds,
+        has_dropout=shape.dropout > 0,
+        steps_between_zero_grad=draw.choice([1, 1, 1, 3]),
+        blank_rounds=blank,
+        blank_target=IGNORED,
+    )
+    case = replace(case, plan=plan, course=course)
+    return StagesCase(case=case, num_samples=num_samples, refused=refused)
+
+
+_NO_PLAN = Plan.by_hand(microbatch_sizes=[1])
+
+
+def _refusal(case: Case, groups: Sequence[Sequence[str]]) -> str | None:
+    """What the plan must be refused with, if stages cannot have these units."""
+    shape = case.shape
+    stage_by_fqn = {fqn: i for i, group in enumerate(groups) for fqn in group}
+    stages = [stage_by_fqn[f"blocks.{i}"] for i in shape.order]
+    if stages != sorted(stages):
+        return "is called after unit"
+    mixed = [stage_by_fqn[f"blocks.{i}"] for i in shape.order if shape.mixes[i]]
+    if shape.head == "loss" and mixed and min(mixed) < len(groups) - 1:
+        return "without a row for each sample"  # energies
+    return None
+
+
+def _draw_plan(
+    draw: random.Random, groups: Sequence[Sequence[str]], *, has_dropout: bool
+) -> tuple[Plan, tuple[str, ...] | None]:
+    numbers = [1] * len(groups)
+    for _ in range(draw.randint(0, MAX_RANKS - len(groups))):
+        numbers[draw.randrange(len(groups))] += 1
+    numbers = [min(n, 3) for n in numbers]
+    # Dropout draws for each microbatch, so the reference needs the same ones in all stages.
+    grain = draw.choice([1, 2]) if has_dropout else 1
+    together = draw.randint(1, 6)
+    batches, sizes, shares = [], [], []
+    for number in numbers:
+        cuts = sorted(draw.randint(0, together) for _ in range(number - 1))
+        counts = [b - a for a, b in zip([0, *cuts], [*cuts, together], strict=True)]
+        batches += [count * grain for count in counts]
+        sizes += [
+            count and (grain if has_dropout else draw.randint(1, count)) for count in counts
+        ]
+        weights = [draw.choice([0.0, 1.0, 1.0, 0.01, draw.random()]) for _ in counts]
+        weights = weights if any(weights) else [1.0 for _ in weights]
+        shares += [weight / sum(weights) for weight in weights]
+    patterns = ("blocks.*", "blocks.[0-1]", "*.0", "embedding", "head")
+    number = sum(numbers)
+    kinds, devices = None, None
+    if number > 1 and draw.random() < 0.4:
+        kinds = tuple(f"kind {i}" for i in range(number))
+        devices = [DeviceSpec(kind=k) for k in draw.sample(kinds, number)]
+    gathers, rounds = draw.randrange(3), draw.choice([1, 2, 3, 3, 4, 5])
+    in_flight = [draw.choice([None, None, 1, 2, 3]) for _ in numbers]
+    given = [len(numbers) - i if n is None else n for i, n in enumerate(in_flight)]
+    if given != sorted(given, reverse=True):
+        in_flight = [None for _ in numbers]
+    plan = Plan.by_hand(
+        microbatch_sizes=sizes,
+        rank_batch_sizes=batches,
+        state_shares=shares,
+        recompute=[draw.choice([False, True, draw.sample(patterns, 2)]) for _ in batches],
+        devices=devices,
+        num_rounds=rounds,
+        reshard_after_forward=gathers == 0,
+        reshard_after_backward=gathers < 2,
+        reduce_each_round=draw.random() < 0.6,
+        stages=[
+            Stage(units=tuple(group), num_ranks=n, in_flight=k)
+            for group, n, k in zip(groups, numbers, in_flight, strict=True)
+        ],
+    )
+    ragged = draw.choice([None, draw.randint(1, plan.round_size)])
+    return replace(plan, last_round_size=ragged), kinds
+
+
+def check(rank: int, case: StagesCase) -> Result | str:
+    """Run the case twice on this rank; raises ``AssertionError`` at the first difference.
+
+    Returns what a refusal says, if it is refused.
+    """
+    torch.manual_seed(0)
+    try:
+        result = _train(rank, case)
+    except ValueError as error:
+        return str(error)
+    again = _train(rank, case)
+    assert len(result.bits) == len(again.bits), "not repeated"
+    assert all(map(torch.equal, result.bits, again.bits)), "not repeated bit by bit"
+    return Result(result.rows, result.shapes, bits=[])
+
+
+def _train(rank: int, drawn: StagesCase) -> Result:
+    case = drawn.case
+    problem, plan, course = case.problem, case.plan, case.course
+    torch.manual_seed(11)
+    reference = problem.make_module()
+    spec = DeviceSpec(kind=course.kinds[rank]) if course.kinds else None
+    model = HetFSDP(copy.deepcopy(reference), plan, device_spec=spec, **problem.options)
+    optimizers = [make_optimizer(each, course.optimizer) for each in (reference, model)]
+    unit_by_fqn = _unit_by_param(reference, problem.options)
+    bits: list[Tensor] = []
+    for step, num_samples in enumerate(drawn.num_samples):
+        sizes = _sizes(plan, num_samples)
+        batch = blanked(
+            problem.make_batch(num_samples),
+            replace(course, rank_batch_sizes=(sizes,) * 3),
+            step,
+            len(plan.groups[0]),
+        )
+        if step % course.steps_between_zero_grad == 0:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        mine = plan.sample_indices(model.position, num_samples)
+        tokens, targets = batch["tokens"][mine], batch["targets"][mine]
+        if case.shape.head == "loss":
+            mean = model.forward_backward(tokens, targets)
+        else:
+            mean = model.forward_backward(tokens, loss_inputs=targets)
+        if course.has_dropout:
+            first = replace(plan, ranks=plan.ranks[: len(plan.groups[0])], stages=None)
+            expected = microbatched_step(reference, problem, first, batch, sizes, step=step)
+        else:
+            expected = whole_step(reference, problem, batch)
+        assert model.step == step + 1
+        assert mean is not None
+        assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
+        compare_grads(model, reference, unit_by_fqn, where=f"step {step}")
+        if course.clip_at is not None:
+            clip_both(model, reference, course.clip_at)
+            compare_grads(model, reference, unit_by_fqn, where=f"step {step}, clipped")
+        bits += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if (step + 1) % course.steps_between_zero_grad == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+        bar = PARAM_BAR[course.optimizer]
+        compare_params(model, reference, bar=bar, where=f"after step {step}")
+    compare_state_dicts(model, reference, bar=PARAM_BAR[course.optimizer], rank=rank)
+    boxes = model.sharded_state_dict()
+    bits += [box.tensor.clone() for box in boxes.values()]
+    return Result(
+        rows={fqn: box.rows for fqn, box in boxes.items()},
+        shapes={fqn: box.global_shape for fqn, box in boxes.items()},
+        bits=bits,
+    )
+
+
+def _sizes(plan: Plan, num_samples: int) -> tuple[int, ...]:
+    """How many samples each rank of the first stage has, round after round."""
+    positions = plan.groups[0]
+    return tuple(
+        len(plan.round_samples(i, r, num_samples))
+        for r in range(plan.num_rounds)
+        for i in positions
+    )
+
+
+def _unit_by_param(reference: Any, options: Any) -> dict[str, str]:
+    units = find_units(reference, options["units"], merges_tied=False)
+    places: dict[int, set[str]] = {}
+    for unit in units:
+        for module in unit.modules:
+            for param in module.parameters():
+                places.setdefault(id(param), set()).add(unit.fqns[0])
+    return {
+        fqn: next(iter(places.get(id(p), {""}))) if len(places.get(id(p), {""})) == 1 else ""
+        for fqn, p in reference.named_parameters()
+    }

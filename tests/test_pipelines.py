@@ -1,0 +1,402 @@
+"""Steps of pipelines: what leaks past a cut, what is refused, and ranks that fail."""
+
+import copy
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan, Stage
+from shardhet.checkpoint import load, redistribute, save
+from shardhet.fsdp.stages.absent import Absent
+from shardhet.models.decoder import Decoder
+from tests.misdeeds import CAUSE, commit
+from tests.small_models import small_decoder
+from tests.test_bad_input import WITHIN_S
+from tests.test_rounds import check_grads, mean_of
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+WORDS, SEQ_LEN, WIDTH = 16, 4, 6
+CUTS = {
+    1: [("*",)],
+    2: [("embedding", "blocks.0"), ("blocks.[123]", "head")],
+    3: [("embedding", "blocks.0"), ("blocks.1",), ("blocks.[23]", "head")],
+}
+
+
+def staged(
+    sizes: Sequence[int], numbers: Sequence[int], num_rounds: int = 3, **changes: Any
+) -> Plan:
+    """A plan whose stages have so many ranks, with so many samples in a round each."""
+    cuts = CUTS[len(numbers)]
+    return Plan.by_hand(
+        microbatch_sizes=sizes,
+        num_rounds=num_rounds,
+        stages=[Stage(units=u, num_ranks=n) for u, n in zip(cuts, numbers, strict=True)],
+        **changes,
+    )
+
+
+def batch_of(num_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_samples, SEQ_LEN)
+    inputs = torch.randint(0, WORDS, shape, generator=generator)
+    return inputs, torch.randint(-1, WORDS, shape, generator=generator)
+
+
+def check_steps(module: nn.Module, plan: Plan, num_steps: int = 3, **options: Any) -> HetFSDP:
+    """Steps are those of one process, the second one with a sample less; returns the model."""
+    model = HetFSDP(copy.deepcopy(module), plan, **options)
+    for step in range(num_steps):
+        num_samples = plan.global_batch_size - step % 2
+        inputs, targets = batch_of(num_samples, step)
+        mine = plan.sample_indices(model.position, num_samples)
+        mean = model.forward_backward(inputs[mine], targets[mine])
+        expected = mean_of(module, inputs, targets)
+        assert mean is not None
+        assert abs(mean - expected) <= 1e-12 * expected
+        check_grads(model, module)
+        model.zero_grad()
+    return model
+
+
+def _decoder(rank: int, plan: Plan) -> None:
+    torch.manual_seed(0)
+    config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
+    check_steps(Decoder(config).double(), plan)
+
+
+@pytest.mark.parametrize(
+    "sizes, numbers, num_rounds",
+    [([3], [1], 2), ([2, 1, 3], [2, 1], 4), ([2, 1, 0], [1, 2], 3), ([2, 2, 2], [1, 1, 1], 1)],
+)
+def test_stages_train_a_decoder_as_one_process_does(
+    sizes: list[int], numbers: list[int], num_rounds: int
+) -> None:
+    if sizes == [2, 1, 0]:  # the last rank only stores
+        sizes = [1, 1, 0]
+    run_ranks(_decoder, len(sizes), staged(sizes, numbers, num_rounds))
+
+
+def _as_without_stages(rank: int, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, dropout=0.3)
+    module, options = Decoder(config), {"param_dtype": dtype, "seed": 5}
+    plan = staged(
+        [2, 2], [1, 1], num_rounds=3, num_microbatches=[2, 2], recompute=[True, False]
+    )
+    flat = Plan.by_hand(microbatch_sizes=[2], num_microbatches=[2], num_rounds=3)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    models = [
+        HetFSDP(copy.deepcopy(module), plan, **options),
+        HetFSDP(copy.deepcopy(module), flat, group=alone, **options),
+    ]
+    for step in range(2):
+        inputs, targets = batch_of(plan.global_batch_size, step)
+        means = [model.forward_backward(inputs, targets) for model in models]
+        assert means[0] == means[1]
+        for mine, other in zip(*(model.parameters() for model in models), strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            if mine.numel():
+                assert torch.equal(mine.grad.as_subclass(Tensor), other.grad)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_stages_drop_out_and_round_as_without_them(dtype: torch.dtype | None) -> None:
+    run_ranks(_as_without_stages, 2, dtype)
+
+
+# What leaks past a cut
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.spring: Callable[[str], None] = lambda place: None
+
+    def forward(self, x: Tensor, first: Tensor | None = None, mask: Any = None) -> Tensor:
+        self.spring("forward")
+        if first is not None:
+            x = x + first.square()
+        y: Tensor = _Trap.apply(x + self.linear(x).tanh(), self.spring)
+        return y if mask is None else y * mask
+
+
+class _Trap(torch.autograd.Function):
+    """The identity, with something that happens in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spring: Callable[[str], None]) -> Tensor:
+        ctx.spring = spring
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.spring("backward")
+        return grads[0], None
+
+
+class Leaky(nn.Module):
+    """How later blocks depend on the embedding is ``way``."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.way = way
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.scale = nn.Parameter(torch.tensor([0.7]))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.dropout = nn.Dropout(0.5) if way == "dropout" else None
+        self.norm = nn.BatchNorm1d(SEQ_LEN) if way == "batch norm" else None
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        way = self.way
+        first = x = self.embedding(inputs)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.dropout is not None:
+            x = self.dropout(x)
+        if way == "functional dropout":
+            x = nn.functional.dropout(x)
+        mask = (first.sum(-1, keepdim=True) > -1).to(x.dtype) if way == "mask" else None
+        table = x.new_ones(WIDTH) * self.scale
+        for i, block in enumerate(self.blocks):
+            late = i == 3 and way in ("late", "swallows")
+            x = block(x * table, first if late else None, mask if i == 3 else None)
+            if way == "read" and i == 3 and bool((first.detach() == first).all()):
+                x = x + 1
+            if way == "written" and i == 1:
+                x = x.clone()
+                x[:, 0] = first[:, 0]
+            if way == "again" and i == 2:
+                x = self.blocks[0](x)
+        if way == "ends":
+            return x.sum(), (targets >= 0).sum()
+        loss = nn.functional.cross_entropy(
+            self.head(x).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
+        return loss, (targets >= 0).sum()
+
+
+UNITS = ("embedding", *(f"blocks.{i}" for i in range(4)), "head")
+
+
+def _leaks(rank: int, way: str, plan: Plan) -> None:
+    torch.manual_seed(0)
+    model = check_steps(Leaky(way).double(), plan, units=UNITS)
+    kind = model._runtime.kind_for(0)  # type: ignore[attr-defined]
+    if kind.sent:
+        values = {way: 2} if way else {}
+        assert len(kind.sent) == values.get(way, 1)
+
+
+@pytest.mark.parametrize("way", ["", "late", "mask", "read", "written"])
+@pytest.mark.parametrize("numbers", [[2, 1], [1, 1, 1]])
+def test_what_reaches_a_later_stage_is_handed_over(way: str, numbers: list[int]) -> None:
+    sizes = [1, 1, 2] if len(numbers) == 2 else [2, 2, 2]
+    run_ranks(_leaks, 3, way, staged(sizes, numbers))
+
+
+def test_an_absent_tensor_has_a_shape_and_no_value() -> None:
+    absent = Absent.like(torch.empty(2, 3, device="meta"), torch.device("cpu"))
+    param = nn.Parameter(torch.ones(3))
+    made = nn.functional.layer_norm(absent * param, (3,), param)[:, 1:]
+    assert isinstance(made, Absent)
+    assert made.shape == (2, 2)
+    assert made.device.type == "cpu"
+    ones = absent.new_ones(2) + torch.ones_like(absent)[:, 0]
+    assert ones.tolist() == [2, 2]
+    assert isinstance(torch.cat([absent, torch.ones(1, 3)]), Absent)
+    for use in (
+        lambda: absent.sum().item(),
+        lambda: bool((absent > 0).all()),
+        lambda: torch.zeros(2, 3).copy_(absent),
+        lambda: torch.ones(2, 3)[absent > 0],
+    ):
+        with pytest.raises(RuntimeError, match=r"stages: .* not handed over"):
+            use()
+
+
+# What is refused
+
+
+def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"units": UNITS}
+    if what == "float16":
+        options["param_dtype"] = torch.float16
+    model = HetFSDP(Leaky(way), plan, **options)
+    inputs, targets = batch_of(plan.global_batch_size)
+    mine = plan.sample_indices(model.position)
+    given = (inputs[mine], targets[mine])
+    if what == "model(...)":
+        model(*given)
+    if what == "unit_by_unit":
+        model.unit_by_unit()
+    if what == "scaler":
+        model.forward_backward(*given, scaler=torch.amp.GradScaler("cpu"))
+    if what == "batches_per_step":
+        model.batches_per_step = 2
+    if what == "redistribute":
+        redistribute(model, None, Plan.even(plan.world_size, microbatch_size=1))
+    if what == "other samples" and rank == 2:
+        given = (inputs[mine].flip(0), targets[mine].flip(0))
+    if what == "fewer samples" and rank == 2:
+        given = (inputs[mine][:-1], targets[mine][:-1])
+    if what == "other lengths" and rank == 0:
+        given = (inputs[mine][:, 1:], targets[mine][:, 1:])
+    model.forward_backward(*given)
+    if what == "flips":
+        model.way = "again"
+        model.forward_backward(*given)
+
+
+TWO = staged([1, 1, 2], [2, 1])
+LAST_IS_HEAD = Plan.by_hand(
+    microbatch_sizes=[1, 1, 2],
+    stages=[
+        Stage(units=("embedding", "blocks.*"), num_ranks=2),
+        Stage(units=("head",), num_ranks=1),
+    ],
+)
+REFUSED = {
+    "float16": ("", "float16"),
+    "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
+    "dropout": ("dropout", "dropout outside of units"),
+    "functional dropout": ("functional dropout", "dropout outside of units"),
+    "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),
+    "idle": ("ends", "forward calls no unit of stage 1"),
+    "model(...)": ("", "model.forward_backward"),
+    "unit_by_unit": ("", "unit_by_unit: the plan has 2 stages"),
+    "scaler": ("", "the plan has 2 stages"),
+    "batches_per_step": ("", "the plan has 2 stages"),
+    "redistribute": ("", "has stages, between which rows cannot move yet"),
+    "other samples": ("", "the stages were passed other samples"),
+    "fewer samples": ("", "the stages got"),
+    "other lengths": ("", "Pad them alike"),
+    "flips": ("", "is called after unit|was called at place"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_stages_cannot_do_is_refused_on_every_rank(what: str) -> None:
+    way, message = REFUSED[what]
+    plan = LAST_IS_HEAD if what == "idle" else TWO
+    for outcome in run_ranks_expecting_failure(_refused, 3, what, way, plan):
+        assert outcome.exception_name is not None
+        assert any(part in outcome.message for part in message.split("|")), outcome.message
+
+
+# Checkpoints
+
+
+def _saved(rank: int, plan: Plan, other: Plan, folder: str) -> None:
+    torch.manual_seed(0)
+    module = Leaky("late").double()
+    models = [HetFSDP(copy.deepcopy(module), each, units=UNITS) for each in (plan, other)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+    for step in range(2):
+        _step(models[0], optimizers[0], step)
+    save(models[0], optimizers[0], folder)
+    load(models[1], optimizers[1], folder)
+    wholes = [each.state_dict() for each in models]
+    assert all(torch.equal(wholes[1][fqn], each) for fqn, each in wholes[0].items())
+    save(models[1], optimizers[1], f"{folder} again")
+    torch.manual_seed(1)
+    third = HetFSDP(Leaky("late").double(), plan, units=UNITS)
+    optimizer = torch.optim.AdamW(third.parameters(), lr=0.01)
+    load(third, optimizer, f"{folder} again")
+    _step(models[0], optimizers[0], 2)
+    _step(third, optimizer, 2)
+    for one, same in zip(models[0].parameters(), third.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def _step(model: HetFSDP, optimizer: torch.optim.Optimizer, step: int) -> None:
+    inputs, targets = batch_of(model.plan.global_batch_size, step)
+    mine = model.plan.sample_indices(model.position)
+    model.forward_backward(inputs[mine], targets[mine])
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Plan.even(3, microbatch_size=1), staged([2, 2, 2], [1, 1, 1]), staged([2, 1, 1], [1, 2])],
+    ids=["none", "three", "two others"],
+)
+def test_a_checkpoint_of_stages_goes_on_under_others_and_under_none(
+    other: Plan, tmp_path: Path
+) -> None:
+    run_ranks(_saved, 3, TWO, other, str(tmp_path / "checkpoint"))
+
+
+# Ranks that fail
+
+
+def _fails(rank: int, deed: Any, place: str, culprit: int, step: int) -> None:
+    torch.manual_seed(0)
+    plan = staged([1, 1, 2], [2, 1], num_rounds=4)
+    model = HetFSDP(Leaky(), plan, units=UNITS)
+    stage = 0 if rank < 2 else 1
+    block = model.module.blocks[3 * stage]  # type: ignore[index]
+
+    def spring(where: str) -> None:
+        if rank == culprit and where == place and model.step == step:
+            commit(deed)
+
+    block.spring = spring
+    inputs, targets = batch_of(plan.global_batch_size)
+    mine = plan.sample_indices(model.position)
+    for _ in range(step + 2):
+        spring("between")
+        model.forward_backward(inputs[mine], targets[mine])
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize(
+    "deed, place",
+    [(d, p) for d in ("raise", "kill") for p in ("forward", "backward")]
+    + [("kill", "between")],
+)
+def test_a_rank_that_fails_ends_all_stages_by_name(deed: str, place: str, culprit: int) -> None:
+    for outcome in run_ranks_expecting_failure(_fails, 3, deed, place, culprit, 1):
+        assert outcome.duration_s < WITHIN_S
+        if outcome.rank == culprit:
+            expected = -signal.SIGKILL if deed == "kill" else None
+            assert outcome.exit_code == expected
+            continue
+        assert outcome.exception_name == "RuntimeError", outcome.traceback
+        assert outcome.message.startswith(f"rank {culprit} ")
+        assert f"of stage {culprit // 2}" in outcome.message
+        assert (CAUSE if deed == "raise" else "ended without a message") in outcome.message
+
+
+# Delays
+
+
+def _delayed(rank: int, seed: int) -> None:
+    torch.manual_seed(0)
+    plan = staged([2, 1, 3, 1, 2], [2, 1, 2], num_rounds=5)
+    model = HetFSDP(Leaky("late"), plan, units=UNITS)
+    draw = random.Random(f"{seed}/{rank}")
+    for block in model.module.blocks:  # type: ignore[union-attr]
+        block.spring = lambda _: time.sleep(draw.choice([0, 0, 0.001, 0.02]))
+    inputs, targets = batch_of(plan.global_batch_size)
+    mine = plan.sample_indices(model.position)
+    means = [model.forward_backward(inputs[mine], targets[mine]) for _ in range(3)]
+    assert len(set(means)) == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_that_are_late_by_chance_end_with_the_same_bits(seed: int) -> None:
+    run_ranks(_delayed, 5, seed)
