@@ -1,6 +1,7 @@
 """``shardhet plan``: finds the best plan for a cluster and a model, and what limits it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -25,6 +26,7 @@ from shardhet.apps.planning.report import (
     show_without,
     wide_console,
 )
+from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -66,6 +68,7 @@ shardhet plan key=value ...
   shardhet plan objective=largest_batch        or least_memory, or throughput
   shardhet plan objective=least_memory spared=[0]    on the device with the screen
   shardhet plan leave_out=auto         without the devices that only slow it down
+  shardhet plan max_stages=3           a pipeline of groups of devices, where that is faster
   shardhet plan replicas.every=10      and what it takes to lose no more steps than that""",
 )
 LEAST_LOSS = 5e-4  # that is stated
@@ -143,6 +146,8 @@ def show(
     conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
 ) -> None:
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
+    if conf.max_stages > 1 and _show_faster_pipeline(conf, inputs, demands, console, waiting):
+        return
     with waiting.for_("planning"):
         answer, without = _answer(conf, inputs, demands), None
         if conf.leave_out == "auto":
@@ -184,6 +189,37 @@ def show(
             console.print(line, markup=False, soft_wrap=True)
     if conf.out is None:
         console.print("out=plan.json keeps the plan for shardhet train and simulate.")
+
+
+def _show_faster_pipeline(
+    conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
+) -> bool:
+    """Show and write a pipeline if one is faster than any plan without stages."""
+    with waiting.for_("planning stages"):
+        flat = None
+        with suppress(PlanError):
+            flat = _answer(conf, inputs, demands).solution
+        report = faster_pipeline(
+            inputs,
+            flat,
+            global_batch_size=conf.global_batch_size,
+            max_stages=conf.max_stages,
+            demands=demands,
+            derived=conf.derived if conf.measured is None else None,
+            tolerance=conf.tolerance,
+            effort=_compared(inputs.setting),
+        )
+    if report is None:
+        line = f"No faster pipeline of up to {conf.max_stages} stages was found."
+        console.print(line, markup=False, soft_wrap=True)
+        return False
+    show_pipeline(report, console)
+    if conf.out is None:
+        console.print("out=plan.json keeps the plan.", markup=False, soft_wrap=True)
+    else:
+        report.solution.plan.save(conf.out)
+        console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
+    return True
 
 
 def _replicas(conf: PlannerConf, report: PlanReport) -> str:

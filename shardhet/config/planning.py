@@ -233,6 +233,7 @@ class PlannerConf(InputsConf):
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = None
     max_rounds: int | None = None  # of accumulation in a step; null leaves it open
+    max_stages: int = 1  # of a pipeline, whose stages are groups of devices; 1: none
     inputs_on_host: bool = False  # inputs of recomputed units may wait in the hosts' memory
     optimizer_on_host: bool = False  # optimizers may step in the hosts' memory
     leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
@@ -257,6 +258,9 @@ class PlannerConf(InputsConf):
                 f"leave_out: auto but objective={self.objective}. Devices are left out for "
                 "throughput only: drop one of them."
             )
+        check_at_least("max_stages", self.max_stages, 1)
+        if self.max_stages > 1:
+            self._check_stages()
         check_at_least("tolerance", self.tolerance, 0)
         check_fraction("tolerance", self.tolerance)
         check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
@@ -268,6 +272,24 @@ class PlannerConf(InputsConf):
                 raise ConfigError(
                     f"{key}: {value} but only objective=least_memory asks for it. Drop one of "
                     "them."
+                )
+
+    def _check_stages(self) -> None:
+        """Refuse what is not planned for together with stages."""
+        beside = {
+            f"objective={self.objective}": self.objective != OBJECTIVES[0],
+            "leave_out=auto": self.leave_out == "auto",
+            "inputs_on_host=true": self.inputs_on_host,
+            "limits": bool(self.limits),
+            "equal": bool(self.equal),
+            "picture": self.picture is not None,
+            "replicas": self.replicas.every > 0,
+        }
+        for key, is_set in beside.items():
+            if is_set:
+                raise ConfigError(
+                    f"max_stages: {self.max_stages} together with {key} is not planned for "
+                    "yet. Drop one of them."
                 )
 
     def unheeded(self) -> list[str]:

@@ -71,7 +71,8 @@ def solve(
     _check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
-    asked = _Asked(_priced(setting), global_batch_size, demands, effort, is_bounded)
+    prices = _priced(setting, demands)
+    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded)
     if not demands.may_keep_inputs_on_host or not _states_memory(setting):
         return _solve(asked, tolerance)
     # The search does not know how much memory hosts have: plans beyond it are dropped.
@@ -230,9 +231,9 @@ class _Met:
             self.missed, self.missed_rounds = error, task.rounds.number
 
 
-def _priced(setting: Setting) -> CostModel:
+def _priced(setting: Setting, demands: Demands) -> CostModel:
     """Prices of plans whose units are in the levels that are faster."""
-    prices = CostModel(setting)
+    prices = CostModel(setting, in_flight=demands.rounds_in_flight)
     return replace(prices, two_level_units=fastest_levels(prices))
 
 
@@ -265,7 +266,8 @@ def least_step_s(
     of forms like this one.
     """
     demands.check(setting.cluster.world_size)
-    asked = _Asked(_priced(setting), global_batch_size, demands, effort, is_bounded=False)
+    prices = _priced(setting, demands)
+    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded=False)
     compute_s: float | None = None
     forms = (asked.of_demanded_form(), asked.of_one_round(), asked.of_several_rounds(near))
     for task in chain(*forms):

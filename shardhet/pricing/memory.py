@@ -7,7 +7,7 @@ For b samples in microbatches of m, S stored elements and the patterns c of what
 sigma is the bytes per stored element, p_c the bytes per sample of the inputs of every unit
 ([Note: Inputs on the host] says of which) and of the graphs that are not recomputed,
 and running_c(m) what the running microbatch needs in addition.  Arrays of b and m give arrays
-of bytes.
+of bytes.  A stage of a pipeline holds p_c of all rounds in flight.
 
 [Note: Inputs on the host]
 Of a rank whose units H keep their inputs in the memory of the host until backward, i_u bytes
@@ -69,7 +69,8 @@ class HostInputPrices(HostPrices):
             ]
             staying = sum(nbytes for nbytes, leaves in sizes if not leaves)
             leaving = sorted((nbytes for nbytes, leaves in sizes if leaves), reverse=True)
-            known[key] = staying + sum(leaving[:2]) + 2 * max(nbytes for nbytes, _ in sizes)
+            held = self.in_flight * (staying + sum(leaving[:2]))
+            known[key] = held + 2 * max(nbytes for nbytes, _ in sizes)
         return known[key]
 
     @cached_property
@@ -195,7 +196,7 @@ class MemoryPrices(HostInputPrices):
     def kept_bytes_per_sample(self, rank: RankPlan) -> int:
         """Bytes per sample of the graphs of the units that the rank does not recompute."""
         runs = self._runs_of(rank.recomputed_units)
-        return sum(
+        return self.in_flight * sum(
             number * self.workload.kind_by_name[kind].activation_bytes
             for (kind, is_recomputed), number in runs.items()
             if not is_recomputed

@@ -35,6 +35,7 @@ class Priced:
     reshard_after_backward: bool = True
     reduce_each_round: bool = True
     two_level_units: tuple[str, ...] = ()  # as in ``Plan``
+    in_flight: int = 1  # rounds whose activations are held at once, as in a stage of a pipeline
 
     @property
     def form(self) -> StepForm:

@@ -216,7 +216,7 @@ def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
     )
 
 
-def _memory(row: Row, unit: str) -> str:
+def memory_cell(row: Row, unit: str) -> str:
     """``18.1 of 21.6 (24 on the card)``."""
     text = of_budget_in(unit, row.cost.memory.total_bytes, row.cost.memory_budget_bytes)
     card = row.rank.device.memory_capacity_bytes
@@ -238,7 +238,7 @@ def _show_devices(report: PlanReport, console: Console) -> None:
             microbatches(row.rank.microbatch_sizes),
             recomputed(row.rank, units),
             f"{row.share:.2%}",
-            _memory(row, unit),
+            memory_cell(row, unit),
             f"{row.busy:.0%}",
         )
         for row in found

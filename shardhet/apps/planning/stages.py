@@ -1,0 +1,233 @@
+"""The report of ``shardhet plan max_stages=N``: a pipeline, why it is cut there, and rivals."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardhet.apps.cli.quantities import GIB, SMALL_BUDGET_BYTES, counted, duration
+from shardhet.apps.planning.fewer_devices import named, ranges
+from shardhet.apps.planning.report import (
+    Row,
+    memory_cell,
+    microbatches,
+    recomputed,
+    rows_of,
+    source_line,
+)
+from shardhet.config.planning import Inputs
+from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner.search.search import Effort
+from shardhet.planner.stages.find import find_pipeline
+from shardhet.planner.stages.groups import Positions
+from shardhet.planner.stages.solution import PipelineSolution, StageSolution
+from shardhet.pricing.part import part_of
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster
+
+Smaller = Callable[[Positions], Setting]
+LEAST_PART = 1e-3  # of a link's bandwidth that is looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReport:
+    """A pipeline and what it is compared with."""
+
+    inputs: Inputs
+    solution: PipelineSolution
+    flat: PlanSolution | None  # of all devices without stages; None: nothing fits
+    alone: tuple[tuple[Positions, PlanSolution], ...]  # groups of which a plan fits
+
+
+def faster_pipeline(
+    inputs: Inputs,
+    flat: PlanSolution | None,
+    *,
+    global_batch_size: int,
+    max_stages: int,
+    demands: Demands,
+    derived: Callable[[Cluster, str], Inputs] | None,
+    tolerance: float,
+    effort: Effort,
+) -> PipelineReport | None:
+    """A pipeline that is faster than ``flat``; None if none was found.
+
+    ``derived`` creates the inputs for a cluster from specifications; if it is None, they
+    follow from what was measured.
+    """
+    setting = inputs.setting
+
+    def smaller(positions: Positions) -> Setting:
+        if derived is None:
+            return part_of(setting, positions)
+        return derived(setting.cluster.only(positions), inputs.name).setting
+
+    found = find_pipeline(
+        setting,
+        global_batch_size=global_batch_size,
+        smaller=smaller,
+        max_stages=max_stages,
+        demands=demands,
+        tolerance=tolerance,
+    )
+    if found is None or (flat is not None and found.step_time_s >= flat.predicted.step_time_s):
+        return None
+    alone = []
+    for positions in found.groups:
+        try:
+            solution = solve(
+                smaller(positions),
+                global_batch_size=global_batch_size,
+                demands=demands.only(positions),
+                effort=effort,
+                is_bounded=False,
+            )
+        except PlanError:
+            continue
+        alone.append((positions, solution))
+    return PipelineReport(inputs=inputs, solution=found, flat=flat, alone=tuple(alone))
+
+
+def show_pipeline(report: PipelineReport, console: Console) -> None:
+    """Print the pipeline, what it reaches, and what it is compared with."""
+    setting, found = report.inputs.setting, report.solution
+    workload, cluster = setting.workload, setting.cluster
+    batch = found.stages[0].solution.plan.global_batch_size
+    lines = [
+        f"{report.inputs.name}: {workload.numel:,} parameters in {len(workload.units)} units, "
+        f"{workload.param_dtype}; {counted(cluster.world_size, 'device')}; a step is "
+        f"{counted(batch, 'sample')} in {counted(len(found.stages), 'stage')}",
+        source_line(report.inputs),
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_table(report))
+    for line in (*_result(report), *_hand_over(found), *_rivals(report)):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _table(report: PipelineReport) -> Table:
+    budgets = report.inputs.setting.cluster.memory_budget_bytes
+    most = max(budgets(i) for group in report.solution.groups for i in group)
+    unit = "MiB" if most < SMALL_BUDGET_BYTES else "GiB"
+    table = Table(box=box.ASCII)
+    for name in ("stage", "device", "microbatches", "recomputes", "share", f"memory, {unit}"):
+        table.add_column(name, justify="left" if name in ("stage", "device") else "right")
+    table.add_column("busy", justify="right")
+    for number, stage in enumerate(report.solution.stages):
+        for i, row in enumerate(_rows(stage, report.solution.step_time_s)):
+            table.add_row(
+                f"{number}: {_units(stage.unit_fqns)}" if i == 0 else "",
+                f"{ranges([stage.positions[p] for p in row.positions])} {row.kind}",
+                microbatches(row.rank.microbatch_sizes),
+                recomputed(row.rank, stage.unit_fqns),
+                f"{row.share:.2%}",
+                memory_cell(row, unit),
+                f"{row.busy:.0%}",
+            )
+    return table
+
+
+def _rows(stage: StageSolution, step_s: float) -> list[Row]:
+    costs = stage.solution.predicted.ranks
+
+    def busy(i: int) -> float:
+        return (costs[i].forward_s + costs[i].backward_s + costs[i].optimizer_s) / step_s
+
+    return rows_of(stage.solution.plan, stage.solution.predicted, busy)
+
+
+def _units(fqns: tuple[str, ...]) -> str:
+    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} to {fqns[-1]}"
+
+
+def _result(report: PipelineReport) -> Iterator[str]:
+    found, workload = report.solution, report.inputs.setting.workload
+    tokens = found.samples_per_s * workload.tokens_per_sample
+    yield (
+        f"predicted step {duration(found.step_time_s)}: {found.samples_per_s:,.4g} samples/s"
+        + (f", {tokens:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
+    )
+    yield (
+        f"No plan, with stages or without, is predicted to be more than "
+        f"{found.relative_gap:.0%} faster: the compute alone takes all devices "
+        f"{duration(found.lower_bound_s)}. Cuts, rounds and rounds in flight were improved "
+        "until no neighbour was faster; nothing proves that they are the best."
+    )
+    plan = found.plan
+    in_flight = ", ".join(str(stage.in_flight) for stage in found.stages)
+    yield (
+        f"A step has {plan.num_rounds} rounds of {plan.round_size:,} samples (the table shows "
+        f"one). A round takes {_seconds(found)}; at most {in_flight} are in flight."
+    )
+    if not plan.reshard_after_backward:
+        yield "Units stay gathered over all rounds (reshard_after_backward=False)."
+    if not plan.reduce_each_round:
+        yield "Gradients are reduced after the last round (reduce_each_round=False)."
+    used = {i for group in found.groups for i in group}
+    cluster = report.inputs.setting.cluster
+    if unused := [i for i in range(cluster.world_size) if i not in used]:
+        yield f"Left out: {named(cluster, unused)}. Start no ranks there."
+
+
+def _seconds(found: PipelineSolution) -> str:
+    return ", ".join(duration(stage.times.round_s) for stage in found.stages)
+
+
+def _hand_over(found: PipelineSolution) -> Iterator[str]:
+    """What goes over the links between stages."""
+    for i, (hop, (one, other)) in enumerate(
+        zip(found.hops, pairwise(found.stages), strict=True)
+    ):
+        rate = hop.link.bandwidth_bytes_per_s * hop.num_links * 8 / 1e9
+        yield (
+            f"Stage {i} hands stage {i + 1} {hop.nbytes / GIB * 1024:,.0f} MiB a round over "
+            f"{rate:,.4g} Gbit/s, and gets as much back: {duration(hop.seconds)} each, beside "
+            f"rounds of {duration(max(one.times.round_s, other.times.round_s))}."
+        )
+
+
+def _rivals(report: PipelineReport) -> Iterator[str]:
+    """Other ways to use the devices, and when they would win."""
+    found, cluster = report.solution, report.inputs.setting.cluster
+    step_s = found.step_time_s
+    if report.flat is None:
+        yield "Without stages no plan fits."
+    else:
+        flat_s = report.flat.predicted.step_time_s
+        yield f"Without stages: {duration(flat_s)} a step, {flat_s / step_s:.2f} times as long."
+    best: tuple[float, Positions] | None = None
+    for positions, solution in report.alone:
+        seconds = solution.predicted.step_time_s
+        if best is None or seconds < best[0]:
+            best = seconds, positions
+    if best is None:
+        yield "No stage's devices alone can train the model."
+        return
+    seconds, positions = best
+    yield (
+        f"Only {named(cluster, positions)}: {duration(seconds)} a step, "
+        f"{seconds / step_s:.2f} times as long."
+    )
+    part = _part_with(found, seconds)
+    if part is not None:
+        slowest = min(hop.link.bandwidth_bytes_per_s * hop.num_links for hop in found.hops)
+        yield (
+            f"Below {slowest * part * 8 / 1e9:,.2g} Gbit/s between stages they alone would be "
+            "faster than these stages."
+        )
+
+
+def _part_with(found: PipelineSolution, seconds: float) -> float | None:
+    """The part of the links' bandwidth at which the pipeline takes so long; None: below all."""
+    low, high = LEAST_PART, 1.0
+    if not found.step_time_over(high) < seconds < found.step_time_over(low):
+        return None
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if found.step_time_over(middle) > seconds else (low, middle)
+    return high

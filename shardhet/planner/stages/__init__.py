@@ -1,0 +1,1 @@
+"""The planner of pipelines whose stages are groups of unlike devices."""

@@ -1,0 +1,448 @@
+"""``find_pipeline``: stages of unlike devices, cuts between units, rounds and rounds in flight.
+
+Stages, their order and the devices left out come from ``groups``.  For each, the cuts, the
+rounds, the form and the rounds in flight are improved one at a time until no neighbour is
+better; what a stage takes is the best plan of its devices for its units (``solve``).  Stages
+whose compute alone is slower than the best pipeline so far are not looked at.
+
+No proof says that cuts and rounds are the best: ``lower_bound_s`` is that of the compute of
+all devices (``bound``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from math import ceil, inf, log2
+
+from shardhet.planner.find import NO_DEMANDS, solve
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.search.search import Effort
+from shardhet.planner.stages.bound import least_step_s, seconds_per_sample
+from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
+from shardhet.planner.stages.solution import Hop, PipelineSolution, StageSolution
+from shardhet.pricing.pipeline import StageTimes, hop_s, link_between, pipeline_s
+from shardhet.pricing.setting import Setting
+from shardhet.records.plan import PlannedUnit
+from shardhet.records.schedule import StepForm
+from shardhet.records.workload import Unit
+
+MAX_STAGES = 4
+MAX_ROUNDS = 512
+MAX_SEARCHED = 24  # orders of stages, those with the least bounds
+LEAST_GAIN = 1e-3
+NUM_ROUNDS_TRIED = 5  # at the start
+MAX_IMPROVED, FAR = 6, 1.3  # orders of stages, unless even the start takes so much longer
+COARSE = Effort(relative_gap=1e-3)
+# Whether units are resharded after every use or once a step, and reduced every round or once.
+FORMS = tuple((reshards, reduces) for reshards in (True, False) for reduces in (True, False))
+MORE_IN_FLIGHT = 4  # times what a pipeline without links needs, at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A pipeline of given stages that is tried."""
+
+    cuts: tuple[int, ...]  # the first unit of every stage but the first
+    form: StepForm
+    more: int = 0  # rounds in flight beyond those that a pipeline without links needs
+
+    def in_flight(self, num_stages: int) -> list[int]:
+        """Rounds in flight of each stage, falling to one."""
+        return [
+            min(self.form.num_rounds, 1 + (num_stages - 1 - i) * (1 + self.more))
+            for i in range(num_stages)
+        ]
+
+
+# Stages that do not fit, and seconds of a step: less is better.
+_Rank = tuple[int, float]
+
+
+@dataclass
+class _Search:
+    """What is known of the stages of one problem."""
+
+    setting: Setting
+    smaller: Callable[[Positions], Setting]
+    global_batch_size: int
+    demands: Demands
+    units: tuple[Unit, ...] = field(init=False)  # that compute
+    rounds: tuple[int, ...] = field(init=False)  # numbers that divide the batch
+    _settings: dict[Positions, Setting] = field(default_factory=dict)
+    _rates: dict[Positions, list[float]] = field(default_factory=dict)
+    _stages: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.units = tuple(unit for unit in self.setting.workload.units if unit.fqn)
+        most = min(self.global_batch_size, self.demands.max_rounds or MAX_ROUNDS, MAX_ROUNDS)
+        numbers = range(1, most + 1)
+        self.rounds = tuple(n for n in numbers if not self.global_batch_size % n)
+
+    # What no pipeline of these stages can beat
+
+    def least_step_s(self, stages: Stages) -> float:
+        """Seconds of a step in which only compute and messages take time, cut at best."""
+        link_s = max(
+            self._hop_s(one, other, 1)
+            - link_between(self.setting.cluster, one, other)[0].latency_s
+            for one, other in pairwise(stages)
+        )
+        rates = [self._compute_s(each) for each in stages]
+        low, high = 0.0, sum(map(max, rates)) * len(self.units)
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if _cuts_within(rates, middle) else (middle, high)
+        return self.global_batch_size * max(low, link_s)
+
+    def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
+        """Cuts with which stages compute about equally long."""
+        rates = [self._compute_s(each) for each in stages]
+        low, high = 0.0, sum(map(sum, rates))
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if _cuts_within(rates, middle) else (middle, high)
+        return _cuts_within(rates, high) or self.even_cuts([1.0] * len(stages))
+
+    def even_cuts(self, weights: Sequence[float]) -> tuple[int, ...]:
+        """Cuts with which units are dealt out in proportion to weights, one at least."""
+        number, total = len(self.units), sum(weights)
+        cuts = [round(number * each / total) for each in accumulate(weights)][:-1]
+        for i in range(len(cuts)):
+            cuts[i] = max(cuts[i], (cuts[i - 1] if i else 0) + 1)
+        for i in reversed(range(len(cuts))):
+            cuts[i] = min(cuts[i], number - len(cuts) + i)
+        return tuple(cuts)
+
+    def _compute_s(self, positions: Positions) -> list[float]:
+        """Seconds per sample of each unit, on all devices of a stage together."""
+        if positions not in self._rates:
+            setting = self.setting_of(positions)
+            least = seconds_per_sample(setting, self.global_batch_size)
+            speeds = {
+                unit.kind: sum(
+                    1 / least[device.kind][unit.kind]
+                    for device in setting.cluster.devices
+                    if least[device.kind][unit.kind]
+                )
+                for unit in self.units
+            }
+            self._rates[positions] = [
+                1 / speeds[unit.kind] if speeds[unit.kind] else 0.0 for unit in self.units
+            ]
+        return self._rates[positions]
+
+    # A pipeline
+
+    def setting_of(self, positions: Positions) -> Setting:
+        """The setting of some devices; rows cross between them in one level."""
+        if positions not in self._settings:
+            setting = self.smaller(positions)
+            profile = replace(setting.profile, two_levels=None)
+            self._settings[positions] = replace(setting, profile=profile)
+        return self._settings[positions]
+
+    def rank_of(self, stages: Stages, trial: _Trial) -> _Rank:
+        """How good a trial is."""
+        found = self.stages_of(stages, trial)
+        missing = sum(each is None for each in found)
+        if missing:
+            return missing, inf
+        return 0, pipeline_s(
+            [each.times for each in found if each is not None],
+            [hop.seconds for hop in self.hops(stages, trial)],
+            in_flight=trial.in_flight(len(stages)),
+            num_rounds=trial.form.num_rounds,
+        )
+
+    def stages_of(self, stages: Stages, trial: _Trial) -> list[StageSolution | None]:
+        """The best plan of every stage; None where nothing fits."""
+        bounds = (0, *trial.cuts, len(self.units))
+        return [
+            self._stage(positions, first, stop, trial.form, in_flight)
+            for positions, (first, stop), in_flight in zip(
+                stages, pairwise(bounds), trial.in_flight(len(stages)), strict=True
+            )
+        ]
+
+    def _stage(
+        self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
+    ) -> StageSolution | None:
+        kinds = tuple(unit.kind for unit in self.units[first:stop])
+        key = (positions, kinds, form, in_flight)
+        if key not in self._stages:
+            self._stages[key] = self.solved(positions, first, stop, form, in_flight)
+        found = self._stages[key]
+        fqns = tuple(unit.fqn for unit in self.units[first:stop])
+        if found is None or found.unit_fqns == fqns:
+            return found
+        return self.solved(positions, first, stop, form, in_flight)
+
+    def solved(
+        self,
+        positions: Positions,
+        first: int,
+        stop: int,
+        form: StepForm,
+        in_flight: int,
+        *,
+        effort: Effort = COARSE,
+        tolerance: float | None = None,
+    ) -> StageSolution | None:
+        """The best plan of some devices for some units; None if nothing fits."""
+        setting = self.setting_of(positions)
+        try:
+            solution = solve(
+                _with_units(setting, self.units[first:stop]),
+                global_batch_size=self.global_batch_size,
+                demands=replace(
+                    self.demands.only(positions), form=form, rounds_in_flight=in_flight
+                ),
+                effort=effort,
+                tolerance=tolerance,
+                is_bounded=False,
+            )
+        except PlanError:
+            return None
+        return StageSolution(
+            positions=positions,
+            unit_fqns=tuple(unit.fqn for unit in self.units[first:stop]),
+            in_flight=in_flight,
+            solution=solution,
+            times=_times_of(solution),
+        )
+
+    def hops(self, stages: Stages, trial: _Trial) -> list[Hop]:
+        """What is handed over from each stage to the next."""
+        size = self.global_batch_size // trial.form.num_rounds
+        found = []
+        for (one, other), cut in zip(pairwise(stages), trial.cuts, strict=True):
+            nbytes = size * self.setting.workload.kind_of(self.units[cut]).input_bytes
+            link, number = link_between(self.setting.cluster, one, other)
+            seconds = hop_s((link, number), nbytes)
+            found.append(Hop(nbytes=nbytes, link=link, num_links=number, seconds=seconds))
+        return found
+
+    def _hop_s(self, one: Positions, other: Positions, num_samples: int) -> float:
+        kinds = {unit.kind for unit in self.units[1:]}
+        least = min(self.setting.workload.kind_by_name[kind].input_bytes for kind in kinds)
+        return hop_s(link_between(self.setting.cluster, one, other), num_samples * least)
+
+    # The best pipeline of given stages
+
+    def starts(self, stages: Stages) -> list[tuple[_Rank, _Trial]]:
+        """The best start of each form, the best first; none if nothing fits."""
+        budgets = self.setting.cluster.memory_budget_bytes
+        memory = [float(sum(budgets(i) for i in positions)) for positions in stages]
+        by_speed, by_memory = self.balanced_cuts(stages), self.even_cuts(memory)
+        between = tuple((a + b) // 2 for a, b in zip(by_speed, by_memory, strict=True))
+        best: dict[StepForm, tuple[_Rank, _Trial]] = {}
+        for form in self._forms(len(stages)):
+            for cuts in dict.fromkeys((by_speed, between, by_memory)):
+                trials = {_Trial(cuts, form, more) for more in self._in_flight(stages, form)}
+                ranked = [(self.rank_of(stages, each), each) for each in trials]
+                rank, trial = min(ranked, key=lambda each: each[0])
+                key = replace(form, num_rounds=1)
+                if not rank[0] and (key not in best or rank < best[key][0]):
+                    best[key] = rank, trial
+                if not rank[0]:
+                    break  # cuts by memory are for where no other fits
+        return sorted(best.values(), key=lambda each: each[0])
+
+    def improved(
+        self, stages: Stages, starts: Sequence[tuple[_Rank, _Trial]], at_most_s: float
+    ) -> tuple[_Rank, _Trial]:
+        """The best that is found from these starts."""
+        found = [self._improved(stages, trial, rank, at_most_s) for rank, trial in starts]
+        return min(found, key=lambda each: each[0])
+
+    def _forms(self, num_stages: int) -> Iterator[StepForm]:
+        """Forms to begin with, with about as many rounds as keep stages busy."""
+        wanted = 4 * num_stages
+        numbers = sorted(self.rounds, key=lambda n: abs(log2(n / wanted)))[:NUM_ROUNDS_TRIED]
+        for number in numbers:
+            for reshards, reduces in FORMS:
+                yield StepForm(
+                    num_rounds=number,
+                    reshard_after_forward=reshards,
+                    reshard_after_backward=reshards,
+                    reduce_each_round=reduces,
+                )
+
+    def _in_flight(self, stages: Stages, form: StepForm) -> tuple[int, int]:
+        """No further rounds in flight, and as many as hide messages both ways."""
+        size = self.global_batch_size // form.num_rounds
+        messages_s = max(2 * self._hop_s(*each, size) for each in pairwise(stages))
+        round_s = max(self.least_step_s(stages), 1e-9) / form.num_rounds
+        return 0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))
+
+    def _improved(
+        self, stages: Stages, trial: _Trial, rank: _Rank, at_most_s: float
+    ) -> tuple[_Rank, _Trial]:
+        stride = max(1, len(self.units) // 8)
+        while True:
+            for other in self._neighbours(trial, stride):
+                found = self.rank_of(stages, other)
+                if found < (rank[0], rank[1] * (1 - LEAST_GAIN)):
+                    trial, rank = other, found
+                    break
+            else:
+                if stride == 1:
+                    return rank, trial
+                stride //= 2
+                # Cuts gain most, and the rest a little: far behind, it does not win.
+                if stride == 0 or rank[1] > 2 * at_most_s:
+                    return rank, trial
+
+    def _neighbours(self, trial: _Trial, stride: int) -> Iterator[_Trial]:
+        """Trials that differ from this one in one respect, or in a cut and rounds in flight."""
+        number = len(self.units)
+        moves = [trial.cuts]
+        for i, cut in enumerate(trial.cuts):
+            before = trial.cuts[i - 1] if i else 0
+            after = trial.cuts[i + 1] if i + 1 < len(trial.cuts) else number
+            moves += [
+                (*trial.cuts[:i], moved, *trial.cuts[i + 1 :])
+                for moved in (cut - stride, cut + stride)
+                if before < moved < after
+            ]
+        # More in flight takes memory, which other cuts may make room for.
+        for more in (trial.more, trial.more + 1, trial.more - 1):
+            if 0 <= more <= MORE_IN_FLIGHT:
+                yield from (replace(trial, cuts=cuts, more=more) for cuts in moves)
+        place = self.rounds.index(trial.form.num_rounds)
+        for other in (place - 1, place + 1):
+            if 0 <= other < len(self.rounds):
+                form = replace(trial.form, num_rounds=self.rounds[other])
+                yield replace(trial, form=form)
+        for reshards, reduces in FORMS:
+            form = replace(
+                trial.form,
+                reshard_after_forward=reshards,
+                reshard_after_backward=reshards,
+                reduce_each_round=reduces,
+            )
+            if form != trial.form:
+                yield replace(trial, form=form)
+
+
+def find_pipeline(
+    setting: Setting,
+    *,
+    global_batch_size: int,
+    smaller: Callable[[Positions], Setting],
+    max_stages: int = MAX_STAGES,
+    demands: Demands = NO_DEMANDS,
+    tolerance: float | None = None,
+    at_most_s: float = inf,
+) -> PipelineSolution | None:
+    """The best pipeline of 2 to ``max_stages`` stages that was found; None if none fits.
+
+    ``smaller`` creates the setting of the devices at some positions.  Pipelines that start far
+    above ``at_most_s`` are not looked at.  Raises ``ValueError`` if a link
+    between stages is not stated.
+    """
+    search = _Search(setting, smaller, global_batch_size, demands)
+    bounded = sorted(
+        (search.least_step_s(stages), order, stages)
+        for order, stages in enumerate(orders_of_stages(setting.cluster, max_stages))
+        if len(stages) <= len(search.units)
+    )
+    started: list[tuple[_Rank, int, Stages, list[tuple[_Rank, _Trial]]]] = []
+    for bound_s, order, stages in bounded[:MAX_SEARCHED]:
+        least_s = min((each[0][1] for each in started), default=at_most_s)
+        if bound_s >= min(at_most_s, least_s) * (1 - LEAST_GAIN):
+            break
+        if starts := search.starts(stages):
+            started.append((starts[0][0], order, stages, starts))
+    started.sort(key=lambda each: each[:2])
+    best: tuple[_Rank, _Trial, Stages] | None = None
+    for rank, _, stages, starts in started[:MAX_IMPROVED]:
+        if rank[1] > FAR * at_most_s:
+            break
+        found = search.improved(stages, starts, at_most_s)
+        if best is None or found[0] < best[0]:
+            best = (*found, stages)
+            at_most_s = min(at_most_s, found[0][1])
+    if best is None:
+        return None
+    _, trial, stages = best
+    return _finished(search, stages, trial, tolerance)
+
+
+def _finished(
+    search: _Search, stages: Stages, trial: _Trial, tolerance: float | None
+) -> PipelineSolution:
+    """The pipeline with every stage's plan preferred of those nearly as fast."""
+    workload = search.setting.workload
+    coarse = [each for each in search.stages_of(stages, trial) if each is not None]
+
+    def solution_of(parts: Sequence[StageSolution]) -> PipelineSolution:
+        return PipelineSolution(
+            stages=tuple(parts),
+            hops=tuple(search.hops(stages, trial)),
+            num_rounds=trial.form.num_rounds,
+            lower_bound_s=least_step_s(search.setting, search.global_batch_size),
+            units=tuple(
+                PlannedUnit(fqn=unit.fqn, numel=workload.kind_of(unit).numel)
+                for unit in workload.units
+            ),
+        )
+
+    found = solution_of(coarse)
+    bounds = (0, *trial.cuts, len(search.units))
+    preferred = [
+        search.solved(
+            each.positions,
+            first,
+            stop,
+            trial.form,
+            each.in_flight,
+            effort=Effort(),
+            tolerance=tolerance,
+        )
+        for each, (first, stop) in zip(coarse, pairwise(bounds), strict=True)
+    ]
+    other = solution_of([each for each in preferred if each is not None])
+    if len(other.stages) < len(found.stages):
+        return found
+    most_s = found.step_time_s * (1 + (tolerance or 0.0))
+    return other if other.step_time_s <= most_s else found
+
+
+def _cuts_within(rates: Sequence[Sequence[float]], most_s: float) -> tuple[int, ...] | None:
+    """Cuts with which no stage computes longer per sample; None if there are none.
+
+    Every stage takes as many units as it can, and leaves one at least to each after it.
+    """
+    number, start = len(rates[0]), 0
+    cuts = []
+    for i, rate in enumerate(rates):
+        stop, used = start, 0.0
+        most = number - (len(rates) - 1 - i)
+        while stop < most and used + rate[stop] <= most_s:
+            used += rate[stop]
+            stop += 1
+        if stop == start:
+            return None
+        start = stop
+        cuts.append(stop)
+    return tuple(cuts[:-1]) if start == number else None
+
+
+def _with_units(setting: Setting, units: Sequence[Unit]) -> Setting:
+    """The setting for a part of the model's units; what no unit owns is in every part."""
+    workload = setting.workload
+    root = tuple(unit for unit in workload.units if not unit.fqn)
+    return replace(setting, workload=replace(workload, units=(*units, *root)))
+
+
+def _times_of(solution: PlanSolution) -> StageTimes:
+    """A stage's seconds of a round, all rounds taken to be alike."""
+    cost, number = solution.predicted, solution.plan.num_rounds
+    own_s = cost.overhead_s / 2
+    return StageTimes(
+        forward_s=(cost.forward_s + own_s) / number,
+        backward_s=(cost.backward_s + own_s) / number,
+        once_s=cost.optimizer_s + cost.exposed_comm_s,
+    )

@@ -1,0 +1,96 @@
+"""A pipeline with its predicted times."""
+
+from dataclasses import dataclass
+
+from shardhet.planner.problem.solution import PlanSolution
+from shardhet.planner.stages.groups import Positions, Stages
+from shardhet.pricing.pipeline import StageTimes, pipeline_s
+from shardhet.records.cluster import Link
+from shardhet.records.plan import Plan, PlannedUnit
+from shardhet.records.stages import Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSolution:
+    """One stage: its devices, its units and the best plan of them."""
+
+    positions: Positions  # in the cluster
+    unit_fqns: tuple[str, ...]
+    in_flight: int
+    solution: PlanSolution  # of these devices and units alone, with all rounds of a step
+    times: StageTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """What stages hand over in a round, in each direction."""
+
+    nbytes: int
+    link: Link
+    num_links: int  # side by side
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSolution:
+    """The best pipeline that was found."""
+
+    stages: tuple[StageSolution, ...]
+    hops: tuple[Hop, ...]  # between one stage and the next
+    num_rounds: int
+    lower_bound_s: float  # of any plan for these devices, with stages or without
+    units: tuple[PlannedUnit, ...]  # of the whole model
+
+    @property
+    def groups(self) -> Stages:
+        """The positions of each stage's devices in the cluster."""
+        return tuple(stage.positions for stage in self.stages)
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.step_time_over(1.0)
+
+    def step_time_over(self, part: float) -> float:
+        """Seconds of a step if links between stages had this part of their bandwidth."""
+        hops_s = [
+            hop.link.latency_s + (hop.seconds - hop.link.latency_s) / part for hop in self.hops
+        ]
+        return pipeline_s(
+            [stage.times for stage in self.stages],
+            hops_s,
+            in_flight=[stage.in_flight for stage in self.stages],
+            num_rounds=self.num_rounds,
+        )
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted throughput."""
+        return self.stages[0].solution.plan.global_batch_size / self.step_time_s
+
+    @property
+    def relative_gap(self) -> float:
+        """(predicted step time - bound) / bound."""
+        return max(0.0, self.step_time_s / self.lower_bound_s - 1)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with these stages; its devices are in their order."""
+        plans = [stage.solution.plan for stage in self.stages]
+        form = plans[0].form
+        return Plan(
+            ranks=tuple(rank for plan in plans for rank in plan.ranks),
+            units=self.units,
+            num_rounds=form.num_rounds,
+            reshard_after_forward=form.reshard_after_forward,
+            reshard_after_backward=form.reshard_after_backward,
+            reduce_each_round=form.reduce_each_round,
+            stages=tuple(
+                Stage(
+                    units=stage.unit_fqns,
+                    num_ranks=len(stage.positions),
+                    in_flight=stage.in_flight,
+                )
+                for stage in self.stages
+            ),
+        )

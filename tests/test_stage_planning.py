@@ -1,0 +1,302 @@
+"""Planning pipelines: the time of their steps, groups of devices, search and report."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import inf
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardhet.apps.plan import main as plan_main
+from shardhet.planner import Demands, solve
+from shardhet.planner.stages.bound import least_step_s
+from shardhet.planner.stages.find import (
+    FORMS,
+    _Search,
+    _Trial,
+    find_pipeline,
+)
+from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.pipeline import StageTimes, hop_s, link_between, pipeline_s
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.schedule import StepForm
+from shardhet.records.workload import Workload
+
+WORKLOAD = Workload.transformer(
+    num_layers=3, width=1024, num_heads=8, vocab_size=8000, seq_len=512
+)
+FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=1.2e10)
+SLOW = Link(latency_s=1e-4, bandwidth_bytes_per_s=2e8)
+CARDS = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 3090", "Tesla T4")
+seconds = st.floats(0.01, 3.0)
+MOST_TRIED = 2  # further rounds in flight, where everything is tried
+
+
+def cluster_of(*hosts: tuple[str, ...], between: Link | None = SLOW) -> Cluster:
+    """Hosts with devices of these kinds."""
+    known = built_in_kinds()
+    return Cluster(
+        nodes=tuple(
+            Node(
+                host=f"host-{i}",
+                link=FAST,
+                devices=tuple(
+                    DeviceSpec(
+                        host=f"host-{i}",
+                        kind=kind,
+                        memory_capacity_bytes=known[kind].memory_capacity_bytes,
+                    )
+                    for kind in kinds
+                ),
+            )
+            for i, kinds in enumerate(hosts)
+        ),
+        kinds=tuple(known[kind] for kind in dict.fromkeys(sum(hosts, ()))),
+        between_nodes=between,
+    )
+
+
+def derived(cluster: Cluster) -> Setting:
+    return Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
+
+
+def found_in(setting: Setting, batch: int, max_stages: int = 3) -> object:
+    return find_pipeline(
+        setting,
+        global_batch_size=batch,
+        smaller=lambda positions: derived(setting.cluster.only(positions)),
+        max_stages=max_stages,
+    )
+
+
+# The time of a step
+
+
+@given(seconds, seconds, st.integers(1, 4), st.integers(1, 12))
+def test_equal_stages_wait_for_each_other_at_the_beginning_and_the_end(
+    forward_s: float, backward_s: float, num_stages: int, num_rounds: int
+) -> None:
+    stages = [StageTimes(forward_s, backward_s, once_s=0.5)] * num_stages
+    step_s = pipeline_s(
+        stages,
+        [0.0] * (num_stages - 1),
+        in_flight=range(num_stages, 0, -1),
+        num_rounds=num_rounds,
+    )
+    expected = (num_rounds + num_stages - 1) * (forward_s + backward_s) + 0.5
+    assert step_s == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=4), seconds, st.data())
+def test_a_step_is_no_shorter_than_any_stage_and_link(
+    times: list[tuple[float, float]], link_s: float, data: st.DataObject
+) -> None:
+    num_rounds = data.draw(st.integers(1, 8))
+    more = data.draw(st.integers(0, 3))
+    stages = [StageTimes(*each) for each in times]
+    in_flight = [1 + (1 + more) * i for i in range(len(stages))][::-1]
+    hops_s = [link_s] * (len(stages) - 1)
+    step_s = pipeline_s(stages, hops_s, in_flight=in_flight, num_rounds=num_rounds)
+    for i, stage in enumerate(stages):
+        before = sum(each.round_s + 2 * link_s for each in stages[:i])
+        assert step_s >= num_rounds * stage.round_s + before - 1e-9
+    assert step_s >= num_rounds * link_s
+    fewer = pipeline_s(stages, hops_s, in_flight=[1] * len(stages), num_rounds=num_rounds)
+    assert fewer >= step_s - 1e-9
+
+
+def test_more_in_flight_hide_a_slow_link() -> None:
+    stages, hops_s = [StageTimes(1.0, 2.0)] * 2, [2.0]
+
+    def step_s(first: int) -> float:
+        return pipeline_s(stages, hops_s, in_flight=[first, 1], num_rounds=16)
+
+    assert step_s(2) > step_s(3) > step_s(4) - 1e-9
+    assert step_s(4) == pytest.approx(16 * 3 + 3 + 4)
+
+
+def test_a_pipeline_that_does_not_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="grow along it"):
+        pipeline_s([StageTimes(1.0, 1.0)] * 2, [0.0], in_flight=[1, 2], num_rounds=4)
+
+
+def test_messages_take_all_of_the_slowest_link_and_nodes_have_cables_of_their_own() -> None:
+    cluster = cluster_of(("Tesla T4",) * 2, ("Tesla T4",), ("Tesla T4",), ("Tesla T4",))
+    assert link_between(cluster, (0,), (1,)) == (FAST, 1)
+    assert link_between(cluster, (0, 1), (2, 3)) == (SLOW, 1)
+    assert link_between(cluster, (0, 2), (3, 4)) == (SLOW, 2)
+    assert hop_s((SLOW, 2), 4e8) == pytest.approx(1e-4 + 1.0)
+    with pytest.raises(ValueError, match="between_nodes is not stated"):
+        link_between(cluster_of(("Tesla T4",), ("Tesla T4",), between=None), (0,), (1,))
+
+
+# Memory
+
+
+def test_activations_of_all_rounds_in_flight_are_held() -> None:
+    setting = derived(cluster_of(("Tesla T4",) * 2))
+    rank = RankPlan(microbatch_sizes=(2,), state_share=0.5, device=setting.cluster.devices[0])
+    one, three = (CostModel(setting, in_flight=n).memory(rank, 10**6) for n in (1, 3))
+    model = CostModel(setting)
+    kept = 2 * model.kept_bytes_per_sample(rank)
+    inputs = 2 * sum(model.workload.kind_of(each).input_bytes for each in model.visited_units)
+    assert three.total_bytes - one.total_bytes == 2 * (kept + inputs)
+
+
+# Groups
+
+
+def test_every_order_of_stages_is_listed_once() -> None:
+    cluster = cluster_of(("Tesla T4", "NVIDIA GeForce RTX 3090"), ("Tesla T4",))
+    stages = list(orders_of_stages(cluster, 3))
+    assert len(set(stages)) == len(stages)
+    assert {((0, 1), (2,)), ((2,), (0, 1)), ((0, 2), (1,)), ((0,), (1,), (2,))} <= set(stages)
+    assert ((0,), (2,)) in stages  # the RTX 3090 is left out
+    for each in stages:
+        everyone = sum(each, ())
+        assert len(set(everyone)) == len(everyone)
+    assert max(map(len, orders_of_stages(cluster, 2))) == 2
+
+
+# The search
+
+
+def unlike_cluster(random: Random, most: int = 2) -> Cluster:
+    first = tuple(random.choices(CARDS, k=random.randint(1, most)))
+    second = tuple(random.choices(CARDS, k=1))
+    bandwidth = random.choice([5e7, 2e8, 1e9])
+    return cluster_of(
+        first, second, between=Link(latency_s=1e-4, bandwidth_bytes_per_s=bandwidth)
+    )
+
+
+def all_trials(search: _Search, stages: Stages) -> Iterator[_Trial]:
+    for cuts in combinations(range(1, len(search.units)), len(stages) - 1):
+        for number in search.rounds:
+            for reshards, reduces in FORMS:
+                form = StepForm(
+                    num_rounds=number,
+                    reshard_after_forward=reshards,
+                    reshard_after_backward=reshards,
+                    reduce_each_round=reduces,
+                )
+                for more in range(MOST_TRIED + 1):
+                    yield _Trial(cuts, form, more)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.campaign) for i in range(1, 40))]
+)
+def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
+    random = Random(seed)
+    setting = derived(unlike_cluster(random, most=1 if seed == 0 else 2))
+    batch = random.choice([4, 6])
+    found = found_in(setting, batch)
+
+    def smaller(positions: Positions) -> Setting:
+        return derived(setting.cluster.only(positions))
+
+    search = _Search(setting, smaller, batch, Demands())
+    best_s = min(
+        search.rank_of(stages, trial)
+        for stages in orders_of_stages(setting.cluster, 3)
+        for trial in all_trials(search, stages)
+    )[1]
+    assert best_s < inf
+    assert found is not None
+    assert found.lower_bound_s <= best_s * (1 + 1e-9)
+    assert found.step_time_s <= best_s * 1.01
+    for stages in orders_of_stages(setting.cluster, 3):
+        trials = all_trials(search, stages)
+        least_s = min(search.rank_of(stages, trial) for trial in trials)[1]
+        assert search.least_step_s(stages) <= least_s * (1 + 1e-9)
+
+
+def test_no_plan_without_stages_beats_the_bound_either() -> None:
+    for seed in range(6):
+        setting = derived(unlike_cluster(Random(seed)))
+        whole = solve(setting, global_batch_size=16)
+        assert least_step_s(setting, 16) <= whole.predicted.step_time_s * (1 + 1e-9)
+
+
+def test_the_plan_is_one_that_can_run() -> None:
+    setting = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
+    found = found_in(setting, 24, max_stages=2)
+    plan = found.plan
+    assert plan.global_batch_size == 24
+    assert plan.stages is not None
+    assert [stage.num_ranks for stage in plan.stages] == list(map(len, found.groups))
+    fqns = [unit.fqn for unit in setting.workload.units]
+    assert sum((stage.units for stage in plan.stages), ()) == tuple(fqns)
+    assert Plan.from_json(plan.to_json()) == plan
+    devices = setting.cluster.devices
+    assert [rank.device for rank in plan.ranks] == [devices[i] for i in sum(found.groups, ())]
+    for stage in found.stages:
+        assert stage.solution.fits
+
+
+# The command
+
+
+def described(tmp_path: Path, gbit_per_s: float) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        f"""
+version: 1
+nodes:
+- {{host: a, link: {{latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9}},
+   devices: [{{kind: NVIDIA GeForce RTX 4090}}, {{kind: NVIDIA GeForce RTX 3090}}]}}
+- {{host: b, link: {{latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9}},
+   devices: [{{kind: NVIDIA GeForce RTX 3090, count: 2}}]}}
+between_nodes: {{latency_s: 1.0e-04, bandwidth_bytes_per_s: {gbit_per_s / 8 * 1e9}}}
+""",
+        encoding="utf-8",
+    )
+    return f"cluster={path}"
+
+
+def test_a_slow_cable_asks_for_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    keys = (described(tmp_path, 3), "max_stages=2", f"out={out}")
+    plan_main([*keys, "global_batch_size=16"])
+    text = capsys.readouterr().out
+    for line in (
+        "16 samples in 2 stages",
+        "over 3 Gbit/s",
+        "Without stages: ",
+        "more than",
+        "between stages they alone would be faster",
+        f"written to {out}",
+    ):
+        assert line in text
+    plan = Plan.load(out)
+    assert plan.stages is not None
+    assert len(plan.stages) == 2
+
+
+def test_a_fast_cable_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = (described(tmp_path, 400), "max_stages=2", "global_batch_size=64")
+    plan_main([*keys, "explain=false", "baselines=false", "model=gpt_125m"])
+    text = capsys.readouterr().out
+    assert "No faster pipeline of up to 2 stages was found." in text
+    assert "predicted step" in text
+
+
+@pytest.mark.parametrize(
+    "key", ["objective=least_memory", "leave_out=auto", "inputs_on_host=true", "equal=[[0,1]]"]
+)
+def test_what_is_not_planned_together_with_stages_is_refused(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan_main(["max_stages=2", key])
+    assert "together with" in capsys.readouterr().err
