@@ -66,6 +66,7 @@ def faster_pipeline(
             return part_of(setting, positions)
         return derived(setting.cluster.only(positions), inputs.name).setting
 
+    flat_s = inf if flat is None else flat.predicted.step_time_s
     found = find_pipeline(
         setting,
         global_batch_size=global_batch_size,
@@ -73,8 +74,9 @@ def faster_pipeline(
         max_stages=max_stages,
         demands=demands,
         tolerance=tolerance,
+        at_most_s=flat_s,
     )
-    if found is None or (flat is not None and found.step_time_s >= flat.predicted.step_time_s):
+    if found is None or found.step_time_s >= flat_s:
         return None
     alone = []
     for positions in found.groups:

@@ -31,7 +31,7 @@ MAX_STAGES = 4
 MAX_ROUNDS = 512
 MAX_SEARCHED = 24  # orders of stages, those with the least bounds
 LEAST_GAIN = 1e-3
-NUM_ROUNDS_TRIED = 5  # at the start
+NUM_ROUNDS_TRIED = 4  # at the start
 MAX_IMPROVED, FAR = 6, 1.3  # orders of stages, unless even the start takes so much longer
 COARSE = Effort(relative_gap=1e-3)
 # Whether units are resharded after every use or once a step, and reduced every round or once.
@@ -168,15 +168,23 @@ class _Search:
     def _stage(
         self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
     ) -> StageSolution | None:
+        """The best plan of such devices for such units: as good as that of these."""
         kinds = tuple(unit.kind for unit in self.units[first:stop])
-        key = (positions, kinds, form, in_flight)
+        key = (self._looks(positions), kinds, form, in_flight)
         if key not in self._stages:
             self._stages[key] = self.solved(positions, first, stop, form, in_flight)
-        found = self._stages[key]
-        fqns = tuple(unit.fqn for unit in self.units[first:stop])
-        if found is None or found.unit_fqns == fqns:
-            return found
-        return self.solved(positions, first, stop, form, in_flight)
+        return self._stages[key]
+
+    def _looks(self, positions: Positions) -> tuple[object, ...]:
+        """What distinguishes a set of devices from others, for the planner."""
+        cluster = self.setting_of(positions).cluster
+        nodes = [
+            (node.region, node.link, tuple(replace(each, host=None) for each in node.devices))
+            for node in cluster.nodes
+        ]
+        if len(nodes) > 1:
+            return tuple(nodes)
+        return nodes[0][1:]
 
     def solved(
         self,
@@ -375,7 +383,18 @@ def _finished(
 ) -> PipelineSolution:
     """The pipeline with every stage's plan preferred of those nearly as fast."""
     workload = search.setting.workload
-    coarse = [each for each in search.stages_of(stages, trial) if each is not None]
+    bounds = pairwise((0, *trial.cuts, len(search.units)))
+    in_flight = trial.in_flight(len(stages))
+    parts = list(zip(stages, bounds, in_flight, strict=True))
+
+    def solved(effort: Effort, tolerance: float | None) -> list[StageSolution]:
+        found = [
+            search.solved(
+                positions, first, stop, trial.form, each, effort=effort, tolerance=tolerance
+            )
+            for positions, (first, stop), each in parts
+        ]
+        return [each for each in found if each is not None]
 
     def solution_of(parts: Sequence[StageSolution]) -> PipelineSolution:
         return PipelineSolution(
@@ -389,23 +408,7 @@ def _finished(
             ),
         )
 
-    found = solution_of(coarse)
-    bounds = (0, *trial.cuts, len(search.units))
-    preferred = [
-        search.solved(
-            each.positions,
-            first,
-            stop,
-            trial.form,
-            each.in_flight,
-            effort=Effort(),
-            tolerance=tolerance,
-        )
-        for each, (first, stop) in zip(coarse, pairwise(bounds), strict=True)
-    ]
-    other = solution_of([each for each in preferred if each is not None])
-    if len(other.stages) < len(found.stages):
-        return found
+    found, other = solution_of(solved(COARSE, None)), solution_of(solved(Effort(), tolerance))
     most_s = found.step_time_s * (1 + (tolerance or 0.0))
     return other if other.step_time_s <= most_s else found
 
