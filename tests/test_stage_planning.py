@@ -1,5 +1,6 @@
 """Planning pipelines: the time of their steps, groups of devices, search and report."""
 
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from math import inf
@@ -217,6 +218,33 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
         trials = all_trials(search, stages)
         least_s = min(search.rank_of(stages, trial) for trial in trials)[1]
         assert search.least_step_s(stages) <= least_s * (1 + 1e-9)
+
+
+def test_all_stages_compute_in_one_precision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its V100 the cluster would have bfloat16: four times as fast, and no bound."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        """
+version: 1
+nodes:
+- {host: a, link: {latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9},
+   devices: [{kind: NVIDIA A100-SXM4-40GB}, {kind: NVIDIA GeForce RTX 3090}]}
+- {host: b, link: {latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9},
+   devices: [{kind: Tesla V100-SXM2-16GB}]}
+between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
+""",
+        encoding="utf-8",
+    )
+    keys = ("model=gpt_125m", "global_batch_size=16", "max_stages=2")
+    plan_main([f"cluster={path}", *keys])
+    text = capsys.readouterr().out
+    assert "float32; 3 devices; a step is 16 samples in 2 stages" in text
+    gap = re.search(r"more than (\d+)% faster: the compute alone takes .* (\S+) (m?s)\.", text)
+    assert gap is not None
+    assert int(gap[1]) > 0
+    assert "Only " in text
 
 
 def test_no_plan_without_stages_beats_the_bound_either() -> None:

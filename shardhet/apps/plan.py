@@ -200,14 +200,7 @@ def _show_faster_pipeline(
         with suppress(PlanError):
             flat = _answer(conf, inputs, demands).solution
         report = faster_pipeline(
-            inputs,
-            flat,
-            global_batch_size=conf.global_batch_size,
-            max_stages=conf.max_stages,
-            demands=demands,
-            derived=conf.derived if conf.measured is None else None,
-            tolerance=conf.tolerance,
-            effort=_compared(inputs.setting),
+            conf, inputs, flat, demands=demands, effort=_compared(inputs.setting)
         )
     if report is None:
         line = f"No faster pipeline of up to {conf.max_stages} stages was found."

@@ -1,7 +1,9 @@
 """The report of ``shardhet plan max_stages=N``: a pipeline, why it is cut there, and rivals."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 
@@ -19,7 +21,7 @@ from shardhet.apps.planning.report import (
     rows_of,
     source_line,
 )
-from shardhet.config.planning import Inputs
+from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.find import find_pipeline
@@ -27,9 +29,7 @@ from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster
 
-Smaller = Callable[[Positions], Setting]
 LEAST_PART = 1e-3  # of a link's bandwidth that is looked at
 
 
@@ -44,53 +44,49 @@ class PipelineReport:
 
 
 def faster_pipeline(
+    conf: PlannerConf,
     inputs: Inputs,
     flat: PlanSolution | None,
     *,
-    global_batch_size: int,
-    max_stages: int,
     demands: Demands,
-    derived: Callable[[Cluster, str], Inputs] | None,
-    tolerance: float,
     effort: Effort,
 ) -> PipelineReport | None:
     """A pipeline that is faster than ``flat``; None if none was found.
 
-    ``derived`` creates the inputs for a cluster from specifications; if it is None, they
-    follow from what was measured.
+    All stages compute in the precision of the whole cluster; a group alone may do so in
+    another.
     """
     setting = inputs.setting
+    precision = PlannedPrecision(setting.workload.param_dtype)
 
-    def smaller(positions: Positions) -> Setting:
-        if derived is None:
+    def part(positions: Positions, conf: PlannerConf) -> Setting:
+        if conf.measured is not None:
             return part_of(setting, positions)
-        return derived(setting.cluster.only(positions), inputs.name).setting
+        return conf.derived(setting.cluster.only(positions), inputs.name).setting
 
     flat_s = inf if flat is None else flat.predicted.step_time_s
     found = find_pipeline(
         setting,
-        global_batch_size=global_batch_size,
-        smaller=smaller,
-        max_stages=max_stages,
+        global_batch_size=conf.global_batch_size,
+        smaller=partial(part, conf=replace(conf, precision=precision)),
+        max_stages=conf.max_stages,
         demands=demands,
-        tolerance=tolerance,
+        tolerance=conf.tolerance,
         at_most_s=flat_s,
     )
     if found is None or found.step_time_s >= flat_s:
         return None
     alone = []
     for positions in found.groups:
-        try:
+        with suppress(PlanError):
             solution = solve(
-                smaller(positions),
-                global_batch_size=global_batch_size,
+                part(positions, conf),
+                global_batch_size=conf.global_batch_size,
                 demands=demands.only(positions),
                 effort=effort,
                 is_bounded=False,
             )
-        except PlanError:
-            continue
-        alone.append((positions, solution))
+            alone.append((positions, solution))
     return PipelineReport(inputs=inputs, solution=found, flat=flat, alone=tuple(alone))
 
 

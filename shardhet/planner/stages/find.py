@@ -346,7 +346,8 @@ def find_pipeline(
 ) -> PipelineSolution | None:
     """The best pipeline of 2 to ``max_stages`` stages that was found; None if none fits.
 
-    ``smaller`` creates the setting of the devices at some positions.  Pipelines that start far
+    ``smaller`` creates the setting of the devices at some positions, in the precision of the
+    whole.  Pipelines that start far
     above ``at_most_s`` are not looked at.  Raises ``ValueError`` if a link
     between stages is not stated.
     """
