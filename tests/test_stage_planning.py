@@ -21,9 +21,9 @@ from shardhet.planner.stages.find import (
     find_pipeline,
 )
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
+from shardhet.planner.stages.times import StageTimes, hop_s, link_between, pipeline_s
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.pipeline import StageTimes, hop_s, link_between, pipeline_s
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
 from shardhet.records.plan import Plan, RankPlan
@@ -217,7 +217,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     for stages in orders_of_stages(setting.cluster, 3):
         trials = all_trials(search, stages)
         least_s = min(search.rank_of(stages, trial) for trial in trials)[1]
-        assert search.least_step_s(stages) <= least_s * (1 + 1e-9)
+        assert search.speeds.least_step_s(stages) <= least_s * (1 + 1e-9)
 
 
 def test_all_stages_compute_in_one_precision(

@@ -5,18 +5,25 @@ x_ku the samples of units of kind u that all n_k devices of kind k compute,
 
     minimise T   such that   sum_u t_ku x_ku <= n_k T,   sum_k x_ku >= B n_u
 
-Memory, links and the optimizer are left out.  For stages that are given, ``unit_rates`` says
-how fast they are at best.
+Memory, links and the optimizer are left out.  ``Speeds`` bounds pipelines of given stages.
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 from scipy.optimize import linprog
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
+from shardhet.planner.stages.groups import Positions, Stages
+from shardhet.planner.stages.times import hop_s, link_between
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
+from shardhet.records.workload import Unit
+
+BISECTIONS = 40
 
 
 def seconds_per_sample(setting: Setting, largest: int) -> dict[str | None, dict[str, float]]:
@@ -56,3 +63,94 @@ def least_step_s(setting: Setting, global_batch_size: int) -> float:
     cost[-1] = 1.0
     found = linprog(cost, A_ub=np.array(rows), b_ub=np.array(limits), method="highs")
     return float(found.fun)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast groups of devices compute units at best, and cuts that follow from it."""
+
+    setting: Setting
+    smaller: Callable[[Positions], Setting]  # the setting of some devices
+    units: Sequence[Unit]  # that compute
+    global_batch_size: int
+    _known_s: dict[Positions, list[float]] = field(default_factory=dict)
+
+    def least_step_s(self, stages: Stages) -> float:
+        """Seconds of a step in which only compute and messages take time, cut at best."""
+        pairs = list(pairwise(stages))
+        latencies = [link_between(self.setting.cluster, *each)[0].latency_s for each in pairs]
+        hops_s = [self.hop_s(*each, 1) for each in pairs]
+        link_s = max(hop - latency for hop, latency in zip(hops_s, latencies, strict=True))
+        compute_s, _ = self._balanced(stages)
+        return self.global_batch_size * max(compute_s, link_s)
+
+    def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
+        """Cuts with which stages compute about equally long."""
+        return self._balanced(stages)[1]
+
+    def hop_s(self, one: Positions, other: Positions, num_samples: int) -> float:
+        """Seconds of so many samples from one stage to another, at the thinnest cut."""
+        kinds = {unit.kind for unit in self.units[1:]}
+        least = min(self.setting.workload.kind_by_name[kind].input_bytes for kind in kinds)
+        return hop_s(link_between(self.setting.cluster, one, other), num_samples * least)
+
+    def _balanced(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
+        """Seconds per sample that no cuts go below, and cuts that take hardly longer."""
+        seconds = [self._unit_s(each) for each in stages]
+        low, high = 0.0, sum(map(sum, seconds))
+        cuts = even_cuts([1.0] * len(stages), len(self.units))
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            found = cuts_within(seconds, middle)
+            if found is None:
+                low = middle
+            else:
+                high, cuts = middle, found
+        return low, cuts
+
+    def _unit_s(self, positions: Positions) -> list[float]:
+        """Seconds per sample of each unit, on all devices of a stage together."""
+        if positions not in self._known_s:
+            setting = self.smaller(positions)
+            least = seconds_per_sample(setting, self.global_batch_size)
+            devices = setting.cluster.devices
+
+            def together_s(kind: str) -> float:
+                each = [least[device.kind][kind] for device in devices]
+                return 1 / sum(1 / s for s in each) if all(each) else 0.0
+
+            by_kind = {kind: together_s(kind) for kind in {unit.kind for unit in self.units}}
+            self._known_s[positions] = [by_kind[unit.kind] for unit in self.units]
+        return self._known_s[positions]
+
+
+def even_cuts(weights: Sequence[float], number: int) -> tuple[int, ...]:
+    """Cuts with which so many units are dealt out in proportion to weights, one at least."""
+    total = sum(weights)
+    cuts = [round(number * each / total) for each in accumulate(weights)][:-1]
+    for i in range(len(cuts)):
+        cuts[i] = max(cuts[i], (cuts[i - 1] if i else 0) + 1)
+    for i in reversed(range(len(cuts))):
+        cuts[i] = min(cuts[i], number - len(cuts) + i)
+    return tuple(cuts)
+
+
+def cuts_within(seconds: Sequence[Sequence[float]], most_s: float) -> tuple[int, ...] | None:
+    """Cuts with which no stage takes longer; None if there are none.
+
+    ``seconds`` has those of every unit, for each stage.  Every stage takes as many units as it
+    can, and leaves one at least to each after it.
+    """
+    number, start = len(seconds[0]), 0
+    cuts = []
+    for i, of_units in enumerate(seconds):
+        stop, used = start, 0.0
+        most = number - (len(seconds) - 1 - i)
+        while stop < most and used + of_units[stop] <= most_s:
+            used += of_units[stop]
+            stop += 1
+        if stop == start:
+            return None
+        start = stop
+        cuts.append(stop)
+    return tuple(cuts[:-1]) if start == number else None

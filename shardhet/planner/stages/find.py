@@ -11,17 +11,17 @@ all devices (``bound``).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import ceil, inf, log2
 
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.search.search import Effort
-from shardhet.planner.stages.bound import least_step_s, seconds_per_sample
+from shardhet.planner.stages.bound import Speeds, even_cuts, least_step_s
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
 from shardhet.planner.stages.solution import Hop, PipelineSolution, StageSolution
-from shardhet.pricing.pipeline import StageTimes, hop_s, link_between, pipeline_s
+from shardhet.planner.stages.times import StageTimes, hop_s, link_between, pipeline_s
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import PlannedUnit
 from shardhet.records.schedule import StepForm
@@ -69,8 +69,8 @@ class _Search:
     demands: Demands
     units: tuple[Unit, ...] = field(init=False)  # that compute
     rounds: tuple[int, ...] = field(init=False)  # numbers that divide the batch
+    speeds: Speeds = field(init=False)
     _settings: dict[Positions, Setting] = field(default_factory=dict)
-    _rates: dict[Positions, list[float]] = field(default_factory=dict)
     _stages: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,59 +78,7 @@ class _Search:
         most = min(self.global_batch_size, self.demands.max_rounds or MAX_ROUNDS, MAX_ROUNDS)
         numbers = range(1, most + 1)
         self.rounds = tuple(n for n in numbers if not self.global_batch_size % n)
-
-    # What no pipeline of these stages can beat
-
-    def least_step_s(self, stages: Stages) -> float:
-        """Seconds of a step in which only compute and messages take time, cut at best."""
-        link_s = max(
-            self._hop_s(one, other, 1)
-            - link_between(self.setting.cluster, one, other)[0].latency_s
-            for one, other in pairwise(stages)
-        )
-        rates = [self._compute_s(each) for each in stages]
-        low, high = 0.0, sum(map(max, rates)) * len(self.units)
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if _cuts_within(rates, middle) else (middle, high)
-        return self.global_batch_size * max(low, link_s)
-
-    def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
-        """Cuts with which stages compute about equally long."""
-        rates = [self._compute_s(each) for each in stages]
-        low, high = 0.0, sum(map(sum, rates))
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if _cuts_within(rates, middle) else (middle, high)
-        return _cuts_within(rates, high) or self.even_cuts([1.0] * len(stages))
-
-    def even_cuts(self, weights: Sequence[float]) -> tuple[int, ...]:
-        """Cuts with which units are dealt out in proportion to weights, one at least."""
-        number, total = len(self.units), sum(weights)
-        cuts = [round(number * each / total) for each in accumulate(weights)][:-1]
-        for i in range(len(cuts)):
-            cuts[i] = max(cuts[i], (cuts[i - 1] if i else 0) + 1)
-        for i in reversed(range(len(cuts))):
-            cuts[i] = min(cuts[i], number - len(cuts) + i)
-        return tuple(cuts)
-
-    def _compute_s(self, positions: Positions) -> list[float]:
-        """Seconds per sample of each unit, on all devices of a stage together."""
-        if positions not in self._rates:
-            setting = self.setting_of(positions)
-            least = seconds_per_sample(setting, self.global_batch_size)
-            speeds = {
-                unit.kind: sum(
-                    1 / least[device.kind][unit.kind]
-                    for device in setting.cluster.devices
-                    if least[device.kind][unit.kind]
-                )
-                for unit in self.units
-            }
-            self._rates[positions] = [
-                1 / speeds[unit.kind] if speeds[unit.kind] else 0.0 for unit in self.units
-            ]
-        return self._rates[positions]
+        self.speeds = Speeds(self.setting, self.setting_of, self.units, self.global_batch_size)
 
     # A pipeline
 
@@ -231,18 +179,16 @@ class _Search:
             found.append(Hop(nbytes=nbytes, link=link, num_links=number, seconds=seconds))
         return found
 
-    def _hop_s(self, one: Positions, other: Positions, num_samples: int) -> float:
-        kinds = {unit.kind for unit in self.units[1:]}
-        least = min(self.setting.workload.kind_by_name[kind].input_bytes for kind in kinds)
-        return hop_s(link_between(self.setting.cluster, one, other), num_samples * least)
-
     # The best pipeline of given stages
 
     def starts(self, stages: Stages) -> list[tuple[_Rank, _Trial]]:
         """The best start of each form, the best first; none if nothing fits."""
         budgets = self.setting.cluster.memory_budget_bytes
         memory = [float(sum(budgets(i) for i in positions)) for positions in stages]
-        by_speed, by_memory = self.balanced_cuts(stages), self.even_cuts(memory)
+        by_speed, by_memory = (
+            self.speeds.balanced_cuts(stages),
+            even_cuts(memory, len(self.units)),
+        )
         between = tuple((a + b) // 2 for a, b in zip(by_speed, by_memory, strict=True))
         best: dict[StepForm, tuple[_Rank, _Trial]] = {}
         for form in self._forms(len(stages)):
@@ -280,8 +226,8 @@ class _Search:
     def _in_flight(self, stages: Stages, form: StepForm) -> tuple[int, int]:
         """No further rounds in flight, and as many as hide messages both ways."""
         size = self.global_batch_size // form.num_rounds
-        messages_s = max(2 * self._hop_s(*each, size) for each in pairwise(stages))
-        round_s = max(self.least_step_s(stages), 1e-9) / form.num_rounds
+        messages_s = max(2 * self.speeds.hop_s(*each, size) for each in pairwise(stages))
+        round_s = max(self.speeds.least_step_s(stages), 1e-9) / form.num_rounds
         return 0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))
 
     def _improved(
@@ -353,7 +299,7 @@ def find_pipeline(
     """
     search = _Search(setting, smaller, global_batch_size, demands)
     bounded = sorted(
-        (search.least_step_s(stages), order, stages)
+        (search.speeds.least_step_s(stages), order, stages)
         for order, stages in enumerate(orders_of_stages(setting.cluster, max_stages))
         if len(stages) <= len(search.units)
     )
@@ -412,26 +358,6 @@ def _finished(
     found, other = solution_of(solved(COARSE, None)), solution_of(solved(Effort(), tolerance))
     most_s = found.step_time_s * (1 + (tolerance or 0.0))
     return other if other.step_time_s <= most_s else found
-
-
-def _cuts_within(rates: Sequence[Sequence[float]], most_s: float) -> tuple[int, ...] | None:
-    """Cuts with which no stage computes longer per sample; None if there are none.
-
-    Every stage takes as many units as it can, and leaves one at least to each after it.
-    """
-    number, start = len(rates[0]), 0
-    cuts = []
-    for i, rate in enumerate(rates):
-        stop, used = start, 0.0
-        most = number - (len(rates) - 1 - i)
-        while stop < most and used + rate[stop] <= most_s:
-            used += rate[stop]
-            stop += 1
-        if stop == start:
-            return None
-        start = stop
-        cuts.append(stop)
-    return tuple(cuts[:-1]) if start == number else None
 
 
 def _with_units(setting: Setting, units: Sequence[Unit]) -> Setting:

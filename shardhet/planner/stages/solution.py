@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.stages.groups import Positions, Stages
-from shardhet.pricing.pipeline import StageTimes, pipeline_s
+from shardhet.planner.stages.times import StageTimes, pipeline_s
 from shardhet.records.cluster import Link
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.stages import Stage
