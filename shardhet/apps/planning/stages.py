@@ -170,7 +170,7 @@ def _result(report: PipelineReport) -> Iterator[str]:
     cluster = report.inputs.setting.cluster
     if unused := [i for i in range(cluster.world_size) if i not in used]:
         yield f"Left out: {named(cluster, unused)}. Start no ranks there."
-    yield "Nothing trains plans with stages yet; this says what they would give."
+    yield "model.forward_backward runs plans with stages on CPUs so far (docs/limits.md)."
 
 
 def _seconds(found: PipelineSolution) -> str:
