@@ -6,6 +6,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -353,7 +354,14 @@ def test_where_pinning_is_refused_the_memory_is_pageable() -> None:
     assert spied.copied_bytes == (2 * MODEL.num_layers * 6 * INPUT_BYTES,) * 2
 
 
-def _moves(rank: int) -> None:
+def _moves(rank: int, is_emulated: bool) -> None:
+    accelerator = Accelerator()
+    device = accelerator.device if is_emulated else torch.device("cpu")
+    with accelerator.installed() if is_emulated else nullcontext():
+        _move(device)
+
+
+def _move(device: torch.device) -> None:
     torch.manual_seed(0)
     module = Decoder(MODEL).double()
     plans = [
@@ -367,14 +375,18 @@ def _moves(rank: int) -> None:
             ([1, 2], False, 1),
         )
     ]
-    model = HetFSDP(copy.deepcopy(module), plans[0])
+    model = HetFSDP(copy.deepcopy(module), plans[0], device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for plan in plans:
+        before = model._runtime._inputs
         redistribute(model, optimizer, plan)
+        if before is not None:  # nothing is in flight in memory that is given back
+            assert before.copies_in._last is before.copies_out._last is None
         mine = plan.sample_indices(model.position)
         batch = torch.arange(plan.global_batch_size * MODEL.seq_len) % MODEL.vocab_size
         batch = batch.view(-1, MODEL.seq_len)
-        mean = model.forward_backward(batch[mine], batch[mine])
+        own = batch[mine].to(device)
+        mean = model.forward_backward(own, own)
         loss_sum, count = module(batch, batch)
         assert mean == pytest.approx(float(loss_sum / count), rel=1e-12)
         model.zero_grad()
@@ -382,5 +394,7 @@ def _moves(rank: int) -> None:
         assert (model._runtime._inputs is not None) == bool(on_host)
 
 
-def test_inputs_move_between_device_and_host_with_the_plan() -> None:
-    run_ranks(_moves, 2)
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_inputs_move_between_device_and_host_with_the_plan(is_emulated: bool) -> None:
+    """And memory of the host is not given back while it is copied."""
+    run_ranks(_moves, 2, is_emulated)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, redistribute
 from shardhet.checkpoint import load, save
 from shardhet.comm.on_host.lanes import CopyLane
+from shardhet.fsdp.params.rows import RowGroup
 from shardhet.fsdp.sharding import host_room
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
 from shardhet.models.decoder import Decoder, DecoderConfig
@@ -206,6 +207,31 @@ def trained(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+def _unscales_on_the_host(rank: int, waits: bool) -> None:
+    """The scale comes from the device, in a copy that GradScaler does not wait for."""
+    patch = nullcontext() if waits else mock.patch.object(RowGroup, "wait_for_device")
+    with Accelerator().installed() as accelerator, patch:
+        torch.manual_seed(0)
+        plan = Plan.by_hand(microbatch_sizes=[2, 2], optimizer_on_host=[True, False])
+        model = HetFSDP(
+            Linear(),
+            plan,
+            units=[nn.Linear],
+            device=accelerator.device,
+            param_dtype=torch.float16,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        trained(model, optimizer, range(3), clips=False)
+
+
+def test_the_host_waits_for_the_scale_of_gradients() -> None:
+    run_ranks(_unscales_on_the_host, 2, True)
+    outcomes = run_ranks_expecting_failure(
+        _unscales_on_the_host, 2, False, leaves_on_failure=True
+    )
+    assert outcomes[0].exception_name == "RaceError"
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -55,6 +55,7 @@ class Accelerator:
         self.refuses_to_pin = False
         self._pinned: set[int] = set()  # storages of the host
         self._in_order: dict[int, Held] = {}  # pinned storages that copies share
+        self._given_back_early = 0  # bytes of the host that copies may still use
         self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
         # The last that reads it, and the storage: as with pinned memory of torch, nobody else
         # has its address until the copy is done.
@@ -204,7 +205,9 @@ class Accelerator:
 
         def unpin() -> None:
             self._pinned.discard(key)
-            self._in_order.pop(key, None)
+            moments = [each.moment for each in self._in_order.pop(key).accesses]
+            if not all(each.is_before(self.host.clock) for each in moments):
+                self._given_back_early = nbytes  # nobody hears what a finalizer raises
             self._on_way_to_host.pop(key, None)
             self._on_way_from_host.pop(key, None)
 
@@ -337,6 +340,9 @@ class Accelerator:
             _Operations(self),
         ):
             yield self
+            if self._given_back_early:
+                text = f"{self._given_back_early} bytes of the host are given back"
+                raise RaceError(f"{text} while they may still be copied")
 
 
 class _Operations(TorchDispatchMode):
