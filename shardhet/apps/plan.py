@@ -337,6 +337,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
                 effort=_compared(setting),
                 at_most_s=at_most_s,
                 near=best.plan.form,
+                only_near=True,
             )
 
         here_s: list[float] = []  # computed when it is first needed

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import inf
 
 from shardhet.planner.forms import BatchRounds, neighbours, rounds_of
@@ -258,25 +257,32 @@ def least_step_s(
     effort: Effort = DEFAULT_EFFORT,
     at_most_s: float = inf,
     near: StepForm | None = None,
+    only_near: bool = False,
 ) -> float:
     """The step time of the best plan before its shares are rounded to rows, without the plan.
 
     Communication is as with even shares.  Returns ``at_most_s`` if nothing is faster, which
-    saves candidates that compute longer than that.  With ``near``, only plans of one round and
-    of forms like this one.
+    saves candidates that compute longer than that.  Plans of the form ``near`` are looked at
+    first, as probably the best; with ``only_near``, only they, those of one round and those of
+    forms like it.  Forms that gain less than the gap of the effort may be passed over.
     """
     demands.check(setting.cluster.world_size)
     prices = _priced(setting, demands)
     asked = _Asked(prices, global_batch_size, demands, effort, is_bounded=False)
-    compute_s: float | None = None
-    forms = (asked.of_demanded_form(), asked.of_one_round(), asked.of_several_rounds(near))
-    for task in chain(*forms):
-        if compute_s is None:  # of plans of any form: this one needs the least memory
-            compute_s = task.builder().all_compute_s
-        bound_s = least_step_of_rounds_s(task.model, task.rounds, compute_s)
-        if bound_s >= at_most_s:
-            continue
-        at_most_s = min(at_most_s, _least_of_form_s(replace(task, at_most_s=at_most_s)))
+    several = asked.of_several_rounds(near if only_near else None)
+    tasks = [*asked.of_demanded_form(), *asked.of_one_round(), *several]
+    if not tasks:
+        return at_most_s
+    compute_s = tasks[0].builder().all_compute_s  # of plans of any form: it needs least memory
+    bounded = [
+        (task.model.form != near, least_step_of_rounds_s(task.model, task.rounds, compute_s), i)
+        for i, task in enumerate(tasks)
+    ]
+    for _, bound_s, i in sorted(bounded):
+        shorter_s = at_most_s / (1 + effort.relative_gap)
+        if bound_s < shorter_s:
+            found_s = _least_of_form_s(replace(tasks[i], at_most_s=shorter_s))
+            at_most_s = min(at_most_s, found_s)
     return at_most_s
 
 

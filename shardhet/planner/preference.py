@@ -20,7 +20,7 @@ import numpy as np
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.problem.demands import NO_LIMITS, Demands
 from shardhet.planner.problem.problem import Limits, Problem, Value
-from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.planner.receivers import Computing, depends_on_shares
 from shardhet.planner.search.assignment import Fullness, assign
 from shardhet.planner.shares import plans_of_choices, priced
@@ -49,10 +49,15 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) ->
     model, demands = first.model, first.demands
     for wish, pool in product(_wishes(demands, model), tasks):
         wished = [replace(wish.of(task), at_most_s=limit_s) for task in pool]
-        found = [each for task in wished if (each := _within(task))]
-        if not found and not depends_on_shares(model):
-            # Perhaps only because room for rounding to rows is tight.
-            found = [each for task in wished if (each := _fast_enough(task))]
+        found: list[PlanSolution] = []
+        tight: list[FormTask] = []
+        for task in wished:
+            try:
+                found += [each] if (each := _within(task)) else []
+            except NoRoomForRowsError:
+                tight.append(task)
+        if not found:
+            found = [each for task in tight if (each := _fast_enough(task))]
         if found:
             chosen = min(found, key=lambda each: _burden(each, model))
             chosen = replace(
@@ -133,7 +138,10 @@ def _num_treated(model: CostModel, rank: RankPlan) -> float:
 
 
 def _within(task: FormTask) -> PlanSolution | None:
-    """The plan to prefer of those that meet the demands and are fast enough, if any does."""
+    """The plan to prefer of those that meet the demands and are fast enough; None if none does.
+
+    Raises ``NoRoomForRowsError`` if perhaps some does that leaves less room for rows.
+    """
     model, demands = task.model, task.demands
     computing, met = Computing.every(demands, model.cluster.world_size), None
     if depends_on_shares(model):
@@ -144,11 +152,13 @@ def _within(task: FormTask) -> PlanSolution | None:
     builder = task.builder(computing)
     try:
         table, found, _ = search_table(builder, task.effort, task.at_most_s)
+    except NoRoomForRowsError:
+        return _met_or_tight(met)
     except PlanError:
         return met
     value = table.rounded.evaluate(found.choices)
     if value is None or value.objective_s > task.at_most_s:
-        return met
+        return _met_or_tight(met)
     limits = _lengthened(value, table.problem, task.at_most_s)
     wide = builder.table(task.at_most_s, within_s=limits.phases_s)
     if wide.problem.counts.max() == 1:
@@ -173,12 +183,19 @@ def _within(task: FormTask) -> PlanSolution | None:
             solution = priced(plan, model, demands)
             if solution.fits and solution.predicted.step_time_s <= task.at_most_s:
                 return solution
+    return _met_or_tight(met)
+
+
+def _met_or_tight(met: PlanSolution | None) -> PlanSolution:
+    if met is None:
+        raise NoRoomForRowsError("plan: no share fits once it is rounded to rows.")
     return met
 
 
 def _fast_enough(task: FormTask) -> PlanSolution | None:
     """The fastest plan of the task, where room for rows is tight or links depend on shares."""
-    solutions, _, _ = solve_form(task)
+    # A bound on other plans is of use only where it says which shares to look at next.
+    solutions, _, _ = solve_form(replace(task, is_bounded=depends_on_shares(task.model)))
     fast = [each for each in solutions if each.predicted.step_time_s <= task.at_most_s]
     return fast[0] if fast else None
 

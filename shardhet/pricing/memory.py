@@ -60,8 +60,9 @@ class HostInputPrices(HostPrices):
 
     def input_bytes_per_sample(self, rank: RankPlan) -> int:
         """Bytes on the device of inputs of units, and of two gradients of the largest."""
-        known = self._known_input_bytes
-        key = (rank.recomputed_units, rank.inputs_on_host) if rank.inputs_on_host else ()
+        known = self.known.input_bytes
+        treated = (rank.recomputed_units, rank.inputs_on_host) if rank.inputs_on_host else ()
+        key = (self.in_flight, treated)
         if key not in known:
             sizes = [
                 (self.workload.kind_of(unit).input_bytes, self.leaves_device(rank, unit))
@@ -72,10 +73,6 @@ class HostInputPrices(HostPrices):
             held = self.in_flight * (staying + sum(leaving[:2]))
             known[key] = held + 2 * max(nbytes for nbytes, _ in sizes)
         return known[key]
-
-    @cached_property
-    def _known_input_bytes(self) -> dict[tuple[tuple[str, ...], ...], int]:
-        return {}
 
     def host_bytes_per_sample(self, rank: RankPlan) -> int:
         """Bytes in the memory of the host, for each sample of a round."""
@@ -213,7 +210,7 @@ class MemoryPrices(HostInputPrices):
 
     def _running_by_size(self, rank: RankPlan, device_kind: str | None, largest: int) -> Floats:
         """``running_bytes`` by size, at least up to the largest; whole numbers."""
-        runs, known = self._runs_of(rank.recomputed_units), self._known_running_bytes
+        runs, known = self._runs_of(rank.recomputed_units), self.known.running_bytes
         units = self.profile.device(device_kind).unit_by_kind
         is_counted = all(units[kind].peak_bytes is None for kind, _ in runs if kind in units)
         key = (tuple(runs), None if is_counted else device_kind)
@@ -222,6 +219,13 @@ class MemoryPrices(HostInputPrices):
             found = [self._running_of_unit(*run, device_kind, size) for run in runs]
             known[key] = np.max(found, axis=0)
         return known[key]
+
+    def needs_more_if_larger(
+        self, rank: RankPlan, device_kind: str | None, largest: int
+    ) -> bool:
+        """Whether microbatches up to the largest need no less memory if they are larger."""
+        running = self._running_by_size(rank, device_kind, largest)[1 : 1 + largest]
+        return bool((np.diff(running) >= 0).all())
 
     def turn_bytes(
         self, rank: RankPlan, device_kind: str | None, unit: Unit, *, is_backward: bool
@@ -305,7 +309,7 @@ class MemoryPrices(HostInputPrices):
 
     def _runs_of(self, recomputed_units: tuple[str, ...]) -> Mapping[tuple[str, bool], int]:
         """The number of recomputed and of not recomputed units of each kind."""
-        known = self._known_runs
+        known = self.known.runs
         if recomputed_units not in known:
             rank = RankPlan(
                 microbatch_sizes=(), state_share=0.0, recomputed_units=recomputed_units
@@ -313,14 +317,6 @@ class MemoryPrices(HostInputPrices):
             runs = ((unit.kind, rank.recomputes(unit.fqn)) for unit in self.visited_units)
             known[recomputed_units] = Counter(runs)
         return known[recomputed_units]
-
-    @cached_property
-    def _known_runs(self) -> dict[tuple[str, ...], Mapping[tuple[str, bool], int]]:
-        return {}
-
-    @cached_property
-    def _known_running_bytes(self) -> dict[tuple[object, ...], Floats]:
-        return {}
 
     def _running_of_unit(
         self, kind_name: str, is_recomputed: bool, device_kind: str | None, largest: int

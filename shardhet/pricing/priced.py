@@ -1,6 +1,7 @@
 """The common base of the prices of seconds and of bytes, and measured curves at all sizes."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -9,13 +10,15 @@ from numpy.typing import NDArray
 
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import Plan, is_matched
+from shardhet.records.plan import Plan, RankPlan, is_matched
 from shardhet.records.profiles import Collectives, Curve, Profile
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
+Floats = NDArray[np.float64]
 
-def at_sizes(curve: Curve, largest: int) -> NDArray[np.float64]:
+
+def at_sizes(curve: Curve, largest: int) -> Floats:
     """[1 + largest] ``curve.at`` of every size; 0 at size 0."""
     last = curve.positions[-1]
     first = range(1, 1 + min(largest, int(last)))
@@ -23,6 +26,28 @@ def at_sizes(curve: Curve, largest: int) -> NDArray[np.float64]:
         np.arange(1 + len(first), 1 + largest) - last
     )
     return np.concatenate(([0.0], [curve.at(size) for size in first], np.maximum(0.0, beyond)))
+
+
+@dataclass(slots=True)
+class Known:
+    """What was computed of a workload and a profile, for plans of any form."""
+
+    of: tuple[Workload, Profile] | None = None
+    # Seconds by device kind, unit kind and microbatches.
+    seconds: dict[tuple[str | None, str, tuple[int, ...]], tuple[float, float]] = field(
+        default_factory=dict
+    )
+    # Bytes of inputs by rounds in flight and what is on the host.
+    input_bytes: dict[tuple[int, tuple[tuple[str, ...], ...]], int] = field(
+        default_factory=dict
+    )
+    # Recomputed units and others of each kind, by patterns.
+    runs: dict[tuple[str, ...], Mapping[tuple[str, bool], int]] = field(default_factory=dict)
+    running_bytes: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    # [2, 1 + sizes] forward and backward by device kind, unit kind and largest microbatch.
+    curves_s: dict[tuple[str | None, str, int], Floats] = field(default_factory=dict)
+    # What devices may do with units, by number of steps and what hosts may hold.
+    treatments: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,6 +61,12 @@ class Priced:
     reduce_each_round: bool = True
     two_level_units: tuple[str, ...] = ()  # as in ``Plan``
     in_flight: int = 1  # rounds whose activations are held at once, as in a stage of a pipeline
+    known: Known = field(default_factory=Known, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        of = self.known.of
+        if of is None or of[0] is not self.workload or of[1] is not self.profile:
+            object.__setattr__(self, "known", Known((self.workload, self.profile)))
 
     @property
     def form(self) -> StepForm:
@@ -50,6 +81,15 @@ class Priced:
     def in_form(self, form: StepForm) -> Self:
         """The same setting for plans of another form."""
         return self if form == self.form else replace(self, **asdict(form))
+
+    def curves_s(self, device_kind: str | None, unit_kind: str, largest: int) -> Floats:
+        """[2, 1 + largest] seconds of a unit's forward and backward by microbatch size."""
+        key, known = (device_kind, unit_kind, largest), self.known.curves_s
+        if key not in known:
+            unit = self.profile.unit(device_kind, unit_kind)
+            curves = (unit.forward_s, unit.backward_s)
+            known[key] = np.array([at_sizes(curve, largest) for curve in curves])
+        return known[key]
 
     def for_plan(self, plan: Plan) -> Self:
         """The same setting for plans of the form of ``plan``, with its units in two levels."""

@@ -16,6 +16,8 @@ from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import LaunchKind, Phase, StepForm, straight_schedule
 from shardhet.records.workload import UnitKind
 
+PHASES = tuple(Phase)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnsOfRounds:
@@ -71,7 +73,7 @@ class TurnPrices(Priced):
     ) -> tuple[float, float]:
         """Seconds of one unit's forward and backward on a rank's microbatches."""
         sizes = tuple(microbatch_sizes)
-        key, known = (device_kind, unit_kind, sizes), self._known_seconds
+        key, known = (device_kind, unit_kind, sizes), self.known.seconds
         if key not in known:
             unit = self.profile.unit(device_kind, unit_kind)
             known[key] = (
@@ -79,12 +81,6 @@ class TurnPrices(Priced):
                 sum(unit.backward_s.at(size) for size in sizes),
             )
         return known[key]
-
-    @cached_property
-    def _known_seconds(
-        self,
-    ) -> dict[tuple[str | None, str, tuple[int, ...]], tuple[float, float]]:
-        return {}
 
     def beside_comm_s(self, device_kind: str | None, compute_s: float, comm_s: float) -> float:
         """Seconds of compute while ``comm_s`` of collectives overlap it.
@@ -169,17 +165,26 @@ class TurnPrices(Priced):
 
         The time of a step then does not depend on how like turns are put into classes.
         """
-        by_kind: dict[str, list[float]] = {}
-        for unit, each in zip(self.visited_units, seconds, strict=True):
-            by_kind.setdefault(unit.kind, []).append(each)
-        return [fmean(by_kind[unit.kind]) for unit in self.visited_units]
+        found = [0.0] * len(seconds)
+        for of_kind in self._units_by_kind:
+            mean_s = fmean([seconds[i] for i in of_kind])
+            for i in of_kind:
+                found[i] = mean_s
+        return found
+
+    @cached_property
+    def _units_by_kind(self) -> list[list[int]]:
+        by_kind: dict[str, list[int]] = {}
+        for i, unit in enumerate(self.visited_units):
+            by_kind.setdefault(unit.kind, []).append(i)
+        return [*by_kind.values()]
 
     def _launch_seconds(self, unevenness: float) -> dict[LaunchKind, list[float]]:
-        units = [self.workload.kind_of(unit) for unit in self.visited_units]
-        return {
-            kind: [price(self, unit, unevenness) for unit in units]
-            for kind, price in PRICES.items()
-        }
+        found = {}
+        for kind, price in PRICES.items():
+            by_kind = {unit.name: price(self, unit, unevenness) for unit in self.workload.kinds}
+            found[kind] = [by_kind[unit.kind] for unit in self.visited_units]
+        return found
 
     def _beside(
         self, seconds_of: Mapping[LaunchKind, Sequence[float]]
@@ -192,16 +197,17 @@ class TurnPrices(Priced):
         numbers = [1] * num_rounds
         numbers[num_rounds // 2] += self.num_rounds - num_rounds
         overlapping, exposed = _launches(num_units, replace(self.form, num_rounds=num_rounds))
-        beside_s = [{phase: [0.0] * num_units for phase in Phase} for _ in numbers]
-        for (number, phase, unit), kind, of_unit in overlapping:
-            beside_s[number][phase][unit] += seconds_of[kind][of_unit]
-        exposed_s = sum(numbers[n] * seconds_of[kind][unit] for n, kind, unit in exposed)
+        seconds = [seconds_of[kind] for kind in PRICES]
+        beside_s = [[[0.0] * num_units for _ in PHASES] for _ in numbers]
+        for number, phase, unit, kind, of_unit in overlapping:
+            beside_s[number][phase][unit] += seconds[kind][of_unit]
+        exposed_s = sum(numbers[n] * seconds[kind][unit] for n, kind, unit in exposed)
         found = [
             _Beside(
                 num_rounds=number,
                 is_last=i == num_rounds - 1,
-                forward_s=self._mean_by_kind(beside_s[i][Phase.FORWARD]),
-                backward_s=self._mean_by_kind(beside_s[i][Phase.BACKWARD]),
+                forward_s=self._mean_by_kind(beside_s[i][PHASES.index(Phase.FORWARD)]),
+                backward_s=self._mean_by_kind(beside_s[i][PHASES.index(Phase.BACKWARD)]),
             )
             for i, number in enumerate(numbers)
         ]
@@ -215,24 +221,26 @@ class TurnPrices(Priced):
 @lru_cache(maxsize=64)
 def _launches(
     num_units: int, form: StepForm
-) -> tuple[
-    list[tuple[tuple[int, Phase, int], LaunchKind, int]], list[tuple[int, LaunchKind, int]]
-]:
-    """Kind and unit of every launch, beside the turn (round, phase and unit) that it overlaps.
+) -> tuple[list[tuple[int, int, int, int, int]], list[tuple[int, int, int]]]:
+    """Round, phase and unit of the turn that each launch overlaps, its kind and its unit.
 
-    And those that overlap none, with their rounds.
+    And round, kind and unit of launches that overlap none.  Phases and kinds are indices into
+    ``PHASES`` and ``PRICES``, which take less time to look up.
     """
-    schedule = straight_schedule(num_units, form)
+    schedule, kinds = straight_schedule(num_units, form), list(PRICES)
     exposed = dict.fromkeys(schedule.launches())
     overlapping = []
     for i, turn in enumerate(schedule.turns):
         for each in schedule.beside(i):
-            overlapping.append(((turn.round, turn.phase, turn.unit), each.kind, each.unit))
+            kind = kinds.index(each.kind)
+            phase = PHASES.index(turn.phase)
+            overlapping.append((turn.round, phase, turn.unit, kind, each.unit))
             exposed.pop(each, None)
     last = len(schedule.turns) - 1
     rounds = (schedule.turns[min(each.turn, last)].round for each in exposed)
     return overlapping, [
-        (number, each.kind, each.unit) for number, each in zip(rounds, exposed, strict=True)
+        (number, kinds.index(each.kind), each.unit)
+        for number, each in zip(rounds, exposed, strict=True)
     ]
 
 

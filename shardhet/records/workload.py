@@ -170,6 +170,10 @@ class Workload(Document):
 
     def layouts(self) -> tuple[FlatLayout, ...]:
         """The flat layout of each unit, in execution order, stored on a single device."""
+        return self._layouts
+
+    @cached_property
+    def _layouts(self) -> tuple[FlatLayout, ...]:
         by_kind = {kind.name: FlatLayout.of_shapes(kind.param_shapes) for kind in self.kinds}
         return tuple(by_kind[unit.kind] for unit in self.units)
 

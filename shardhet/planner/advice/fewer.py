@@ -118,13 +118,15 @@ class _Trials:
                 bounded.append((self._least_step_s(setting), part, setting))
         bounded.sort(key=lambda each: each[0])
         target_s = self.found[-1][0] / LEAST_GAIN if self.found else self._most_s
-        faster = []
+        faster: list[tuple[float, Positions, Setting]] = []
         for bound_s, part, setting in bounded:
             if bound_s >= target_s or self.num_searched >= self._max_searches:
                 break
             self.num_searched += 1
-            step_s = self._step_s(part, setting, target_s)
-            if step_s < target_s:
+            # Only those that are nearly as fast as the fastest matter.
+            at_most_s = min([target_s, *(LEAST_GAIN * step_s for step_s, _, _ in faster)])
+            step_s = self._step_s(part, setting, at_most_s)
+            if step_s < at_most_s:
                 faster.append((step_s, part, setting))
         if faster:
             # Devices that gain less than that are not left out for it.
@@ -133,18 +135,19 @@ class _Trials:
             self.found.append(max(enough, key=lambda each: (len(each[1]), -each[0])))
         return bool(faster)
 
-    def _step_s(self, part: Positions, setting: Setting, target_s: float) -> float:
-        """The least step on a part, before rounding to rows; ``target_s`` if not below it."""
+    def _step_s(self, part: Positions, setting: Setting, at_most_s: float) -> float:
+        """The least step on a part, before rounding to rows; ``at_most_s`` if not below it."""
         try:
             return least_step_s(
                 setting,
                 global_batch_size=self.whole.plan.global_batch_size,
                 demands=self.demands.only(part),
                 effort=self.effort,
-                at_most_s=target_s,
+                at_most_s=at_most_s,
+                near=self.whole.plan.form,
             )
         except ValueError:  # the demands need the devices that are left out
-            return target_s
+            return at_most_s
 
     def _planned(self, part: Positions, setting: Setting) -> Fewer | None:
         """The plan for a part; None if it is no better than that for all."""

@@ -9,7 +9,7 @@ loses
 Memory does not depend on speed, so a plan that fits fits under every disturbance.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardhet.planner.advice.explain import Situation, at_other_speed
@@ -67,26 +67,22 @@ def loss_of(
     effort: Effort,
 ) -> Loss:
     """What the plan loses at most; ``disturbed`` must not be empty."""
-    return max(
-        _losses(plan, disturbed, demands=demands, effort=effort),
-        key=lambda loss: loss.relative,
-    )
-
-
-def _losses(
-    plan: Plan,
-    disturbed: Sequence[Disturbance],
-    *,
-    demands: Demands,
-    effort: Effort,
-) -> Iterator[Loss]:
+    first = disturbed[0]
+    worst = Loss(relative=0.0, device_kind=first.device_kind, speed=first.speed)
     for each in disturbed:
         step_s = CostModel(each.setting).predict(plan).step_time_s
+        # Only a larger loss than the worst so far matters.
+        at_most_s = step_s / (1 + worst.relative)
         best_s = least_step_s(
             each.setting,
             global_batch_size=plan.global_batch_size,
             demands=demands,
             effort=effort,
-            at_most_s=step_s,
+            at_most_s=at_most_s,
+            near=plan.form,
         )
-        yield Loss(relative=step_s / best_s - 1, device_kind=each.device_kind, speed=each.speed)
+        if best_s < at_most_s:
+            worst = Loss(
+                relative=step_s / best_s - 1, device_kind=each.device_kind, speed=each.speed
+            )
+    return worst

@@ -39,6 +39,9 @@ def treatments(
     With ``on_host``, recomputed units may keep their inputs in the memory of the host, all or
     none of them.  With ``optimizer_on_host``, the optimizer may step there beside any of it.
     """
+    key, known = (num_steps, on_host, optimizer_on_host), model.known.treatments
+    if key in known:
+        return known[key]
     choices = [
         RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
         for patterns in recompute_choices(model, num_steps)
@@ -47,7 +50,8 @@ def treatments(
         choices += [replace(each, inputs_on_host=each.recomputed_units) for each in choices[1:]]
     if optimizer_on_host:
         choices += [replace(each, optimizer_on_host=True) for each in choices]
-    return tuple(choices)
+    known[key] = tuple(choices)
+    return known[key]
 
 
 def _patterns(model: CostModel, chosen: set[str]) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from shardhet.planner.problem.demands import Role
 from shardhet.planner.problem.problem import Floats, Ints
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.turns import TurnClass, Turns
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 from shardhet.records.schedule import Phase, StepForm
@@ -108,9 +107,7 @@ class RoleTimes:
             if any(each.kind.name == name for each in terms.turns.classes):
                 unit = model.profile.unit(device_kind, name)
                 self.num_measured = max(self.num_measured, unit.points[-1].microbatch_size)
-                self._seconds[name] = np.array(
-                    [at_sizes(curve, largest) for curve in (unit.forward_s, unit.backward_s)]
-                )
+                self._seconds[name] = model.curves_s(device_kind, name, largest)
                 whole += number * self._seconds[name].sum(axis=0)
         self.whole_s = whole  # [1 + sizes] of a microbatch in all units
         # [2 kinds, 1 + sizes]
@@ -123,15 +120,9 @@ class RoleTimes:
     @cached_property
     def needs_more_if_larger(self) -> bool:
         """Whether larger microbatches need no less memory, whatever is recomputed."""
-        model, none = self._terms.model, np.array([1])
         return all(
-            bool(
-                (
-                    np.diff(
-                        model.working_bytes(self._role.device_kind, rank, none, self._sizes)
-                    )
-                    >= 0
-                ).all()
+            self._terms.model.needs_more_if_larger(
+                rank, self._role.device_kind, len(self._sizes)
             )
             for rank in self._terms.treatments
         )
@@ -157,19 +148,31 @@ class RoleTimes:
             each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
         )
         known: dict[tuple[str, ...], list[Floats]] = {}  # of forward, by what is on the host
+        # Of backward, by class, whether it is recomputed, and what is on the host: a visit of a
+        # unit without communication, and all turns.
+        known_backward: dict[tuple[str, bool, tuple[str, ...]], tuple[Floats, Floats]] = {}
         for way in ways:
             rank, compute_s = self._terms.treatments[way.choice], alone_s
             on_host = rank.inputs_on_host
             if on_host not in known:
                 known[on_host] = self._forward_costs(rank, batches, seconds)
-            costs, visits_s = [*known[on_host]], np.zeros(sizes.shape)
+            costs, visits_s = [*known[on_host]], np.zeros(())
             for each in classes:
                 forward_s, backward_s = seconds[each.kind.name]
-                again_s = forward_s if rank.recomputes(each.unit_fqn) else 0.0
-                visit_s = self._beside_copies(rank, each, batches, backward_s + again_s)
-                costs.append(self._in_rounds(each.num_units * visit_s, each, Phase.BACKWARD))
-                compute_s = compute_s + in_rounds * each.num_units * again_s
-                visits_s = visits_s + in_rounds * each.num_units * visit_s
+                is_again = rank.recomputes(each.unit_fqn)
+                key = (each.unit_fqn, is_again, on_host)
+                if key not in known_backward:
+                    alone = backward_s + forward_s if is_again else backward_s
+                    visit_s = self._beside_copies(rank, each, batches, alone)
+                    units_s = each.num_units * visit_s
+                    turns_s = self._in_rounds(units_s, each, Phase.BACKWARD)
+                    known_backward[key] = visit_s, turns_s
+                visit_s, turns_s = known_backward[key]
+                costs.append(turns_s)
+                if is_again:
+                    compute_s = compute_s + in_rounds * each.num_units * forward_s
+                if rank.optimizer_on_host:
+                    visits_s = visits_s + in_rounds * each.num_units * visit_s
             most: Floats | float = inf
             optimizer_s = self.optimizer_s
             if rank.optimizer_on_host:
@@ -227,9 +230,11 @@ class RoleTimes:
             if rounds.is_last:  # it may have fewer samples
                 number += self._terms.rounds.in_whole_ones - self._terms.rounds.number
             comm_s = rounds.comm_s[phase is Phase.BACKWARD]
+            slowed = number * compute_s
+            if excess * comm_s:
+                slowed = np.where(compute_s > 0, slowed + excess * comm_s, 0.0)
             # Compute that ends before its communication is hidden by it.
-            slowed = np.where(compute_s > 0, number * compute_s + excess * comm_s, 0.0)
-            found = found + np.maximum(slowed, comm_s)
+            found = found + (np.maximum(slowed, comm_s) if comm_s else slowed)
         return found
 
     def _room(self, rank: RankPlan, batches: Ints, sizes: Ints, most: Floats | float) -> Floats:
