@@ -52,6 +52,7 @@ def train_until(rank: int, path: str, stop: int) -> int:
     with run.begin(Console(quiet=True)) as display:
         for step in range(began + 1, stop + 1):
             run.take_step(step, display)
+        run._checkpoints.close()  # what was kept is complete
     return began
 
 

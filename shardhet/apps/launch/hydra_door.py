@@ -6,6 +6,7 @@ shows its own help.
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from shardhet.config.compose import (
     implied_choices,
     searching_first,
 )
+
+AGENT_ENDS_WITHIN_S = 5.0  # once its first rank has told it to
 
 
 class _Refused(SystemExit):
@@ -116,9 +119,12 @@ def _say(error: ConfigError, what_follows: str, env: RankEnv | None) -> None:
         raise error  # the report has a traceback, whose last line is the message
     except ConfigError:
         get_error_handler().record_exception(error)
-    if env.may_start_again and env.local_rank == 0:
+    if env.may_start_again:
         sys.stderr.flush()
-        end_agent()
+        if env.local_rank == 0:
+            end_agent()
+        else:  # if it left before the agent is ended, the agent would start all again
+            time.sleep(AGENT_ENDS_WITHIN_S)
 
 
 def own_config_dir(arguments: Sequence[str]) -> Path | None:
