@@ -13,7 +13,7 @@ import torch
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.groups import Communicators
-from shardhet.comm.peers import LostPeerError, is_running
+from shardhet.comm.peers import LostPeerError, holder_of, is_running
 from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
@@ -110,11 +110,17 @@ class Lifeline:
             return progress.verdict
         try:
             return self._look_up_the_cause(error)
-        except RuntimeError:  # the store is gone, and so is the process that kept it
+        except RuntimeError:  # the store is gone, and so is the process that held it
+            deadline = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE
+            # If it stood still, another rank was the first to see it, and this one is about to.
+            while progress.is_watched and time.monotonic() < deadline:
+                if progress.verdict is not None:
+                    return progress.verdict
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            holder, _ = holder_of(self._store)
             return (
-                "The process that keeps the rendezvous store is gone while this rank was in "
-                f"{self.doing} ({error}). Look at the log and exit code of the rank or "
-                "launcher that was started first."
+                f"{holder}, which holds the rendezvous store, or the network to it is gone "
+                f"while this rank was in {self.doing} ({error}). Look at its log and exit code."
             )
 
     def _look_up_the_cause(self, error: LostPeerError) -> str:

@@ -1,6 +1,8 @@
 """Checks whether peer processes are still running."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 
 class LostPeerError(RuntimeError):
@@ -23,3 +25,14 @@ def birth(pid: int) -> int | None:
         return None
     fields = status.rpartition(")")[2].split()  # proc(5), from the third field on
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def holder_of(store: Any) -> tuple[str, int | None]:
+    """What holds the store, in words, and which rank, if it is one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"the launcher on {getattr(store, 'host', 'the first host')}", None
+    if "RANK" in os.environ:
+        return "rank 0", 0
+    return f"the process at {getattr(store, 'host', '?')}:{getattr(store, 'port', '?')}", None

@@ -40,7 +40,7 @@ from shardhet.comm.liveness.judging import (
 from shardhet.comm.liveness.mailbox import Mailbox
 from shardhet.comm.liveness.own import OwnRank
 from shardhet.comm.liveness.sign import ProcessState, Sign, no_sign
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.peers import LostPeerError, holder_of
 from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Watch:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._here = OwnRank(self._rank, self._device, self._cadence)
         store = _own_store()
-        self._holder, self._holder_rank = _holder_of(store)
+        self._holder, self._holder_rank = holder_of(store)
         interval_s = self._cadence.interval_s
         self._mailbox = Mailbox(store, self._rank, self._world_size, interval_s=interval_s)
         for rank in set(range(self._world_size)) - {self._rank}:
@@ -364,17 +364,6 @@ def _own_store() -> Any:
 
 
 _num_watches: list[None] = []  # as many on every rank
-
-
-def _holder_of(store: Any) -> tuple[str, int | None]:
-    """What holds the store, in words, and which rank, if it is one."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return f"the launcher on {getattr(store, 'host', 'the first host')}", None
-    if "RANK" in os.environ:
-        return "rank 0", 0
-    return f"the process at {getattr(store, 'host', '?')}:{getattr(store, 'port', '?')}", None
 
 
 def _show(verdict: Verdict) -> None:
