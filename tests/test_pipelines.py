@@ -234,7 +234,15 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     options: dict[str, Any] = {"units": UNITS}
     if what == "float16":
         options["param_dtype"] = torch.float16
-    model = HetFSDP(Leaky(way), plan, **options)
+    module: nn.Module = Leaky(way)
+    if what == "compiled":
+        module.get_submodule(UNITS[1]).compile(backend="eager")
+    if what == "replaced":
+        embedding = module.get_submodule(UNITS[0])
+        embedding.forward = embedding.forward
+    model = HetFSDP(module, plan, **options)
+    if what == "observer":
+        model.add_observer(print)
     inputs, targets = batch_of(plan.global_batch_size)
     mine = plan.sample_indices(model.position)
     given = (inputs[mine], targets[mine])
@@ -271,6 +279,9 @@ LAST_IS_HEAD = Plan.by_hand(
 REFUSED = {
     "float16": ("", "float16"),
     "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
+    "compiled": ("", "a forward that was replaced or compiled"),
+    "replaced": ("", "a forward that was replaced or compiled"),
+    "observer": ("", "add_observer: the plan has 2 stages"),
     "dropout": ("dropout", "dropout outside of units"),
     "functional dropout": ("functional dropout", "dropout outside of units"),
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),

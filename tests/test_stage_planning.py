@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from math import inf
 from pathlib import Path
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 
 from shardhet.apps.plan import main as plan_main
 from shardhet.planner import Demands, solve
-from shardhet.planner.stages.bound import least_step_s
 from shardhet.planner.stages.find import (
     FORMS,
     _Search,
@@ -27,7 +27,6 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
 
 WORKLOAD = Workload.transformer(
@@ -181,15 +180,9 @@ def unlike_cluster(random: Random, most: int = 2) -> Cluster:
 def all_trials(search: _Search, stages: Stages) -> Iterator[_Trial]:
     for cuts in combinations(range(1, len(search.units)), len(stages) - 1):
         for number in search.rounds:
-            for reshards, reduces in FORMS:
-                form = StepForm(
-                    num_rounds=number,
-                    reshard_after_forward=reshards,
-                    reshard_after_backward=reshards,
-                    reduce_each_round=reduces,
-                )
+            for form in FORMS:
                 for more in range(MOST_TRIED + 1):
-                    yield _Trial(cuts, form, more)
+                    yield _Trial(cuts, replace(form, num_rounds=number), more)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +193,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     setting = derived(unlike_cluster(random, most=1 if seed == 0 else 2))
     batch = random.choice([4, 6])
     found = found_in(setting, batch)
-
-    def smaller(positions: Positions) -> Setting:
-        return derived(setting.cluster.only(positions))
-
-    search = _Search(setting, smaller, batch, Demands())
+    search = searched(setting, batch)
     best_s = min(
         search.rank_of(stages, trial)
         for stages in orders_of_stages(setting.cluster, 3)
@@ -247,11 +236,29 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
     assert "Only " in text
 
 
+def searched(setting: Setting, batch: int) -> _Search:
+    """The search of pipelines for a setting."""
+
+    def smaller(positions: Positions) -> Setting:
+        return derived(setting.cluster.only(positions))
+
+    return _Search(setting, smaller, batch, Demands())
+
+
 def test_no_plan_without_stages_beats_the_bound_either() -> None:
     for seed in range(6):
         setting = derived(unlike_cluster(Random(seed)))
         whole = solve(setting, global_batch_size=16)
-        assert least_step_s(setting, 16) <= whole.predicted.step_time_s * (1 + 1e-9)
+        bound_s = searched(setting, 16).speeds.least_of_any_s()
+        assert bound_s <= whole.predicted.step_time_s * (1 + 1e-9)
+
+
+def test_the_bound_holds_for_stages_that_are_faster_than_the_whole() -> None:
+    """The slowest of eight devices is expected to be slower than that of four."""
+    setting = derived(cluster_of(CARDS[:1] * 4, CARDS[:1] * 4))
+    search = searched(setting, 64)
+    halves = (0, 1, 2, 3), (4, 5, 6, 7)
+    assert search.speeds.least_of_any_s() <= search.speeds.least_step_s(halves)
 
 
 def test_the_plan_is_one_that_can_run() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from experiments.common.results import Page
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning.inputs import load, read_request
-from shardhet.config.planning import PlannerConf
+from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.pricing.hosts import UPDATE_BYTES
 from shardhet.pricing.setting import Setting
@@ -50,14 +50,21 @@ class Row:
     search_s: float
 
 
-def setting_of(cluster: str, model: str, batch: int, keys: tuple[str, ...]) -> Setting:
-    """What ``shardhet plan`` plans with."""
+def inputs_of(
+    cluster: str, model: str, batch: int, keys: tuple[str, ...]
+) -> tuple[PlannerConf, Inputs]:
+    """What ``shardhet plan`` reads."""
     precision = "BF16" if cluster in BFLOAT16 else "FP16"
     path = HERE / "clusters" / f"{cluster}.yaml"
     keys = (*keys, f"cluster={path}", f"model={model}", f"precision={precision}")
     request = read_request(DOOR, [*keys, f"global_batch_size={batch}"])
     assert request is not None
-    return load(DOOR, request, PlannerConf)[1].setting
+    return load(DOOR, request, PlannerConf)
+
+
+def setting_of(cluster: str, model: str, batch: int, keys: tuple[str, ...]) -> Setting:
+    """What ``shardhet plan`` plans with."""
+    return inputs_of(cluster, model, batch, keys)[1].setting
 
 
 def planned(

@@ -14,12 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.capability.run import AS_STATED, BFLOAT16, number_of, planned, shown
-from experiments.capability.run import HERE as CAPABILITY
+from experiments.capability.run import AS_STATED, inputs_of, number_of, planned, shown
 from experiments.common.results import Page
-from shardhet.apps.plan import DOOR
-from shardhet.apps.planning.inputs import load, read_request
-from shardhet.config.planning import PlannedPrecision, PlannerConf
+from shardhet.config.planning import PlannedPrecision
 from shardhet.planner.stages.find import MAX_STAGES, find_pipeline
 from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import PipelineSolution
@@ -59,12 +56,7 @@ def pipeline_of(
     cluster: str, model: str, batch: int, keys: tuple[str, ...]
 ) -> tuple[Setting, PipelineSolution | None]:
     """What ``shardhet plan max_stages=4`` looks at."""
-    precision = "BF16" if cluster in BFLOAT16 else "FP16"
-    path = CAPABILITY / "clusters" / f"{cluster}.yaml"
-    keys = (*keys, f"cluster={path}", f"model={model}", f"precision={precision}")
-    request = read_request(DOOR, [*keys, f"global_batch_size={batch}"])
-    assert request is not None
-    conf, inputs = load(DOOR, request, PlannerConf)
+    conf, inputs = inputs_of(cluster, model, batch, keys)
     setting = inputs.setting
     whole = replace(conf, precision=PlannedPrecision(setting.workload.param_dtype))
 

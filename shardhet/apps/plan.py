@@ -146,10 +146,15 @@ def show(
     conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
 ) -> None:
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
-    if conf.max_stages > 1 and _show_faster_pipeline(conf, inputs, demands, console, waiting):
-        return
+    answer, without = None, None
+    if conf.max_stages > 1:
+        with waiting.for_("planning"), suppress(PlanError):
+            answer = _answer(conf, inputs, demands)
+        flat = None if answer is None else answer.solution
+        if _show_faster_pipeline(conf, inputs, demands, flat, console, waiting):
+            return
     with waiting.for_("planning"):
-        answer, without = _answer(conf, inputs, demands), None
+        answer = answer or _answer(conf, inputs, demands)
         if conf.leave_out == "auto":
             without = _without(conf, inputs, demands, answer)
         if without is not None:
@@ -192,13 +197,15 @@ def show(
 
 
 def _show_faster_pipeline(
-    conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
+    conf: PlannerConf,
+    inputs: Inputs,
+    demands: Demands,
+    flat: PlanSolution | None,
+    console: Console,
+    waiting: Waiting,
 ) -> bool:
-    """Show and write a pipeline if one is faster than any plan without stages."""
+    """Show and write a pipeline if one is faster than ``flat``, the plan without stages."""
     with waiting.for_("planning stages"):
-        flat = None
-        with suppress(PlanError):
-            flat = _answer(conf, inputs, demands).solution
         report = faster_pipeline(
             conf, inputs, flat, demands=demands, effort=_compared(inputs.setting)
         )

@@ -284,6 +284,7 @@ class PlannerConf(InputsConf):
             "limits": bool(self.limits),
             "equal": bool(self.equal),
             "picture": self.picture is not None,
+            "setting_out": self.setting_out is not None,
             "replicas": self.replicas.every > 0,
         }
         for key, is_set in beside.items():

@@ -158,9 +158,10 @@ def _result(report: PipelineReport) -> Iterator[str]:
     )
     plan = found.plan
     in_flight = ", ".join(str(stage.in_flight) for stage in found.stages)
+    seconds = ", ".join(duration(stage.times.round_s) for stage in found.stages)
     yield (
         f"A step has {plan.num_rounds} rounds of {plan.round_size:,} samples (the table shows "
-        f"one). A round takes {_seconds(found)}; at most {in_flight} are in flight."
+        f"one). A round takes {seconds}; at most {in_flight} are in flight."
     )
     if not plan.reshard_after_backward:
         yield "Units stay gathered over all rounds (reshard_after_backward=False)."
@@ -171,10 +172,6 @@ def _result(report: PipelineReport) -> Iterator[str]:
     if unused := [i for i in range(cluster.world_size) if i not in used]:
         yield f"Left out: {named(cluster, unused)}. Start no ranks there."
     yield "model.forward_backward runs plans with stages on CPUs so far (docs/limits.md)."
-
-
-def _seconds(found: PipelineSolution) -> str:
-    return ", ".join(duration(stage.times.round_s) for stage in found.stages)
 
 
 def _hand_over(found: PipelineSolution) -> Iterator[str]:

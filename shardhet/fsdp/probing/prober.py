@@ -37,7 +37,7 @@ from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
-from shardhet.fsdp.stages.flow import Result, Value
+from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
 
 
@@ -57,7 +57,7 @@ class Findings:
     # If results of units are followed: those of each call, if this rank has samples, and what
     # reaches each call, and the output.
     results: tuple[Result, ...] = ()
-    reached: tuple[frozenset[Value], ...] = ()
+    reached: tuple[frozenset[Returned], ...] = ()
 
     def make_empty_output(self, device: torch.device) -> Any:
         """The model's output for no samples, with its tensors as zeros on ``device``."""
@@ -289,7 +289,9 @@ class Prober:
                     unit.reshard()
 
 
-def _together(reached: Sequence[Sequence[frozenset[Value]]]) -> tuple[frozenset[Value], ...]:
+def _together(
+    reached: Sequence[Sequence[frozenset[Returned]]],
+) -> tuple[frozenset[Returned], ...]:
     """What reaches each call on any rank."""
     return tuple(frozenset().union(*each) for each in zip(*reached, strict=True))
 

@@ -27,9 +27,9 @@ from shardhet.fsdp.probing.probed_call import filled
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.stages.absent import MEND, Absent
-from shardhet.fsdp.stages.flow import Value
+from shardhet.fsdp.stages.flow import Returned
 from shardhet.fsdp.stages.handover import Carried
-from shardhet.fsdp.stages.parts import Part
+from shardhet.fsdp.stages.parts import StagePart
 from shardhet.fsdp.stages.refusals import refuse
 from shardhet.fsdp.step.calls import UnitCalls
 
@@ -43,7 +43,7 @@ class Kind:
     """What was found for a kind of call, on this rank's stage."""
 
     findings: Findings
-    part: Part
+    part: StagePart
     received: list[Carried]
     sent: list[Carried]
 
@@ -63,7 +63,7 @@ class StageCalls(UnitCalls):
 
     _kind: Kind | None = None  # None while no part of a forward runs
     _place = 0  # of the next call of a unit
-    _values: dict[Value, Tensor]  # received, and those to send
+    _values: dict[Returned, Tensor]  # received, and those to send
 
     def run_part(
         self, run_module: RunModule, call: ModelCall, kind: Kind, received: Sequence[Tensor]
@@ -140,7 +140,7 @@ class StageCalls(UnitCalls):
         result, num_samples = kind.findings.results[place], self._step.batch.num_samples
         tensors = []
         for i, example in enumerate(result.examples):
-            tensor = self._values.get(Value(place, i))
+            tensor = self._values.get(Returned(place, i))
             if tensor is None:
                 shape = torch.empty(
                     result.shape(i, num_samples), dtype=example.dtype, device="meta"

@@ -27,7 +27,7 @@ from shardhet.fsdp.microbatch.modes import tensors_among
 _READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Value(NamedTuple):
+class Returned(NamedTuple):
     """A tensor among the results of a unit's call."""
 
     place: int  # of the call in forward
@@ -61,10 +61,10 @@ class Flow:
 
     def __init__(self) -> None:
         self.results: list[Result] = []  # by place
-        self.reached: list[frozenset[Value]] = []  # by place; the model's output is the last
-        self._by_storage: dict[int, frozenset[Value]] = {}
+        self.reached: list[frozenset[Returned]] = []  # by place; the model's output is the last
+        self._by_storage: dict[int, frozenset[Returned]] = {}
         self._kept: list[Tensor] = []  # an address may not be used again
-        self._read: frozenset[Value] = frozenset()  # by the program, which may decide by them
+        self._read: frozenset[Returned] = frozenset()  # by the program, to decide
 
     def reach(self, tensors: Sequence[Tensor]) -> None:
         """Note what reaches the next call, with these arguments, or the model's output."""
@@ -76,13 +76,13 @@ class Flow:
         place = len(self.results)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
-            self._add(tensor, frozenset({Value(place, i)}))
+            self._add(tensor, frozenset({Returned(place, i)}))
         shapes = [_on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.results.append(Result(spec, tuple(shapes), rules.outputs, rules.is_differentiable))
 
     def note(self, func: Callable[..., Any], given: Any, result: Any) -> None:
         """Note an operation outside of units."""
-        found = frozenset[Value]().union(*map(self._of, tensors_among(given)))
+        found = frozenset[Returned]().union(*map(self._of, tensors_among(given)))
         if not found:
             return
         if any(tag in func.tags for tag in _READING):  # type: ignore[attr-defined]
@@ -91,10 +91,10 @@ class Flow:
         for tensor in (*tensors_among(result), *tensors_among(written)):
             self._add(tensor, found)
 
-    def _of(self, tensor: Tensor) -> frozenset[Value]:
+    def _of(self, tensor: Tensor) -> frozenset[Returned]:
         return self._by_storage.get(_storage(tensor), frozenset())
 
-    def _add(self, tensor: Tensor, values: frozenset[Value]) -> None:
+    def _add(self, tensor: Tensor, values: frozenset[Returned]) -> None:
         self._kept.append(tensor)
         self._by_storage[_storage(tensor)] = self._of(tensor) | values
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardhet.comm.calls import Messages, Pending
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis
-from shardhet.fsdp.stages.flow import Value
+from shardhet.fsdp.stages.flow import Returned
 from shardhet.records.layout import Span
 
 
@@ -38,7 +38,7 @@ class Peer(NamedTuple):
 class Carried:
     """A tensor with samples that is handed over."""
 
-    value: Value
+    value: Returned
     example: Tensor  # for a few samples, on the meta device
     axis: BatchAxis
     is_differentiable: bool
@@ -89,7 +89,7 @@ class Arriving:
         return [whole if has else None for whole, has in zip(wholes, have, strict=True)]
 
 
-class Way:
+class Direction:
     """One direction of the messages of a pipeline, on this rank."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:

@@ -6,23 +6,23 @@ from itertools import pairwise
 
 from shardhet.fsdp.microbatch.batching import BatchAxis
 from shardhet.fsdp.probing.prober import Findings
-from shardhet.fsdp.stages.flow import Result, Value
+from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.fsdp.stages.handover import Carried
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """Calls of units from ``start`` to before ``stop``, by their place in forward."""
 
     start: int
     stop: int
-    received: tuple[Value, ...]  # results of earlier calls that reach ``start`` or a later one
-    sent: tuple[Value, ...]  # results of calls before ``stop`` that reach it or a later one
+    received: tuple[Returned, ...]  # of earlier calls, that reach ``start`` or a later one
+    sent: tuple[Returned, ...]  # of calls before ``stop``, that reach it or a later one
 
 
 def parts_of(
     findings: Findings, unit_fqns: Sequence[str], stage_by_fqn: Mapping[str, int], number: int
-) -> list[Part]:
+) -> list[StagePart]:
     """The parts of all stages, of which there are ``number``.
 
     Raises ``ValueError`` if a stage's units are not called one after the other.
@@ -43,18 +43,18 @@ def parts_of(
         )
     borders = [0, *(stages.index(i) for i in range(1, number)), len(stages)]
 
-    def reaching(border: int) -> tuple[Value, ...]:
-        found = frozenset[Value]().union(*findings.reached[border:])
+    def reaching(border: int) -> tuple[Returned, ...]:
+        found = frozenset[Returned]().union(*findings.reached[border:])
         return tuple(sorted(value for value in found if value.place < border))
 
     return [
-        Part(start, stop, reaching(start), reaching(stop) if stop < len(stages) else ())
+        StagePart(start, stop, reaching(start), reaching(stop) if stop < len(stages) else ())
         for start, stop in pairwise(borders)
     ]
 
 
 def carried_of(
-    values: Sequence[Value], results: Sequence[Result], called: Sequence[str]
+    values: Sequence[Returned], results: Sequence[Result], called: Sequence[str]
 ) -> list[Carried]:
     """The tensors of ``values``, given what calls returned in the probe and of which unit.
 

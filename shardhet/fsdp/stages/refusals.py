@@ -31,15 +31,21 @@ def find_units_by(
     dtypes = (precision.param_dtype, precision.reduce_dtype)
     found = {
         "float16 (give bfloat16)": torch.float16 in dtypes,
-        "a model of transformers": any(
-            type(each).__module__.startswith("transformers.") for each in modules
-        ),
         "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
+        "a model of transformers": _has(modules, "transformers"),
+        "adapters of PEFT": _has(modules, "peft"),
+        "a forward that was replaced or compiled": any(
+            "forward" in vars(each) or each._compiled_call_impl is not None for each in modules
+        ),
         "dropout outside of units": any(each.p > 0 for each in drops),
     }
     for what, is_there in found.items():
         refuse(what, is_there=is_there)
     return units
+
+
+def _has(modules: Sequence[nn.Module], package: str) -> bool:
+    return any(type(each).__module__.partition(".")[0] == package for each in modules)
 
 
 def refuse(what: str, *, is_there: bool, where: str = "HetFSDP") -> None:

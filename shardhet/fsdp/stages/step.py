@@ -20,7 +20,7 @@ from shardhet.comm.groups import handover_channels
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
-from shardhet.fsdp.stages.handover import Arriving, Peer, Way
+from shardhet.fsdp.stages.handover import Arriving, Direction, Peer
 from shardhet.fsdp.stages.rounds import Passed, StageRound, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.mean_backward import MeanBackward, check_is_number
@@ -55,7 +55,7 @@ class Pipeline:
         self._is_first = runtime.stage == 0
         self._is_last = runtime.stage == len(runtime.stages) - 1
         onward, back = handover_channels(self._control)
-        self._onward, self._back = Way(onward, device), Way(back, device)
+        self._onward, self._back = Direction(onward, device), Direction(back, device)
         # Of the step in progress
         self._rounds: list[StageRound] = []
         self._arriving: dict[RoundPhase, Arriving] = {}

@@ -30,39 +30,13 @@ def seconds_per_sample(setting: Setting, largest: int) -> dict[str | None, dict[
     """The least seconds per sample of forward and backward, by kind of device and of unit."""
     sizes = np.arange(1, 1 + min(largest, MAX_MICROBATCH_SIZE))
     found: dict[str | None, dict[str, float]] = {}
-    counts = setting.workload.num_units_by_kind
     for kind in dict.fromkeys(device.kind for device in setting.cluster.devices):
         found[kind] = {}
-        for name in (name for name, number in counts.items() if number):
+        for name in {unit.kind for unit in setting.workload.units if unit.fqn}:
             unit = setting.profile.unit(kind, name)
             both = at_sizes(unit.forward_s, len(sizes)) + at_sizes(unit.backward_s, len(sizes))
             found[kind][name] = float((both[1:] / sizes).min())
     return found
-
-
-def least_step_s(setting: Setting, global_batch_size: int) -> float:
-    """Seconds that every step takes at least."""
-    least = seconds_per_sample(setting, global_batch_size)
-    numbers = Counter(device.kind for device in setting.cluster.devices)
-    units = {name: n for name, n in setting.workload.num_units_by_kind.items() if n}
-    kinds = list(least)
-    num_vars = len(kinds) * len(units) + 1
-    rows, limits = [], []
-    for i, kind in enumerate(kinds):
-        row = np.zeros(num_vars)
-        row[i * len(units) : (i + 1) * len(units)] = [least[kind][name] for name in units]
-        row[-1] = -numbers[kind]
-        rows.append(row)
-        limits.append(0.0)
-    for j, number in enumerate(units.values()):
-        row = np.zeros(num_vars)
-        row[j : num_vars - 1 : len(units)] = -1.0
-        rows.append(row)
-        limits.append(-float(global_batch_size * number))
-    cost = np.zeros(num_vars)
-    cost[-1] = 1.0
-    found = linprog(cost, A_ub=np.array(rows), b_ub=np.array(limits), method="highs")
-    return float(found.fun)
 
 
 @dataclass(frozen=True)
@@ -75,12 +49,39 @@ class Speeds:
     global_batch_size: int
     _known_s: dict[Positions, list[float]] = field(default_factory=dict)
 
+    def least_of_any_s(self) -> float:
+        """Seconds that every step takes at least, with stages or without.
+
+        Each device is as fast as alone: of many, the slowest sets the pace, which derived times
+        count.
+        """
+        positions = {device.kind: i for i, device in enumerate(self.setting.cluster.devices)}
+        least: dict[str | None, dict[str, float]] = {}
+        for i in positions.values():
+            least |= seconds_per_sample(self.smaller((i,)), self.global_batch_size)
+        numbers = Counter(device.kind for device in self.setting.cluster.devices)
+        units = Counter(unit.kind for unit in self.units)
+        times = np.array([[of_kind[unit] for unit in units] for of_kind in least.values()])
+        num_kinds, num_units = times.shape
+        on_devices = np.kron(np.eye(num_kinds), np.ones(num_units)) * times.ravel()
+        of_units = np.tile(np.eye(num_units), num_kinds)
+        found = linprog(
+            [0.0] * times.size + [1.0],
+            A_ub=np.block(
+                [
+                    [on_devices, -np.array([[numbers[kind]] for kind in least])],
+                    [-of_units, np.zeros((num_units, 1))],
+                ]
+            ),
+            b_ub=[0.0] * num_kinds + [-self.global_batch_size * n for n in units.values()],
+            method="highs",
+        )
+        return float(found.fun)
+
     def least_step_s(self, stages: Stages) -> float:
         """Seconds of a step in which only compute and messages take time, cut at best."""
-        pairs = list(pairwise(stages))
-        latencies = [link_between(self.setting.cluster, *each)[0].latency_s for each in pairs]
-        hops_s = [self.hop_s(*each, 1) for each in pairs]
-        link_s = max(hop - latency for hop, latency in zip(hops_s, latencies, strict=True))
+        # One sample more takes no latency more.
+        link_s = max(self.hop_s(*each, 2) - self.hop_s(*each, 1) for each in pairwise(stages))
         compute_s, _ = self._balanced(stages)
         return self.global_batch_size * max(compute_s, link_s)
 

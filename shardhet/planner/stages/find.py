@@ -17,8 +17,8 @@ from math import ceil, inf, log2
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
-from shardhet.planner.search.search import Effort
-from shardhet.planner.stages.bound import Speeds, even_cuts, least_step_s
+from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
+from shardhet.planner.stages.bound import Speeds, even_cuts
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
 from shardhet.planner.stages.solution import Hop, PipelineSolution, StageSolution
 from shardhet.planner.stages.times import StageTimes, hop_s, link_between, pipeline_s
@@ -35,7 +35,11 @@ NUM_ROUNDS_TRIED = 4  # at the start
 MAX_IMPROVED, FAR = 6, 1.3  # orders of stages, unless even the start takes so much longer
 COARSE = Effort(relative_gap=1e-3)
 # Whether units are resharded after every use or once a step, and reduced every round or once.
-FORMS = tuple((reshards, reduces) for reshards in (True, False) for reduces in (True, False))
+FORMS = tuple(
+    StepForm(reshard_after_forward=r, reshard_after_backward=r, reduce_each_round=reduces)
+    for r in (True, False)
+    for reduces in (True, False)
+)
 MORE_IN_FLIGHT = 4  # times what a pipeline without links needs, at most
 
 
@@ -130,9 +134,7 @@ class _Search:
             (node.region, node.link, tuple(replace(each, host=None) for each in node.devices))
             for node in cluster.nodes
         ]
-        if len(nodes) > 1:
-            return tuple(nodes)
-        return nodes[0][1:]
+        return tuple(nodes) if len(nodes) > 1 else nodes[0][1:]
 
     def solved(
         self,
@@ -215,13 +217,7 @@ class _Search:
         wanted = 4 * num_stages
         numbers = sorted(self.rounds, key=lambda n: abs(log2(n / wanted)))[:NUM_ROUNDS_TRIED]
         for number in numbers:
-            for reshards, reduces in FORMS:
-                yield StepForm(
-                    num_rounds=number,
-                    reshard_after_forward=reshards,
-                    reshard_after_backward=reshards,
-                    reduce_each_round=reduces,
-                )
+            yield from (replace(form, num_rounds=number) for form in FORMS)
 
     def _in_flight(self, stages: Stages, form: StepForm) -> tuple[int, int]:
         """No further rounds in flight, and as many as hide messages both ways."""
@@ -269,15 +265,9 @@ class _Search:
             if 0 <= other < len(self.rounds):
                 form = replace(trial.form, num_rounds=self.rounds[other])
                 yield replace(trial, form=form)
-        for reshards, reduces in FORMS:
-            form = replace(
-                trial.form,
-                reshard_after_forward=reshards,
-                reshard_after_backward=reshards,
-                reduce_each_round=reduces,
-            )
-            if form != trial.form:
-                yield replace(trial, form=form)
+        for each in FORMS:
+            if not each.is_like(trial.form):
+                yield replace(trial, form=replace(each, num_rounds=trial.form.num_rounds))
 
 
 def find_pipeline(
@@ -348,14 +338,17 @@ def _finished(
             stages=tuple(parts),
             hops=tuple(search.hops(stages, trial)),
             num_rounds=trial.form.num_rounds,
-            lower_bound_s=least_step_s(search.setting, search.global_batch_size),
+            lower_bound_s=search.speeds.least_of_any_s(),
             units=tuple(
                 PlannedUnit(fqn=unit.fqn, numel=workload.kind_of(unit).numel)
                 for unit in workload.units
             ),
         )
 
-    found, other = solution_of(solved(COARSE, None)), solution_of(solved(Effort(), tolerance))
+    found, other = (
+        solution_of(solved(COARSE, None)),
+        solution_of(solved(DEFAULT_EFFORT, tolerance)),
+    )
     most_s = found.step_time_s * (1 + (tolerance or 0.0))
     return other if other.step_time_s <= most_s else found
 

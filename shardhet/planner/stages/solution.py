@@ -1,6 +1,6 @@
 """A pipeline with its predicted times."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.stages.groups import Positions, Stages
@@ -77,14 +77,10 @@ class PipelineSolution:
     def plan(self) -> Plan:
         """The plan with these stages; its devices are in their order."""
         plans = [stage.solution.plan for stage in self.stages]
-        form = plans[0].form
-        return Plan(
+        return replace(
+            plans[0],
             ranks=tuple(rank for plan in plans for rank in plan.ranks),
             units=self.units,
-            num_rounds=form.num_rounds,
-            reshard_after_forward=form.reshard_after_forward,
-            reshard_after_backward=form.reshard_after_backward,
-            reduce_each_round=form.reduce_each_round,
             stages=tuple(
                 Stage(
                     units=stage.unit_fqns,
