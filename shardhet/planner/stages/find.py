@@ -11,8 +11,10 @@ all devices (``bound``).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil, inf, log2
+
+import numpy as np
 
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem.demands import Demands
@@ -32,7 +34,7 @@ MAX_ROUNDS = 512
 MAX_SEARCHED = 24  # orders of stages, those with the least bounds
 LEAST_GAIN = 1e-3
 NUM_ROUNDS_TRIED = 4  # at the start
-MAX_IMPROVED, FAR = 6, 1.3  # orders of stages, unless even the start takes so much longer
+MAX_IMPROVED, FAR = 12, 1.3  # orders of stages, unless even the start takes so much longer
 COARSE = Effort(relative_gap=1e-3)
 # Whether units are resharded after every use or once a step, and reduced every round or once.
 FORMS = tuple(
@@ -245,26 +247,25 @@ class _Search:
                     return rank, trial
 
     def _neighbours(self, trial: _Trial, stride: int) -> Iterator[_Trial]:
-        """Trials that differ from this one in one respect, or in a cut and rounds in flight."""
-        number = len(self.units)
-        moves = [trial.cuts]
-        for i, cut in enumerate(trial.cuts):
-            before = trial.cuts[i - 1] if i else 0
-            after = trial.cuts[i + 1] if i + 1 < len(trial.cuts) else number
-            moves += [
-                (*trial.cuts[:i], moved, *trial.cuts[i + 1 :])
-                for moved in (cut - stride, cut + stride)
-                if before < moved < after
-            ]
-        # More in flight takes memory, which other cuts may make room for.
-        for more in (trial.more, trial.more + 1, trial.more - 1):
-            if 0 <= more <= MORE_IN_FLIGHT:
-                yield from (replace(trial, cuts=cuts, more=more) for cuts in moves)
+        """Trials that differ from this one in form, or in cuts, rounds and rounds in flight."""
+        steps = list(np.eye(len(trial.cuts), dtype=int)) + [np.ones(len(trial.cuts), dtype=int)]
+        moved = [
+            tuple(np.add(trial.cuts, sign * stride * each).tolist())
+            for each in steps
+            for sign in (-1, 1)
+        ]
+        moves = [
+            cuts
+            for cuts in dict.fromkeys([trial.cuts, *moved])
+            if all(one < other for one, other in pairwise((0, *cuts, len(self.units))))
+        ]
+        # Fewer samples in a round or fewer in flight take less memory, which other cuts use.
         place = self.rounds.index(trial.form.num_rounds)
-        for other in (place - 1, place + 1):
-            if 0 <= other < len(self.rounds):
-                form = replace(trial.form, num_rounds=self.rounds[other])
-                yield replace(trial, form=form)
+        numbers = self.rounds[max(0, place - 1) : place + 2]
+        for number, more in product(numbers, range(trial.more - 1, trial.more + 2)):
+            if 0 <= more <= MORE_IN_FLIGHT:
+                form = replace(trial.form, num_rounds=number)
+                yield from (_Trial(cuts, form, more) for cuts in moves)
         for each in FORMS:
             if not each.is_like(trial.form):
                 yield replace(trial, form=replace(each, num_rounds=trial.form.num_rounds))
