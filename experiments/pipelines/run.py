@@ -91,7 +91,7 @@ def rows() -> Iterator[Row]:
         _, usual = pipeline_of(*key, ("seq_len=2048",))
         stages = ""
         if found is not None:
-            stages = " | ".join(
+            stages = "; ".join(
                 f"{len(stage.unit_fqns)} units on {','.join(map(str, stage.positions))}"
                 for stage in found.stages
             )
