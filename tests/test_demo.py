@@ -37,6 +37,12 @@ def test_all_of_it_runs_and_stays_in_one_folder(
     lines = [json.loads(line) for line in (demo / "run/metrics.jsonl").read_text().splitlines()]
     assert all(line["predicted_step_time_s"] > 0 for line in lines if "step_time_s" in line)
     assert any("device3/predicted_memory_bytes" in line for line in lines)
+    for i in range(4):  # rows, gradients and moments are known to the row
+        looks = [line for line in lines if f"device{i}/kept_bytes" in line]
+        kept = [line[f"device{i}/kept_bytes"] for line in looks]
+        [said] = {line[f"device{i}/predicted_kept_bytes"] for line in looks}
+        assert kept[-1] == pytest.approx(said, rel=1e-2)
+    assert "rest of the peak" in done.stdout
     compare([str(demo / "run")])
     told = capsys.readouterr().out
     assert all(f"device {i} emulated" in told for i in range(4))

@@ -45,6 +45,17 @@ class ModuleWithState(ModuleOfRows):
         destination.update({prefix + fqn: tensor for fqn, tensor in whole.items()})
         return destination
 
+    @property
+    def host_input_bytes(self) -> int:
+        """Bytes set aside in the memory of the host for inputs of this rank's units."""
+        return self._runtime.host_input_bytes
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Bytes of this rank's rows as they are gathered, on the device."""
+        placed = [flat.placed.sent for flat in self._flats]
+        return sum(each.numel() * each.element_size() for each in placed)
+
     def gather_units(
         self, wanted: Callable[[str], bool] = lambda fqn: True
     ) -> Iterator[dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from shardhet.comm import devices
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.training.peak_memory import KeptBytes
 
 COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 
@@ -23,6 +24,7 @@ class DeviceUse:
     busy_share: float  # in forward and backward
     waiting_share: float  # for parameters, gradients or messages of other ranks
     peak_memory_bytes: int  # allocated on an accelerator; resident of a process on a CPU
+    kept: KeptBytes = KeptBytes()  # noqa: RUF009  a tuple
 
 
 class DeviceTimes:

@@ -1,4 +1,4 @@
-"""Peak memory of a device, read from the device or from this process."""
+"""Memory of a device: its peak, read from the device or from this process, and what is kept."""
 
 import ctypes
 import resource
@@ -6,13 +6,38 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, optim
 
 from shardhet.comm import devices
+from shardhet.fsdp import HetFSDP
 
 RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of each system
 SAMPLE_EVERY_S = 0.004  # units of an emulated device take tens of milliseconds
+
+
+class KeptBytes(NamedTuple):
+    """Bytes of rows, gradients and optimizer states, and of inputs of units on the host."""
+
+    on_device: int = 0
+    on_host: int = 0
+
+
+def kept_bytes(model: HetFSDP, optimizer: optim.Optimizer) -> KeptBytes:
+    """Measured after the optimizer's step, before gradients are set to None."""
+    params = list(model.parameters())
+    tensors = [*params, *(each.grad for each in params if each.grad is not None)]
+    for state in optimizer.state.values():
+        tensors += [
+            value for value in state.values() if isinstance(value, Tensor) and value.dim()
+        ]
+    own = sum(each.numel() * each.element_size() for each in tensors)
+    inputs = model.host_input_bytes
+    if model.plan.ranks[model.position].optimizer_on_host:
+        return KeptBytes(model.sent_row_bytes, own + inputs)
+    return KeptBytes(own, inputs)
 
 
 class PeakMemory:

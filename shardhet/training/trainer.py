@@ -19,7 +19,7 @@ from shardhet.training.device_use import DeviceTimes, DeviceUse
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
-from shardhet.training.peak_memory import PeakMemory
+from shardhet.training.peak_memory import KeptBytes, PeakMemory, kept_bytes
 
 # Calls the model with this rank's samples; returns (loss_sum, num_targets).
 Run = Callable[[HetFSDP, Sequence[Tensor]], Sequence[Any]]
@@ -138,6 +138,7 @@ class Trainer:
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._times = DeviceTimes(model, self._device)
         self._settled_s = 0.0  # time of waiting for a step since it ended
+        self._kept = KeptBytes()  # of the last timed step
         self._is_in_step = False
         self._unsettled: StepMetrics | None = None  # the last step, if nobody has judged it
         self.forget_peak_memory()
@@ -176,6 +177,8 @@ class Trainer:
             norm, why_skipped, overflow = self._update_scaled(mean_loss, scaler)
         elif why_skipped is None:
             norm, why_skipped = self._update(mean_loss)
+        if is_timed and why_skipped is None:
+            self._kept = kept_bytes(model, self.optimizer)
         self.optimizer.zero_grad()
         self._is_in_step = False
         if why_skipped is not None:
@@ -294,10 +297,15 @@ class Trainer:
     def look_at_devices(self) -> tuple[DeviceUse, ...]:
         """What each device did in the timed steps since the last call, in plan order."""
         self.settle()  # the device has done by then what is timed
-        rows = self.model.exchange([*self._times.look(), self._peak_memory.read()])
+        rows = self.model.exchange([*self._times.look(), self._peak_memory.read(), *self._kept])
         return tuple(
-            DeviceUse(busy_share=busy, waiting_share=waiting, peak_memory_bytes=int(nbytes))
-            for busy, waiting, nbytes in rows
+            DeviceUse(
+                busy_share=busy,
+                waiting_share=waiting,
+                peak_memory_bytes=int(nbytes),
+                kept=KeptBytes(*map(int, kept)),
+            )
+            for busy, waiting, nbytes, *kept in rows
         )
 
     def forget_peak_memory(self) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from shardhet.apps.cli.streamed import figures_table
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
+from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline
@@ -25,7 +26,7 @@ class Prediction:
 
     timeline: Timeline
     busy_shares: tuple[float, ...]  # by device, of the step
-    memory_bytes: tuple[int, ...]  # by device
+    memory: tuple[MemoryParts, ...]  # by device
 
     @property
     def step_time_s(self) -> float:
@@ -50,8 +51,13 @@ class Prediction:
         return cls(
             timeline=timeline,
             busy_shares=tuple(1 - timeline.idle_fraction(i) for i in positions),
-            memory_bytes=tuple(rank.memory.total_bytes for rank in cost.ranks),
+            memory=tuple(rank.memory for rank in cost.ranks),
         )
+
+    @property
+    def memory_bytes(self) -> list[int]:
+        """At the peak, by device."""
+        return [parts.total_bytes for parts in self.memory]
 
 
 class Outcome:
@@ -100,5 +106,26 @@ class Outcome:
                 f"{prediction.busy_shares[i]:.0%}",
                 f"{peak_bytes / MIB:.0f} MiB",
                 f"{prediction.memory_bytes[i] / MIB:.0f} MiB",
+            )
+        return table
+
+    def memory_table(self, plan: Plan, prediction: Prediction) -> Table:
+        """A table with measured and predicted parts of each device's memory.
+
+        What a device keeps are its rows, gradients and optimizer states; the rest of the peak
+        are the other tensors of a step, and on a CPU the process.
+        """
+        table = figures_table("MiB (predicted)", "kept", "rest of the peak", "on the host")
+        for i, rank in enumerate(plan.ranks):
+            use, parts = self._looks[-1][i], prediction.memory[i]
+            kept = parts.state_bytes
+            pairs = (
+                (use.kept.on_device, kept),
+                (use.peak_memory_bytes - use.kept.on_device, parts.total_bytes - kept),
+                (use.kept.on_host, parts.host_bytes),
+            )
+            table.add_row(
+                f"{i} {rank.device.kind or 'device'}",
+                *(f"{had / MIB:,.1f} ({said / MIB:,.1f})" for had, said in pairs),
             )
         return table

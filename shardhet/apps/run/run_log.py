@@ -83,7 +83,11 @@ def values_of(uses: Sequence[DeviceUse], prediction: Prediction | None) -> dict[
         values[f"device{i}/busy_share"] = use.busy_share
         values[f"device{i}/waiting_share"] = use.waiting_share
         values[f"device{i}/peak_memory_bytes"] = use.peak_memory_bytes
+        values[f"device{i}/kept_bytes"] = use.kept.on_device
+        values[f"device{i}/host_bytes"] = use.kept.on_host
         if prediction is not None:
             values[f"device{i}/predicted_busy_share"] = prediction.busy_shares[i]
-            values[f"device{i}/predicted_memory_bytes"] = prediction.memory_bytes[i]
+            values[f"device{i}/predicted_memory_bytes"] = prediction.memory[i].total_bytes
+            values[f"device{i}/predicted_kept_bytes"] = prediction.memory[i].state_bytes
+            values[f"device{i}/predicted_host_bytes"] = prediction.memory[i].host_bytes
     return values

@@ -259,6 +259,11 @@ class Runtime:
             self.rounds.end_round(self.step.batch.num_together)
         self.step.batch = None
 
+    @property
+    def host_input_bytes(self) -> int:
+        """Bytes set aside on the host for inputs of units."""
+        return 0 if self._inputs is None else self._inputs.slab.nbytes
+
     def finish_reductions(self) -> None:
         """Wait until nothing is being reduced, so that sums may be changed or dropped."""
         self._walk.finish()
