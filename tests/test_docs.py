@@ -6,6 +6,7 @@
 import os
 import re
 import shlex
+import socket
 import sys
 import textwrap
 import warnings
@@ -112,6 +113,8 @@ def named_beforehand(page: str) -> dict[str, Any]:
     names["loader"] = Loader(names)
     if page == "README.md":
         names["model"] = Decoder(SMALL)
+        tokens = torch.zeros(2, SMALL.seq_len, dtype=torch.long)
+        names["batch"] = {"tokens_BT": tokens, "targets_BT": tokens}
     elif page == "docs/planning.md":
         names["MyModel"] = lambda: Decoder(SMALL)
         names["tokens"] = names["targets"] = torch.zeros(2, SMALL.seq_len, dtype=torch.long)
@@ -141,10 +144,24 @@ def of_transformers() -> dict[str, Any]:
     }
 
 
-def write_inputs(folder: Path) -> None:
-    """The files that the pages' code reads."""
+THESE_PROCESSES = f"""
+version: 1
+nodes:
+  - host: {socket.gethostname()}
+    link: {{latency_s: 1.0e-5, bandwidth_bytes_per_s: 1.0e+9}}
+    devices: [{{kind: cpu, count: {WORLD_SIZE}}}]
+kinds:
+  - {{kind: cpu, source: made up, memory_capacity_bytes: 4000000000,
+     memory_bandwidth_bytes_per_s: 10.0e+9,
+     peak_flops_per_s: {{float32: 10.0e+9}}}}
+"""
+
+
+def write_inputs(page: str, folder: Path) -> None:
+    """The files that a page's code reads; README's runs on the devices of its list."""
     yaml = [block.text for block in blocks("docs/planning.md", "yaml")]
-    (folder / "cards.yaml").write_text("".join(yaml))
+    cards = THESE_PROCESSES if page == "README.md" else "".join(yaml)
+    (folder / "cards.yaml").write_text(cards)
     cluster = Cluster.load(ROOT / "conf/cluster/described/rtx4090_2x3090.yaml")
     tokens = torch.zeros(2, SMALL.seq_len, dtype=torch.long)
     workload = describe(Decoder(SMALL), ExampleBatch(args=(tokens, tokens)))
@@ -166,8 +183,10 @@ def _run_python(rank: int, page: str, folder: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_runs(page: str, tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    run_ranks(_run_python, WORLD_SIZE, page, str(tmp_path), fresh_world=True)
+    write_inputs(page, tmp_path)
+    run_ranks(  # each rank plans, too
+        _run_python, WORLD_SIZE, page, str(tmp_path), timeout_s=180.0, fresh_world=True
+    )
 
 
 # The command line: keys exist, and what a command prints is what the page shows
