@@ -99,9 +99,9 @@ def plan_for(
     ``batch`` is an example of the model's inputs: a tuple of positional arguments, a mapping of
     keyword arguments, or an ``ExampleBatch``, which also holds what ``loss_fn`` needs.
     ``units``, ``loss_fn`` and ``param_dtype`` are those of HetFSDP.  Times follow from the
-    devices' specifications unless a measured ``profile`` is given.  The plan is ``find_plan``'s:
-    of those within 0.5 % of the fastest, the one that a person would choose.  Raises
-    ``PlanError`` with the nearest miss if nothing fits.
+    devices' specifications unless a measured ``profile`` is given.  The plan is that of
+    ``find_plan``: of those within 0.5 % of the fastest, the one that a person would choose.
+    Raises ``PlanError`` with the nearest miss if nothing fits.
     """
     from shardhet.planner import find_plan  # imports numpy
 
