@@ -5,6 +5,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
@@ -94,6 +95,33 @@ def test_no_circle_of_files() -> None:
         TopologicalSorter(imported).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle of files: {error.args[1]}") from None
+
+
+ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+DOTTED = re.compile(r"``(?:shardhet\.)?([a-z_]+(?:\.\w+)+)``")
+
+
+def leads_somewhere(dotted: str) -> bool:
+    """Whether a path of modules, and of names in the last of them, is there."""
+    parts = dotted.split(".")
+    for i in range(len(parts), 0, -1):
+        place = PACKAGE.joinpath(*parts[:i])
+        files = [f for f in (place.with_suffix(".py"), place / "__init__.py") if f.exists()]
+        if files:
+            return all(re.search(rf"\b{name}\b", files[0].read_text()) for name in parts[i:])
+    return False
+
+
+def test_modules_that_docstrings_name_are_there() -> None:
+    assert leads_somewhere("fsdp.step.launches.RUNS")
+    assert not leads_somewhere("fsdp.launches.RUNS")
+    named = {
+        (name_of(path), found)
+        for path in FILES
+        for found in DOTTED.findall(path.read_text())
+        if found.partition(".")[0] in ROOMS
+    }
+    assert not {each for each in named if not leads_somewhere(each[1])}
 
 
 if __name__ == "__main__":

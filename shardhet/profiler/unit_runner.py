@@ -48,8 +48,9 @@ class Started:
 class UnitRunner:
     """A unit with its parameters on the device, ready to be run on microbatches.
 
-    It runs what ``fsdp.layered`` runs: the inputs are detached, the graph is kept, and
-    gradients are added to those of earlier microbatches, as for all but the first of a step.
+    It runs what ``fsdp.microbatch.layered`` runs: the inputs are detached, the graph is kept,
+    and gradients are added to those of earlier microbatches, as for all but the first of a
+    step.
     """
 
     def __init__(

@@ -5,6 +5,12 @@ In a step of one round the loss is divided by the number of tokens before backwa
 a divisor that the caller gives.  In several rounds the number is not known then: every backward
 is scaled by the same power of two, near what the number will be, and the sums are multiplied
 once, at the end.  Powers of two do not round.
+
+[Note: The way to .grad]
+``run`` calls ``Runtime.backward``: each turn's reduction is launched when the turn ends, and
+``TurnWalk.reduce_rest`` waits for the last (``FlatGradient.finish``).  After the last round
+``set_grads_with_hooks`` lets each ``FlatTensor`` assign the gradients of its rows.  ``.grad``
+may be read when ``run`` returns.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The passes that make a schedule: bare turns first, then marks on each of them.
 
 A pass maps the turns of a step to turns with more marks.  A new kind of launch is a pass of its
-own: append it to the list that ``make_schedule`` applies, and add the kind's price and what a
-rank does (``LaunchKind``).
+own: append it to ``PASSES``, and add the kind's price and what a rank does (``LaunchKind``).
+Units that stay unsharded lose all marks in the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,7 +100,7 @@ def clear_staying(turns: Turns, shape: Shape) -> Turns:
     )
 
 
-PASSES: list[Pass] = [mark_gathers, mark_reductions, clear_staying]
+PASSES: list[Pass] = [mark_gathers, mark_reductions]
 
 
 def make_schedule(
@@ -125,7 +125,7 @@ def make_schedule(
     for each in PASSES:
         turns = each(turns, shape)
     return Schedule(
-        turns=turns,
+        turns=clear_staying(turns, shape),
         segments=tuple(segments),
         trainable_units=trainable_units,
         form=form,

@@ -16,7 +16,8 @@ For units a, b, c that are resharded after forward:
 G(a) and G(b) are launched before the first turn, G(c) when b begins, G(b) when forward ends
 (the loss is computed meanwhile), G(a) when b begins in backward; each reduction when its
 unit's turn ends.  c stays unsharded from forward to backward, so it is gathered once.  The
-moments are those of ``fsdp.turn_walk``, and of the end of forward in ``fsdp.runtime``.
+moments are those of ``fsdp.step.turn_walk``, and of the end of forward in
+``fsdp.step.runtime``.
 
 A step of several rounds is one list too.  Nothing is launched ahead of a later round, which
 ranks begin together.  What was launched after the last turn of a round goes on beside the next.
@@ -40,7 +41,8 @@ class Phase(Enum):
 class LaunchKind:
     """A kind of transfer that a step launches.
 
-    Its price is in ``pricing.launches.PRICES``, what a rank does in ``fsdp.launches.RUNS``.
+    Its price is in ``pricing.launches.PRICES``, what a rank does in
+    ``fsdp.step.launches.RUNS``.
     """
 
     value: str  # its name in traces and figures
