@@ -242,6 +242,7 @@ def _train(rank: int, drawn: StagesCase) -> Result:
         if (step + 1) % course.steps_between_zero_grad == 0:
             for optimizer in optimizers:
                 optimizer.step()
+        bits += _evaluate(model, reference, batch, mine, case)
         bar = PARAM_BAR[course.optimizer]
         compare_params(model, reference, bar=bar, where=f"after step {step}")
     compare_state_dicts(model, reference, bar=PARAM_BAR[course.optimizer], rank=rank)
@@ -252,6 +253,29 @@ def _train(rank: int, drawn: StagesCase) -> Result:
         shapes={fqn: box.global_shape for fqn, box in boxes.items()},
         bits=bits,
     )
+
+
+def _evaluate(
+    model: HetFSDP, reference: Any, batch: dict[str, Tensor], mine: list[int], case: Case
+) -> list[Tensor]:
+    """The last stage has the loss of its samples, other ranks that of none."""
+    tokens, targets = batch["tokens"][mine], batch["targets"][mine]
+    with torch.no_grad():
+        expected, number = case.problem.loss(reference.eval(), batch)
+        model.eval()
+        if case.shape.head == "loss":
+            loss_sum, count = model(tokens, targets)
+        else:
+            loss_sum, count = model(tokens, loss_inputs=targets)
+    reference.train()
+    model.train()
+    if model.position not in model.plan.groups[-1]:
+        assert [float(loss_sum), int(count)] == [0, 0]
+    rows = model.exchange([float(loss_sum), float(count)])
+    loss, tokens_of_all = map(sum, zip(*rows, strict=True))
+    assert tokens_of_all == number
+    assert abs(loss - expected) <= LOSS_BAR * abs(expected), f"loss {loss} for {expected}"
+    return [loss_sum]
 
 
 def _sizes(plan: Plan, num_samples: int) -> tuple[int, ...]:

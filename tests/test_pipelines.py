@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan, Stage
+from shardhet import HetFSDP, Plan, Stage, gather_features
 from shardhet.checkpoint import load, redistribute, save
 from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
@@ -114,6 +114,38 @@ def test_stages_drop_out_and_round_as_without_them(dtype: torch.dtype | None) ->
     run_ranks(_as_without_stages, 2, dtype)
 
 
+# Evaluation
+
+
+def _logits(rank: int, plan: Plan) -> None:
+    torch.manual_seed(0)
+    module = Leaky("logits").double()
+    model = HetFSDP(copy.deepcopy(module), plan, units=UNITS)
+    for num_samples in (plan.global_batch_size, 4, 1, 0):
+        inputs, targets = batch_of(num_samples, 1)
+        mine = plan.sample_indices(model.position, num_samples)
+        with torch.no_grad():
+            logits, means = model(inputs[mine], targets[mine])
+            if not num_samples:
+                assert logits.dim() == means.dim() == 0  # as without stages
+                continue
+            expected = module(inputs, targets)
+        if model.position not in plan.groups[-1]:
+            mine = []
+        assert logits.shape == (len(mine), SEQ_LEN, WORDS)
+        torch.testing.assert_close(logits, expected[0][mine], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(means, expected[1][mine], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sizes, numbers", [([3], [1]), ([1, 1, 2], [2, 1]), ([2, 1, 1], [1, 2]), ([2] * 3, [1] * 3)]
+)
+def test_the_last_stage_has_the_output_of_all_rounds(
+    sizes: list[int], numbers: list[int]
+) -> None:
+    run_ranks(_logits, len(sizes), staged(sizes, numbers, num_rounds=4))
+
+
 # What leaks past a cut
 
 
@@ -179,6 +211,8 @@ class Leaky(nn.Module):
                 x[:, 0] = first[:, 0]
             if way == "again" and i == 2:
                 x = self.blocks[0](x)
+        if way == "logits":
+            return self.head(x), x.mean(dim=(1, 2))
         if way == "ends":
             return x.sum(), (targets >= 0).sum()
         loss = nn.functional.cross_entropy(
@@ -248,6 +282,14 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     given = (inputs[mine], targets[mine])
     if what == "model(...)":
         model(*given)
+    if what == "too many samples":
+        with torch.no_grad():
+            model(*(each.repeat(2, 1) for each in given))
+    if what == "own_samples":
+        model.own_samples  # noqa: B018
+    if what == "gather_features":
+        model.forward_backward(*given)
+        gather_features(inputs)
     if what == "unit_by_unit":
         model.unit_by_unit()
     if what == "scaler":
@@ -287,6 +329,9 @@ REFUSED = {
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),
     "idle": ("ends", "forward calls no unit of stage 1"),
     "model(...)": ("", "model.forward_backward"),
+    "too many samples": ("", "memory was planned for that"),
+    "own_samples": ("", "own_samples: the plan has 2 stages"),
+    "gather_features": ("", "gather_features: the plan has stages"),
     "unit_by_unit": ("", "unit_by_unit: the plan has 2 stages"),
     "scaler": ("", "the plan has 2 stages"),
     "batches_per_step": ("", "the plan has 2 stages"),

@@ -180,9 +180,15 @@ class HetFSDP(ModuleInRounds):
         The first tensor among the arguments determines the number of samples.  A rank without
         samples passes an empty batch, or no arguments, and gets an output of the same structure
         made of zeros.  ``loss_inputs`` (a tensor or a tuple) are passed on to ``loss_fn``.
+
+        Under stages it is for evaluation, with gradients disabled: every rank passes its
+        samples of all rounds, as to ``forward_backward``, and ranks of the last stage get the
+        output of theirs, others one without samples.
         """
+        if self._pipeline is not None:
+            output = self._evaluate_stages(self._pipeline, args, kwargs, loss_inputs)
+            return self._zeros() if output is None else output
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
-        self.plan.refuse_stages("model(...)", "Call model.forward_backward")
         with self._lifeline.guard("model(...)"):
             check_is_not_open(self._runtime)
             self._check_intact()
@@ -194,10 +200,14 @@ class HetFSDP(ModuleInRounds):
                 output = self._runtime.forward(self._run_module, call, self.module.training)
         self._backward.expect(output)
         if output is None:
-            zero = torch.zeros((), device=self._comm.device)
-            return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
+            return self._zeros()
         warn_of_large_output(output)
         return output
+
+    def _zeros(self) -> tuple[Tensor, Tensor]:
+        """The output if no rank has samples: a loss, and the number of its tokens."""
+        zero = torch.zeros((), device=self._comm.device)
+        return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
 
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]

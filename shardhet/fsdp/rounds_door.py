@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
+from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_backward import MeanBackward
@@ -62,27 +62,15 @@ class ModuleInRounds(ModuleWithState):
         """
         if scaler is not None:
             self.plan.refuse_stages("forward_backward(scaler=...)")
-        loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         if self._runtime.rounds.have_begun:
             self.drop_rounds()
         mean = None
-        own = self.plan.ranks[self.position].rank_batch_size
-        num_rounds = self._runtime.rounds.number
         with self._lifeline.guard("forward_backward"):
-            call = ModelCall.of(
-                self._forward,
-                args,
-                kwargs,
-                loss_inputs,
-                self._batch_dim,
-                planned=num_rounds * own,
-            )
-            parts = call.in_rounds(num_rounds, own)
+            self._check_intact()
+            call = self._call_of_step(args, kwargs, loss_inputs)
+            parts = self._parts(call)
         if self._pipeline is not None:
-            calls = [
-                ModelCall.of(self._forward, *part, self._batch_dim, planned=own)
-                for part in parts
-            ]
+            calls = [self._call_of_round(part) for part in parts]
             return self._pipeline.step(calls, is_training=self.module.training)
         for positional, named, of_loss in parts:
             loss_sum, num_tokens, *_ = self(*positional, loss_inputs=of_loss, **named)
@@ -90,6 +78,37 @@ class ModuleInRounds(ModuleWithState):
                 loss_sum = scaler.scale(loss_sum)
             mean = self.backward(loss_sum, num_tokens)
         return mean if mean is None or scaler is None else mean / scaler.get_scale()
+
+    def _evaluate_stages(
+        self, pipeline: Pipeline, args: Any, kwargs: Any, loss_inputs: Any
+    ) -> Any:
+        """The output of the samples of a whole step, without gradients.  Collective."""
+        with self._lifeline.guard("model(...)"):
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    "model(...): the plan has stages, whose forward and backward are one call. "
+                    "Call model.forward_backward; to evaluate, call this in torch.no_grad()."
+                )
+            self._check_intact()
+            call = self._call_of_step(args, kwargs, loss_inputs)
+            calls = [self._call_of_round(part) for part in self._parts(call)]
+        return pipeline.evaluate(call, calls, is_training=self.module.training)
+
+    def _call_of_step(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
+        """A call with this rank's samples of all rounds."""
+        of_loss = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+        planned = self._runtime.rounds.number * self.plan.ranks[self.position].rank_batch_size
+        return ModelCall.of(
+            self._forward, args, kwargs, of_loss, self._batch_dim, planned=planned
+        )
+
+    def _parts(self, call: ModelCall) -> list[Arguments]:
+        own = self.plan.ranks[self.position].rank_batch_size
+        return call.in_rounds(self._runtime.rounds.number, own)
+
+    def _call_of_round(self, part: Arguments) -> ModelCall:
+        own = self.plan.ranks[self.position].rank_batch_size
+        return ModelCall.of(self._forward, *part, self._batch_dim, planned=own)
 
     def drop_rounds(self) -> None:
         """Begin the step anew at the next call, without the rounds so far.  Collective.
@@ -146,6 +165,7 @@ class ModuleInRounds(ModuleWithState):
     @property
     def own_samples(self) -> range:
         """The places of this rank's samples in the global batch of the last ``model(...)``."""
+        self.plan.refuse_stages("own_samples", "plan.sample_indices has a rank's samples")
         return self._runtime.own_samples
 
     @property

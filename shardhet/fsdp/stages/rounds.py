@@ -40,6 +40,21 @@ class StageRound:
     batch: RankBatch
     index: int = UNKNOWN  # of the findings for its call
 
+    @classmethod
+    def of(
+        cls, plan: Plan, position: int, call: ModelCall, sizes: Sequence[int], moment: Moment
+    ) -> "StageRound":
+        """That of the rank at ``position``, of a round with ``sizes`` samples by position."""
+        own = plan.group_of(position)
+        batch = RankBatch(
+            microbatch_sizes=plan.ranks[position].split(sizes[position]),
+            first_sample=moment.num_samples_before + sum(sizes[i] for i in own if i < position),
+            num_together=sum(sizes[i] for i in own),
+            computing=tuple(i for i in own if sizes[i]),
+            step=moment.step,
+        )
+        return cls(call, tuple(sizes), moment, batch)
+
     def peers(self, plan: Plan, position: int, step: int) -> list[Peer]:
         """Who has this rank's samples in the stage before (``step`` is -1) or after (1)."""
         stage = next(i for i, each in enumerate(plan.groups) if position in each)
@@ -56,36 +71,32 @@ class StageRound:
 
 
 def rounds_of(
-    plan: Plan, position: int, step: int, calls: Sequence[ModelCall], told: Sequence[Any]
+    plan: Plan,
+    position: int,
+    step: int,
+    calls: Sequence[ModelCall],
+    told: Sequence[Any],
+    *,
+    caller: str,
 ) -> list[StageRound]:
     """The rounds that have samples, given what every rank is passed in each, by position.
 
     Raises ``ValueError``, on all ranks, unless all stages have the same samples.
     """
     rounds: list[StageRound] = []
-    own, before = plan.group_of(position), 0
+    before = 0
     for number, call in enumerate(calls):
         row: list[Passed] = [each[number] for each in told]
-        _check_round(plan, number, row)
-        sizes = tuple(each.num_samples for each in row)
-        if not any(sizes):
-            continue
-        batch = RankBatch(
-            microbatch_sizes=plan.ranks[position].split(sizes[position]),
-            first_sample=before + sum(sizes[i] for i in own if i < position),
-            num_together=sum(sizes[i] for i in own),
-            computing=tuple(i for i in own if sizes[i]),
-            step=step,
-        )
-        rounds.append(StageRound(call, sizes, Moment(step, len(rounds), before), batch))
-        before += batch.num_together
-    if not rounds:
-        raise ValueError(f"forward_backward: no rank has given the model samples. {DEAL}")
+        _check_round(plan, row, f"{caller}: in round {number}")
+        sizes = [each.num_samples for each in row]
+        if any(sizes):
+            moment = Moment(step, len(rounds), before)
+            rounds.append(StageRound.of(plan, position, call, sizes, moment))
+            before += rounds[-1].batch.num_together
     return rounds
 
 
-def _check_round(plan: Plan, number: int, row: Sequence[Passed]) -> None:
-    where = f"forward_backward: in round {number}"
+def _check_round(plan: Plan, row: Sequence[Passed], where: str) -> None:
     for i, (rank, each) in enumerate(zip(plan.ranks, row, strict=True)):
         if each.num_samples > rank.rank_batch_size:
             raise ValueError(

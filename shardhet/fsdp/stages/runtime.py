@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardhet.comm import devices
@@ -85,9 +86,10 @@ class StageRuntime(Runtime):
 
     def probe(self, each: StageRound, run_module: RunModule, *, is_training: bool) -> int:
         """Run the whole model on all ranks; the index of what is found.  Collective."""
-        self._lifeline.doing = "forward_backward, the probe of its first call of this kind"
+        doing = self._lifeline.doing
+        self._lifeline.doing = f"{doing}, the probe of its first call of this kind"
         self._comm.receivers = self._computing
-        self.step.has_gradients = True
+        self.step.has_gradients = torch.is_grad_enabled()
         self._enter(each)
         with self.calls.dropout.taken_over(is_needed=True):
             findings = self._known.begin(
@@ -95,7 +97,7 @@ class StageRuntime(Runtime):
             )
         self.step.batch = None
         self._comm.receivers = self._computing_here
-        self._lifeline.doing = "forward_backward"
+        self._lifeline.doing = doing
         index, kind, problem = self._known.latest, None, None
         try:
             kind = self._kind_of(findings)
@@ -115,7 +117,7 @@ class StageRuntime(Runtime):
             "attributes that change in every forward": bool(findings.counted),
         }
         for what, is_there in refused.items():
-            refuse(what, is_there=is_there, where="forward_backward")
+            refuse(what, is_there=is_there, where=self._lifeline.doing)
         fqns = self.unit_fqns
         parts = parts_of(findings, fqns, self.stage_by_fqn, len(self.stages))
         if not findings.results:  # a rank without samples hands nothing over
@@ -129,6 +131,10 @@ class StageRuntime(Runtime):
     def kind_for(self, index: int) -> Kind:
         """What was found for calls with the findings at ``index``."""
         return self._kinds[index]
+
+    def empty_output(self, index: int) -> Any:
+        """What the model returns on a rank without samples."""
+        return self._kinds[index].findings.make_empty_output(self.device)
 
     def is_certain(self, index: int) -> bool:
         """Whether they hold for later steps too."""
@@ -167,7 +173,7 @@ class StageRuntime(Runtime):
 
         Returns the tensors to hand over, or of the last stage the model's output.
         """
-        self.step.has_gradients = True
+        self.step.has_gradients = torch.is_grad_enabled()
         self._enter(each)
         call, batch = each.call, each.batch
         self.step.num_visits.clear()
@@ -209,6 +215,10 @@ class StageRuntime(Runtime):
             if self.stage_by_fqn[unit.fqn] != self.stage:
                 unit.pass_over()
         self._walk.reduce_rest()
+        self.end_rounds()
+
+    def end_rounds(self) -> None:
+        """Reshard what stayed, once the last round is finished."""
         self._walk.end_step()
         self._root_comm.wait_all_sent()
         self.step.batch = None

@@ -7,6 +7,12 @@ receives from the stages beside it, in one order that is the same for all ranks 
 (``records.schedule.pipeline``).  What it receives next is posted a phase ahead, so that it
 arrives meanwhile.  When a stage has taken all its turns it waits for the others, to reduce the
 root's gradients.
+
+[Note: The output of several rounds]
+Nothing but the model knows how outputs of rounds become that of all samples: losses are summed
+or averaged, logits joined.  So without gradients the last stage collects the tensors of all
+rounds and runs its part once, on all samples of the rank, while the stages before it take one
+round after the other.
 """
 
 import math
@@ -21,11 +27,13 @@ from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.stages.handover import Arriving, Direction, Peer
-from shardhet.fsdp.stages.rounds import Passed, StageRound, rounds_of
+from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.mean_backward import MeanBackward, check_is_number
 from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.rounds import Moment
 from shardhet.fsdp.step.runtime import Runtime
+from shardhet.records.layout import Span
 from shardhet.records.schedule import (
     Phase,
     RoundPhase,
@@ -67,11 +75,18 @@ class Pipeline:
         """All rounds of a step, given this rank's call of each; the mean loss.  Collective."""
         runtime = self._runtime
         with self._lifeline.guard("forward_backward"):
-            told = self._agree([Passed.of(each) for each in calls])
-            step, position = runtime.rounds.step, self._control.position
-            self._rounds = rounds_of(self._plan, position, step, calls, told)
+            self._agree("forward_backward", calls)
+            if not self._rounds:
+                raise ValueError(
+                    f"forward_backward: no rank has given the model samples. {DEAL}"
+                )
             runtime.begin_step()
-            self._know(is_training=is_training)
+            self._know(self._rounds, is_training=is_training)
+            if len({runtime.segments_for(each.index) for each in self._rounds}) > 1:
+                raise ValueError(
+                    "forward_backward: rounds of a step call units in different ways, which "
+                    "stages cannot do yet. Call them in one way in all rounds."
+                )
             number = len(self._rounds)
             schedule = runtime.schedule_for(self._rounds[0].index, number)
             scale = 2.0 ** -round(math.log2(sum(r.batch.num_together for r in self._rounds)))
@@ -94,52 +109,104 @@ class Pipeline:
                 rows = self._control.exchange(self._sums.tolist())
         return self._backward.end_step(torch.tensor(rows, dtype=torch.float64), has_grad, scale)
 
+    def evaluate(
+        self, call: ModelCall, calls: Sequence[ModelCall], *, is_training: bool
+    ) -> Any:
+        """The model's output for the samples of ``call``, which ``calls`` has by round.
+
+        On ranks of other stages than the last, an output without samples; None if no rank has
+        samples.  Collective, without gradients.  See [Note: The output of several rounds].
+        """
+        runtime, output = self._runtime, None
+        with self._lifeline.guard("model(...)"):
+            self._agree("model(...)", calls)
+            if not self._rounds:
+                return None
+            runtime.begin_step()
+            sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
+            moment, position = Moment(runtime.rounds.step), self._control.position
+            whole = StageRound.of(self._plan, position, call, sizes, moment)
+            self._know([whole], is_training=is_training)
+            for each in self._rounds:
+                each.index = whole.index
+            parts = [whole] if self._is_last else self._rounds
+            schedule = runtime.schedule_for(whole.index, len(parts))
+            for each in parts:
+                received = self._collect(whole) if self._is_last else self._arrive(each)
+                output = runtime.forward_round(
+                    each, schedule, self._run_module, received, is_training=is_training
+                )
+                if not self._is_last:
+                    self._hand_on(each, output)
+            self._onward.flush()
+            runtime.end_rounds()
+        if self._is_last and whole.batch.num_samples:
+            return output
+        return runtime.empty_output(whole.index)
+
+    def _collect(self, whole: StageRound) -> list[Tensor]:
+        """The tensors that arrive in all rounds, joined."""
+        carried, number = self._runtime.kind_for(whole.index).received, whole.batch.num_samples
+        joined = [
+            each.axis.new_whole(each.example, number, self._runtime.device) for each in carried
+        ]
+        start = 0
+        for each in self._rounds:
+            span = Span(start, start + each.batch.num_samples)
+            for kind, tensor, piece in zip(carried, joined, self._arrive(each), strict=False):
+                kind.axis.put(tensor, piece, span, number)
+            start = span.stop
+        return joined
+
+    def _arrive(self, each: StageRound) -> list[Tensor]:
+        """What a round begins with; what the next one does is on its way."""
+        first = each.moment.round
+        for following in self._rounds[first : first + 2]:
+            self._expect(RoundPhase(following.moment.round, Phase.FORWARD))
+        return self._receive(RoundPhase(first, Phase.FORWARD))
+
     # Before the rounds
 
-    def _agree(self, passed: Sequence[Passed]) -> list[Any]:
-        """What every rank is passed in each round, by position.  Collective."""
-        step = float(self._runtime.rounds.step)
+    def _agree(self, caller: str, calls: Sequence[ModelCall]) -> None:
+        """Agree on the rounds of the step that begins.  Collective."""
+        step, with_gradients = self._runtime.rounds.step, float(torch.is_grad_enabled())
+        needed = float(caller == "forward_backward")
         with self._runtime.observers.watch("", Activity.AGREE):
-            entered = self._backward.enter(
-                "forward_backward", step, float(torch.is_grad_enabled())
-            )
-            if any(row[1:3] != [step, 1.0] for row in entered):
+            entered = self._backward.enter(caller, step, with_gradients)
+            if any(row[1:3] != [step, needed] for row in entered):
                 raise ValueError(
-                    "forward_backward: ranks differ in [finished steps, gradients enabled]: "
+                    f"{caller}: ranks differ in [finished steps, gradients enabled]: "
                     f"{[row[1:3] for row in entered]} in plan order. Call it in the same way "
-                    "on every rank, with gradients enabled."
+                    f"on every rank, with gradients {'en' if needed else 'dis'}abled."
                 )
-            return self._control.exchange_objects(passed)
+            told = self._control.exchange_objects([Passed.of(each) for each in calls])
+        position = self._control.position
+        self._rounds = rounds_of(self._plan, position, step, calls, told, caller=caller)
 
-    def _know(self, *, is_training: bool) -> None:
-        """Find what belongs to the calls of all rounds, by probes where needed.  Collective."""
+    def _know(self, rounds: Sequence[StageRound], *, is_training: bool) -> None:
+        """Find what belongs to the calls of ``rounds``, by probes where needed.  Collective."""
         runtime = self._runtime
-        keys = [runtime.key_of(each.call, is_training=is_training) for each in self._rounds]
+        keys = [runtime.key_of(each.call, is_training=is_training) for each in rounds]
         known = runtime.index_by_key
         while True:
             mine = [
                 float(known.get(key, UNKNOWN)) if each.batch.num_samples else math.inf
-                for key, each in zip(keys, self._rounds, strict=True)
+                for key, each in zip(keys, rounds, strict=True)
             ]
             rows = self._control.exchange(mine)
             unknown = []
             for i, column in enumerate(zip(*rows, strict=True)):
                 found = {int(x) for x in column if x != math.inf}
-                if self._rounds[i].index == UNKNOWN and len(found) == 1:
-                    self._rounds[i].index = found.pop()
-                if self._rounds[i].index == UNKNOWN:
+                if rounds[i].index == UNKNOWN and len(found) == 1:
+                    rounds[i].index = found.pop()
+                if rounds[i].index == UNKNOWN:
                     unknown.append(i)
             if not unknown:
                 break
-            each = self._rounds[unknown[0]]
+            each = rounds[unknown[0]]
             each.index = runtime.probe(each, self._run_module, is_training=is_training)
             if each.batch.num_samples and runtime.is_certain(each.index):
                 known[keys[unknown[0]]] = each.index
-        if len({runtime.segments_for(each.index) for each in self._rounds}) > 1:
-            raise ValueError(
-                "forward_backward: rounds of a step call units in different ways, which stages "
-                "cannot do yet. Call them in one way in all rounds."
-            )
 
     # Rounds
 
@@ -164,12 +231,9 @@ class Pipeline:
     def _forward(self, now: RoundPhase, schedule: Any, *, is_training: bool) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
         kind, n = runtime.kind_for(each.index), each.batch.num_samples
-        received: list[Tensor] = []
-        if (arriving := self._arriving.pop(now, None)) is not None:
-            self._lifeline.doing = f"waiting for round {now.round} of stage {runtime.stage - 1}"
-            received = arriving.wait()
-            for tensor, carried in zip(received, kind.received, strict=True):
-                tensor.requires_grad_(carried.is_differentiable)
+        received = self._receive(now)
+        for tensor, carried in zip(received, kind.received, strict=False):
+            tensor.requires_grad_(carried.is_differentiable)
         output = runtime.forward_round(
             each, schedule, self._run_module, received, is_training=is_training
         )
@@ -180,8 +244,23 @@ class Pipeline:
             self._made[now.round] = [self._loss_of(output)]
             return
         self._made[now.round] = output
-        handed = [tensor.detach() for tensor in output]
-        self._onward.send(handed, kind.sent, self._peers(each, 1), n)
+        self._hand_on(each, output)
+
+    def _receive(self, now: RoundPhase) -> list[Tensor]:
+        """What the stage before hands over for the forward of a round, once it is here."""
+        if (arriving := self._arriving.pop(now, None)) is None:
+            return []
+        self._lifeline.doing = (
+            f"waiting for round {now.round} of stage {self._runtime.stage - 1}"
+        )
+        return arriving.wait()
+
+    def _hand_on(self, each: StageRound, output: Sequence[Tensor]) -> None:
+        """Send the next stage its samples of what this one has made in a round."""
+        if n := each.batch.num_samples:
+            sent = self._runtime.kind_for(each.index).sent
+            handed = [tensor.detach() for tensor in output]
+            self._onward.send(handed, sent, self._peers(each, 1), n)
 
     def _loss_of(self, output: Any) -> Tensor:
         loss_sum, num_tokens, *_ = output

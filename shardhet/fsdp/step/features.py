@@ -43,8 +43,11 @@ class _Shape(NamedTuple):
 class FeatureGathers:
     """The gathers of features since the last forward of one model."""
 
-    def __init__(self, comm: CommContext, control: Channel, lifeline: Lifeline) -> None:
+    def __init__(
+        self, comm: CommContext, control: Channel, lifeline: Lifeline, *, has_stages: bool
+    ) -> None:
         self.is_in_forward = False
+        self._has_stages = has_stages
         self._comm = comm
         self._control = control
         self._lifeline = lifeline
@@ -61,6 +64,11 @@ class FeatureGathers:
     def gather(self, features: Tensor) -> Tensor:
         """See ``gather_features``."""
         with self._lifeline.guard("gather_features"):
+            if self._has_stages:
+                raise ValueError(
+                    "gather_features: the plan has stages, of which only the last has "
+                    "features. Give a plan without stages."
+                )
             if self.is_in_forward:
                 raise RuntimeError(
                     "gather_features was called inside the model, where a rank without samples "

@@ -69,7 +69,9 @@ class Runtime:
         self._walk = TurnWalk(
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
         )
-        self.features = FeatureGathers(comm, control, lifeline)
+        self.features = FeatureGathers(
+            comm, control, lifeline, has_stages=plan.stages is not None
+        )
         self.had_samples = True  # on any rank, in the last forward
         self.own_samples = range(0)  # of the last forward, in the global batch
         self._inputs: InputsOnHost | None = None
