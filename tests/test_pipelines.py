@@ -329,7 +329,7 @@ REFUSED = {
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),
     "idle": ("ends", "forward calls no unit of stage 1"),
     "model(...)": ("", "model.forward_backward"),
-    "too many samples": ("", "memory was planned for that"),
+    "too many samples": ("", "model(...): this rank got"),
     "own_samples": ("", "own_samples: the plan has 2 stages"),
     "gather_features": ("", "gather_features: the plan has stages"),
     "unit_by_unit": ("", "unit_by_unit: the plan has 2 stages"),

@@ -187,7 +187,7 @@ class HetFSDP(ModuleInRounds):
         """
         if self._pipeline is not None:
             output = self._evaluate_stages(self._pipeline, args, kwargs, loss_inputs)
-            return self._zeros() if output is None else output
+            return _loss_of_none(self.device) if output is None else output
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         with self._lifeline.guard("model(...)"):
             check_is_not_open(self._runtime)
@@ -200,14 +200,9 @@ class HetFSDP(ModuleInRounds):
                 output = self._runtime.forward(self._run_module, call, self.module.training)
         self._backward.expect(output)
         if output is None:
-            return self._zeros()
+            return _loss_of_none(self.device)
         warn_of_large_output(output)
         return output
-
-    def _zeros(self) -> tuple[Tensor, Tensor]:
-        """The output if no rank has samples: a loss, and the number of its tokens."""
-        zero = torch.zeros((), device=self._comm.device)
-        return zero, torch.zeros((), dtype=torch.int64, device=self._comm.device)
 
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
@@ -290,6 +285,12 @@ class HetFSDP(ModuleInRounds):
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Label computations and waits, per unit, in torch.profiler's records from now on."""
         self._runtime.observers.is_traced = is_traced
+
+
+def _loss_of_none(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The output if no rank has samples: a loss, and the number of its tokens."""
+    zero = torch.zeros((), device=device)
+    return zero, torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _in_order(fqns: Iterable[str], flats: Sequence[FlatTensor]) -> dict[str, nn.Parameter]:

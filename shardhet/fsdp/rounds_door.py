@@ -68,7 +68,7 @@ class ModuleInRounds(ModuleWithState):
         with self._lifeline.guard("forward_backward"):
             self._check_intact()
             call = self._call_of_step(args, kwargs, loss_inputs)
-            parts = self._parts(call)
+            parts = self._parts(call, caller="forward_backward")
         if self._pipeline is not None:
             calls = [self._call_of_round(part) for part in parts]
             return self._pipeline.step(calls, is_training=self.module.training)
@@ -91,7 +91,8 @@ class ModuleInRounds(ModuleWithState):
                 )
             self._check_intact()
             call = self._call_of_step(args, kwargs, loss_inputs)
-            calls = [self._call_of_round(part) for part in self._parts(call)]
+            parts = self._parts(call, caller="model(...)")
+            calls = [self._call_of_round(part) for part in parts]
         return pipeline.evaluate(call, calls, is_training=self.module.training)
 
     def _call_of_step(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
@@ -102,9 +103,9 @@ class ModuleInRounds(ModuleWithState):
             self._forward, args, kwargs, of_loss, self._batch_dim, planned=planned
         )
 
-    def _parts(self, call: ModelCall) -> list[Arguments]:
+    def _parts(self, call: ModelCall, *, caller: str) -> list[Arguments]:
         own = self.plan.ranks[self.position].rank_batch_size
-        return call.in_rounds(self._runtime.rounds.number, own)
+        return call.in_rounds(self._runtime.rounds.number, own, caller=caller)
 
     def _call_of_round(self, part: Arguments) -> ModelCall:
         own = self.plan.ranks[self.position].rank_batch_size

@@ -160,7 +160,7 @@ class ModelCall:
         args, kwargs, loss_inputs = unflatten(self.leaves, self.spec)
         return args, kwargs, loss_inputs
 
-    def in_rounds(self, num_rounds: int, planned: int) -> list[Arguments]:
+    def in_rounds(self, num_rounds: int, planned: int, *, caller: str) -> list[Arguments]:
         """The arguments of every round, of which each has up to ``planned`` samples.
 
         A tensor is cut if its batch dimension is as long as the samples.  Raises ``ValueError``
@@ -171,7 +171,7 @@ class ModelCall:
             return [self.with_all()] * num_rounds
         if self.num_samples > num_rounds * planned:
             raise ValueError(
-                f"forward_backward: this rank got {self.num_samples} samples but has "
+                f"{caller}: this rank got {self.num_samples} samples but has "
                 f"{planned} in each of {num_rounds} rounds of the plan. Pass those of "
                 "plan.sample_indices(model.position)."
             )
@@ -179,7 +179,7 @@ class ModelCall:
         for name, is_named, factor in zip(self.names, self.are_named, factors, strict=True):
             if factor > 1 and not is_named:
                 raise ValueError(
-                    f"forward_backward: argument {name!r} has {factor} rows a sample, or none "
+                    f"{caller}: argument {name!r} has {factor} rows a sample, or none "
                     f"of its own. Say HetFSDP(batch_dim={{{name!r}: 0}}), or None for no "
                     "samples, or call model(...) and model.backward for each round."
                 )

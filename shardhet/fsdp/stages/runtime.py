@@ -1,5 +1,6 @@
 """The forward and backward of rounds on one stage, of which several may be in flight."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,7 +67,7 @@ class StageRuntime(Runtime):
         self._computing = tuple(computing)  # of all stages
         own = self.positions[self.stage]
         self._computing_here = tuple(i for i in computing if i in own)
-        self.index_by_key: dict[Any, int] = {}  # of findings, on this rank
+        self._index_by_key: dict[Any, int] = {}  # of findings, on this rank
         self._kinds: dict[int, Kind] = {}  # by index of findings
 
     # Before the rounds
@@ -84,7 +85,33 @@ class StageRuntime(Runtime):
             comm.mark_rows_changed()
         self._walk.take_in(self.root)
 
-    def probe(self, each: StageRound, run_module: RunModule, *, is_training: bool) -> int:
+    def know(
+        self, rounds: Sequence[StageRound], run_module: RunModule, *, is_training: bool
+    ) -> None:
+        """Find what belongs to the calls of ``rounds``, by probes where needed.  Collective."""
+        keys = [self._key_of(each.call, is_training=is_training) for each in rounds]
+        known = self._index_by_key
+        while True:
+            mine = [
+                float(known.get(key, UNKNOWN)) if each.batch.num_samples else math.inf
+                for key, each in zip(keys, rounds, strict=True)
+            ]
+            rows = self._control.exchange(mine)
+            unknown = []
+            for i, column in enumerate(zip(*rows, strict=True)):
+                found = {int(x) for x in column if x != math.inf}
+                if rounds[i].index == UNKNOWN and len(found) == 1:
+                    rounds[i].index = found.pop()
+                if rounds[i].index == UNKNOWN:
+                    unknown.append(i)
+            if not unknown:
+                break
+            each = rounds[unknown[0]]
+            each.index = self._probe(each, run_module, is_training=is_training)
+            if each.batch.num_samples and self._kinds[each.index].findings.is_certain:
+                known[keys[unknown[0]]] = each.index
+
+    def _probe(self, each: StageRound, run_module: RunModule, *, is_training: bool) -> int:
         """Run the whole model on all ranks; the index of what is found.  Collective."""
         doing = self._lifeline.doing
         self._lifeline.doing = f"{doing}, the probe of its first call of this kind"
@@ -136,11 +163,7 @@ class StageRuntime(Runtime):
         """What the model returns on a rank without samples."""
         return self._kinds[index].findings.make_empty_output(self.device)
 
-    def is_certain(self, index: int) -> bool:
-        """Whether they hold for later steps too."""
-        return self._kinds[index].findings.is_certain
-
-    def key_of(self, call: ModelCall, *, is_training: bool) -> Any:
+    def _key_of(self, call: ModelCall, *, is_training: bool) -> Any:
         """What calls have in common that the same findings are for, shapes included."""
         return self._known.key_of(call, is_training=is_training, splits=True), call.lengths
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from shardhet.comm.groups import handover_channels
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.stages.handover import Arriving, Direction, Peer
 from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
@@ -81,7 +80,7 @@ class Pipeline:
                     f"forward_backward: no rank has given the model samples. {DEAL}"
                 )
             runtime.begin_step()
-            self._know(self._rounds, is_training=is_training)
+            runtime.know(self._rounds, self._run_module, is_training=is_training)
             if len({runtime.segments_for(each.index) for each in self._rounds}) > 1:
                 raise ValueError(
                     "forward_backward: rounds of a step call units in different ways, which "
@@ -126,7 +125,7 @@ class Pipeline:
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
             moment, position = Moment(runtime.rounds.step), self._control.position
             whole = StageRound.of(self._plan, position, call, sizes, moment)
-            self._know([whole], is_training=is_training)
+            runtime.know([whole], self._run_module, is_training=is_training)
             for each in self._rounds:
                 each.index = whole.index
             parts = [whole] if self._is_last else self._rounds
@@ -182,31 +181,6 @@ class Pipeline:
             told = self._control.exchange_objects([Passed.of(each) for each in calls])
         position = self._control.position
         self._rounds = rounds_of(self._plan, position, step, calls, told, caller=caller)
-
-    def _know(self, rounds: Sequence[StageRound], *, is_training: bool) -> None:
-        """Find what belongs to the calls of ``rounds``, by probes where needed.  Collective."""
-        runtime = self._runtime
-        keys = [runtime.key_of(each.call, is_training=is_training) for each in rounds]
-        known = runtime.index_by_key
-        while True:
-            mine = [
-                float(known.get(key, UNKNOWN)) if each.batch.num_samples else math.inf
-                for key, each in zip(keys, rounds, strict=True)
-            ]
-            rows = self._control.exchange(mine)
-            unknown = []
-            for i, column in enumerate(zip(*rows, strict=True)):
-                found = {int(x) for x in column if x != math.inf}
-                if rounds[i].index == UNKNOWN and len(found) == 1:
-                    rounds[i].index = found.pop()
-                if rounds[i].index == UNKNOWN:
-                    unknown.append(i)
-            if not unknown:
-                break
-            each = rounds[unknown[0]]
-            each.index = runtime.probe(each, self._run_module, is_training=is_training)
-            if each.batch.num_samples and runtime.is_certain(each.index):
-                known[keys[unknown[0]]] = each.index
 
     # Rounds
 
