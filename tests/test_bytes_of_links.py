@@ -1,0 +1,167 @@
+"""Bytes from each rank to each other one in a step: those that the schedule's launches need.
+
+Plans are random, with zero shares and with ranks that only store.
+"""
+
+import random
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardhet import HetFSDP, Plan
+from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.records.nodes import Nodes, carriers
+from tests.emulated.accelerator import Accelerator
+from tests.hosts import on_different_hosts
+from tests.selection import one_in
+from tests.test_order import around_collectives
+from tests.worlds import run_ranks
+
+WIDTH, WORLD_SIZE, CASES_OF_A_WORLD, ITEMSIZE = 9, 4, 20, 8
+
+LOSS_BYTES = 16  # of a rank: its loss and its number of tokens, which all ranks get
+
+Bytes = Counter[int]  # by the position that they go to
+Launches = list[tuple[str, FlatTensor]]
+
+
+def drawn_plan(rng: random.Random) -> Plan:
+    """Some devices only compute, some only store, some do nothing."""
+    sizes = [rng.choice([0, 1, 1, 2]) for _ in range(WORLD_SIZE)]
+    sizes[rng.randrange(WORLD_SIZE)] = 2
+    weights = [rng.choice([0.0, 0.0, rng.random()]) for _ in range(WORLD_SIZE)]
+    weights[rng.randrange(WORLD_SIZE)] = 1.0
+    return Plan.by_hand(
+        microbatch_sizes=sizes,
+        state_shares=[each / sum(weights) for each in weights],
+        reshard_after_forward=rng.random() < 0.7,
+    )
+
+
+def wrapped(plan: Plan, device: torch.device) -> HetFSDP:
+    """A model that has taken its first step, in which it was probed."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)))
+    model = HetFSDP(module, plan, units=[nn.Linear], device=device)
+    train(model)
+    return model
+
+
+def train(model: HetFSDP) -> Launches:
+    """The launches of one step."""
+    launches: Launches = []
+    own = model.plan.ranks[model.position].rank_batch_size
+    x = torch.ones(own, WIDTH, dtype=torch.float64, device=model.device)
+    with around_collectives(lambda kind, flat: launches.append((kind, flat))):
+        model.backward(model(x).sum(), own)
+    return launches
+
+
+def computing(plan: Plan) -> list[int]:
+    return [i for i, each in enumerate(plan.ranks) if each.rank_batch_size]
+
+
+# Over messages
+
+
+def over_messages(rank: int, seed: int) -> list[tuple[Bytes, Bytes]]:
+    """Of each plan what was sent, and what had to be sent."""
+    rng, cpu, found = random.Random(seed), torch.device("cpu"), []
+    post = dist.batch_isend_irecv
+    for _ in range(CASES_OF_A_WORLD):
+        plan, sent = drawn_plan(rng), Bytes()
+
+        def count(ops: list[dist.P2POp], sent: Bytes = sent) -> list[dist.Work]:
+            for op in ops:
+                if op.op is dist.isend:
+                    sent[op.group_peer] += op.tensor.numel() * ITEMSIZE
+            return post(ops)
+
+        with on_different_hosts():
+            model = wrapped(plan, cpu)
+            with mock.patch.object(dist, "batch_isend_irecv", count):
+                launches = train(model)
+        assert model.position == rank
+        found.append((sent, needed_messages(plan, rank, launches)))
+    return found
+
+
+def needed_messages(plan: Plan, rank: int, launches: Launches) -> Bytes:
+    """The rows of this rank to all that compute, and what it adds to sums of others."""
+    needed = Bytes()
+    for kind, flat in launches:
+        numels = flat.layout.shard_numels
+        if kind == "gather":
+            others = set(computing(plan)) - {rank}
+            needed += Bytes(dict.fromkeys(others, numels[rank] * ITEMSIZE))
+        elif rank in computing(plan):
+            others = set(range(WORLD_SIZE)) - {rank}
+            needed += Bytes({i: numels[i] * ITEMSIZE for i in others})
+    return needed
+
+
+@pytest.mark.parametrize("seed", one_in(5, range(10)))
+def test_messages_are_those_of_the_launches(seed: int) -> None:
+    for cases in run_ranks(over_messages, WORLD_SIZE, seed):
+        assert [sent for sent, _ in cases] == [+needed for _, needed in cases]
+
+
+# NCCL
+
+
+def over_nccl(rank: int, seed: int) -> list[tuple[int, int, Bytes, Bytes]]:
+    """Of each plan what arrived and had to, and messages as above."""
+    rng, found = random.Random(seed), []
+    for _ in range(CASES_OF_A_WORLD):
+        plan = drawn_plan(rng)
+        with Accelerator().installed() as accelerator:
+            model = wrapped(plan, accelerator.device)
+            communicators = accelerator.nccl.communicators
+            for each in communicators.values():
+                each.sent.clear()
+                each.received_bytes = 0
+            launches = train(model)
+            sent = Bytes()
+            for each in communicators.values():
+                for peer, numels in each.sent.items():
+                    sent[peer] += sum(numels) * ITEMSIZE
+            arrived = sum(each.received_bytes for each in communicators.values())
+        needed, handed = needed_of_groups(plan, rank, launches)
+        found.append((arrived, needed, sent, handed))
+    return found
+
+
+def needed_of_groups(plan: Plan, rank: int, launches: Launches) -> tuple[int, Bytes]:
+    """What has to arrive here in all, and what is handed to carriers and back."""
+    at_work = computing(plan)
+    carrier = carriers(Nodes((0,) * WORLD_SIZE), [i in at_work for i in range(WORLD_SIZE)])
+    carried = [i for i in range(WORLD_SIZE) if carrier[i] == rank != i]
+    needed, handed = (WORLD_SIZE - 1) * LOSS_BYTES, Bytes()
+    for kind, flat in launches:
+        numels = flat.layout.shard_numels
+        if kind == "gather":
+            if rank in at_work:
+                needed += (flat.layout.numel - numels[rank]) * ITEMSIZE
+            else:
+                handed[carrier[rank]] += numels[rank] * ITEMSIZE
+            continue
+        for i in carried:
+            handed[i] += numels[i] * ITEMSIZE
+        if rank in at_work:
+            here = sum(numels[i] for i in (rank, *carried))
+            needed += (len(at_work) - 1) * here * ITEMSIZE
+        else:
+            needed += numels[rank] * ITEMSIZE
+    return needed, handed
+
+
+@pytest.mark.parametrize("seed", one_in(5, range(10)))
+def test_grouped_calls_bring_each_rank_what_it_lacks_and_no_byte_more(seed: int) -> None:
+    for cases in run_ranks(over_nccl, WORLD_SIZE, seed):
+        for arrived, needed, sent, handed in cases:
+            assert arrived == needed
+            assert +sent == +handed
