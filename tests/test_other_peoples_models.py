@@ -13,6 +13,7 @@ from tests.selection import one_in
 
 REPOSITORY = Path(__file__).parent.parent
 PROGRAM = "experiments.other_peoples_models.run"
+PROGRAM_IN_STAGES = "experiments.other_peoples_models.in_stages"
 FEW = {  # family: way of calling; all with three ranks, one without samples
     "GPT-2": "labels",
     "Mixtral": "logits",
@@ -29,6 +30,8 @@ OTHERS = {
     "Whisper": "labels",
 }
 
+STAGED = ("Llama, tied", "GPT-2", "BERT", "ViT")
+
 TIMEOUT_S = 280  # half a minute on a quiet machine
 pytestmark = [
     pytest.mark.timeout(TIMEOUT_S + 20),
@@ -41,11 +44,23 @@ pytestmark = [
 
 @pytest.mark.parametrize("cases", one_in(2, [FEW, OTHERS]), ids=["few", "others"])
 def test_steps_are_those_of_one_process(cases: dict[str, str], tmp_path: Path) -> None:
-    path = tmp_path / "results.csv"
     named = [f"{family}/{way}" for family, way in cases.items()]
+    rows = _rows(tmp_path, PROGRAM, "--case", *named)
+    assert {row["family"] for row in rows} == cases.keys()
+
+
+def test_steps_in_stages_are_those_of_one_process(tmp_path: Path) -> None:
+    wanted = [word for family in STAGED for word in ("--family", family)]
+    rows = _rows(tmp_path, PROGRAM_IN_STAGES, "--way", "stages", *wanted)
+    assert [row["family"] for row in rows] == list(STAGED)
+
+
+def _rows(folder: Path, program: str, *options: str) -> list[dict[str, str]]:
+    """What the experiment writes of cases, all of which have to be exact."""
+    path = folder / "results.csv"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(  # one program, which imports transformers once
-        [sys.executable, "-m", PROGRAM, "--quick", "--results", path, "--case", *named],
+        [sys.executable, "-m", program, "--quick", "--results", path, *options],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -56,6 +71,6 @@ def test_steps_are_those_of_one_process(cases: dict[str, str], tmp_path: Path) -
     assert done.returncode == 0, done.stderr[-2000:]
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert {row["family"] for row in rows} == cases.keys()
     for row in rows:
         assert row["verdict"] == "exact", f"{row['family']}, {row['way']}: {row['text']}"
+    return rows

@@ -187,7 +187,6 @@ class Leaky(nn.Module):
         self.scale = nn.Parameter(torch.tensor([0.7]))
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS)
-        self.dropout = nn.Dropout(0.5) if way == "dropout" else None
         self.norm = nn.BatchNorm1d(SEQ_LEN) if way == "batch norm" else None
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,10 +194,6 @@ class Leaky(nn.Module):
         first = x = self.embedding(inputs)
         if self.norm is not None:
             x = self.norm(x)
-        if self.dropout is not None:
-            x = self.dropout(x)
-        if way == "functional dropout":
-            x = nn.functional.dropout(x)
         mask = (first.sum(-1, keepdim=True) > -1).to(x.dtype) if way == "mask" else None
         table = x.new_ones(WIDTH) * self.scale
         for i, block in enumerate(self.blocks):
@@ -324,8 +319,6 @@ REFUSED = {
     "compiled": ("", "a forward that was replaced or compiled"),
     "replaced": ("", "a forward that was replaced or compiled"),
     "observer": ("", "add_observer: the plan has 2 stages"),
-    "dropout": ("dropout", "dropout outside of units"),
-    "functional dropout": ("functional dropout", "dropout outside of units"),
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),
     "idle": ("ends", "forward calls no unit of stage 1"),
     "model(...)": ("", "model.forward_backward"),

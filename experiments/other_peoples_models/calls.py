@@ -29,7 +29,24 @@ def make_model(family: Family, way: Way) -> nn.Module:
     torch.manual_seed(MODEL_SEED)
     np.random.seed(MODEL_SEED)  # noqa: NPY002 -- some models draw from numpy's own generator
     model = family.make(**way.config).double().train()
-    return _with_lora(model, family) if way.has_lora else model
+    if way.has_lora:
+        model = _with_lora(model, family)
+    return WithLoss(model, family) if way.is_staged else model
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss, as those in stages do."""
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        super().__init__()
+        self.model = model
+        self._family = family
+
+    def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """The sum of the losses, and the number of labels."""
+        output = self.model(**inputs)
+        loss_sum, number = self._family.task.loss(self._family.logits(output), labels)
+        return loss_sum, torch.tensor(number)
 
 
 def _with_lora(model: nn.Module, family: Family) -> nn.Module:
@@ -52,7 +69,8 @@ def wanted_units(family: Family, way: Way) -> tuple[str, ...] | None:
 def units_of(model: nn.Module, family: Family, way: Way) -> list[UnitModules]:
     """What HetFSDP makes units of."""
     wanted = wanted_units(family, way)
-    return find_units(model, wanted, keeps_last=way.loss is Loss.FUNCTION)
+    keeps_last = way.loss is Loss.FUNCTION
+    return find_units(model, wanted, keeps_last=keeps_last, merges_tied=not way.is_staged)
 
 
 def make_batches(family: Family, way: Way, num_samples: int) -> list[Batch]:
@@ -81,16 +99,23 @@ def batch_dim_of(family: Family, name: str) -> int:
 
 def call(model: nn.Module, batch: Batch, family: Family, way: Way, **ours: Any) -> Any:
     """The model's output; ``ours`` are arguments that only HetFSDP has."""
+    inputs, options = inputs_of(batch, family, way)
+    names = _first_parameters(model, inputs) if way.is_positional else ()
+    positional = [inputs.pop(name) for name in names]
+    return model(*positional, **inputs, **options, **ours)
+
+
+def inputs_of(batch: Batch, family: Family, way: Way) -> tuple[Batch, dict[str, Any]]:
+    """The arguments of a call: tensors of the batch, and others."""
     inputs = {
         name: tensor
         for name, tensor in batch.items()
         if name != "labels" and name not in way.without
     }
-    names = _first_parameters(model, inputs) if way.is_positional else ()
-    positional = [inputs.pop(name) for name in names]
     options = dict(way.call_options)
     makes_inputs = family.task in (TRANSLATION, SPECTRUM)  # the decoder's, from labels
-    if makes_inputs and way.loss is Loss.FUNCTION:  # the model is to compute no loss itself
+    # The model is to compute no loss itself
+    if makes_inputs and (way.is_staged or way.loss is Loss.FUNCTION):
         words = batch["labels"].clamp(min=0)
         options["decoder_input_ids"] = F.pad(words[:, :-1], (1, 0))
     elif makes_inputs or way.loss in (Loss.INNER, Loss.ITEMS):
@@ -99,7 +124,9 @@ def call(model: nn.Module, batch: Batch, family: Family, way: Way, **ours: Any) 
         del options["labels"]
     if way.loss is Loss.ITEMS:
         options["num_items_in_batch"] = 1
-    return model(*positional, **inputs, **options, **ours)
+    if way.is_staged:
+        options["labels"] = batch["labels"]
+    return inputs, options
 
 
 def evaluated(
@@ -122,6 +149,9 @@ def _first_parameters(model: nn.Module, names: Collection[str]) -> list[str]:
 
 def loss_of(output: Any, batch: Batch, family: Family, way: Way) -> tuple[Tensor, int]:
     """Sum over samples or labels, and their number."""
+    if way.is_staged:
+        loss_sum, number = output
+        return loss_sum, int(number)
     num_valid = family.task.num_valid(batch["labels"])
     if way.loss is Loss.INNER:
         return output.loss * num_valid, num_valid

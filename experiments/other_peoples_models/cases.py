@@ -39,7 +39,11 @@ class Runner:
 
     def run(self, case: Case) -> Row:
         """The case's row."""
-        family, way, named = FAMILIES[case.family], WAYS[case.way], PLANS[case.plan]
+        return self.run_under(PLANS[case.plan], case)
+
+    def run_under(self, named: Named, case: Case) -> Row:
+        """The row of a case under this plan."""
+        family, way = FAMILIES[case.family], WAYS[case.way]
         path, failure = self._reference(family, way, named)
         if failure is not None:
             text = f"plain torch: {failure}"

@@ -1,7 +1,10 @@
 """The plans that every family is trained under: one to three ranks, none of them even."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from experiments.other_peoples_models.records import Named
-from shardhet import Plan
+from shardhet import Plan, Stage
 
 ALONE = Named(
     name="1 rank",
@@ -46,11 +49,42 @@ IN_ROUNDS = Named(  # the second round has samples on one rank only
 PLANS = {each.name: each for each in (ALONE, KEPT, RECOMPUTED, APART, IN_ROUNDS)}
 
 
+# Ranks of each stage, with samples of each in a round and shares of the stage's state.
+STAGES: dict[str, tuple[tuple[tuple[int, float], ...], ...]] = {
+    "1|1": (((4, 1.0),), ((4, 1.0),)),
+    "2|1": (((2, 0.7), (2, 0.3)), ((4, 1.0),)),
+    "1|2": (((4, 1.0),), ((4, 0.0), (0, 1.0))),  # one only computes, one only stores
+    "1|1|1": (((4, 1.0),), ((4, 1.0),), ((4, 1.0),)),
+}
+
+
+def in_stages(name: str, units: Sequence[str], cuts: Sequence[int]) -> Named:
+    """Those of ``STAGES`` with the name, cut before these of the units; three uneven rounds."""
+    borders = [0, *cuts, len(units)]
+    groups = STAGES[name]
+    ranks = [rank for group in groups for rank in group]
+    stages = [
+        Stage(units=tuple(units[start:stop]), num_ranks=len(group))
+        for (start, stop), group in zip(pairwise(borders), groups, strict=True)
+    ]
+    plan = Plan.by_hand(
+        microbatch_sizes=[min(2, samples) for samples, _ in ranks],
+        rank_batch_sizes=[samples for samples, _ in ranks],
+        state_shares=[share for _, share in ranks],
+        recompute=[i % 2 == 1 for i in range(len(ranks))],
+        num_rounds=3,
+        global_batch_size=11,
+        stages=stages,
+    )
+    before = ", ".join(units[cut] for cut in cuts)
+    return Named(name=f"{name} before {before}", plan=plan, eval_sizes=())
+
+
 def microbatches_of(plan: Plan) -> list[int]:
     """The sizes of a step's microbatches, in the order of its samples."""
     return [
         size
         for number in range(plan.num_rounds)
-        for i, rank in enumerate(plan.ranks)
-        for size in rank.split(len(plan.round_samples(i, number)))
+        for i in plan.groups[0]  # all stages cut alike
+        for size in plan.ranks[i].split(len(plan.round_samples(i, number)))
     ]

@@ -79,13 +79,7 @@ class _Rank:
             if self._way.evaluates:
                 self._evaluate(model, batch, expected, number)
             step_started_at_s = time.process_time()
-            rounds = [
-                calls.part_of(batch, self._family, own.start, len(own))
-                for own in (
-                    plan.round_samples(model.position, i) for i in range(plan.num_rounds)
-                )
-            ]
-            self._step(model, optimizer, rounds, expected, number)
+            self._step(model, optimizer, batch, expected, number)
             ended_at_s = time.process_time() - self._comparing_s
             self.step_s.append(ended_at_s - step_started_at_s)
             if number == 0:
@@ -112,14 +106,19 @@ class _Rank:
         self,
         model: HetFSDP,
         optimizer: torch.optim.Optimizer,
-        rounds: list[Batch],
+        batch: Batch,
         expected: Step,
         number: int,
     ) -> None:
         """One step as a user writes it, with what it computes held against ``expected``."""
-        for batch in rounds:
+        plan = self._named.plan
+        if self._way.is_staged:
+            mean = self._step_in_stages(model, batch, number)
+        for i in range(0 if self._way.is_staged else plan.num_rounds):
+            own = plan.round_samples(model.position, i)
+            part = calls.part_of(batch, self._family, own.start, len(own))
             self.phase = f"forward of step {number}"
-            loss_sum, num_valid = self._forward(model, batch)
+            loss_sum, num_valid = self._forward(model, part)
             self.phase = f"backward of step {number}"
             mean = model.backward(loss_sum, num_valid)
         compared_at_s = time.process_time()
@@ -130,6 +129,17 @@ class _Rank:
         self.errors.see_number("grad", float(norm), expected.norm, f"step {number}: norm")
         optimizer.step()
         optimizer.zero_grad()
+
+    def _step_in_stages(self, model: HetFSDP, batch: Batch, number: int) -> float | None:
+        family, plan = self._family, self._named.plan
+        own = torch.tensor(plan.sample_indices(model.position), dtype=torch.int64)
+        mine = {
+            name: tensor.index_select(calls.batch_dim_of(family, name), own)
+            for name, tensor in batch.items()
+        }
+        inputs, options = calls.inputs_of(mine, family, self._way)
+        self.phase = f"forward of step {number}, all rounds of it"
+        return model.forward_backward(**inputs, **options)
 
     def _forward(self, model: HetFSDP, batch: Batch) -> Any:
         """The sum of the losses of this rank's samples, and the number of their labels."""

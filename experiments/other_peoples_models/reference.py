@@ -108,7 +108,7 @@ class _Plain:
         self._way = way
         self._named = named
         self._is_reversed = is_reversed
-        self._divides_last = divides_last
+        self._divides_last = divides_last or way.is_staged  # as rounds do
         total = named.plan.global_batch_size
         self._microbatch_sizes = [total] if is_whole else microbatches_of(named.plan)
         params = [param for param in model.parameters() if param.requires_grad]

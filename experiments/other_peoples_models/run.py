@@ -55,7 +55,7 @@ def main() -> None:
         for number, case in enumerate(missing, 1):
             row = runner.run(case)
             rows[row.key] = row
-            _say(row, number, len(missing), time.monotonic() - started_at_s)
+            say(row, number, len(missing), time.monotonic() - started_at_s)
             if path is not None:
                 write_csv(path, _in_order(rows))
     keys = rows.keys() if options.report else {case.key for case in cases}
@@ -113,7 +113,7 @@ def _in_order(rows: dict[tuple[str, str, str], Row]) -> list[Row]:
     return sorted(rows.values(), key=place)
 
 
-def _say(row: Row, number: int, count: int, seconds: float) -> None:
+def say(row: Row, number: int, count: int, seconds: float) -> None:
     figures = f"{row.loss_error:.0e} {row.grad_error:.0e} {row.state_error:.0e}"
     line = (
         f"{number:4d}/{count} {seconds:5.0f} s  {row.family:24} {row.way:12} "

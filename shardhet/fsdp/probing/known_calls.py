@@ -91,6 +91,10 @@ class KnownCalls:
         """The number of earlier calls of the module in this forward."""
         return self._num_calls[module.fqn]
 
+    def pass_over(self, module: UnitModule) -> None:
+        """Count a call that another rank computes."""
+        self._num_calls[module.fqn] += 1
+
     def prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], VisitRules]:
         """The flattened arguments of the module's next call, and the rules of that call."""
         leaves, spec = flatten(arguments)

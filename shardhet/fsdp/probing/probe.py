@@ -60,7 +60,7 @@ from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copi
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Refusal, Watcher
 from shardhet.fsdp.sharding.unit import FSDPUnit
-from shardhet.fsdp.stages.flow import Flow
+from shardhet.fsdp.stages.flow import Flow, Reads
 
 
 class CallKey(NamedTuple):
@@ -189,9 +189,10 @@ class Probe:
             writes, before = BufferWrites(self._module), numbers(self._module)
             self._watcher.give(inputs)
             follows = self._is_followed and name == "large"
-            self._watcher.flow = Flow() if follows else None
+            self._watcher.flow = Flow(inputs) if follows else None
             self.flow = self._watcher.flow or self.flow
-            with self._hooks if name == "large" else nullcontext(), self._watcher:
+            reads = Reads(self._watcher.read) if follows else nullcontext()
+            with self._hooks if name == "large" else nullcontext(), reads, self._watcher:
                 yield
             changed = dict(numbers(self._module).items() - before.items())
             self.counted |= changed.keys()
@@ -220,20 +221,28 @@ class Probe:
             self._watcher.flow.reach(tensors_in(output))
 
     def call(
-        self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self,
+        fqn: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        *,
+        is_piece: bool = False,
     ) -> Any:
-        """The output of a call of one of a unit's modules in the current run."""
+        """The output of a call of a unit's module, or a piece of the root, in this run."""
         leaves, spec = flatten((args, kwargs))
         self._watcher.check_arguments(tensors_in(leaves))
         key = CallKey(fqn, self._num_calls[fqn])
         self._num_calls[fqn] += 1
         flow = self._watcher.flow
-        if flow is not None:
+        if flow is not None and not is_piece:
             flow.reach(tensors_in(leaves))
         with self._watcher.paused():
             call = ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
             output = self._run(self, key, call)
-        if flow is not None:
+        if flow is not None and is_piece:
+            flow.drop(tensors_in(leaves), tensors_in(output))
+        elif flow is not None:
             flow.give(output, self.rules[key])
         return output
 

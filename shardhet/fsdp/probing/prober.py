@@ -244,11 +244,17 @@ class Prober:
             self._take(self._finder.visit(unit_index, needs_backward).unit)
 
     def call(
-        self, fqn: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self,
+        fqn: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        *,
+        is_piece: bool = False,
     ) -> Any:
-        """The output of a call of one of a unit's modules."""
+        """The output of a call of one of a unit's modules, or of a piece of the root."""
         assert self._probe is not None
-        return self._probe.call(fqn, function, args, kwargs)
+        return self._probe.call(fqn, function, args, kwargs, is_piece=is_piece)
 
     def _take(self, unit_index: int) -> None:
         for i, unit in enumerate(self._units):

@@ -120,6 +120,11 @@ class Watcher(OperationMode):
         for tensor in tensors:
             self._check(tensor, "the model's output")
 
+    def read(self, tensor: Tensor) -> None:
+        """Note that the program reads the tensor's values by no operation."""
+        if self.flow is not None and self._place == OUTSIDE and not self._is_paused:
+            self.flow.read(tensor)
+
     def run(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -227,6 +232,8 @@ class Watcher(OperationMode):
             if self._place == OUTSIDE and name in _SUMS:
                 return _rounded_sum(func, args, kwargs)
             return func(*args, **kwargs)
+        if self.flow is not None and self._place != OUTSIDE:
+            self.flow.draw()
         arguments = func._schema.arguments  # type: ignore[attr-defined]
         schema = [argument.name for argument in arguments]
         if "dropout_p" in schema or "dropout" in schema:

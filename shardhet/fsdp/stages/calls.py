@@ -20,7 +20,6 @@ from torch import Tensor
 
 from shardhet.fsdp.microbatch.batching import unflatten
 from shardhet.fsdp.microbatch.layered import tensors_in
-from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.probed_call import filled
@@ -30,7 +29,6 @@ from shardhet.fsdp.stages.absent import MEND, Absent
 from shardhet.fsdp.stages.flow import Returned
 from shardhet.fsdp.stages.handover import Carried
 from shardhet.fsdp.stages.parts import StagePart
-from shardhet.fsdp.stages.refusals import refuse
 from shardhet.fsdp.step.calls import UnitCalls
 
 
@@ -117,13 +115,12 @@ class StageCalls(UnitCalls):
     def visit_piece(
         self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a dropout of probability 0 outside of units; the probe finds calls of others."""
-        if module.fqn == DROPOUT_CALLS:
-            return super().visit_piece(module, args, kwargs)
-        is_random = bool(module.module.training and module.module.p)
-        refuse("dropout outside of units", is_there=is_random, where=module.fqn)
-        with self.dropout.left_alone():
-            return module.forward(*args, **kwargs)
+        """Run dropout outside of units, where this stage has what it is applied to."""
+        if any(isinstance(each, Absent) for each in tensors_in((args, kwargs))):
+            self._known.pass_over(module)
+            with self.dropout.left_alone():
+                return module.forward(*args, **kwargs)
+        return super().visit_piece(module, args, kwargs)
 
     def _check_is_next(self, kind: Kind, place: int, unit_index: int) -> None:
         expected = kind.findings.schedule.segments[place].unit

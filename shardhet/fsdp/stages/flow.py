@@ -10,6 +10,10 @@ handed over to it, if it reaches one of its own calls or a later one:
 
 Cut between calls 1 and 2, x1 and x0 are handed over, and the mask is computed once more.  A
 unit is a border: what it returns depends on nothing but itself.
+
+Two marks travel with the results: ``SAMPLES`` with what is computed from the model's arguments,
+through units too, so that a result without it is known to be the same on all ranks; and one for
+each dropout outside of units, whose masks would differ if two stages computed it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,17 +25,21 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, VisitRules, flatten
-from shardhet.fsdp.microbatch.modes import tensors_among
+from shardhet.fsdp.microbatch.modes import FunctionMode, tensors_among
 
 # What they return, or its shape, lets the program decide by values of their tensors.
 _READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Returned(NamedTuple):
-    """A tensor among the results of a unit's call."""
+    """A tensor among the results of a unit's call, or a mark."""
 
-    place: int  # of the call in forward
+    place: int  # of the call in forward; that of a mark is below 0
     number: int  # among the tensors of the result
+
+
+SAMPLES = Returned(-1, 0)
+DROPPED = -2  # the place of marks of dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class Result:
     leaves: tuple[Any, ...]  # tensors are on the meta device
     rules: tuple[Rule, ...]  # per tensor
     is_differentiable: tuple[bool, ...]  # per tensor
+    is_same_on_all: bool  # computed without samples and random numbers
 
     @property
     def examples(self) -> list[Tensor]:
@@ -59,26 +68,55 @@ class Result:
 class Flow:
     """Follows the results of units through one forward, while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.results: list[Result] = []  # by place
         self.reached: list[frozenset[Returned]] = []  # by place; the model's output is the last
         self._by_storage: dict[int, frozenset[Returned]] = {}
         self._kept: list[Tensor] = []  # an address may not be used again
         self._read: frozenset[Returned] = frozenset()  # by the program, to decide
+        self._of_samples = {SAMPLES}  # results of units that depend on samples, too
+        self._num_dropouts = 0
+        self._is_random = False  # the call in progress
+        for tensor in inputs:
+            self._add(tensor, frozenset({SAMPLES}))
 
     def reach(self, tensors: Sequence[Tensor]) -> None:
         """Note what reaches the next call, with these arguments, or the model's output."""
         self.reached.append(self._read.union(*map(self._of, tensors)))
+        self._is_random = False
+
+    def draw(self) -> None:
+        """Note that the call in progress draws random numbers."""
+        self._is_random = True
 
     def give(self, output: Any, rules: VisitRules) -> None:
         """Note the result of the call."""
         leaves, spec = flatten(output)
         place = len(self.results)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for i, tensor in enumerate(tensors):
-            self._add(tensor, frozenset({Returned(place, i)}))
+        values = [Returned(place, i) for i in range(len(tensors))]
+        for tensor, value in zip(tensors, values, strict=True):
+            self._add(tensor, frozenset({value}))
+        given = self.reached[place]
+        is_random = self._is_random or any(each.place == DROPPED for each in given)
+        is_same = not (is_random or given & self._of_samples)
+        if not is_same:
+            self._of_samples |= set(values)
         shapes = [_on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.results.append(Result(spec, tuple(shapes), rules.outputs, rules.is_differentiable))
+        self.results.append(
+            Result(spec, tuple(shapes), rules.outputs, rules.is_differentiable, is_same)
+        )
+
+    def drop(self, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Note a call of dropout outside of units."""
+        mark = Returned(DROPPED, self._num_dropouts)
+        self._num_dropouts += 1
+        for each in results:
+            self._add(each, frozenset({mark}).union(*map(self._of, tensors)))
+
+    def read(self, tensor: Tensor) -> None:
+        """Note that the program reads the tensor's values, outside of units."""
+        self._read |= self._of(tensor)
 
     def note(self, func: Callable[..., Any], given: Any, result: Any) -> None:
         """Note an operation outside of units."""
@@ -97,6 +135,21 @@ class Flow:
     def _add(self, tensor: Tensor, values: frozenset[Returned]) -> None:
         self._kept.append(tensor)
         self._by_storage[_storage(tensor)] = self._of(tensor) | values
+
+
+class Reads(FunctionMode):
+    """Tells of what a program reads by methods that are no operations."""
+
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if func.__name__ in ("tolist", "numpy", "__array__", "__dlpack__"):
+            self._note(args[0])
+        return func(*args, **kwargs)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardhet.fsdp.microbatch.batching import BatchAxis
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join
 from shardhet.fsdp.probing.prober import Findings
-from shardhet.fsdp.stages.flow import Result, Returned
+from shardhet.fsdp.stages.flow import DROPPED, Result, Returned
 from shardhet.fsdp.stages.handover import Carried
 
 
@@ -45,7 +45,7 @@ def parts_of(
 
     def reaching(border: int) -> tuple[Returned, ...]:
         found = frozenset[Returned]().union(*findings.reached[border:])
-        return tuple(sorted(value for value in found if value.place < border))
+        return tuple(sorted(value for value in found if 0 <= value.place < border))
 
     return [
         StagePart(start, stop, reaching(start), reaching(stop) if stop < len(stages) else ())
@@ -53,23 +53,43 @@ def parts_of(
     ]
 
 
+def check_dropouts(findings: Findings, stages: Sequence[int]) -> None:
+    """Raise ``ValueError`` if two stages use one dropout; ``stages`` are those of calls."""
+    users: dict[Returned, set[int]] = {}
+    for reached, stage in zip(findings.reached, [*stages, stages[-1]], strict=True):
+        for mark in (each for each in reached if each.place == DROPPED):
+            users.setdefault(mark, set()).add(stage)
+    for using in users.values():
+        if len(using) > 1:
+            raise ValueError(
+                f"stages: the result of dropout outside of units is used in stages "
+                f"{sorted(using)}, where its microbatches may be others. Let one unit contain "
+                "the dropout, or give all that use it to one stage."
+            )
+
+
 def carried_of(
     values: Sequence[Returned], results: Sequence[Result], called: Sequence[str]
 ) -> list[Carried]:
     """The tensors of ``values``, given what calls returned in the probe and of which unit.
 
-    Raises ``ValueError`` for one without samples.
+    Raises ``ValueError`` for one without a row for each sample that may differ between ranks.
     """
     carried = []
     for value in values:
         result = results[value.place]
         axis = result.rules[value.number]
-        if not isinstance(axis, BatchAxis):
+        if not isinstance(axis, BatchAxis) and not (
+            axis is Join.SHARED and result.is_same_on_all
+        ):
             raise ValueError(
                 f"stages: unit {called[value.place]!r} returns a tensor without a row for each "
-                "sample, which a later stage uses. Give both units to one stage."
+                "sample, which a later stage uses and which may differ between ranks. Give "
+                "both units to one stage."
             )
         example = result.examples[value.number]
         is_used = result.is_differentiable[value.number]
-        carried.append(Carried(value, example, axis, is_used))
+        carried.append(
+            Carried(value, example, axis if isinstance(axis, BatchAxis) else None, is_used)
+        )
     return carried

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
@@ -25,19 +24,15 @@ def find_units_by(
     units = find_units(module, wanted, keeps_last=loss_fn is not None, merges_tied=is_merged)
     if plan.stages is None:
         return units
-    inside = {inner for unit in units for each in unit.modules for inner in each.modules()}
     modules = list(module.modules())
-    drops = (each for each in modules if isinstance(each, _DropoutNd) and each not in inside)
     dtypes = (precision.param_dtype, precision.reduce_dtype)
     found = {
         "float16 (give bfloat16)": torch.float16 in dtypes,
         "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
-        "a model of transformers": _has(modules, "transformers"),
         "adapters of PEFT": _has(modules, "peft"),
         "a forward that was replaced or compiled": any(
             "forward" in vars(each) or each._compiled_call_impl is not None for each in modules
         ),
-        "dropout outside of units": any(each.p > 0 for each in drops),
     }
     for what, is_there in found.items():
         refuse(what, is_there=is_there)

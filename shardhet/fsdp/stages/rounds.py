@@ -11,7 +11,7 @@ from shardhet.fsdp.step.rank_batch import RankBatch
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import messages_between
+from shardhet.records.schedule import intervals, messages_between
 
 DEAL = "Pass each rank the samples of plan.sample_indices(model.position)."
 
@@ -62,9 +62,14 @@ class StageRound:
         mine = own.index(position)
         first = sum(self.sizes[i] for i in own[:mine])
         pair = [[self.sizes[i] for i in group] for group in (own, others)]
+        later = intervals(pair[1] if step > 0 else pair[0])
         # The transpose of what the others send is what they receive.
         return [
-            Peer(others[other], Span(samples.start - first, samples.stop - first))
+            Peer(
+                others[other],
+                Span(samples.start - first, samples.stop - first),
+                is_first=samples.start == later[other if step > 0 else one].start,
+            )
             for one, other, samples in messages_between(*pair)
             if one == mine
         ]

@@ -17,7 +17,7 @@ from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.calls import Kind, StageCalls
-from shardhet.fsdp.stages.parts import carried_of, parts_of
+from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import refuse
 from shardhet.fsdp.stages.rounds import StageRound
 from shardhet.fsdp.step.runtime import Runtime
@@ -139,7 +139,6 @@ class StageRuntime(Runtime):
     def _kind_of(self, findings: Findings) -> Kind:
         """What belongs to this rank's stage; raises ``ValueError`` for what it cannot do."""
         refused = {
-            "dropout outside of units": findings.has_root_dropout,
             "parameters of units that are used outside of them": bool(findings.staying),
             "attributes that change in every forward": bool(findings.counted),
         }
@@ -150,6 +149,7 @@ class StageRuntime(Runtime):
         if not findings.results:  # a rank without samples hands nothing over
             return Kind(findings, parts[self.stage], [], [])
         called = [fqns[each.unit] for each in findings.schedule.segments]
+        check_dropouts(findings, [self.stage_by_fqn[fqn] for fqn in called])
         # Those of all stages, so that all ranks raise if one has to.
         received = [carried_of(each.received, findings.results, called) for each in parts]
         sent = [carried_of(each.sent, findings.results, called) for each in parts]
@@ -206,7 +206,9 @@ class StageRuntime(Runtime):
         if batch.num_samples:
             assert isinstance(self.calls, StageCalls)
             kind = self._kinds[each.index]
-            with self._random.around(is_training):
+            is_needed = kind.findings.has_root_dropout
+            taken_over = self.calls.dropout.taken_over(is_needed=is_needed)
+            with self._random.around(is_training), taken_over:
                 self._random.seed("", 0, batch.step, batch.first_sample, is_training)
                 output = self.calls.run_part(run_module, call, kind, received)
             self._walk.end_forward()

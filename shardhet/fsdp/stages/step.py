@@ -146,14 +146,12 @@ class Pipeline:
     def _collect(self, whole: StageRound) -> list[Tensor]:
         """The tensors that arrive in all rounds, joined."""
         carried, number = self._runtime.kind_for(whole.index).received, whole.batch.num_samples
-        joined = [
-            each.axis.new_whole(each.example, number, self._runtime.device) for each in carried
-        ]
+        joined = [each.new_whole(number, self._runtime.device) for each in carried]
         start = 0
         for each in self._rounds:
             span = Span(start, start + each.batch.num_samples)
             for kind, tensor, piece in zip(carried, joined, self._arrive(each), strict=False):
-                kind.axis.put(tensor, piece, span, number)
+                kind.put(tensor, piece, span, number)
             start = span.stop
         return joined
 

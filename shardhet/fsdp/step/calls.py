@@ -125,7 +125,8 @@ class UnitCalls:
         needs_backward = _needs_backward(module, args, kwargs)
         with self.dropout.left_alone():
             if self._prober.is_running:
-                return self._prober.call(module.fqn, module.forward, args, kwargs)
+                function = module.forward
+                return self._prober.call(module.fqn, function, args, kwargs, is_piece=True)
             call = self._known.count(module)
             leaves, rules = self._known.prepare(module, (args, kwargs))
             visit = self._visits.of(module, rules, self._step.batch, call=call)
