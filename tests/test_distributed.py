@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardhet.comm import failure
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
-from shardhet.comm.groups import Communicators, count_alike, side_channel
+from shardhet.comm.groups import Communicators, count_alike, new_group, side_channel
 from shardhet.comm.members import local_device_spec, match_devices
 from shardhet.comm.peers import LostPeerError
 from shardhet.records.cluster import DeviceSpec
@@ -221,6 +221,31 @@ def test_groups_over_parts_find_each_other_though_some_ranks_have_made_more() ->
     heard = run_ranks(meet_in_parts, 4, fresh_world=True)
     assert heard[3] == [[[1], [2], [3]], [[0], [2], [3]], [[0], [1], [2], [3]]]
     assert heard[1] == [[[1], [2], [3]], [[0], [1]], [[0], [1], [2], [3]]]
+
+
+def meet_again(rank: int) -> tuple[list[str], list[float]]:
+    """The names of two groups of the same ranks, the second in the place of the first."""
+    names, heard = [], []
+    if rank == 0:  # it has made one more
+        new_group(dist.group.WORLD, CPU, backend="gloo", ranks=[0])
+    for _ in range(2):
+        count_alike(dist.group.WORLD, CPU)
+        if rank < 2:
+            group = new_group(dist.group.WORLD, CPU, backend="gloo", ranks=[0, 1])
+            names.append(group.group_name)
+            parts = [torch.zeros(1), torch.zeros(1)]
+            dist.all_gather(parts, torch.tensor([float(rank)]), group=group)
+            heard += [each.item() for each in parts]
+            dist.destroy_process_group(group)
+    return names, heard
+
+
+def test_a_group_does_not_take_the_name_of_one_that_is_gone() -> None:
+    """Nor then the addresses of that one, which are still in the store."""
+    first, second, _ = run_ranks(meet_again, 3, fresh_world=True)
+    assert first == second
+    assert first[1] == [0.0, 1.0] * 2
+    assert len(set(first[0])) == 2
 
 
 # Lifeline

@@ -18,7 +18,7 @@ from shardhet.profiler.assemble import (
     make_cluster,
     make_profile,
     positions_by_rank,
-    unevenness_weights,
+    with_unevenness,
 )
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate_sizes
@@ -35,6 +35,7 @@ from shardhet.profiler.traffic import (
 from shardhet.profiler.unit_runner import Started
 from shardhet.records.workload import Unit
 from shardhet.training.emulation import EmulatedDevice
+from tests.hosts import on_different_hosts
 from tests.programs import SHARDHET, SMALL_MODEL, run
 from tests.small_models import small_decoder
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -105,7 +106,7 @@ def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
 
 
 NO_LINKS = TrafficReport(
-    collectives=[], groups=[], pairs=[], overlap_excesses=[0.0] * 3, note=""
+    collectives=[], two_levels=[], groups=[], pairs=[], overlap_excesses=[0.0] * 3, note=""
 )
 
 
@@ -152,6 +153,7 @@ def test_groups_of_ranks_stand_where_the_cluster_puts_them() -> None:
     whole = replace(point, uneven_gather_s=[1e-3], uneven_reduce_s=[2e-3])
     traffic = TrafficReport(
         collectives=[whole, replace(whole, nbytes=4000)],
+        two_levels=[replace(whole, gather_s=[5e-4])],
         groups=[GroupSamples(ranks=(1, 2), collectives=[point])],
         pairs=[PairSamples(sender=0, receiver=2, latency_s=1e-5, bandwidth_bytes_per_s=1e9)],
         overlap_excesses=[0.0] * 3,
@@ -160,6 +162,9 @@ def test_groups_of_ranks_stand_where_the_cluster_puts_them() -> None:
     cluster = make_cluster(specs, traffic.pairs)
     profile = make_profile(reports, traffic, cluster, WORKLOAD)
     [group], [pair] = profile.groups, profile.pairs
+    assert profile.two_levels is not None
+    assert profile.two_levels.points[0].gather.mean_s == 5e-4
+    assert profile.two_levels.gather_unevenness_weight > 0  # uneven shares took twice as long
     assert group.positions == (1, 2)
     assert group.collectives.points[0].reduce.mean_s == 2e-3
     assert (pair.sender, pair.receiver) == (0, 1)
@@ -203,14 +208,20 @@ def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> Non
     ]
     excesses = [0.1, 0.2, 0.3, 0.2]
     traffic = TrafficReport(
-        collectives=collectives, groups=[], pairs=[], overlap_excesses=excesses, note="now"
+        collectives=collectives,
+        two_levels=[],
+        groups=[],
+        pairs=[],
+        overlap_excesses=excesses,
+        note="now",
     )
     profile = make_profile(reports, traffic, cluster, WORKLOAD)
     assert profile.devices[0].overlap_excess == pytest.approx(0.2)  # they are of one kind
-    found = unevenness_weights(collectives, profile, cluster, WORKLOAD)
-    assert found == pytest.approx(weights, abs=0.06)  # beyond the last size it is drawn
+    assert profile.two_levels is None
     kept = profile.collectives
-    assert (kept.gather_unevenness_weight, kept.reduce_unevenness_weight) == found
+    found = (kept.gather_unevenness_weight, kept.reduce_unevenness_weight)
+    assert found == pytest.approx(weights, abs=0.06)  # beyond the last size it is drawn
+    assert with_unevenness(kept, collectives, profile, cluster, WORKLOAD) == kept
 
 
 def test_an_emulated_device_is_timed_as_slow_as_it_is() -> None:
@@ -362,6 +373,22 @@ class Breaks(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def measure_two_hosts(rank: int) -> str:
+    spec = DeviceSpec(host="abb"[rank], kind="x", memory_capacity_bytes=2**30)
+    with on_different_hosts():
+        return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
+
+
+def test_collectives_that_cross_once_per_node_are_measured_where_there_are_nodes() -> None:
+    [text, *others] = run_ranks(measure_two_hosts, 3)
+    assert others == [text] * 2
+    profile = Profile.from_json(text)
+    assert profile.two_levels is not None
+    one, two = profile.collectives.points, profile.two_levels.points
+    assert [each.nbytes for each in one] == [each.nbytes for each in two]
+    assert profile.is_measured
 
 
 def fail_to_measure(rank: int) -> None:

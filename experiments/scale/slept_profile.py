@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.scale.paced import BACKWARD_OVER_FORWARD, ROW_NUMEL
-from shardhet.profiler.assemble import unevenness_weights
+from shardhet.profiler.assemble import with_unevenness
 from shardhet.profiler.stopwatch import timing_of
 from shardhet.profiler.traffic import Channels, CollectiveSamples, Traffic
 from shardhet.profiler.turns import turn_overhead_seconds
@@ -97,15 +97,9 @@ def measured_profile(
         collectives=profiles.Collectives(source=profiles.Source.MEASURED, points=points),
         turn_overhead_s=_turn_overhead_s(num_repeats),
     )
-    gather_weight, reduce_weight = unevenness_weights(measured, profile, cluster, workload)
-    profile = replace(
-        profile,
-        collectives=replace(
-            profile.collectives,
-            gather_unevenness_weight=gather_weight,
-            reduce_unevenness_weight=reduce_weight,
-        ),
-    )
+    even = profile.collectives
+    weighted = with_unevenness(even, measured, profile, cluster, workload)
+    profile = replace(profile, collectives=weighted)
     unit_nbytes = workload.kinds[0].numel * workload.param_itemsize
     of_unit = next(each for each in measured if each.nbytes == unit_nbytes)
     return profile, of_unit.gather_s, of_unit.reduce_s

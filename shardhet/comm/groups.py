@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from hashlib import sha1
 from typing import Self
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -163,7 +164,8 @@ def new_group(
     and nothing but its own ranks has to call: see ``count_alike`` and ``_without_splitting``.
     """
     world_ranks = dist.get_process_group_ranks(group)
-    with _without_splitting(len(world_ranks if ranks is None else ranks)):
+    size = len(world_ranks if ranks is None else ranks)
+    with _without_splitting(size), _named_by_count():
         made = dist.new_group(
             world_ranks if ranks is None else [world_ranks[rank] for rank in ranks],
             timeout=timeout_of(group, device),
@@ -213,8 +215,8 @@ def handover_channels(channel: Channel) -> list[Channel]:
 def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:
     """Have the ranks of ``group`` name the groups that they make next alike.  Collective.
 
-    A group over part of the world, which only its ranks make, is named by its ranks and, from
-    torch 2.15 on, by how many groups a process has made.  Ranks that were not in an earlier one
+    A group over part of the world, which only its ranks make, is named by its ranks and by how
+    many groups a process has made (``_named_by_count``).  Ranks that were not in an earlier one
     have made fewer: they would wait in the next one under another name, for ever.
     """
     world = dist.distributed_c10d._world
@@ -224,6 +226,30 @@ def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:
     )
     dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
     world.group_count = int(number)
+
+
+@contextmanager
+def _named_by_count() -> Iterator[None]:
+    """Have torch name a group by its ranks and by how many groups this process has made.
+
+    Before 2.15 it takes the number of groups that there are now.  A group that takes the place
+    of one that is gone then has its name, and finds the addresses of that one in the store.
+    """
+    c10d, name = dist.distributed_c10d, "_hash_ranks_to_str"
+    given = getattr(c10d, name, None)
+    if given is None:
+        yield
+        return
+
+    def name_of(ranks: Sequence[int]) -> str:
+        number, c10d._world.group_count = c10d._world.group_count, c10d._world.group_count + 1
+        return sha1(f"{list(ranks)} {number}".encode(), usedforsecurity=False).hexdigest()
+
+    setattr(c10d, name, name_of)
+    try:
+        yield
+    finally:
+        setattr(c10d, name, given)
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class TrafficReport:
     """What all ranks measured about the links; the same on each."""
 
     collectives: list[CollectiveSamples]
+    two_levels: list[CollectiveSamples]  # the same in two levels; empty: they have one
     groups: list[GroupSamples]  # among some of the ranks
     pairs: list[PairSamples]
     overlap_excesses: list[float]  # by rank, see DeviceProfile.overlap_excess
@@ -133,17 +134,17 @@ def make_profile(
     )
     if not points:
         return profile
-    gather_weight, reduce_weight = unevenness_weights(
-        traffic.collectives, profile, cluster, workload
+    weighted = with_unevenness(
+        profile.collectives, traffic.collectives, profile, cluster, workload
     )
-    weighted = replace(
-        profile.collectives,
-        gather_unevenness_weight=gather_weight,
-        reduce_unevenness_weight=reduce_weight,
-    )
+    two_levels = None
+    if traffic.two_levels:
+        even = replace(profile.collectives, points=_points(traffic.two_levels))
+        two_levels = with_unevenness(even, traffic.two_levels, profile, cluster, workload)
     return replace(
         profile,
         collectives=weighted,
+        two_levels=two_levels,
         groups=tuple(
             GroupCollectives(
                 positions=tuple(sorted(place[rank] for rank in each.ranks)),
@@ -200,13 +201,14 @@ def _comparable_s(own: Samples, reports: Sequence[RankReport]) -> float:
     return total
 
 
-def unevenness_weights(
+def with_unevenness(
+    even: Collectives,
     collectives: Sequence[CollectiveSamples],
     profile: Profile,
     cluster: Cluster,
     workload: Workload,
-) -> tuple[float, float]:
-    """Where gathers and reductions lie between a ring (0) and direct messages (1).
+) -> Collectives:
+    """``even``, with where gathers and reductions lie between a ring (0) and messages (1).
 
     Each weight w in [0, 1] minimises the squared logarithm of measured over predicted seconds
     of the uneven cut.  The prediction is t(n (1 - w + w u)), with the even curve t and the
@@ -215,14 +217,14 @@ def unevenness_weights(
     shares = uneven_shares(cluster.world_size)
     model = CostModel(Setting(cluster, workload, profile))
     unevenness = model.unevenness(shares, [True] * cluster.world_size)
-    measured = profile.collectives
-    assert measured.gather_s is not None
-    assert measured.reduce_s is not None
+    assert even.gather_s is not None
+    assert even.reduce_s is not None
     gather_s = {each.nbytes: typical_mean(each.uneven_gather_s) for each in collectives}
     reduce_s = {each.nbytes: typical_mean(each.uneven_reduce_s) for each in collectives}
-    return (
-        _weight(measured.gather_s, gather_s, unevenness),
-        _weight(measured.reduce_s, reduce_s, unevenness),
+    return replace(
+        even,
+        gather_unevenness_weight=_weight(even.gather_s, gather_s, unevenness),
+        reduce_unevenness_weight=_weight(even.reduce_s, reduce_s, unevenness),
     )
 
 

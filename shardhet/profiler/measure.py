@@ -196,20 +196,26 @@ class _Session:
     def _traffic(self, workload: Workload, compute: ComputeMeasurement) -> TrafficReport:
         if self._channels.world_size == 1:
             return TrafficReport(
-                collectives=[], groups=[], pairs=[], overlap_excesses=[0.0], note="one device"
+                collectives=[],
+                two_levels=[],
+                groups=[],
+                pairs=[],
+                overlap_excesses=[0.0],
+                note="one device",
             )
-        traffic = Traffic(
-            self._channels,
-            workload,
-            self._device,
-            orig_dtype=orig_dtype(self._model.module),
-        )
+        traffic = self._traffic_over(self._channels, workload)
         num_repeats = self._effort.num_repeats
         sizes = sizes_to_measure(workload)
         collectives = []
         for i, nbytes in enumerate(sizes):
             self._on_progress(f"collectives of {nbytes:,} bytes", 0.75 + 0.15 * i / len(sizes))
             collectives.append(traffic.collectives(nbytes, num_repeats))
+        two_levels: list[CollectiveSamples] = []
+        in_two_levels = self._channels.in_two_levels(self._device)
+        if in_two_levels is not None:
+            self._on_progress("collectives that cross between nodes once per node", 0.9)
+            crossing_once = self._traffic_over(in_two_levels, workload)
+            two_levels = [crossing_once.collectives(each, num_repeats) for each in sizes]
         self._on_progress("compute during collectives", 0.9)
         kind = max(workload.num_units_by_kind, key=workload.num_units_by_kind.__getitem__)
         nbytes = workload.kind_by_name[kind].numel * workload.param_itemsize
@@ -221,6 +227,7 @@ class _Session:
         pairs = [traffic.pair(a, b, num_repeats) for a, b in self._pairs()]
         return TrafficReport(
             collectives=collectives,
+            two_levels=two_levels,
             groups=self._groups(workload, sizes),
             pairs=pairs,
             overlap_excesses=excesses,
@@ -230,10 +237,9 @@ class _Session:
     def _groups(self, workload: Workload, sizes: Sequence[int]) -> list[GroupSamples]:
         """Collectives among some of the ranks, each with the others waiting."""
         subsets = subsets_to_measure(self._channels.control.exchange_objects(self._spec))
-        dtype = orig_dtype(self._model.module)
 
         def measure(channels: Channels) -> list[CollectiveSamples]:
-            traffic = Traffic(channels, workload, self._device, orig_dtype=dtype)
+            traffic = self._traffic_over(channels, workload)
             return [
                 traffic.collectives(nbytes, self._effort.num_repeats, with_uneven=False)
                 for nbytes in some_of(sizes)
@@ -248,6 +254,10 @@ class _Session:
                 )
             )
         return samples
+
+    def _traffic_over(self, channels: Channels, workload: Workload) -> Traffic:
+        dtype = orig_dtype(self._model.module)
+        return Traffic(channels, workload, self._device, orig_dtype=dtype)
 
     def _common(self, value: float) -> float:
         return min(row[0] for row in self._channels.control.exchange([value]))

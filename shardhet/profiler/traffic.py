@@ -6,7 +6,7 @@ rank ends, so every figure is that of the slowest rank.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Self
@@ -19,6 +19,7 @@ from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.failure import Lifeline
+from shardhet.comm.groups import in_two_levels
 from shardhet.comm.members import Members
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
@@ -26,6 +27,7 @@ from shardhet.profiler.stopwatch import typical_mean
 from shardhet.profiler.unit_runner import UnitRunner
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout
+from shardhet.records.nodes import Nodes, TwoLevels
 from shardhet.records.plan import Plan
 from shardhet.records.workload import Workload
 
@@ -55,6 +57,7 @@ class Channels:
     reduce: Channel
     control: Channel
     lifeline: Lifeline
+    nodes: Nodes
 
     @classmethod
     def meet(
@@ -69,7 +72,22 @@ class Channels:
             reduce=members.reduce,
             control=members.control,
             lifeline=members.lifeline,
+            nodes=members.nodes,
         )
+
+    def in_two_levels(self, device: torch.device) -> Self | None:
+        """The same, in which every row crosses between nodes once per node.  Collective.
+
+        None where rows cross no more often as it is.
+        """
+        geometry = TwoLevels.among(self.nodes, [True] * self.world_size)
+        if geometry is None:
+            return None
+        gather, reduce = (
+            in_two_levels(each, geometry, control=self.control, device=device)
+            for each in (self.gather, self.reduce)
+        )
+        return replace(self, gather=gather, reduce=reduce)
 
     @property
     def world_size(self) -> int:
