@@ -285,8 +285,6 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     if what == "gather_features":
         model.forward_backward(*given)
         gather_features(inputs)
-    if what == "unit_by_unit":
-        model.unit_by_unit()
     if what == "scaler":
         model.forward_backward(*given, scaler=torch.amp.GradScaler("cpu"))
     if what == "batches_per_step":
@@ -325,7 +323,6 @@ REFUSED = {
     "too many samples": ("", "model(...): this rank got"),
     "own_samples": ("", "own_samples: the plan has 2 stages"),
     "gather_features": ("", "gather_features: the plan has stages"),
-    "unit_by_unit": ("", "unit_by_unit: the plan has 2 stages"),
     "scaler": ("", "the plan has 2 stages"),
     "batches_per_step": ("", "the plan has 2 stages"),
     "redistribute": ("", "has stages, between which rows cannot move yet"),

@@ -261,10 +261,7 @@ class HetFSDP(ModuleInRounds):
         unsplit inputs, and frees the parameters again.  Gradients are disabled.  Entering and
         leaving are collective; inside, ranks may call different units, or none.
         """
-        self.plan.refuse_stages("unit_by_unit")
-        return unit_by_unit(
-            self._runtime, comm=self._comm, control=self._control, lifeline=self._lifeline
-        )
+        return unit_by_unit(self._runtime, control=self._control, lifeline=self._lifeline)
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
         """A context for work that other ranks wait for: if it raises, all ranks raise."""

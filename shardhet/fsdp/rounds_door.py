@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
@@ -55,8 +56,9 @@ class ModuleInRounds(ModuleWithState):
 
         The arguments hold this rank's samples of the whole step, round after round, as in
         ``plan.sample_indices(model.position, num_samples)``.  The model, or ``loss_fn``,
-        returns ``(loss_sum, num_tokens)``.  ``scaler`` scales the loss, in float16.  Returns
-        the mean of the loss, as ``backward`` does of the last round, but never scaled.
+        returns ``(loss_sum, num_tokens)``, the latter within a mapping, too.  ``scaler`` scales
+        the loss, in float16.  Returns the mean of the loss, as ``backward`` does of the last
+        round, but never scaled.
 
         Under stages every rank passes all arguments of its samples, and all ranks get the mean.
         """
@@ -73,7 +75,9 @@ class ModuleInRounds(ModuleWithState):
             calls = [self._call_of_round(part) for part in parts]
             return self._pipeline.step(calls, is_training=self.module.training)
         for positional, named, of_loss in parts:
-            loss_sum, num_tokens, *_ = self(*positional, loss_inputs=of_loss, **named)
+            output = self(*positional, loss_inputs=of_loss, **named)
+            with self._lifeline.guard("forward_backward"):
+                loss_sum, num_tokens = loss_pair(output)
             if scaler is not None:
                 loss_sum = scaler.scale(loss_sum)
             mean = self.backward(loss_sum, num_tokens)

@@ -1,6 +1,6 @@
 """Applies ``loss_fn`` to the output of the last unit, microbatch by microbatch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -92,3 +92,27 @@ class FusedLoss:
                 f"loss_fn: the model does not return the output of unit {self._head!r}, the "
                 f"last in the order of its modules. Leave loss_fn out. {OUTSIDE}."
             )
+
+
+def loss_pair(output: Any) -> tuple[Any, Any]:
+    """The loss and its number of tokens, in what a model returns: the first two of a sequence,
+    or what ``loss_fn`` has put into a mapping (transformers' ``ModelOutput``).
+
+    Raises ``TypeError`` if the mapping has none.
+    """
+    if isinstance(output, Mapping):
+        found = [each for each in output.values() if _is_pair(each)]
+        if not found:
+            raise TypeError(
+                f"forward_backward: the model returns a {type(output).__name__} without "
+                "(loss_sum, num_tokens). Pass loss_fn to HetFSDP, or wrap a module of your own "
+                "around the model whose forward returns both."
+            )
+        output = found[0]
+    loss_sum, num_tokens, *_ = output
+    return loss_sum, num_tokens
+
+
+def _is_pair(value: Any) -> bool:
+    is_two = isinstance(value, (tuple, list)) and len(value) == 2
+    return is_two and isinstance(value[0], Tensor) and not value[0].dim()

@@ -29,7 +29,6 @@ def find_units_by(
     found = {
         "float16 (give bfloat16)": torch.float16 in dtypes,
         "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
-        "adapters of PEFT": _has(modules, "peft"),
         "a forward that was replaced or compiled": any(
             "forward" in vars(each) or each._compiled_call_impl is not None for each in modules
         ),
@@ -37,10 +36,6 @@ def find_units_by(
     for what, is_there in found.items():
         refuse(what, is_there=is_there)
     return units
-
-
-def _has(modules: Sequence[nn.Module], package: str) -> bool:
-    return any(type(each).__module__.partition(".")[0] == package for each in modules)
 
 
 def refuse(what: str, *, is_there: bool, where: str = "HetFSDP") -> None:

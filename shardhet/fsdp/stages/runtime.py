@@ -70,6 +70,11 @@ class StageRuntime(Runtime):
         self._index_by_key: dict[Any, int] = {}  # of findings, on this rank
         self._kinds: dict[int, Kind] = {}  # by index of findings
 
+    @property
+    def comms(self) -> tuple[CommContext, ...]:
+        """See ``Runtime.comms``."""
+        return (self._comm, self._root_comm)
+
     # Before the rounds
 
     def begin_step(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.groups import handover_channels
+from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.stages.handover import Arriving, Direction, Peer
@@ -235,7 +236,7 @@ class Pipeline:
             self._onward.send(handed, sent, self._peers(each, 1), n)
 
     def _loss_of(self, output: Any) -> Tensor:
-        loss_sum, num_tokens, *_ = output
+        loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
         self._backward.check_leaves(loss_sum)
         self._sums[0] += loss_sum.detach()

@@ -127,6 +127,11 @@ class Runtime:
         return (*self.units, self.root)
 
     @property
+    def comms(self) -> tuple[CommContext, ...]:
+        """Those that units and the root are gathered over."""
+        return (self._comm,)
+
+    @property
     def known_to_stay(self) -> frozenset[int]:
         """Units that some forward so far needed unsharded throughout."""
         return self._prober.staying

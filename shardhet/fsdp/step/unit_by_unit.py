@@ -30,9 +30,7 @@ WANTS_NOTHING = -1
 
 
 @contextmanager
-def unit_by_unit(
-    runtime: Runtime, *, comm: CommContext, control: Channel, lifeline: Lifeline
-) -> Iterator[None]:
+def unit_by_unit(runtime: Runtime, *, control: Channel, lifeline: Lifeline) -> Iterator[None]:
     """A context in which units are gathered as they are called.  Collective."""
     if runtime.calls.outside_of_steps is not None:
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
@@ -43,7 +41,7 @@ def unit_by_unit(
         )
     with lifeline.guard("unit_by_unit"), torch.no_grad():
         runtime.abandon()
-        rounds = UnitByUnit(runtime, comm, control)
+        rounds = UnitByUnit(runtime, control)
         rounds.open()
         runtime.calls.outside_of_steps = rounds.visit
         try:
@@ -86,17 +84,18 @@ class _RowsRefused(OperationMode):
 class UnitByUnit:
     """The rounds of one ``unit_by_unit`` context ([Note: Rounds])."""
 
-    def __init__(self, runtime: Runtime, comm: CommContext, control: Channel) -> None:
+    def __init__(self, runtime: Runtime, control: Channel) -> None:
         self._runtime = runtime
-        self._comm = comm
+        self._comms: Sequence[CommContext] = runtime.comms
         self._control = control
         self._open_unit: int | None = None  # the unit whose forward this rank is in
 
     def open(self) -> None:
         """Gather the root, and units that stay, for the whole context."""
-        everyone = tuple(range(self._comm.gather_channel.world_size))
+        everyone = tuple(range(self._control.world_size))
         self._control.enter("unit_by_unit", [WANTS_NOTHING, 1])
-        self._comm.mark_rows_changed()
+        for comm in self._comms:
+            comm.mark_rows_changed()
         for unit in self._staying():
             self._gather(unit, everyone)
 
@@ -106,10 +105,12 @@ class UnitByUnit:
 
     def close(self) -> None:
         """Reshard what stayed and wait until no peer reads this rank's rows."""
-        self._comm.receivers = tuple(range(self._comm.gather_channel.world_size))
+        for comm in self._comms:
+            comm.receivers = tuple(range(self._control.world_size))
         for unit in self._staying():
             unit.reshard()
-        self._comm.wait_all_sent()
+        for comm in self._comms:
+            comm.wait_all_sent()
 
     def visit(
         self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,7 +146,8 @@ class UnitByUnit:
 
     def _round(self, wanted: int) -> bool:
         """Gather the unit that each rank wants; False once no rank wants one."""
-        self._comm.mark_compute()
+        for comm in self._comms:
+            comm.mark_compute()
         rows = self._control.enter("unit_by_unit", [wanted, 0])
         if any(is_entering for _, is_entering in rows):
             raise RuntimeError(
@@ -162,7 +164,8 @@ class UnitByUnit:
         return bool(distinct)
 
     def _gather(self, unit: FSDPUnit, receivers: tuple[int, ...]) -> None:
-        self._comm.receivers = receivers
+        for comm in self._comms:
+            comm.receivers = receivers
         unit.unshard()
         unit.wait_for_unshard()
 
