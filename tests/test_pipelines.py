@@ -114,6 +114,35 @@ def test_stages_drop_out_and_round_as_without_them(dtype: torch.dtype | None) ->
     run_ranks(_as_without_stages, 2, dtype)
 
 
+# What observers see
+
+
+def _observed(rank: int, plan: Plan) -> list[tuple[str, str, int | None]]:
+    torch.manual_seed(0)
+    model = HetFSDP(Leaky(), plan, units=UNITS)
+    inputs, targets = batch_of(plan.global_batch_size)
+    mine = plan.sample_indices(model.position)
+    model.forward_backward(inputs[mine], targets[mine])  # with a probe
+    seen: list[tuple[str, str, int | None]] = []
+    end = model.add_observer(lambda e: seen.append((e.unit, e.activity.value, e.microbatch)))
+    model.forward_backward(inputs[mine], targets[mine])
+    end()
+    model.forward_backward(inputs[mine], targets[mine])
+    return seen
+
+
+def test_observers_see_what_a_rank_computes_and_its_waits_for_other_stages() -> None:
+    plan = staged([1, 1, 2], [2, 1], num_rounds=3)
+    for rank, seen in enumerate(run_ranks(_observed, 3, plan)):
+        own = ["embedding", "blocks.0"] if rank < 2 else [f"blocks.{i}" for i in (1, 2, 3)]
+        own += ["head"] if rank == 2 else []
+        for phase in ("forward", "backward"):
+            units = [unit for unit, activity, _ in seen if activity == phase]
+            assert sorted(units) == sorted(own * 3)
+        waits = [unit for unit, activity, _ in seen if activity == "wait_stage"]
+        assert waits == [""] * 3  # for samples, or for their gradients
+
+
 # Evaluation
 
 
@@ -270,8 +299,6 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
         embedding = module.get_submodule(UNITS[0])
         embedding.forward = embedding.forward
     model = HetFSDP(module, plan, **options)
-    if what == "observer":
-        model.add_observer(print)
     inputs, targets = batch_of(plan.global_batch_size)
     mine = plan.sample_indices(model.position)
     given = (inputs[mine], targets[mine])
@@ -316,7 +343,6 @@ REFUSED = {
     "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
     "compiled": ("", "a forward that was replaced or compiled"),
     "replaced": ("", "a forward that was replaced or compiled"),
-    "observer": ("", "add_observer: the plan has 2 stages"),
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),
     "idle": ("ends", "forward calls no unit of stage 1"),
     "model(...)": ("", "model.forward_backward"),

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardhet.apps.plan import main as plan_main
+from shardhet.apps.simulate import main as simulate_main
 from shardhet.planner import Demands, solve
+from shardhet.planner.present import plan_for
 from shardhet.planner.stages.find import (
     FORMS,
     _Search,
@@ -21,13 +23,15 @@ from shardhet.planner.stages.find import (
     find_pipeline,
 )
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
-from shardhet.planner.stages.times import StageTimes, hop_s, link_between, pipeline_s
+from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
+from shardhet.simulator.pipeline import StageTimes, hop_s, link_between, pipeline_s
+from shardhet.simulator.stages import price_of
 
 WORKLOAD = Workload.transformer(
     num_layers=3, width=1024, num_heads=8, vocab_size=8000, seq_len=512
@@ -67,13 +71,15 @@ def derived(cluster: Cluster) -> Setting:
     return Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
 
 
-def found_in(setting: Setting, batch: int, max_stages: int = 3) -> object:
-    return find_pipeline(
+def found_in(setting: Setting, batch: int, max_stages: int = 3) -> PipelineSolution:
+    found = find_pipeline(
         setting,
         global_batch_size=batch,
         smaller=lambda positions: derived(setting.cluster.only(positions)),
         max_stages=max_stages,
     )
+    assert found is not None
+    return found
 
 
 # The time of a step
@@ -277,6 +283,46 @@ def test_the_plan_is_one_that_can_run() -> None:
         assert stage.solution.fits
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_that_was_found_is_simulated_as_the_search_priced_it(seed: int) -> None:
+    setting = derived(unlike_cluster(Random(seed)))
+    found = found_in(setting, 12)
+    price = price_of(
+        found.plan, setting, lambda positions: derived(setting.cluster.only(positions))
+    )
+    ranks = [rank for stage in found.stages for rank in stage.solution.predicted.ranks]
+    assert [each.memory for each in price.ranks] == [each.memory for each in ranks]
+    assert price.hops == found.hops
+    timeline = price.timeline()
+    assert timeline.step_time_s == found.step_time_s
+    number = 2 * found.num_rounds
+    assert len(timeline.collectives) == number * len(found.hops)
+    for i, (rank, cost) in enumerate(zip(timeline.ranks, ranks, strict=True)):
+        assert rank.busy_s == pytest.approx(cost.forward_s + cost.backward_s + cost.optimizer_s)
+        assert rank.busy_s + rank.waiting_s == pytest.approx(timeline.step_time_s)
+        assert rank.peak_bytes == cost.memory.total_bytes, i
+
+
+def test_a_plan_for_other_devices_is_not_priced() -> None:
+    setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
+    plan = found_in(setting, 12).plan
+    other = derived(cluster_of(CARDS[:1], CARDS[:1]))
+    with pytest.raises(ValueError, match="of which the cluster has no more"):
+        price_of(plan, other, lambda positions: derived(other.cluster.only(positions)))
+
+
+def test_devices_that_are_there_are_planned_for_in_stages() -> None:
+    """They come in any order, on hosts with other names."""
+    setting = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
+    present = [replace(each, host=f"new {each.host}") for each in setting.cluster.devices][::-1]
+    plan = plan_for(present, setting, global_batch_size=24, max_stages=2)
+    assert plan.stages is not None
+    assert sorted(map(str, present)) == sorted(str(rank.device) for rank in plan.ranks)
+    by_kind = [{plan.ranks[i].device.kind for i in group} for group in plan.groups]
+    assert {CARDS[0]} in by_kind
+    assert plan_for(present, setting, global_batch_size=24).stages is None
+
+
 # The command
 
 
@@ -313,6 +359,14 @@ def test_a_slow_cable_asks_for_stages(
         f"written to {out}",
     ):
         assert line in text
+    picture = tmp_path / "step.png"
+    simulate_main([str(out), keys[0], f"picture={picture}"])
+    simulated = capsys.readouterr().out
+    step = re.search(r"predicted step (\S+ \w+): ", text)
+    assert step is not None
+    assert f"a step of 16 samples takes {step[1]}, " in simulated
+    assert "of it for other stages" in simulated
+    assert picture.stat().st_size
     plan = Plan.load(out)
     assert plan.stages is not None
     assert len(plan.stages) == 2

@@ -141,8 +141,6 @@ def test_prices_refuse_stages() -> None:
         simulate(plan, three)
     with pytest.raises(ValueError, match="replica_price: the plan has 2 stages"):
         replica_price(plan, three)
-    with pytest.raises(ValueError, match="setting: the plan has 2 stages"):
-        three.check_plan(plan, name="setting")
 
 
 # The order of rounds

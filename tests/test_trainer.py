@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardhet import HetFSDP, Plan
+from shardhet import HetFSDP, Plan, Stage
 from shardhet.models.decoder import Decoder
 from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, held_out_windows
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
@@ -37,6 +37,16 @@ PLANS = {
         num_microbatches=[3, 1, 1, 0],
         state_shares=[0.5, 0.0, 0.2, 0.3],
         recompute=[False, True, False, False],
+    ),
+    "four ranks in two stages": Plan.by_hand(
+        microbatch_sizes=[1, 1, 2, 0],
+        num_rounds=3,
+        state_shares=[0.3, 0.7, 0.0, 1.0],
+        recompute=[False, True, False, False],
+        stages=[
+            Stage(units=("embedding", "blocks.0"), num_ranks=2),
+            Stage(units=("blocks.1", "head"), num_ranks=2),
+        ],
     ),
 }
 
@@ -140,9 +150,10 @@ def evaluate_rank(rank: int, plan: Plan, num_samples: int) -> tuple[float, int, 
     return evaluation.loss_sum, evaluation.num_targets, trainer.model.step
 
 
+@pytest.mark.parametrize("name", ["four ranks, all unlike", "four ranks in two stages"])
 @pytest.mark.parametrize("num_samples", [1, 5, 6, 7, 20])
-def test_an_evaluation_counts_every_sample_once(num_samples: int) -> None:
-    plan = PLANS["four ranks, all unlike"]
+def test_an_evaluation_counts_every_sample_once(num_samples: int, name: str) -> None:
+    plan = PLANS[name]
     [expected] = run_ranks(evaluate_rank, 1, PLANS["one rank"], num_samples)
     for loss_sum, num_targets, step in run_ranks(evaluate_rank, 4, plan, num_samples):
         assert loss_sum == pytest.approx(expected[0], rel=1e-12)
@@ -158,8 +169,9 @@ def look_rank(rank: int, plan: Plan) -> Any:
     return first, trainer.look_at_devices()
 
 
-def test_shares_of_busy_and_waiting_time_are_those_of_steps() -> None:
-    plan = PLANS["four ranks, all unlike"]
+@pytest.mark.parametrize("name", ["four ranks, all unlike", "four ranks in two stages"])
+def test_shares_of_busy_and_waiting_time_are_those_of_steps(name: str) -> None:
+    plan = PLANS[name]
     looks = run_ranks(look_rank, 4, plan)
     assert len({first for first, _ in looks}) == 1  # all ranks are told the same
     first, second = looks[0]

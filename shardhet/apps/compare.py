@@ -22,6 +22,7 @@ COMPUTING = {"forward": "forward", "backward": "backward", "optimizer": "optimiz
 WAITING = {
     "wait_gather": "waiting for parameters",
     "wait_reduce": "waiting for gradients",
+    "wait_stage": "waiting for other stages",
     "agree": "waiting for the slowest rank",
 }
 PHASES = COMPUTING | WAITING

@@ -69,7 +69,12 @@ def _measure(cfg: DictConfig) -> None:
         cfg.cluster.num_ranks = world_size
         folder.begin(cfg)
     if env is None:
-        start_ranks(folder, world_size, worker_module="shardhet.apps.run.measure_rank")
+        start_ranks(
+            folder,
+            world_size,
+            worker_module="shardhet.apps.run.measure_rank",
+            link=conf.cluster.link,
+        )
     else:
         from shardhet.apps.run.measure_rank import measure_as_rank
 

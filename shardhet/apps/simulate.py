@@ -14,9 +14,11 @@ from shardhet.apps.planning.report import Row, rows_of, source_line, wide_consol
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.step_cost import StepCost
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
-from shardhet.simulator.timeline import Timeline
+from shardhet.simulator.stages import PipelinePrice, price_of
+from shardhet.simulator.timeline import Timeline, Work
 
 DOOR = Door(
     command="shardhet simulate",
@@ -41,8 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conf, inputs = load(DOOR, request, SimulateConf)
         plan = _load_plan(request.files[0])
         check_outputs(trace=conf.trace, picture=conf.picture)
-        predicted = CostModel(inputs.setting).predict(plan)
-        timeline = simulate(plan, inputs.setting)
+        predicted: StepCost | PipelinePrice
+        if plan.stages is None:
+            predicted = CostModel(inputs.setting).predict(plan)
+            timeline = simulate(plan, inputs.setting)
+        else:
+            predicted = price_of(plan, inputs.setting, conf.part_of(inputs))
+            timeline = predicted.timeline()
     except ValueError as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"{error}\nNothing was simulated.", markup=False)
@@ -74,7 +81,8 @@ def _show(
     console.print(source_line(inputs), markup=False)
     table = Table(box=box.ASCII)
     table.add_column("device")
-    for column in ("busy", "waits", "of it for links", "memory peak"):
+    waits_for = "links" if plan.stages is None else "other stages"
+    for column in ("busy", "waits", f"of it for {waits_for}", "memory peak"):
         table.add_column(column, justify="right")
     for row in found:
         first = row.positions[0]
@@ -84,10 +92,16 @@ def _show(
             row.label,
             f"{duration(rank.busy_s)} {rank.busy_s / step_s:.0%}",
             f"{duration(rank.waiting_s)} {rank.waiting_s / step_s:.0%}",
-            duration(timeline.exposed_comm_s(first)),
+            duration(
+                timeline.exposed_comm_s(first)
+                if plan.stages is None
+                else rank.seconds(frozenset({Work.WAIT_STAGE}))
+            ),
             of_budget(peak_bytes, row.cost.memory_budget_bytes),
         )
     console.print(table)
+    if plan.stages is not None:
+        return
     sent_s = sum(event.seconds for event in timeline.collectives)
     used = f"{duration(sent_s)}, {sent_s / step_s:.0%} of the step"
     console.print(f"Links are in use for {used}.")

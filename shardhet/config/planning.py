@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardhet.config.train import check_fp16_accumulation
 from shardhet.planner.preference import TOLERANCE
 from shardhet.planner.problem.demands import Demands, DeviceLimits
 from shardhet.pricing import derive
+from shardhet.pricing.part import part_of
 from shardhet.pricing.replicas import WRITE_BYTES_PER_S
 from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
@@ -120,6 +122,19 @@ class InputsConf:
             )
         name = self.model.title(model_name)
         return Inputs(setting=Setting(cluster, workload, profile), name=name)
+
+    def part_of(
+        self, inputs: Inputs, *, keeps_precision: bool = True
+    ) -> Callable[[tuple[int, ...]], Setting]:
+        """The setting of some of the devices of ``inputs``."""
+        setting, conf = inputs.setting, self
+        if self.measured is not None:
+            return partial(part_of, setting)
+        if keeps_precision:  # else that of these devices alone
+            conf = replace(self, precision=PlannedPrecision(setting.workload.param_dtype))
+        return lambda positions: (
+            conf.derived(setting.cluster.only(positions), inputs.name).setting
+        )
 
     def _load_measured(self, folder: Path) -> Inputs:
         if not folder.is_dir():

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import ConfigError, check_above, check_at_least, check_is_one_of
+from shardhet.config.checks import (
+    ConfigError,
+    check_above,
+    check_at_least,
+    check_is_one_of,
+    config_errors,
+)
 from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
@@ -197,9 +203,28 @@ class TrainConf:
             return self.plan.usual_world_size or agreed_world_size(stated, self.cluster)
         return agreed_world_size(stated, self.cluster)
 
+    def check_link(self, world_size: int, *, is_launched: bool) -> None:
+        """Raise if the cluster's emulated link cannot be between these ranks."""
+        number = self.cluster.link.first_ranks
+        if number and (is_launched or number >= world_size):
+            raise ConfigError(
+                f"cluster.link.first_ranks: {number} of {world_size} ranks"
+                + (", which a launcher has started" if is_launched else "")
+                + ", but the link is emulated between ranks that shardhet starts, on both "
+                "sides of it. Set cluster.link.first_ranks=0, or less than all."
+            )
+
     def to_plan(self, world_size: int) -> Plan:
         """The plan for ``world_size`` ranks."""
         return self.plan.to_record(self.cluster.devices(world_size))
+
+    def check_stages(self, plan: Plan) -> None:
+        """Raise if the plan has stages, with which the run cannot do what it is asked to."""
+        asked = {"rebalance=true": self.rebalance, "replicas.every": self.replicas.every > 0}
+        for key, is_asked in asked.items():
+            if is_asked:
+                with config_errors():
+                    plan.refuse_stages(key, "Leave it out, or give a plan without stages")
 
     def check_resume(self) -> None:
         """Raise if there is nothing at the path to resume from."""

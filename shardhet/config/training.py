@@ -17,6 +17,7 @@ from shardhet.config.checks import (
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
+from shardhet.records.stages import Stage
 
 if TYPE_CHECKING:
     from shardhet.pricing.setting import Setting
@@ -137,6 +138,18 @@ class LrSchedulerConf:
 
 
 @dataclass(kw_only=True)
+class LinkConf:
+    """An emulated slow link between the first ranks and the others."""
+
+    first_ranks: int = 0  # on one side; 0: there is no such link
+    mbit_per_s: float = 100.0  # in each direction
+
+    def __post_init__(self) -> None:
+        check_at_least("cluster.link.first_ranks", self.first_ranks, 0)
+        check_above("cluster.link.mbit_per_s", self.mbit_per_s, 0)
+
+
+@dataclass(kw_only=True)
 class ClusterConf:
     """Which processes take part."""
 
@@ -146,6 +159,7 @@ class ClusterConf:
     num_threads: int = 1  # of each rank, on the CPU
     speeds: list[float] = field(default_factory=list)  # emulated: 1 is the process's own speed
     memory_mib: list[int] = field(default_factory=list)  # emulated: cap on model and data
+    link: LinkConf = field(default_factory=LinkConf)  # emulated: of ranks that are started here
 
     def __post_init__(self) -> None:
         check_at_least("cluster.num_threads", self.num_threads, 1)
@@ -263,6 +277,21 @@ class ProportionalPlanConf(EvenPlanConf):
 
 
 @dataclass(kw_only=True)
+class StageConf:
+    """One stage of a pipeline: its units, and how many devices it has, next in the lists."""
+
+    units: list[str] = MISSING  # patterns: [embedding, "blocks.[01]"]
+    num_ranks: int = MISSING
+    in_flight: int | None = None  # rounds begun and not finished; null: as stages follow, and 1
+
+    def to_record(self) -> Stage:
+        """The stage of a plan."""
+        return Stage(
+            units=tuple(self.units), num_ranks=self.num_ranks, in_flight=self.in_flight
+        )
+
+
+@dataclass(kw_only=True)
 class ByHandPlanConf(PlanConf):
     """One entry per device in every list."""
 
@@ -278,6 +307,7 @@ class ByHandPlanConf(PlanConf):
     reshard_after_backward: bool = True
     reduce_each_round: bool = True
     global_batch_size: int | None = None  # null: all rounds are full
+    stages: list[StageConf] = field(default_factory=list)  # of a pipeline; empty: none
 
     @property
     def stated_world_size(self) -> int | None:
@@ -300,6 +330,7 @@ class ByHandPlanConf(PlanConf):
                 reshard_after_backward=self.reshard_after_backward,
                 reduce_each_round=self.reduce_each_round,
                 global_batch_size=self.global_batch_size,
+                stages=[each.to_record() for each in self.stages] or None,
             )
 
 
@@ -341,11 +372,13 @@ class MeasuredPlanConf(PlanConf):
     global_batch_size: int = 32
     max_microbatch_size: int = 32  # that is measured then; larger ones are extrapolated
     time_limit_s: float = 60.0  # of that, approximate, for compute; collectives come on top
+    max_stages: int = 1  # of a pipeline, where that is faster; 1: none
 
     def __post_init__(self) -> None:
         check_at_least("plan.global_batch_size", self.global_batch_size, 1)
         check_at_least("plan.max_microbatch_size", self.max_microbatch_size, 1)
         check_above("plan.time_limit_s", self.time_limit_s, 0)
+        check_at_least("plan.max_stages", self.max_stages, 1)
         if self.measured is not None:
             _check_measured(self.measured)
 

@@ -275,7 +275,6 @@ class HetFSDP(ModuleInRounds):
         ``counts_cpu`` fills in ``cpu_s``, at the cost of two system calls per observation.
         ``times_device`` measures ``seconds`` on the accelerator: read them once it is done.
         """
-        self.plan.refuse_stages("add_observer")
         add = self._runtime.observers.add
         return add(observer, counts_cpu=counts_cpu, times_device=times_device)
 

@@ -3,9 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
 
 from shardhet.planner.find import find_plan
 from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import PlanError
+from shardhet.planner.stages.find import find_pipeline
+from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
@@ -52,20 +57,44 @@ def plan_for(
     *,
     global_batch_size: int,
     demands: Demands | None = None,
+    max_stages: int = 1,
 ) -> Plan:
     """The best plan for the devices that are there, named as they announce themselves.
 
+    With ``max_stages`` above 1 also of pipelines of up to so many stages, of all devices.
     Raises ``ValueError`` as ``positions_of`` does, and ``PlanError`` if they cannot train the
     model.
     """
     positions = positions_of(present, measured.cluster)
     setting = part_of(measured, positions)
-    plan = find_plan(setting, global_batch_size=global_batch_size, demands=demands or Demands())
+    plan, problem, places, flat_s = None, None, tuple(range(len(present))), inf
+    try:
+        plan = find_plan(
+            setting, global_batch_size=global_batch_size, demands=demands or Demands()
+        )
+        flat_s = CostModel(setting).predict(plan).step_time_s
+    except PlanError as error:
+        problem = error
+    if max_stages > 1:
+        found = find_pipeline(
+            setting,
+            global_batch_size=global_batch_size,
+            smaller=partial(part_of, setting),
+            max_stages=max_stages,
+            demands=demands or Demands(),
+            at_most_s=flat_s,
+            needs_all=True,
+        )
+        if found is not None and found.step_time_s < flat_s:
+            plan, places = found.plan, sum(found.groups, ())
+    if plan is None:
+        assert problem is not None
+        raise problem
     # The part has its devices in the order of the measured cluster.
     order = sorted(range(len(present)), key=positions.__getitem__)
     ranks = tuple(
-        replace(rank, device=_named(rank.device, present[i]))
-        for rank, i in zip(plan.ranks, order, strict=True)
+        replace(rank, device=_named(rank.device, present[order[place]]))
+        for rank, place in zip(plan.ranks, places, strict=True)
     )
     return replace(plan, ranks=ranks)
 

@@ -19,12 +19,14 @@ class Work(Enum):
     OPTIMIZER = "optimizer"
     WAIT_GATHER = "wait_gather"
     WAIT_REDUCE = "wait_reduce"
+    WAIT_STAGE = "wait_stage"
     AGREE = "agree"  # until the slowest rank arrives
     OVERHEAD = "overhead"  # the runtime's own
+    HAND_OVER = "hand_over"  # of links between stages: samples, or their gradients
 
 
 BUSY = frozenset({Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER})
-WAITING = frozenset({Work.WAIT_GATHER, Work.WAIT_REDUCE, Work.AGREE})
+WAITING = frozenset({Work.WAIT_GATHER, Work.WAIT_REDUCE, Work.WAIT_STAGE, Work.AGREE})
 COMPUTE_STREAM = "compute"  # of all work; launches of a kind have a stream of their own
 
 

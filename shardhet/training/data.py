@@ -278,6 +278,20 @@ def deal(batch: BatchT, plan: Plan, position: int, round_index: int = 0) -> Batc
     return batch.samples(Span(mine.start, mine.stop))
 
 
+def deal_to_call(
+    batch: Batch, plan: Plan, position: int, round_index: int = 0
+) -> list[npt.NDArray[Any]]:
+    """The arrays that a rank passes to one call of the model.
+
+    They have its samples of a round; of a plan with stages those of all rounds.
+    """
+    rounds = [round_index] if plan.stages is None else range(plan.num_rounds)
+    dealt = [deal(batch, plan, position, i).arrays for i in rounds]
+    # Contiguous, because embeddings and losses on strided indices cost 1 % of a step.
+    joined = map(np.concatenate, zip(*dealt, strict=True))
+    return [np.ascontiguousarray(each) for each in joined]
+
+
 def table_scores(train: npt.NDArray[np.uint8], judged: TokenBatch) -> dict[str, float]:
     """Bits per byte of ``judged`` by counting alone: tables of ``train``, add-one smoothed."""
     pairs = train[:-1].astype(np.int64) * VOCAB_SIZE + train[1:]

@@ -130,6 +130,7 @@ class Rebalancer:
         self._replans = replans
         self._demands = demands or Demands()
         self._slowness: dict[int, float] = {}  # by position, found so far
+        model.plan.refuse_stages("Rebalancer")
         setting.check_plan(model.plan, name="setting")
         self._expected_s = self._of_rank_zero(compute_seconds(model.plan, setting))
         self._num_steps = -NUM_WARM_UP_STEPS

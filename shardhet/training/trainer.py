@@ -4,9 +4,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,20 +14,21 @@ from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
-from shardhet.training.data import Batch, Batches, deal
+from shardhet.training.data import Batch, Batches, deal_to_call
 from shardhet.training.device_use import DeviceTimes, DeviceUse
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
 from shardhet.training.peak_memory import KeptBytes, PeakMemory, kept_bytes
 
-# Calls the model with this rank's samples; returns (loss_sum, num_targets).
-Run = Callable[[HetFSDP, Sequence[Tensor]], Sequence[Any]]
+# Calls the model with this rank's samples; returns (loss_sum, num_targets).  Under stages it
+# trains by ``model.forward_backward``, called in the same way, which returns the mean.
+Run = Callable[[Any, Sequence[Tensor]], Any]
 
 
-def run_plainly(model: HetFSDP, tensors: Sequence[Tensor]) -> Any:
+def run_plainly(call: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     """``Run`` for a model that takes the batch's tensors and returns its loss."""
-    return model(*tensors)
+    return call(*tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,8 @@ class Trainer:
 
         ``peak_memory`` counts the device's memory; None asks the device, or the process.
         """
-        model.plan.refuse_stages("Trainer", "Call model.forward_backward in a loop of your own")
+        if loss_scaler is not None:
+            model.plan.refuse_stages("Trainer(loss_scaler=...)")
         if batches.global_batch_size != model.plan.global_batch_size:
             raise ValueError(
                 f"batches: global batches of {batches.global_batch_size} samples but the plan "
@@ -164,11 +166,7 @@ class Trainer:
         with phase("loading the next batch"):
             batch = self._batches[model.step + self.num_batches_skipped]
         learning_rate = self._set_learning_rates()
-        for i in range(model.plan.num_rounds):
-            loss_sum, num_targets, *_ = self._run(model, self._my_part(batch, i))
-            mean_loss, why_skipped = self._backward(loss_sum, num_targets)
-            if why_skipped is not None:  # the model has dropped the whole step
-                break
+        mean_loss, why_skipped = self._run_rounds(batch)
         self.settle()
         norm: float | HostCopy = math.nan
         overflow = None
@@ -216,16 +214,26 @@ class Trainer:
             if why is not None:
                 self.guard.check(last.step, why)
 
-    def _backward(
-        self, loss_sum: Tensor, num_targets: Tensor | int
-    ) -> tuple[float | None, str | None]:
+    def _run_rounds(self, batch: Batch) -> tuple[float | None, str | None]:
         """The mean loss, and why the step has no gradients, if it has none."""
-        scaler = self.loss_scaler
+        model, scaler = self.model, self.loss_scaler
+        if model.plan.stages is not None:
+            return self._caught(
+                partial(self._run, model.forward_backward, self._my_part(batch))
+            )
+        for i in range(model.plan.num_rounds):
+            loss_sum, num_targets, *_ = self._run(model, self._my_part(batch, i))
+            if scaler is not None:
+                loss_sum = scaler.scaled(loss_sum)
+            mean, why_skipped = self._caught(partial(model.backward, loss_sum, num_targets))
+            if why_skipped is not None:  # the model has dropped the whole step
+                break
+        return mean if mean is None or scaler is None else mean / scaler.scale, why_skipped
+
+    def _caught(self, backward: Callable[[], float | None]) -> tuple[float | None, str | None]:
+        """What ``backward`` returns, and why there are no gradients, if the guard goes on."""
         try:
-            if scaler is None:
-                return self.model.backward(loss_sum, num_targets), None
-            mean = self.model.backward(scaler.scaled(loss_sum), num_targets)
-            return None if mean is None else mean / scaler.scale, None
+            return backward(), None
         except FloatingPointError as error:  # raised on every rank
             self.settle()  # the step before may be the cause
             if self.guard.on_bad_step is OnBadStep.STOP:
@@ -281,7 +289,9 @@ class Trainer:
         self.settle()
         # Loss and targets; on the device, so that the host reads them once.
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        size = self.model.plan.round_size  # without gradients there are no rounds
+        plan = self.model.plan
+        # Without gradients there are rounds only where stages take them one after the other.
+        size = plan.round_size if plan.stages is None else plan.global_batch_size
         self.model.eval()
         for start in range(0, judged.num_samples, size):
             progress.mark("evaluation")
@@ -316,8 +326,6 @@ class Trainer:
         self._peak_memory.forget()
 
     def _my_part(self, batch: Batch, round_index: int = 0) -> list[Tensor]:
-        """This rank's samples of a round on its device; no rows if it has none."""
-        mine = deal(batch, self.model.plan, self.model.position, round_index)
-        # Contiguous, because embeddings and losses on strided indices cost 1 % of a step.
-        arrays = map(np.ascontiguousarray, mine.arrays)
+        """What this rank computes in one call, on its device; no rows if it has no samples."""
+        arrays = deal_to_call(batch, self.model.plan, self.model.position, round_index)
         return [to_device(torch.from_numpy(array), self._device) for array in arrays]

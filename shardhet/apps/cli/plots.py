@@ -14,9 +14,11 @@ COLOR_BY_WORK = {
     "optimizer": "tab:green",
     "wait_gather": "0.85",
     "wait_reduce": "0.75",
+    "wait_stage": "0.8",
     "agree": "0.92",
     "gather": "tab:purple",
     "reduce": "tab:brown",
+    "hand_over": "tab:red",
 }
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardhet import DeviceSpec
 from shardhet.apps.launch.builds import check_alike, check_serves
 from shardhet.apps.launch.crash import Failure, RankConsole
+from shardhet.apps.launch.emulated_link import EmulatedLink
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
 from shardhet.apps.launch.run_folder import RunFolder
@@ -51,6 +52,8 @@ def joined(
     A failure is written to where the launcher looks for it.
     """
     with _log_to(folder, env.rank):
+        if (link := EmulatedLink.of_environment()) is not None:
+            link.enter(env.rank)
         end_with_launcher()
         with _report_failure(folder, env, "no device"):
             device = choose_device(cluster, env)
@@ -116,7 +119,10 @@ def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -
         memory_bytes = emulated.memory_bytes or memory_bytes
     if cluster.kinds:
         kind = cluster.kinds[env.rank]
-    return replace(found, kind=kind, memory_capacity_bytes=memory_bytes)
+    link, host = EmulatedLink.of_environment(), found.host
+    if link is not None and env.rank >= link.first_ranks:
+        host = f"{host}-far"
+    return replace(found, kind=kind, memory_capacity_bytes=memory_bytes, host=host)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
@@ -18,7 +19,9 @@ from shardhet.apps.launch.crash import (
     read_failures,
     root_cause,
 )
+from shardhet.apps.launch.emulated_link import emulated_link
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.config.training import LinkConf
 
 FILE_WIDTH = 200  # columns, so that paths are not wrapped if the output is a file
 
@@ -33,11 +36,13 @@ def start_ranks(
     *,
     worker_module: str = "shardhet.apps.run.worker",
     grace_s: int | None = None,
+    link: LinkConf | None = None,
 ) -> None:
     """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails.
 
     ``grace_s`` is the time that ranks get to end in order if this process is told to end; None:
-    that of torch, and they do not.
+    that of torch, and they do not.  Messages between the ranks on both sides of ``link`` go
+    over an emulated one, if it says so and the system allows it.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -47,7 +52,10 @@ def start_ranks(
     # The launcher's messages about signals add nothing to the panel.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
-    with TemporaryDirectory() as log_dir:  # the launcher's own; ranks log into the run folder
+    with (
+        _joined_by(link) as address,
+        TemporaryDirectory() as log_dir,  # the launcher's own; ranks log into the run folder
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -55,7 +63,7 @@ def start_ranks(
             run_id=str(uuid4()),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            local_addr=address,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             shutdown_timeout=grace_s,
@@ -75,6 +83,33 @@ def start_ranks(
             if folder.end_path.exists():
                 return
             raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
+
+
+@contextmanager
+def _joined_by(link: LinkConf | None) -> Iterator[str]:
+    """Context in which ranks are joined by the link; this host's address in it."""
+    if link is None or not link.first_ranks:
+        yield "localhost"
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(emulated_link(link.first_ranks, link.mbit_per_s))
+        except OSError as error:
+            console.print(
+                f"Note: cluster.link is not slowed, because the system does not allow it "
+                f"({error}). It takes Linux, ip, tc and the rights of an administrator.",
+                markup=False,
+            )
+            yield "localhost"
+            return
+        made.publish()
+        console.print(
+            f"the first {link.first_ranks} ranks and the others are joined by "
+            f"{link.mbit_per_s:g} Mbit/s, which the system limits (tc)",
+            markup=False,
+        )
+        yield made.address
 
 
 def _show_cause(folder: RunFolder, failures: Mapping[int, Any]) -> None:

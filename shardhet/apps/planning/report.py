@@ -30,6 +30,7 @@ from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Source
+from shardhet.simulator.stages import PipelinePrice
 from shardhet.simulator.timeline import Timeline
 
 FILE_COLUMNS = 110
@@ -89,7 +90,7 @@ def rows(report: PlanReport) -> list[Row]:
 
 
 def rows_of(
-    plan: Plan, predicted: StepCost, busy_fraction: Callable[[int], float]
+    plan: Plan, predicted: StepCost | PipelinePrice, busy_fraction: Callable[[int], float]
 ) -> list[Row]:
     """The rows of a plan with this prediction; ``busy_fraction`` is that of a position."""
     costs = predicted.ranks
@@ -99,7 +100,8 @@ def rows_of(
         rank = plan.ranks[i]
         share = f"{costs[i].stored_numel / total:.2%}"
         on_host = rank.inputs_on_host, rank.optimizer_on_host
-        return (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host, share)
+        same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host, share)
+        return (*same, plan.group_of(i))
 
     found = []
     for _, members in groupby(range(plan.world_size), key):

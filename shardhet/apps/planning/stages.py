@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
@@ -21,14 +20,12 @@ from shardhet.apps.planning.report import (
     rows_of,
     source_line,
 )
-from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
+from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
-from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
 
 LEAST_PART = 1e-3  # of a link's bandwidth that is looked at
 
@@ -57,18 +54,11 @@ def faster_pipeline(
     another.
     """
     setting = inputs.setting
-    precision = PlannedPrecision(setting.workload.param_dtype)
-
-    def part(positions: Positions, conf: PlannerConf) -> Setting:
-        if conf.measured is not None:
-            return part_of(setting, positions)
-        return conf.derived(setting.cluster.only(positions), inputs.name).setting
-
     flat_s = inf if flat is None else flat.predicted.step_time_s
     found = find_pipeline(
         setting,
         global_batch_size=conf.global_batch_size,
-        smaller=partial(part, conf=replace(conf, precision=precision)),
+        smaller=conf.part_of(inputs),
         max_stages=conf.max_stages,
         demands=demands,
         tolerance=conf.tolerance,
@@ -76,11 +66,11 @@ def faster_pipeline(
     )
     if found is None or found.step_time_s >= flat_s:
         return None
-    alone = []
+    alone, alone_in = [], conf.part_of(inputs, keeps_precision=False)
     for positions in found.groups:
         with suppress(PlanError):
             solution = solve(
-                part(positions, conf),
+                alone_in(positions),
                 global_batch_size=conf.global_batch_size,
                 demands=demands.only(positions),
                 effort=effort,
@@ -171,7 +161,7 @@ def _result(report: PipelineReport) -> Iterator[str]:
     cluster = report.inputs.setting.cluster
     if unused := [i for i in range(cluster.world_size) if i not in used]:
         yield f"Left out: {named(cluster, unused)}. Start no ranks there."
-    yield "model.forward_backward runs plans with stages on CPUs so far (docs/limits.md)."
+    yield "shardhet train plan=file runs plans with stages, on CPUs so far (docs/limits.md)."
 
 
 def _hand_over(found: PipelineSolution) -> Iterator[str]:

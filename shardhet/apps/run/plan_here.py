@@ -143,7 +143,12 @@ def _planned(
 
     def plan() -> Plan:
         with phase("planning"):
-            return plan_for(present, measured, global_batch_size=conf.global_batch_size)
+            return plan_for(
+                present,
+                measured,
+                global_batch_size=conf.global_batch_size,
+                max_stages=conf.max_stages,
+            )
 
     # Rank zero alone plans: sums of floats might differ between kinds of processors.
     found = _of_rank_zero(plan, everyone)

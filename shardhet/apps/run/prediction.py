@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Self
 
@@ -9,10 +10,12 @@ from rich.table import Table
 
 from shardhet.apps.cli.streamed import figures_table
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
-from shardhet.pricing.step_cost import MemoryParts
+from shardhet.pricing.step_cost import MemoryParts, StepCost
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
+from shardhet.simulator.stages import PipelinePrice, price_of
 from shardhet.simulator.timeline import Timeline
 from shardhet.training.device_use import DeviceUse
 
@@ -44,9 +47,16 @@ class Prediction:
 
     @classmethod
     def in_setting(cls, plan: Plan, setting: Setting) -> Self:
-        """Simulate in a setting of the plan's devices and model."""
-        timeline = simulate(plan, setting)
-        cost = CostModel(setting).predict(plan)
+        """Simulate in a setting of the plan's devices and model.
+
+        Raises ``ValueError`` if stages hand over across links that were not measured.
+        """
+        cost: StepCost | PipelinePrice
+        if plan.stages is None:
+            timeline, cost = simulate(plan, setting), CostModel(setting).predict(plan)
+        else:
+            cost = price_of(plan, setting, partial(part_of, setting))
+            timeline = cost.timeline()
         positions = range(plan.world_size)
         return cls(
             timeline=timeline,

@@ -349,7 +349,9 @@ def show_start(
     num_params = sum(unit.numel for unit in model.plan.units)
     console.print(
         f"{task.model_name or conf.model.kind.value} with {num_params:,} parameters on "
-        f"{_count(model.plan.world_size, 'device')}; a step is "
+        f"{_count(model.plan.world_size, 'device')}"
+        + (f" in {len(model.plan.stages)} stages" if model.plan.stages else "")
+        + "; a step is "
         f"{_count(model.plan.global_batch_size, 'sample')}"
     )
     if resumed is not None:

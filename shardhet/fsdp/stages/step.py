@@ -96,10 +96,12 @@ class Pipeline:
                 self._expect(now)
                 if following is not None:
                     self._expect(following)
-                if now.phase is Phase.FORWARD:
-                    self._forward(now, schedule, is_training=is_training)
-                else:
-                    self._do_backward(now, scale)
+                name = f"stage {runtime.stage}: {now.phase.value} of round {now.round}"
+                with runtime.observers.label(name):
+                    if now.phase is Phase.FORWARD:
+                        self._forward(now, schedule, is_training=is_training)
+                    else:
+                        self._do_backward(now, scale)
             for way in (self._onward, self._back):
                 way.flush()
             self._lifeline.doing = "reducing the gradients that all stages share"
@@ -226,7 +228,8 @@ class Pipeline:
         self._lifeline.doing = (
             f"waiting for round {now.round} of stage {self._runtime.stage - 1}"
         )
-        return arriving.wait()
+        with self._runtime.observers.watch("", Activity.WAIT_STAGE):
+            return arriving.wait()
 
     def _hand_on(self, each: StageRound, output: Sequence[Tensor]) -> None:
         """Send the next stage its samples of what this one has made in a round."""
@@ -254,7 +257,8 @@ class Pipeline:
             self._lifeline.doing = (
                 f"waiting for gradients of round {now.round} of stage {runtime.stage + 1}"
             )
-            grads = arriving.wait_for_gradients()
+            with runtime.observers.watch("", Activity.WAIT_STAGE):
+                grads = arriving.wait_for_gradients()
             made = [
                 tensor
                 for tensor, carried in zip(made, kind.sent, strict=True)

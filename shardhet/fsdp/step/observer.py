@@ -28,6 +28,7 @@ class Activity(Enum):
     BACKWARD = "backward"  # including recomputation
     WAIT_GATHER = "wait_gather"  # waiting for parameters that other ranks store
     WAIT_REDUCE = "wait_reduce"  # waiting for gradients of other ranks, and adding them up
+    WAIT_STAGE = "wait_stage"  # waiting for samples or gradients of another stage
     AGREE = "agree"  # a small exchange between hosts, which waits for the slowest rank
 
 
@@ -113,6 +114,10 @@ class Observers:
         if not self._observers and not self.is_traced:
             return _UNWATCHED
         return self._watch(unit, activity, microbatch)
+
+    def label(self, text: str) -> AbstractContextManager[Any]:
+        """A context that the trace shows as ``text``, around activities."""
+        return record_function(text) if self.is_traced else _UNWATCHED
 
     @contextmanager
     def _watch(self, unit: str, activity: Activity, microbatch: int | None) -> Iterator[None]:

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
-from scipy.optimize import linprog
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.stages.groups import Positions, Stages
-from shardhet.planner.stages.times import hop_s, link_between
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.records.workload import Unit
+from shardhet.simulator.pipeline import hop_s, link_between
 
 BISECTIONS = 40
 
@@ -55,6 +54,8 @@ class Speeds:
         Each device is as fast as alone: of many, the slowest sets the pace, which derived times
         count.
         """
+        from scipy.optimize import linprog  # imported here: half a second
+
         positions = {device.kind: i for i, device in enumerate(self.setting.cluster.devices)}
         least: dict[str | None, dict[str, float]] = {}
         for i in positions.values():

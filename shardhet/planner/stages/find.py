@@ -18,16 +18,17 @@ import numpy as np
 
 from shardhet.planner.find import NO_DEMANDS, solve
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.stages.bound import Speeds, even_cuts
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
-from shardhet.planner.stages.solution import Hop, PipelineSolution, StageSolution
-from shardhet.planner.stages.times import StageTimes, hop_s, link_between, pipeline_s
+from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import PlannedUnit
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
+from shardhet.simulator.pipeline import Hop, StageTimes, hop_between, pipeline_s
+from shardhet.simulator.stages import with_units
 
 MAX_STAGES = 4
 MAX_ROUNDS = 512
@@ -153,7 +154,7 @@ class _Search:
         setting = self.setting_of(positions)
         try:
             solution = solve(
-                _with_units(setting, self.units[first:stop]),
+                with_units(setting, self.units[first:stop]),
                 global_batch_size=self.global_batch_size,
                 demands=replace(
                     self.demands.only(positions), form=form, rounds_in_flight=in_flight
@@ -169,19 +170,16 @@ class _Search:
             unit_fqns=tuple(unit.fqn for unit in self.units[first:stop]),
             in_flight=in_flight,
             solution=solution,
-            times=_times_of(solution),
+            times=StageTimes.of(solution.predicted, solution.plan.num_rounds),
         )
 
     def hops(self, stages: Stages, trial: _Trial) -> list[Hop]:
         """What is handed over from each stage to the next."""
         size = self.global_batch_size // trial.form.num_rounds
-        found = []
-        for (one, other), cut in zip(pairwise(stages), trial.cuts, strict=True):
-            nbytes = size * self.setting.workload.kind_of(self.units[cut]).input_bytes
-            link, number = link_between(self.setting.cluster, one, other)
-            seconds = hop_s((link, number), nbytes)
-            found.append(Hop(nbytes=nbytes, link=link, num_links=number, seconds=seconds))
-        return found
+        return [
+            hop_between(self.setting, one, other, self.units[cut], size)
+            for (one, other), cut in zip(pairwise(stages), trial.cuts, strict=True)
+        ]
 
     # The best pipeline of given stages
 
@@ -280,19 +278,21 @@ def find_pipeline(
     demands: Demands = NO_DEMANDS,
     tolerance: float | None = None,
     at_most_s: float = inf,
+    needs_all: bool = False,
 ) -> PipelineSolution | None:
     """The best pipeline of 2 to ``max_stages`` stages that was found; None if none fits.
 
     ``smaller`` creates the setting of the devices at some positions, in the precision of the
-    whole.  Pipelines that start far
-    above ``at_most_s`` are not looked at.  Raises ``ValueError`` if a link
-    between stages is not stated.
+    whole.  Pipelines that start far above ``at_most_s`` are not looked at, and with
+    ``needs_all`` none that leaves devices out.  Raises ``ValueError`` if a link between stages
+    is not stated.
     """
     search = _Search(setting, smaller, global_batch_size, demands)
     bounded = sorted(
         (search.speeds.least_step_s(stages), order, stages)
         for order, stages in enumerate(orders_of_stages(setting.cluster, max_stages))
         if len(stages) <= len(search.units)
+        and (not needs_all or sum(map(len, stages)) == setting.cluster.world_size)
     )
     started: list[tuple[_Rank, int, Stages, list[tuple[_Rank, _Trial]]]] = []
     for bound_s, order, stages in bounded[:MAX_SEARCHED]:
@@ -352,21 +352,3 @@ def _finished(
     )
     most_s = found.step_time_s * (1 + (tolerance or 0.0))
     return other if other.step_time_s <= most_s else found
-
-
-def _with_units(setting: Setting, units: Sequence[Unit]) -> Setting:
-    """The setting for a part of the model's units; what no unit owns is in every part."""
-    workload = setting.workload
-    root = tuple(unit for unit in workload.units if not unit.fqn)
-    return replace(setting, workload=replace(workload, units=(*units, *root)))
-
-
-def _times_of(solution: PlanSolution) -> StageTimes:
-    """A stage's seconds of a round, all rounds taken to be alike."""
-    cost, number = solution.predicted, solution.plan.num_rounds
-    own_s = cost.overhead_s / 2
-    return StageTimes(
-        forward_s=(cost.forward_s + own_s) / number,
-        backward_s=(cost.backward_s + own_s) / number,
-        once_s=cost.optimizer_s + cost.exposed_comm_s,
-    )

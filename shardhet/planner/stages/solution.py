@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.stages.groups import Positions, Stages
-from shardhet.planner.stages.times import StageTimes, pipeline_s
-from shardhet.records.cluster import Link
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.stages import Stage
+from shardhet.simulator.pipeline import Hop, StageTimes, pipeline_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +18,6 @@ class StageSolution:
     in_flight: int
     solution: PlanSolution  # of these devices and units alone, with all rounds of a step
     times: StageTimes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hop:
-    """What stages hand over in a round, in each direction."""
-
-    nbytes: int
-    link: Link
-    num_links: int  # side by side
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,12 @@ compute, and begins when the one before it has ended.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardhet.pricing.setting import Setting
+from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import Cluster, Link
 from shardhet.records.schedule import Phase
 from shardhet.records.schedule.pipeline import RoundPhase, one_forward_one_backward
+from shardhet.records.workload import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +24,41 @@ class StageTimes:
     backward_s: float
     once_s: float = 0.0  # after its last round: the optimizer, and what overlaps no compute
 
+    @classmethod
+    def of(cls, cost: StepCost, num_rounds: int) -> "StageTimes":
+        """Those of a stage whose rounds cost this much together, taken to be alike."""
+        own_s = cost.overhead_s / 2
+        return cls(
+            forward_s=(cost.forward_s + own_s) / num_rounds,
+            backward_s=(cost.backward_s + own_s) / num_rounds,
+            once_s=cost.optimizer_s + cost.exposed_comm_s,
+        )
+
     @property
     def round_s(self) -> float:
         """Seconds of a round."""
         return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """What stages hand over in a round, in each direction."""
+
+    nbytes: int
+    link: Link
+    num_links: int  # side by side
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A round's forward or backward on a stage, or its message to the next one."""
+
+    stage: int
+    to: int | None  # the stage that gets the message; None: it is computed
+    of: RoundPhase
+    start_s: float
+    end_s: float
 
 
 def pipeline_s(
@@ -33,6 +67,7 @@ def pipeline_s(
     *,
     in_flight: Sequence[int],
     num_rounds: int,
+    passages: list[Passage] | None = None,
 ) -> float:
     """Seconds of a step.
 
@@ -41,6 +76,7 @@ def pipeline_s(
         hops_s: of one round from each stage to the next, and of its gradients back.
         in_flight: rounds that each stage may have begun and not finished; not growing.
         num_rounds: of the step.
+        passages: gets all that is computed and sent, if given.
     """
     orders = [one_forward_one_backward(num_rounds, each) for each in in_flight]
     next_of = [0] * len(stages)
@@ -61,6 +97,8 @@ def pipeline_s(
                 start_s = max(free_s[i], arrived_s.get((i, each), 0.0))
                 seconds = stages[i].forward_s if is_forward else stages[i].backward_s
                 free_s[i] = start_s + seconds
+                if passages is not None:
+                    passages.append(Passage(i, None, each, start_s, free_s[i]))
                 next_of[i] += 1
                 num_taken += 1
                 if 0 <= receiver < len(stages):
@@ -68,6 +106,9 @@ def pipeline_s(
                     begins_s = max(free_s[i], links_free_s.get(link, 0.0))
                     arrived_s[receiver, each] = begins_s + hops_s[min(link)]
                     links_free_s[link] = arrived_s[receiver, each]
+                    if passages is not None:
+                        ends_s = arrived_s[receiver, each]
+                        passages.append(Passage(i, receiver, each, begins_s, ends_s))
         if num_taken == before:
             raise ValueError(
                 f"pipeline: {list(in_flight)} rounds in flight grow along it, so that it does "
@@ -105,6 +146,20 @@ def link_between(
         )
     stated = [(link, number) for link, number, _ in found if link is not None]
     return min(stated, key=lambda each: each[0].bandwidth_bytes_per_s * each[1])
+
+
+def hop_between(
+    setting: Setting,
+    senders: Sequence[int],
+    receivers: Sequence[int],
+    first: Unit,
+    num_samples: int,
+) -> Hop:
+    """What one stage hands over to the next, whose first unit is ``first``, in a round."""
+    nbytes = num_samples * setting.workload.kind_of(first).input_bytes
+    link, number = link_between(setting.cluster, senders, receivers)
+    seconds = hop_s((link, number), nbytes)
+    return Hop(nbytes=nbytes, link=link, num_links=number, seconds=seconds)
 
 
 def hop_s(link: tuple[Link, int], nbytes: float) -> float:
