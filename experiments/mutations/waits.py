@@ -5,7 +5,7 @@ python -m experiments.mutations.waits --list    the places
 python -m experiments.mutations.waits --on-hosts --only wait_sent
 
 With --on-hosts the detector is not asked again, and only tests over transports of the host run;
-with --by only one of the groups of tests.
+with --by only some of the groups of tests.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from experiments.mutations.copies import changed, has_passed, run_tests
 HERE = Path(__file__).parent
 FOLDERS = (
     "shardhet/comm",
-    *(f"shardhet/fsdp{room}" for room in ("", "/params", "/sharding", "/step")),
+    *(f"shardhet/fsdp{room}" for room in ("", "/params", "/sharding", "/stages", "/step")),
 )
 # What makes nothing wrong but slower or larger: bounds, early events, pinned copies.
 BESIDE_WAITS = (
@@ -49,11 +49,12 @@ WAITS = {
     "wait_sent",
     "wait_stream",
 }
-# Overlap and peaks in the emulated streams' time; the detector; and the tests of transports of
-# the host, of which neither knows anything.
+# What is in flight and let go; overlap and peaks in the emulated streams' time; the detector;
+# and the tests of transports of the host, of which these know nothing.
 TESTS = {
+    "pending": ["pending"],
     "overlap": ["overlap"],
-    "detector": ["emulated"],
+    "detector": ["emulated", "host_copy", "inputs_on_host", "optimizer_on_host"],
     "parity": [
         "comm",
         "shared_host",
@@ -178,11 +179,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the places and stop")
     parser.add_argument("--only", default="", help="places with these words: path:line code")
     parser.add_argument("--on-hosts", action="store_true", help="do not ask the detector")
-    parser.add_argument("--by", choices=TESTS, help="ask this group of tests alone")
+    parser.add_argument(
+        "--by", nargs="+", choices=TESTS, default=[], help="ask these groups of tests alone"
+    )
     options = parser.parse_args()
     todo = [p for p in places() if options.only in f"{p.path}:{p.line} {p.before.strip()}"]
-    by = "parity" if options.on_hosts else options.by
-    tests = {by: TESTS[by]} if by else TESTS
+    by = ["parity"] if options.on_hosts else options.by
+    tests = {name: TESTS[name] for name in by or TESTS}
     if options.list:
         for each in todo:
             console.print(f"{each.path}:{each.line} {each.before.strip()}", markup=False)
@@ -190,7 +193,11 @@ def main() -> None:
         return
     console.print(Environment.here().as_markdown())
     verdicts: list[Verdict] = []
-    name = "waits_on_hosts" if by == "parity" else f"waits_by_{by}" if by else "waits"
+    name = (
+        "waits_on_hosts"
+        if by == ["parity"]
+        else "waits" + "".join(f"_by_{each}" for each in by)
+    )
     path = HERE / f"{name}.csv"
     before = read_csv(path, Verdict) if path.exists() else []
     with ThreadPoolExecutor(options.jobs) as pool:
