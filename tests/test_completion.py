@@ -47,6 +47,7 @@ def complete(commands: Path, *lines: str) -> list[set[str]]:
 
 
 @needs_bash
+@pytest.mark.campaign  # every key of every command
 def test_commands_groups_choices_and_keys_are_offered(commands: Path) -> None:
     names, groups, choices, keys = complete(
         commands,

@@ -129,6 +129,7 @@ def test_as_many_ranks_as_were_measured_start_unless_something_says_how_many(
         to_conf(compose_with(["plan=measured", "plan.measured=nowhere"]))
 
 
+@pytest.mark.campaign  # three launches
 def test_devices_that_are_new_are_measured_once_and_then_known(tmp_path: Path) -> None:
     text, folder = write_pages(tmp_path / "text"), tmp_path / "run"
     small = ("data=text_dir", "debug=quick", "model.width=16", "model.num_layers=1")

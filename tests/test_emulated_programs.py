@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import SHARDHET, SMALL_MODEL, run
-from tests.selection import one_in
+from tests.selection import for_campaign, one_in
 from tests.warm import ROOT
 
 QUICK = ("debug=quick", "data.num_judged_samples=2", "optim.lr=1e-3")
@@ -54,7 +54,7 @@ def test_training_runs_from_start_to_end(
     assert losses_of(on_accelerators) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("program", ["train", "doctor"])
+@pytest.mark.parametrize("program", [for_campaign("train"), "doctor"])
 def test_gloo_carries_what_is_on_accelerators_if_it_is_asked_to(
     tmp_path: Path, program: str
 ) -> None:

@@ -76,6 +76,7 @@ def _fail(_rank: int) -> None:
     raise ValueError("no luck")
 
 
+@pytest.mark.campaign  # of experiments alone
 def test_ranks_of_an_experiment_that_is_killed_end_with_it(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys, time\n"

@@ -17,6 +17,7 @@ from tests.selection import one_in
         ],
     ),
 )
+@pytest.mark.campaign  # as the rest of its program
 def test_a_run_that_is_interrupted_goes_on_where_it_was(seed: int, deed: str) -> None:
     fault = Fault.of(seed, deed)
     outcome = interrupt(fault, undisturbed(fault.next_plan))

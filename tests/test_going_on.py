@@ -188,6 +188,7 @@ def test_the_spreadsheet_has_the_steps_of_earlier_starts(tmp_path: Path) -> None
     assert rows[0]["seconds_2"] == ""
 
 
+@pytest.mark.campaign  # two launches
 def test_a_folder_that_is_named_by_the_time_is_refused_once_if_ranks_start_again(
     tmp_path: Path,
 ) -> None:

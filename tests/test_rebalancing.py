@@ -42,6 +42,7 @@ from shardhet.training.slow_devices import (
     step_seconds,
 )
 from tests.made_up import device_profile
+from tests.selection import for_campaign, one_in
 from tests.test_worker import SHORT_TEXT, configure, write_pages
 from tests.worlds import run_ranks
 
@@ -157,7 +158,7 @@ IN_ROUNDS = Plan.by_hand(
 ids = ["two", "one only stores", "in rounds"]
 
 
-@pytest.mark.parametrize("plan", [EVEN, ONE_STORES, IN_ROUNDS], ids=ids)
+@pytest.mark.parametrize("plan", one_in(3, [EVEN, ONE_STORES, IN_ROUNDS]), ids=ids)
 def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Plan) -> None:
     courses = run_ranks(slow_down, plan.world_size, plan, True)
     undisturbed = run_ranks(stay_as_fast, plan.world_size, plan)
@@ -296,7 +297,7 @@ def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
     )
 
 
-@pytest.mark.parametrize("rebalances", [True, False])
+@pytest.mark.parametrize("rebalances", [True, for_campaign(False)])
 def test_a_run_says_which_device_is_slow_and_follows_a_new_plan(
     rebalances: bool, tmp_path: Path
 ) -> None:

@@ -372,6 +372,7 @@ def test_a_slow_cable_asks_for_stages(
     assert len(plan.stages) == 2
 
 
+@pytest.mark.campaign  # its slow counterpart stays
 def test_a_fast_cable_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = (described(tmp_path, 400), "max_stages=2", "global_batch_size=64")
     plan_main([*keys, "explain=false", "baselines=false", "model=gpt_125m"])

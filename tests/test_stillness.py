@@ -25,7 +25,7 @@ from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch, watch_ran
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import start
-from tests.selection import one_in
+from tests.selection import for_campaign, one_in
 from tests.test_bad_input import Net
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
 
@@ -285,7 +285,7 @@ def do_not_come_to_the_save(rank: int, folder: str, is_declared: bool) -> None:
     save(model, None, Path(folder) / "saved")
 
 
-@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize("is_declared", [for_campaign(True), False])
 def test_a_rank_that_does_not_come_to_a_save_is_named(
     is_declared: bool, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from shardhet.records.plan import Plan
 from tests.programs import SHARDHET, SMALL_MODEL, TORCHRUN, run, start
+from tests.selection import for_campaign
 
 QUICK = ("debug=quick", "data.num_judged_samples=2")
 SMALL = (*SMALL_MODEL, *QUICK)
@@ -94,6 +95,7 @@ def test_torchrun_is_the_same_program(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(run_dir), losses(tmp_path / "alone"), rtol=1e-5)
 
 
+@pytest.mark.campaign  # tests of folders have it in small
 def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path) -> None:
     port = free_port()
     agents = [
@@ -158,6 +160,7 @@ def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
     assert (run_dir / "metrics.csv").read_text().startswith("step,loss,grad_norm,lr,")
 
 
+@pytest.mark.campaign  # tests of compiling have it without a launch
 def test_without_a_compiler_a_compiled_run_says_so_and_trains(tmp_path: Path) -> None:
     # As with CXX=/no/such/compiler, which torch reads when it is imported.
     (tmp_path / "sitecustomize.py").write_text(
@@ -171,6 +174,7 @@ def test_without_a_compiler_a_compiled_run_says_so_and_trains(tmp_path: Path) ->
     assert len(losses(run_dirs(tmp_path)[0])) == 5
 
 
+@pytest.mark.campaign  # four launches
 def test_a_sweep_is_one_run_per_job(tmp_path: Path) -> None:
     done = run([*ALONE, "-m", "optim.lr=1e-3,1e-2", "cluster.num_ranks=1", *SMALL], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -239,7 +243,7 @@ def test_the_root_cause_is_what_is_seen_last(tmp_path: Path) -> None:
     ("failure", "said"),
     [
         ("import time; time.sleep(1000)", "stands still: alive, but for"),
-        ("os.kill(os.getpid(), 19)", "its process is stopped (SIGSTOP)"),
+        for_campaign("os.kill(os.getpid(), 19)", "its process is stopped (SIGSTOP)"),
     ],
 )
 def test_a_rank_that_stands_still_ends_the_run_and_is_shown(
