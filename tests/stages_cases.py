@@ -6,6 +6,7 @@ The model is a ``Patchwork`` in float64, whose units are cut into stages at any 
 import copy
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shardhet import DeviceSpec, HetFSDP, Plan, Stage
 from shardhet.fsdp.sharding.wrapping import find_units
+from tests.emulated.accelerator import Accelerator
 from tests.parity import (
     LOSS_BAR,
     PARAM_BAR,
@@ -32,6 +34,7 @@ from tests.parity import (
 from tests.patchwork import IGNORED, Case, draw_shape
 
 MAX_RANKS = 5
+READ = "comm/host_copy.py read: event"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,29 +186,42 @@ def _draw_plan(
     return replace(plan, last_round_size=ragged), kinds
 
 
-def check(rank: int, case: StagesCase) -> Result | str:
+def check(rank: int, case: StagesCase, on_accelerators: bool = False) -> Result | str:
     """Run the case twice on this rank; raises ``AssertionError`` at the first difference.
 
     Returns what a refusal says, if it is refused.
     """
     torch.manual_seed(0)
+    make = Accelerator if on_accelerators else OnHost
     try:
-        result = _train(rank, case)
+        result = _train(rank, case, make())
     except ValueError as error:
         return str(error)
-    again = _train(rank, case)
+    again = _train(rank, case, make())
     assert len(result.bits) == len(again.bits), "not repeated"
     assert all(map(torch.equal, result.bits, again.bits)), "not repeated bit by bit"
     return Result(result.rows, result.shapes, bits=[])
 
 
-def _train(rank: int, drawn: StagesCase) -> Result:
+class OnHost:
+    """In place of an accelerator."""
+
+    device = torch.device("cpu")
+
+    @staticmethod
+    def installed() -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _train(rank: int, drawn: StagesCase, place: Accelerator | OnHost) -> Result:
     case = drawn.case
     problem, plan, course = case.problem, case.plan, case.course
     torch.manual_seed(11)
     reference = problem.make_module()
     spec = DeviceSpec(kind=course.kinds[rank]) if course.kinds else None
-    model = HetFSDP(copy.deepcopy(reference), plan, device_spec=spec, **problem.options)
+    options = {**problem.options, "device": place.device}
+    with place.installed():
+        model = HetFSDP(copy.deepcopy(reference), plan, device_spec=spec, **options)
     optimizers = [make_optimizer(each, course.optimizer) for each in (reference, model)]
     unit_by_fqn = _unit_by_param(reference, problem.options)
     bits: list[Tensor] = []
@@ -222,10 +238,15 @@ def _train(rank: int, drawn: StagesCase) -> Result:
                 optimizer.zero_grad()
         mine = plan.sample_indices(model.position, num_samples)
         tokens, targets = batch["tokens"][mine], batch["targets"][mine]
-        if case.shape.head == "loss":
-            mean = model.forward_backward(tokens, targets)
-        else:
-            mean = model.forward_backward(tokens, loss_inputs=targets)
+        with place.installed():
+            tokens, targets = tokens.to(place.device), targets.to(place.device)
+            before, num_probes = _syncs_of(place), len(model._runtime._known._findings)
+            if case.shape.head == "loss":
+                mean = model.forward_backward(tokens, targets)
+            else:
+                mean = model.forward_backward(tokens, loss_inputs=targets)
+            if len(model._runtime._known._findings) == num_probes:
+                assert _syncs_of(place)[len(before) :] in ([], [READ]), _syncs_of(place)
         if course.has_dropout:
             first = replace(plan, ranks=plan.ranks[: len(plan.groups[0])], stages=None)
             expected = microbatched_step(reference, problem, first, batch, sizes, step=step)
@@ -236,16 +257,19 @@ def _train(rank: int, drawn: StagesCase) -> Result:
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
         compare_grads(model, reference, unit_by_fqn, where=f"step {step}")
         if course.clip_at is not None:
-            clip_both(model, reference, course.clip_at)
+            with place.installed():
+                clip_both(model, reference, course.clip_at)
             compare_grads(model, reference, unit_by_fqn, where=f"step {step}, clipped")
         bits += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         if (step + 1) % course.steps_between_zero_grad == 0:
-            for optimizer in optimizers:
-                optimizer.step()
-        bits += _evaluate(model, reference, batch, mine, case)
+            optimizers[0].step()
+            with place.installed():
+                optimizers[1].step()
+        bits += _evaluate(model, reference, batch, mine, case, place)
         bar = PARAM_BAR[course.optimizer]
         compare_params(model, reference, bar=bar, where=f"after step {step}")
-    compare_state_dicts(model, reference, bar=PARAM_BAR[course.optimizer], rank=rank)
+    with place.installed():
+        compare_state_dicts(model, reference, bar=PARAM_BAR[course.optimizer], rank=rank)
     boxes = model.sharded_state_dict()
     bits += [box.tensor.clone() for box in boxes.values()]
     return Result(
@@ -256,17 +280,24 @@ def _train(rank: int, drawn: StagesCase) -> Result:
 
 
 def _evaluate(
-    model: HetFSDP, reference: Any, batch: dict[str, Tensor], mine: list[int], case: Case
+    model: HetFSDP,
+    reference: Any,
+    batch: dict[str, Tensor],
+    mine: list[int],
+    case: Case,
+    place: Accelerator | OnHost,
 ) -> list[Tensor]:
     """The last stage has the loss of its samples, other ranks that of none."""
-    tokens, targets = batch["tokens"][mine], batch["targets"][mine]
     with torch.no_grad():
         expected, number = case.problem.loss(reference.eval(), batch)
-        model.eval()
+    model.eval()
+    with torch.no_grad(), place.installed():
+        tokens, targets = (batch[name][mine].to(place.device) for name in ("tokens", "targets"))
         if case.shape.head == "loss":
             loss_sum, count = model(tokens, targets)
         else:
             loss_sum, count = model(tokens, loss_inputs=targets)
+        loss_sum, count = loss_sum.cpu(), count.cpu()
     reference.train()
     model.train()
     if model.position not in model.plan.groups[-1]:
@@ -276,6 +307,11 @@ def _evaluate(
     assert tokens_of_all == number
     assert abs(loss - expected) <= LOSS_BAR * abs(expected), f"loss {loss} for {expected}"
     return [loss_sum]
+
+
+def _syncs_of(place: Accelerator | OnHost) -> list[str]:
+    """Where the host has waited for the device."""
+    return list(place.syncs) if isinstance(place, Accelerator) else []
 
 
 def _sizes(plan: Plan, num_samples: int) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
 """Stages of a pipeline: plans, the order in which they take rounds, and who refuses them."""
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from shardhet.pricing.replicas import replica_price
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.schedule import (
+    Handover,
     Phase,
     RoundPhase,
     intervals,
     messages_between,
     one_forward_one_backward,
+    phases_of,
 )
 from shardhet.records.stages import Stage, rounds_in_flight, stage_by_unit
 from shardhet.simulator.simulation import simulate
@@ -191,6 +194,58 @@ def test_a_pipeline_completes_iff_rounds_in_flight_do_not_grow(
             open_rounds += 1 if phase is Phase.FORWARD else -1
             largest = max(largest, open_rounds)
         assert largest == most
+
+
+def messages_of(
+    stage: int, in_flight: Sequence[int], num_rounds: int, *, in_one_order: bool
+) -> list[Handover]:
+    """The messages of a stage in the order of launching; checks what a phase needs."""
+    launched: list[Handover] = []
+    has_room: set[Handover] = set()
+    phases = phases_of(stage, in_flight, num_rounds, in_one_order=in_one_order)
+    for of, ready, before, after in phases:
+        assert not has_room.intersection(ready)
+        has_room.update(ready)
+        launched += before
+        needed = Handover.to(stage, of)
+        if 0 <= needed.stage < len(in_flight) - 1:
+            assert needed in launched
+            ahead = max(each.of.round for each in has_room if each.of.phase is of.phase)
+            assert ahead <= of.round + 1
+        assert all(each in has_room or each == Handover.by(stage, each.of) for each in launched)
+        launched += after
+    assert len(launched) == len(set(launched))
+    return launched
+
+
+def complete_in_step(programs: list[list[Handover]]) -> bool:
+    """Whether stages that each do one thing at a time, sender and receiver together, end."""
+    at = [0] * len(programs)
+    while True:
+        heads = Counter(p[i] for i, p in zip(at, programs, strict=True) if i < len(p))
+        together = {each for each, number in heads.items() if number == 2}
+        if not together:
+            return not heads
+        for stage, program in enumerate(programs):
+            at[stage] += at[stage] < len(program) and program[at[stage]] in together
+
+
+@pytest.mark.parametrize("num_stages", range(1, 5))
+def test_messages_in_one_order_need_no_two_at_a_time(num_stages: int) -> None:
+    for in_flight in product(range(1, 6), repeat=num_stages):
+        if list(in_flight) != sorted(in_flight, reverse=True):
+            continue
+        for num_rounds in range(1, 8):
+            programs, others = (
+                [
+                    messages_of(stage, in_flight, num_rounds, in_one_order=in_one_order)
+                    for stage in range(num_stages)
+                ]
+                for in_one_order in (True, False)
+            )
+            assert complete_in_step(programs), (in_flight, num_rounds)
+            assert list(map(set, programs)) == list(map(set, others))
+            assert sum(map(len, programs)) == 4 * num_rounds * (num_stages - 1)
 
 
 @given(

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,8 +37,7 @@ def _let_go_of_groups() -> None:
             if hasattr(holder, name):
                 object.__setattr__(holder, name, None)
     _made_by_group.clear()
-    _computing_by_group.clear()
-    _handover_by_group.clear()
+    _parts_by_group.clear()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -95,8 +94,7 @@ class Communicators:
             each.give_up()
         for group in (self.gather, self.reduce, self.control):
             if group is not None:
-                parts = _computing_by_group.get(group, {}).values()
-                for part in (*parts, *_handover_by_group.get(group, ()), group):
+                for part in (*_parts_by_group.get(group, {}).values(), group):
                     if part is not None:
                         _break(part)
 
@@ -109,14 +107,10 @@ _Groups = tuple[
     tuple[Transport, ...] | None,
 ]
 _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
-# Of ranks that compute, or of those of one node, None on the others; by the group that they
-# are a part of.
+# Of ranks that compute, of those of one node, or of two stages, None on the others; by the
+# group that they are a part of.
 _Part = dist.ProcessGroup | None
-_computing_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Part]] = (
-    WeakKeyDictionary()
-)
-# For messages between the stages of a pipeline, in each direction.
-_handover_by_group: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = (
+_parts_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Part]] = (
     WeakKeyDictionary()
 )
 
@@ -195,21 +189,45 @@ def side_channel(channel: Channel) -> Channel:
 _side_channels: WeakSet[Channel] = WeakSet()
 
 
-def handover_channels(channel: Channel) -> list[Channel]:
-    """Channels over gloo for what stages of a pipeline send to the next, and to the one before.
+def part_of(
+    channel: Channel,
+    positions: Sequence[int],
+    *,
+    purpose: str,
+    control: Channel,
+    device: torch.device,
+) -> Channel | None:
+    """A channel of its own among ``positions`` of ``channel``; None on the other ranks.
 
-    Their groups have all processes, so that every rank makes equally many; they are made on
-    first use and kept as long as that of ``channel``.  Collective.
+    Its group is made on first use and kept as long as that of ``channel``.  Collective.
     """
     group = channel.group
     if group is None:
-        return [Channel(None, channel.rank_by_position, channel.position)] * 2
-    made = _handover_by_group.setdefault(group, [])
-    if not made:
-        host = torch.device("cpu")
-        count_alike(group, host)
-        made += [new_group(group, host, backend="gloo") for _ in range(2)]
-    return [Channel(each, channel.rank_by_position, channel.position) for each in made]
+        return channel if channel.position in positions else None
+    ranks = sorted(channel.rank_by_position[i] for i in positions)
+    made, key = _parts_by_group.setdefault(group, {}), (purpose, *ranks)
+    if key not in made:
+        made[key] = part = _make_part(group, ranks, control=control, device=device)
+        if part is not None and devices.backend_of(part, device) == "nccl":
+            dist.all_reduce(torch.zeros(1, device=device), group=part)
+    if made[key] is None:
+        return None
+    places = [ranks.index(r) if r in ranks else -1 for r in channel.rank_by_position]
+    return Channel(made[key], tuple(places), channel.position)
+
+
+def _make_part(
+    group: dist.ProcessGroup, ranks: Sequence[int], *, control: Channel, device: torch.device
+) -> dist.ProcessGroup | None:
+    """A new group of ``ranks`` of ``group``, like it; None on the others.  Collective."""
+    assert control.group is not None
+    count_alike(control.group, torch.device("cpu"))
+    if group.rank() in ranks:
+        return new_group(group, device, backend=devices.backend_of(group, device), ranks=ranks)
+    # The others make a group too: torch names a group by how many its ranks have made.
+    others = [rank for rank in range(group.size()) if rank not in ranks]
+    new_group(group, device, backend="gloo", ranks=others)
+    return None
 
 
 def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -281,7 +299,8 @@ def among_computing(
 ) -> Channel:
     """``channel`` with a communicator of the positions that compute, if others only store.
 
-    Collective.  Only NCCL, whose collectives need all ranks of a communicator, has use for it.
+    A position whose carrier is -1 has no part in its collectives, and no rows.  Collective.
+    Only NCCL, whose collectives need all ranks of a communicator, has use for it.
     """
     positions = tuple(i for i, carrier in enumerate(carrier_by_position) if i == carrier)
     group = channel.group
@@ -289,24 +308,15 @@ def among_computing(
     if group is None or not is_nccl or len(positions) == channel.world_size:
         return replace(channel, computing=None)
     ranks = tuple(sorted(channel.rank_by_position[i] for i in positions))
-    made = _computing_by_group.setdefault(group, {})
+    made = _parts_by_group.setdefault(group, {})
     is_new = ranks not in made
     if is_new:
-        assert control.group is not None
-        count_alike(control.group, torch.device("cpu"))
-        # The others make a group too: torch names a group by how many its ranks have made.
-        others = tuple(rank for rank in range(group.size()) if rank not in ranks)
-        part = new_group(
-            group,
-            device,
-            backend="nccl" if group.rank() in ranks else "gloo",
-            ranks=ranks if group.rank() in ranks else others,
-        )
-        made[ranks] = part if group.rank() in ranks else None
+        made[ranks] = _make_part(group, ranks, control=control, device=device)
     computing = ComputingRanks(positions, tuple(carrier_by_position), made[ranks])
     channel = replace(channel, computing=computing)
     if is_new:
-        _run_once(channel, [1] * channel.world_size, positions, device)
+        splits = [int(carrier >= 0) for carrier in carrier_by_position]
+        _run_once(channel, splits, positions, device)
     return channel
 
 
@@ -327,7 +337,7 @@ def in_two_levels(
         tuple(sorted(channel.rank_by_position[i] for i in geometry.mates(position)))
         for position in geometry.positions
     }
-    made = _computing_by_group.setdefault(group, {})
+    made = _parts_by_group.setdefault(group, {})
     new = sorted(ranks for ranks in nodes if len(ranks) > 1 and ranks not in made)
     if new:
         assert control.group is not None

@@ -26,8 +26,9 @@ from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_piece
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
+from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.fsdp.stages.refusals import find_units_by
-from shardhet.fsdp.stages.runtime import comm_of_units, runtime_by
+from shardhet.fsdp.stages.runtime import runtime_by
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output

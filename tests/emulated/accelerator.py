@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.modes import tensors_among
+from shardhet.fsdp.stages.absent import Absent
 from tests.emulated.clocks import Clock, Event, Host, Stream
 from tests.emulated.memory import Access, Held, Memory, RaceError
 from tests.emulated.nccl import Nccl
@@ -110,6 +111,8 @@ class Accelerator:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation of torch, on the current stream if it concerns the device."""
         given = list(tensors_among((args, kwargs)))
+        if any(isinstance(tensor, Absent) for tensor in given):
+            return self._run_on_shapes(func, args, kwargs)
         target = kwargs.get("device")
         makes = target is not None and target.type == "cpu" and target.index is not None
         listed = [tensor for tensor in given if self.held(tensor) is not None]
@@ -152,6 +155,14 @@ class Accelerator:
         elif goes_to_host or (makes and given and not listed):
             self._wait_unless_pinned(given[0], kwargs, str(func))
             self._leaves_host(given[0], str(func))
+        return result
+
+    def _run_on_shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With tensors that have no values: nothing is read."""
+        result = func(*args, **kwargs)
+        for tensor in tensors_among(result):
+            if not isinstance(tensor, Absent) and tensor.device.type == "cpu":
+                self.take_in(tensor)
         return result
 
     def _follow_copy(self, args: Any, kwargs: dict[str, Any]) -> None:

@@ -8,12 +8,12 @@ from functools import partial
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from shardhet.comm.host_copy import to_device
 from shardhet.fsdp.microbatch.batching import BatchAxis, flatten, unflatten
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
@@ -29,6 +29,8 @@ _CHOOSING = (type(None), bool, str, bytes, Enum, torch.dtype)
 
 
 CHECKSUM_END = 2**48  # exact in float64
+MIXER = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, odd (Knuth, TAOCP 3, section 6.4)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_plain(leaf: Any) -> bool:
@@ -111,20 +113,22 @@ class ModelCall:
         if self.num_samples:
             yield from zip(self.leaves, self.batch_dims, self.candidates(), strict=True)
 
-    def checksums(self) -> tuple[int, int]:
+    def checksums(self, device: torch.device) -> Tensor:
         """Numbers for the samples: their sum, and that with each times its place, from 1 on.
 
-        For tensors on the host.
+        [2] on ``device``, modulo ``CHECKSUM_END``.
         """
-        sums = [0] * self.num_samples
+        total = torch.zeros(self.num_samples, dtype=torch.int64, device=device)
         for leaf, dim, factor in self._factors():
             if not factor or dim is None or leaf.layout is not torch.strided:
                 continue
-            rows = leaf.detach().movedim(dim, 0).reshape(self.num_samples, -1).contiguous()
-            for i, row in enumerate(rows.view(torch.uint8).numpy()):
-                sums[i] = crc32(row, sums[i])
-        placed = sum(place * each for place, each in enumerate(sums, 1))
-        return sum(sums) % CHECKSUM_END, placed % CHECKSUM_END
+            rows = _real(leaf.detach()).movedim(dim, 0).reshape(self.num_samples, -1)
+            hashed = _hash_rows(rows)
+            is_there = hashed.device == total.device
+            total = total * 31 + (hashed if is_there else to_device(hashed, device))
+        places = torch.arange(1, self.num_samples + 1, device=device)
+        sums = torch.stack([total.sum(), (total * places).sum()])
+        return (sums % CHECKSUM_END).double()
 
     def _look(self, leaf: Any, dim: int | None) -> Hashable:
         if isinstance(leaf, Tensor):
@@ -233,6 +237,14 @@ class ModelCall:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _hash_rows(rows: Tensor) -> Tensor:
+    """A number for the bytes of every row of ``rows``, [samples, elements], in int64."""
+    words = rows.contiguous().view(_WORDS[rows.element_size()]).long()
+    odd = 2 * torch.arange(words.shape[1], device=words.device) + 1
+    sums = ((words ^ (words >> 29)) * (odd * MIXER)).sum(1)
+    return sums ^ (sums >> 29)
 
 
 def _dim_of(name: str, batch_dim: BatchDims) -> int | None:

@@ -12,13 +12,25 @@ those that send it samples, and returns its gradient there, where gradients are 
 
 Between two ranks, messages of a direction arrive in the order of rounds.  Nothing waits for a
 message that is being sent; a rank waits for those that it receives, in ``comm``, where a failed
-peer ends the wait.
+peer ends the wait.  Which gradients there are, the hosts tell each other.
+
+[Note: Streams of a handover]
+On an accelerator the host waits for no message.  Who waits for whom:
+
+    receive, before it writes       for what the compute stream had done when the memory was
+                                    allocated, a phase or more before: it overlaps compute
+    compute, before it reads        for the receive (``Arriving.wait``)
+    send, before it reads           for compute up to its launch
+    compute, before it frees        for the send, of the round that has surely been received
+    what was sent                   because something later has come back (``Departures.send``)
+
+Received tensors are of the compute stream's memory, and so may be freed at any time.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +38,7 @@ from torch import Tensor
 from shardhet.comm.calls import Messages, Pending
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis
+from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.flow import Returned
 from shardhet.records.layout import Span
 
@@ -64,104 +77,109 @@ class Carried:
         else:
             self.axis.put(whole, piece, samples, num_samples)
 
-    def of_samples(self, tensor: Tensor | None, samples: Span, num_samples: int) -> Tensor:
-        """Those of a tensor for ``num_samples``; zeros on the host if it is None."""
-        shape = tuple(self.example.shape)
-        if tensor is None:
-            if self.axis is not None:
-                shape = self.axis.shape(shape, samples.numel)
-            return torch.zeros(shape, dtype=self.example.dtype)
+    def of_samples(self, tensor: Tensor, samples: Span, num_samples: int) -> Tensor:
+        """Those of a tensor for ``num_samples``."""
         return tensor if self.axis is None else self.axis.narrow(tensor, samples, num_samples)
+
+    def zeros(self, num_samples: int, device: torch.device) -> Tensor:
+        """In place of a gradient that there is not."""
+        shape = tuple(self.example.shape)
+        if self.axis is not None:
+            shape = self.axis.shape(shape, num_samples)
+        return torch.zeros(shape, dtype=self.example.dtype, device=device)
 
 
 class Arriving:
-    """Tensors of a round on their way to this rank."""
+    """Tensors of a round on their way to this rank; see [Note: Streams of a handover]."""
 
-    def __init__(self, channel: Channel, peers: Sequence[Peer], num_samples: int) -> None:
-        self._messages = Messages(channel)
-        self._peers = peers
-        self._num_samples = num_samples
-        self._carried: Sequence[Carried] = ()
+    def __init__(
+        self, carried: Sequence[Carried], peers: Sequence[Peer], num_samples: int, way: "Route"
+    ) -> None:
+        self._carried, self._peers, self._num_samples = carried, peers, num_samples
+        self._way = way
+        self._messages = Messages(way.channel)
         self._flags: list[Tensor] = []  # by peer
+        self._telling, self._pending = Pending(), Pending()
         self._wholes: list[Tensor] = []
         self._pieces: list[tuple[BatchAxis, Tensor, Tensor, Span]] = []
         self._addends: list[tuple[Tensor, Tensor]] = []  # for a tensor without samples
-        self._pending = Pending()
-
-    def post(
-        self, carried: Sequence[Carried], device: torch.device, *, has_flags: bool
-    ) -> None:
-        """Receive ``carried``, after flags that say which of them are there."""
-        self._carried = carried
-        for peer in self._peers if has_flags else ():
-            self._flags.append(torch.zeros(len(carried), dtype=torch.bool, device=device))
-            self._messages.receive(self._flags[-1], peer.position)
-        for each in carried:
-            whole = each.new_whole(self._num_samples, device)
-            self._wholes.append(whole)
-            peers = [peer for peer in self._peers if each.goes_to(peer)]
-            if each.axis is None:
-                self._post_one(whole, peers)
-                continue
+        if way.told is not None:
+            told = Messages(way.told)
             for peer in peers:
-                piece = each.axis.view(whole, peer.samples, self._num_samples)
+                self._flags.append(torch.zeros(len(carried), dtype=torch.bool))
+                told.receive(self._flags[-1], peer.position)
+            self._telling = told.post()
+        for each in carried:
+            whole = each.new_whole(num_samples, way.comm.device)
+            self._wholes.append(whole)
+            those = [peer for peer in peers if each.goes_to(peer)]
+            if each.axis is None:
+                self._expect_one(whole, those)
+                continue
+            for peer in those:
+                piece = each.axis.view(whole, peer.samples, num_samples)
                 if not piece.is_contiguous():
                     shape = each.axis.shape(each.example.shape, peer.samples.numel)
                     piece = whole.new_empty(shape)
                     self._pieces.append((each.axis, whole, piece, peer.samples))
                 self._messages.receive(piece, peer.position)
-        self._pending = self._messages.post()
+        self._free = way.comm.record_event(way.comm.current_stream())
 
-    def _post_one(self, whole: Tensor, peers: Sequence[Peer]) -> None:
+    def _expect_one(self, whole: Tensor, peers: Sequence[Peer]) -> None:
         """Receive a tensor without samples; gradients of several peers are added up."""
         for i, peer in enumerate(peers):
             addend = torch.empty_like(whole) if i else whole
             self._addends += [(whole, addend)] * (i > 0)
             self._messages.receive(addend, peer.position)
 
-    def wait(self) -> list[Tensor]:
-        """The tensors, once they are here."""
+    def post(self) -> None:
+        """Begin to receive."""
+        way = self._way
+        with way.comm.on_stream(way.stream):
+            # From here on nothing else uses the memory: what did was launched before.
+            way.stream.wait_event(self._free)
+            self._pending = self._messages.post()
+
+    def wait(self) -> list[Tensor | None]:
+        """The tensors, once they are here; None in place of gradients that no peer has."""
         self._pending.wait()
         for axis, whole, piece, samples in self._pieces:
             axis.put(whole, piece, samples, self._num_samples)
         for whole, addend in self._addends:
             whole += addend
-        return self._wholes
-
-    def wait_for_gradients(self) -> list[Tensor | None]:
-        """The tensors, None in place of those that no peer has."""
-        wholes = self.wait()
+        if self._way.told is None:
+            return [*self._wholes]
+        self._telling.wait()
         flags = [flags.tolist() for flags in self._flags]
-        have = [
-            any(
+        return [
+            whole
+            if any(
                 has[i] and each.goes_to(peer)
                 for has, peer in zip(flags, self._peers, strict=True)
             )
-            for i, each in enumerate(self._carried)
+            else None
+            for i, (each, whole) in enumerate(zip(self._carried, self._wholes, strict=True))
         ]
-        return [whole if has else None for whole, has in zip(wholes, have, strict=True)]
 
 
-class Direction:
-    """One direction of the messages of a pipeline, on this rank."""
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Between two stages, in one direction."""
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
-        self._channel = channel
-        self._device = device
+    channel: Channel
+    comm: CommContext
+    stream: Any  # on which receives are launched
+    told: Channel | None = None  # over which hosts tell which tensors there are; None: all
+
+
+class Departures:
+    """What this rank has sent in one direction."""
+
+    def __init__(self, way: Route, max_unsent: int) -> None:
+        self._way = way
+        self._max_unsent = max_unsent
         self._unsent: deque[Pending] = deque()
-
-    def receive(
-        self,
-        carried: Sequence[Carried],
-        peers: Sequence[Peer],
-        num_samples: int,
-        *,
-        has_flags: bool = False,
-    ) -> Arriving:
-        """Begin to receive a round's tensors from ``peers``."""
-        arriving = Arriving(self._channel, peers, num_samples)
-        arriving.post(carried, self._device, has_flags=has_flags)
-        return arriving
+        self._told: deque[Pending] = deque()
 
     def send(
         self,
@@ -169,24 +187,38 @@ class Direction:
         carried: Sequence[Carried],
         peers: Sequence[Peer],
         num_samples: int,
-        *,
-        has_flags: bool = False,
     ) -> None:
         """Send ``peers`` their samples of a round's tensors; zeros for those that are None."""
-        messages = Messages(self._channel)
-        flags = torch.tensor([t is not None for t in tensors], device=self._device)
-        for peer in peers if has_flags else ():
-            messages.send(flags, peer.position)
+        way = self._way
+        if way.told is not None:
+            told = Messages(way.told)
+            flags = torch.tensor([t is not None for t in tensors])
+            for peer in peers:
+                told.send(flags, peer.position)
+            self._told.append(told.post())
+        messages = Messages(way.channel)
         for tensor, each in zip(tensors, carried, strict=True):
             for peer in peers:
-                if each.goes_to(peer):
+                if not each.goes_to(peer):
+                    continue
+                if tensor is None:
+                    piece = each.zeros(peer.samples.numel, way.comm.device)
+                else:
                     piece = each.of_samples(tensor, peer.samples, num_samples)
-                    messages.send(piece.to(self._device).contiguous(), peer.position)
+                messages.send(piece.contiguous(), peer.position)
         self._unsent.append(messages.post())
-        while self._unsent and self._unsent[0].is_sent():
-            self._unsent.popleft().wait_sent()
+        # Compute waits for what is received already, so it does not stand still.  On the CPU
+        # the host would be what waits.
+        _let_go(self._unsent, self._max_unsent if way.comm.host_runs_ahead else None)
+        _let_go(self._told)
 
     def flush(self) -> None:
         """Wait until everything has been received."""
-        while self._unsent:
-            self._unsent.popleft().wait_sent()
+        _let_go(self._unsent, 0)
+        _let_go(self._told, 0)
+
+
+def _let_go(unsent: deque[Pending], most: int | None = None) -> None:
+    """Drop what has been received, and wait for all but ``most``; None: for nothing."""
+    while unsent and ((most is not None and len(unsent) > most) or unsent[0].is_sent()):
+        unsent.popleft().wait_sent()

@@ -11,7 +11,7 @@ from shardhet.fsdp.step.rank_batch import RankBatch
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import intervals, messages_between
+from shardhet.records.schedule import Handover, intervals, messages_between
 
 DEAL = "Pass each rank the samples of plan.sample_indices(model.position)."
 
@@ -21,13 +21,11 @@ class Passed(NamedTuple):
 
     num_samples: int
     lengths: Any  # shapes without samples
-    plain: int  # checksums of the samples, and of those times their places
-    placed: int
 
     @classmethod
     def of(cls, call: ModelCall) -> "Passed":
         """That of a call."""
-        return cls(call.num_samples, call.lengths, *call.checksums())
+        return cls(call.num_samples, call.lengths)
 
 
 @dataclass(slots=True)
@@ -55,20 +53,22 @@ class StageRound:
         )
         return cls(call, tuple(sizes), moment, batch)
 
-    def peers(self, plan: Plan, position: int, step: int) -> list[Peer]:
-        """Who has this rank's samples in the stage before (``step`` is -1) or after (1)."""
-        stage = next(i for i, each in enumerate(plan.groups) if position in each)
-        own, others = plan.groups[stage], plan.groups[stage + step]
+    def peers(self, plan: Plan, position: int, handover: Handover) -> list[Peer]:
+        """Who has this rank's samples at the other side of a cut."""
+        own, others = plan.groups[handover.stage : handover.stage + 2]
+        is_earlier = position in own
+        if not is_earlier:
+            own, others = others, own
         mine = own.index(position)
         first = sum(self.sizes[i] for i in own[:mine])
         pair = [[self.sizes[i] for i in group] for group in (own, others)]
-        later = intervals(pair[1] if step > 0 else pair[0])
+        later = intervals(pair[1] if is_earlier else pair[0])
         # The transpose of what the others send is what they receive.
         return [
             Peer(
                 others[other],
                 Span(samples.start - first, samples.stop - first),
-                is_first=samples.start == later[other if step > 0 else one].start,
+                is_first=samples.start == later[other if is_earlier else one].start,
             )
             for one, other, samples in messages_between(*pair)
             if one == mine
@@ -119,17 +119,32 @@ def _check_round(plan: Plan, row: Sequence[Passed], where: str) -> None:
             "in plan order, but stages hand over samples of one shape. Pad them alike on all "
             "ranks."
         )
-    if len({_checksum([row[i] for i in each]) for each in plan.groups}) > 1:
-        raise ValueError(
-            f"{where} the stages were passed other samples, or in another order. Pass all "
-            f"arguments on every rank. {DEAL}"
-        )
 
 
-def _checksum(parts: Sequence[Passed]) -> int:
+def check_samples(
+    plan: Plan, told: Sequence[Any], checksums: Sequence[Sequence[float]], caller: str
+) -> None:
+    """Raise ``ValueError``, on all ranks, unless all stages were passed the same samples.
+
+    ``told`` are what every rank was passed in each round, by position, and ``checksums`` those
+    of ``ModelCall.checksums``, round after round.
+    """
+    for number in range(len(told[0])):
+        sums = [
+            (each[number].num_samples, *map(int, row[2 * number : 2 * number + 2]))
+            for each, row in zip(told, checksums, strict=True)
+        ]
+        if len({_checksum([sums[i] for i in each]) for each in plan.groups}) > 1:
+            raise ValueError(
+                f"{caller}: in round {number} the stages were passed other samples, or in "
+                f"another order. Pass all arguments on every rank. {DEAL}"
+            )
+
+
+def _checksum(parts: Sequence[tuple[int, int, int]]) -> int:
     """A number for the samples of a round in their order."""
     total, first = 0, 0
-    for each in parts:
-        total += first * each.plain + each.placed
-        first += each.num_samples
+    for num_samples, plain, placed in parts:
+        total += first * plain + placed
+        first += num_samples
     return total % CHECKSUM_END

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm import devices
-from shardhet.comm.members import Members
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
@@ -31,20 +29,6 @@ def runtime_by(plan: Plan, comm: CommContext) -> Callable[..., Runtime]:
     return Runtime if plan.stages is None else partial(StageRuntime, root_comm=comm)
 
 
-def comm_of_units(plan: Plan, comm: CommContext, members: Members) -> CommContext:
-    """What units are gathered and reduced over: in stages, messages.  Collective.
-
-    The transport of ``comm`` would need all ranks for each call.
-    """
-    if plan.stages is None:
-        return comm
-    refuse("an accelerator", is_there=not devices.is_on_host(comm.device))
-    gather, reduce = (replace(e, transport=None) for e in (members.gather, members.reduce))
-    made = CommContext(comm.device, gather, reduce, members.nodes)
-    made.follow(plan, members.control)
-    return made
-
-
 class StageRuntime(Runtime):
     """The runtime of a rank of one stage of a pipeline."""
 
@@ -55,14 +39,13 @@ class StageRuntime(Runtime):
         assert plan.stages is not None
         self.plan, self.stages = plan, plan.stages
         self.control, self.lifeline = self._control, self._lifeline
-        self.device = root_comm.device
         self.positions = positions_by_stage(self.stages)
         position = self._control.position
         self.stage = next(i for i, each in enumerate(self.positions) if position in each)
         self.unit_fqns = [unit.fqn for unit in self.units]
         self.stage_by_fqn = stage_by_unit(self.stages, self.unit_fqns)
-        self.in_flight = rounds_in_flight(self.stages, plan.num_rounds)[self.stage]
-        self._root_comm = root_comm  # of all ranks; that of units sends among those of a stage
+        self.in_flight = rounds_in_flight(self.stages, plan.num_rounds)  # by stage
+        self.root_comm = root_comm  # of all ranks; that of units is of those of a stage
         computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
         self._computing = tuple(computing)  # of all stages
         own = self.positions[self.stage]
@@ -73,7 +56,7 @@ class StageRuntime(Runtime):
     @property
     def comms(self) -> tuple[CommContext, ...]:
         """See ``Runtime.comms``."""
-        return (self._comm, self._root_comm)
+        return (self._comm, self.root_comm)
 
     # Before the rounds
 
@@ -82,7 +65,7 @@ class StageRuntime(Runtime):
         self.abandon()
         self.features.begin()
         for comm, receivers in (
-            (self._root_comm, self._computing),
+            (self.root_comm, self._computing),
             (self._comm, self._computing_here),
         ):
             comm.receivers = receivers
@@ -166,7 +149,7 @@ class StageRuntime(Runtime):
 
     def empty_output(self, index: int) -> Any:
         """What the model returns on a rank without samples."""
-        return self._kinds[index].findings.make_empty_output(self.device)
+        return self._kinds[index].findings.make_empty_output(self.root_comm.device)
 
     def _key_of(self, call: ModelCall, *, is_training: bool) -> Any:
         """What calls have in common that the same findings are for, shapes included."""
@@ -179,7 +162,7 @@ class StageRuntime(Runtime):
             self.segments_for(index)[part.start : part.stop],
             trainable_units=frozenset(i for i, u in enumerate(self.units) if u.is_trainable),
             form=replace(self.rounds.form, num_rounds=num_rounds),
-            in_flight=self.in_flight,
+            in_flight=self.in_flight[self.stage],
         )
 
     def segments_for(self, index: int) -> tuple[Segment, ...]:
@@ -250,10 +233,10 @@ class StageRuntime(Runtime):
     def end_rounds(self) -> None:
         """Reshard what stayed, once the last round is finished."""
         self._walk.end_step()
-        self._root_comm.wait_all_sent()
+        self.root_comm.wait_all_sent()
         self.step.batch = None
 
     def abandon(self) -> None:
         """See ``Runtime.abandon``."""
         super().abandon()
-        self._root_comm.wait_all_sent()
+        self.root_comm.wait_all_sent()

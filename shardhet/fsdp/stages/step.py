@@ -4,9 +4,10 @@
 Before the first round all ranks agree on the samples of every round, and gather the root.  From
 then on a rank waits for its own stage (gathers and reductions of its units) and for what it
 receives from the stages beside it, in one order that is the same for all ranks of the stage
-(``records.schedule.pipeline``).  What it receives next is posted a phase ahead, so that it
-arrives meanwhile.  When a stage has taken all its turns it waits for the others, to reduce the
-root's gradients.
+(``records.schedule.pipeline``).  What it receives next is launched ahead, so that it arrives
+meanwhile; ``handover`` says which stream waits for which.  When a stage has taken all its turns
+it waits for the others, to reduce the root's gradients.  On an accelerator the host reads once
+a step, when all is queued: checksums of the samples, and in the last stage the losses.
 
 [Note: The output of several rounds]
 Nothing but the model knows how outputs of rounds become that of all samples: losses are summed
@@ -22,23 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.groups import handover_channels
+from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.stages.handover import Arriving, Direction, Peer
-from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, rounds_of
+from shardhet.fsdp.stages.exchange import StageExchange
+from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, check_samples, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.mean_backward import MeanBackward, check_is_number
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
-from shardhet.records.schedule import (
-    Phase,
-    RoundPhase,
-    one_forward_one_backward,
-)
+from shardhet.records.schedule import Handover, Phase, RoundPhase
 
 
 class Pipeline:
@@ -59,21 +56,21 @@ class Pipeline:
         self._plan = runtime.plan
         self._control, self._lifeline = runtime.control, runtime.lifeline
         self._run_module = run_module
-        device = runtime.device
-        self._is_first = runtime.stage == 0
-        self._is_last = runtime.stage == len(runtime.stages) - 1
-        onward, back = handover_channels(self._control)
-        self._onward, self._back = Direction(onward, device), Direction(back, device)
+        self._comm = comm = runtime.root_comm
+        self._stage = stage = runtime.stage
+        self._is_first = stage == 0
+        self._is_last = stage == len(runtime.stages) - 1
+        self._exchange = StageExchange(runtime)
         # Of the step in progress
+        self._told: list[list[Passed]] = []  # what every rank is passed, by position and round
         self._rounds: list[StageRound] = []
-        self._arriving: dict[RoundPhase, Arriving] = {}
         self._received: dict[int, list[Tensor]] = {}  # by round, from forward to backward
         self._made: dict[int, list[Tensor]] = {}
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and tokens
+        self._sums = torch.zeros(2, dtype=torch.float64, device=comm.device)  # losses, tokens
 
     def step(self, calls: Sequence[ModelCall], *, is_training: bool) -> float | None:
         """All rounds of a step, given this rank's call of each; the mean loss.  Collective."""
-        runtime = self._runtime
+        runtime, exchange = self._runtime, self._exchange
         with self._lifeline.guard("forward_backward"):
             self._agree("forward_backward", calls)
             if not self._rounds:
@@ -91,25 +88,48 @@ class Pipeline:
             schedule = runtime.schedule_for(self._rounds[0].index, number)
             scale = 2.0 ** -round(math.log2(sum(r.batch.num_together for r in self._rounds)))
             self._sums.zero_()
-            order = one_forward_one_backward(number, min(runtime.in_flight, number))
-            for now, following in zip(order, [*order[1:], None], strict=True):
-                self._expect(now)
-                if following is not None:
-                    self._expect(following)
+            checksums = self._sum_up(calls)
+            sums: HostCopy | None = None
+            for each in exchange.phases(self._rounds):
+                now = each.of
+                for handover in each.ready:
+                    exchange.expect(handover)
+                for handover in each.before:
+                    exchange.launch(handover)
                 name = f"stage {runtime.stage}: {now.phase.value} of round {now.round}"
                 with runtime.observers.label(name):
                     if now.phase is Phase.FORWARD:
                         self._forward(now, schedule, is_training=is_training)
                     else:
                         self._do_backward(now, scale)
-            for way in (self._onward, self._back):
-                way.flush()
+                if self._is_last and now == RoundPhase(number - 1, Phase.FORWARD):
+                    sums = HostCopy(self._sums)
+                for handover in each.after:
+                    exchange.launch(handover)
+            self._exchange.flush()
             self._lifeline.doing = "reducing the gradients that all stages share"
             runtime.end_step_of_stages()
             has_grad = self._backward.agree_on_grads()
-            with runtime.observers.watch("", Activity.AGREE):
-                rows = self._control.exchange(self._sums.tolist())
-        return self._backward.end_step(torch.tensor(rows, dtype=torch.float64), has_grad, scale)
+            mine = [0.0, 0.0] if sums is None else sums.read().tolist()
+            rows = self._share(mine, checksums, "forward_backward")
+        of_loss = torch.tensor(rows, dtype=torch.float64)
+        return self._backward.end_step(of_loss, has_grad, scale)
+
+    def _sum_up(self, calls: Sequence[ModelCall]) -> HostCopy:
+        """Checksums of the samples of all rounds, [rounds, 2], read when the step is queued."""
+        device = self._comm.device
+        return HostCopy(torch.stack([each.checksums(device) for each in calls]))
+
+    def _share(
+        self, numbers: Sequence[float], checksums: HostCopy, caller: str
+    ) -> list[list[float]]:
+        """Every rank's ``numbers``, once all stages have had the same samples.  Collective."""
+        mine = [*numbers, *checksums.read().flatten().tolist()]
+        with self._runtime.observers.watch("", Activity.AGREE):
+            rows = self._control.exchange(mine)
+        n = len(numbers)
+        check_samples(self._plan, self._told, [row[n:] for row in rows], caller)
+        return [row[:n] for row in rows]
 
     def evaluate(
         self, call: ModelCall, calls: Sequence[ModelCall], *, is_training: bool
@@ -125,6 +145,8 @@ class Pipeline:
             if not self._rounds:
                 return None
             runtime.begin_step()
+            checksums = self._sum_up(calls)
+            self._exchange.begin(self._rounds, {Phase.FORWARD: 1, Phase.BACKWARD: 0})
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
             moment, position = Moment(runtime.rounds.step), self._control.position
             whole = StageRound.of(self._plan, position, call, sizes, moment)
@@ -140,8 +162,9 @@ class Pipeline:
                 )
                 if not self._is_last:
                     self._hand_on(each, output)
-            self._onward.flush()
+            self._exchange.flush()
             runtime.end_rounds()
+            self._share([], checksums, "model(...)")
         if self._is_last and whole.batch.num_samples:
             return output
         return runtime.empty_output(whole.index)
@@ -149,7 +172,7 @@ class Pipeline:
     def _collect(self, whole: StageRound) -> list[Tensor]:
         """The tensors that arrive in all rounds, joined."""
         carried, number = self._runtime.kind_for(whole.index).received, whole.batch.num_samples
-        joined = [each.new_whole(number, self._runtime.device) for each in carried]
+        joined = [each.new_whole(number, self._comm.device) for each in carried]
         start = 0
         for each in self._rounds:
             span = Span(start, start + each.batch.num_samples)
@@ -162,8 +185,18 @@ class Pipeline:
         """What a round begins with; what the next one does is on its way."""
         first = each.moment.round
         for following in self._rounds[first : first + 2]:
-            self._expect(RoundPhase(following.moment.round, Phase.FORWARD))
+            of = RoundPhase(following.moment.round, Phase.FORWARD)
+            if not self._exchange.expects(of):
+                self._exchange.expect(Handover.to(self._stage, of))
+                self._exchange.launch(Handover.to(self._stage, of))
         return self._receive(RoundPhase(first, Phase.FORWARD))
+
+    def _hand_on(self, each: StageRound, output: Sequence[Tensor]) -> None:
+        """Send the next stage its samples of what this one has made in a round."""
+        of = RoundPhase(each.moment.round, Phase.FORWARD)
+        if each.batch.num_samples:
+            self._exchange.give(of, output)
+        self._exchange.launch(Handover.by(self._stage, of))
 
     # Before the rounds
 
@@ -179,29 +212,12 @@ class Pipeline:
                     f"{[row[1:3] for row in entered]} in plan order. Call it in the same way "
                     f"on every rank, with gradients {'en' if needed else 'dis'}abled."
                 )
-            told = self._control.exchange_objects([Passed.of(each) for each in calls])
+            passed = [Passed.of(each) for each in calls]
+            self._told = told = self._control.exchange_objects(passed)
         position = self._control.position
         self._rounds = rounds_of(self._plan, position, step, calls, told, caller=caller)
 
     # Rounds
-
-    def _expect(self, now: RoundPhase) -> None:
-        """Begin to receive what a phase needs, if it comes from another stage."""
-        each = self._rounds[now.round]
-        n = each.batch.num_samples
-        if not n or now in self._arriving:
-            return
-        kind = self._runtime.kind_for(each.index)
-        if now.phase is Phase.FORWARD and not self._is_first:
-            peers = self._peers(each, -1)
-            self._arriving[now] = self._onward.receive(kind.received, peers, n)
-        if now.phase is Phase.BACKWARD and not self._is_last and kind.sent_with_grad:
-            self._arriving[now] = self._back.receive(
-                kind.sent_with_grad, self._peers(each, 1), n, has_flags=True
-            )
-
-    def _peers(self, each: StageRound, step: int) -> list[Peer]:
-        return each.peers(self._plan, self._control.position, step)
 
     def _forward(self, now: RoundPhase, schedule: Any, *, is_training: bool) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
@@ -219,24 +235,11 @@ class Pipeline:
             self._made[now.round] = [self._loss_of(output)]
             return
         self._made[now.round] = output
-        self._hand_on(each, output)
+        self._exchange.give(now, [tensor.detach() for tensor in output])
 
     def _receive(self, now: RoundPhase) -> list[Tensor]:
         """What the stage before hands over for the forward of a round, once it is here."""
-        if (arriving := self._arriving.pop(now, None)) is None:
-            return []
-        self._lifeline.doing = (
-            f"waiting for round {now.round} of stage {self._runtime.stage - 1}"
-        )
-        with self._runtime.observers.watch("", Activity.WAIT_STAGE):
-            return arriving.wait()
-
-    def _hand_on(self, each: StageRound, output: Sequence[Tensor]) -> None:
-        """Send the next stage its samples of what this one has made in a round."""
-        if n := each.batch.num_samples:
-            sent = self._runtime.kind_for(each.index).sent
-            handed = [tensor.detach() for tensor in output]
-            self._onward.send(handed, sent, self._peers(each, 1), n)
+        return [each for each in self._exchange.take(now) if each is not None]
 
     def _loss_of(self, output: Any) -> Tensor:
         loss_sum, num_tokens = loss_pair(output)
@@ -253,15 +256,11 @@ class Pipeline:
         grads: list[Tensor | None] = []
         if n and self._is_last:
             grads = [torch.full_like(made[0], scale)]
-        elif (arriving := self._arriving.pop(now, None)) is not None:
-            self._lifeline.doing = (
-                f"waiting for gradients of round {now.round} of stage {runtime.stage + 1}"
-            )
-            with runtime.observers.watch("", Activity.WAIT_STAGE):
-                grads = arriving.wait_for_gradients()
+        else:
+            grads = self._exchange.take(now)
             made = [
                 tensor
-                for tensor, carried in zip(made, kind.sent, strict=True)
+                for tensor, carried in zip(made, kind.sent, strict=False)
                 if carried.is_differentiable
             ]
         pairs = [
@@ -277,6 +276,4 @@ class Pipeline:
         runtime.backward_round(each, run_autograd)
         received = self._received.pop(now.round, [])
         if n and not self._is_first and kind.received_with_grad:
-            grads = [t.grad for t in received if t.requires_grad]
-            peers = self._peers(each, -1)
-            self._back.send(grads, kind.received_with_grad, peers, n, has_flags=True)
+            self._exchange.give(now, [t.grad for t in received if t.requires_grad])

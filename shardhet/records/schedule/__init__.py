@@ -10,11 +10,14 @@ from shardhet.records.schedule.passes import (
     straight_schedule,
 )
 from shardhet.records.schedule.pipeline import (
+    Handover,
     Message,
     RoundPhase,
+    StagePhase,
     intervals,
     messages_between,
     one_forward_one_backward,
+    phases_of,
 )
 from shardhet.records.schedule.turns import (
     AHEAD,
@@ -33,6 +36,7 @@ __all__ = [
     "AHEAD",
     "GATHER",
     "REDUCE",
+    "Handover",
     "Launch",
     "LaunchKind",
     "Message",
@@ -42,6 +46,7 @@ __all__ = [
     "Schedule",
     "Segment",
     "Shape",
+    "StagePhase",
     "StepForm",
     "Turn",
     "intervals",
@@ -50,6 +55,7 @@ __all__ = [
     "mark_reductions",
     "messages_between",
     "one_forward_one_backward",
+    "phases_of",
     "rest_of_step",
     "straight_schedule",
 ]

@@ -1,0 +1,115 @@
+"""What a rank exchanges with the stages beside its own, in the rounds of a step."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from shardhet.comm import devices
+from shardhet.fsdp.stages.channels import StageChannels
+from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, Route
+from shardhet.fsdp.stages.rounds import StageRound
+from shardhet.fsdp.stages.runtime import StageRuntime
+from shardhet.fsdp.step.observer import Activity
+from shardhet.records.schedule import Handover, Phase, RoundPhase, StagePhase, phases_of
+
+
+class StageExchange:
+    """The messages of one rank."""
+
+    def __init__(self, runtime: StageRuntime) -> None:
+        self._runtime = runtime
+        self._comm = comm = runtime.root_comm
+        self._stage = stage = runtime.stage
+        channels = StageChannels.of(runtime.plan, comm, runtime.control)
+        # So that a receive waits neither for compute nor for a send.
+        stream = devices.module_of(comm.device).Stream(priority=-1)
+        self._routes = {  # by the earlier of two stages, and direction
+            (cut, phase): Route(by_cut[cut], comm, stream, told)
+            for by_cut, phase, told in (
+                (channels.onward, Phase.FORWARD, None),
+                (channels.back, Phase.BACKWARD, channels.on_host),
+            )
+            for cut in {stage - 1, stage} & by_cut.keys()
+        }
+        # Of the step in progress
+        self._rounds: Sequence[StageRound] = ()
+        self._arriving: dict[RoundPhase, Arriving] = {}
+        self._leaving: dict[RoundPhase, Sequence[Tensor | None]] = {}
+        self._departures: dict[Phase, Departures] = {}
+
+    def phases(self, rounds: Sequence[StageRound]) -> list[StagePhase]:
+        """Begin a step of ``rounds``: its phases, and when its messages are launched."""
+        number, stage = len(rounds), self._stage
+        held = [min(each, number) for each in self._runtime.in_flight]
+        # So many were sent since the last one that has surely been received, because something
+        # has come from there that was made later.
+        most = {Phase.FORWARD: held[stage], Phase.BACKWARD: 1}
+        if stage:
+            most[Phase.BACKWARD] += held[stage - 1] - held[stage]
+        self.begin(rounds, most)
+        return phases_of(stage, held, number, in_one_order=self._comm.host_runs_ahead)
+
+    def begin(self, rounds: Sequence[StageRound], max_unsent: Mapping[Phase, int]) -> None:
+        """Begin ``rounds``, with at most so many messages that may not have been received."""
+        self._rounds = rounds
+        cut_by_phase = {Phase.FORWARD: self._stage, Phase.BACKWARD: self._stage - 1}
+        self._departures = {
+            phase: Departures(self._routes[cut, phase], max_unsent[phase])
+            for phase, cut in cut_by_phase.items()
+            if (cut, phase) in self._routes
+        }
+
+    def expect(self, handover: Handover) -> None:
+        """Make room for what a phase receives from another stage, if it gets anything."""
+        each = self._rounds[handover.of.round]
+        carried, n = self._carried(handover), each.batch.num_samples
+        if n and carried:
+            peers = self._peers(each, handover)
+            route = self._routes[handover.stage, handover.of.phase]
+            self._arriving[handover.of] = Arriving(carried, peers, n, route)
+
+    def expects(self, of: RoundPhase) -> bool:
+        """Whether there is room for what the phase receives."""
+        return of in self._arriving
+
+    def give(self, of: RoundPhase, tensors: Sequence[Tensor | None]) -> None:
+        """Have ``tensors`` sent, when it is time, to the stage that needs them."""
+        self._leaving[of] = tensors
+
+    def launch(self, handover: Handover) -> None:
+        """Begin to receive it, or send it, if there is anything."""
+        of = handover.of
+        if handover == Handover.to(self._stage, of):
+            if (arriving := self._arriving.get(of)) is not None:
+                arriving.post()
+        elif (leaving := self._leaving.pop(of, None)) is not None:
+            each = self._rounds[of.round]
+            peers = self._peers(each, handover)
+            carried, n = self._carried(handover), each.batch.num_samples
+            self._departures[of.phase].send(leaving, carried, peers, n)
+
+    def take(self, of: RoundPhase) -> list[Tensor | None]:
+        """What the phase receives, once it is here; None for gradients that there are not."""
+        if (arriving := self._arriving.pop(of, None)) is None:
+            return []
+        is_forward = of.phase is Phase.FORWARD
+        what = f"round {of.round}" if is_forward else f"gradients of round {of.round}"
+        sender = Handover.to(self._stage, of).stage + (not is_forward)
+        self._runtime.lifeline.doing = f"waiting for {what} of stage {sender}"
+        with self._runtime.observers.watch("", Activity.WAIT_STAGE):
+            return arriving.wait()
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has been received."""
+        for each in self._departures.values():
+            each.flush()
+
+    def _peers(self, each: StageRound, handover: Handover) -> list[Peer]:
+        return each.peers(self._runtime.plan, self._runtime.control.position, handover)
+
+    def _carried(self, handover: Handover) -> list[Carried]:
+        kind = self._runtime.kind_for(self._rounds[handover.of.round].index)
+        is_to_next = handover.stage == self._stage
+        if handover.of.phase is Phase.FORWARD:
+            return kind.sent if is_to_next else kind.received
+        return kind.sent_with_grad if is_to_next else kind.received_with_grad

@@ -1,0 +1,164 @@
+"""Steps of pipelines on emulated accelerators: right, in order, and the host does not wait."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import HetFSDP
+from shardhet.comm.calls import Pending
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.stages import handover
+from shardhet.fsdp.stages.handover import Arriving, Departures
+from shardhet.models.decoder import Decoder
+from tests.emulated.accelerator import Accelerator
+from tests.emulated.clocks import Event
+from tests.parity import check_covered_once
+from tests.selection import one_in
+from tests.small_models import small_decoder
+from tests.stages_cases import check, draw
+from tests.test_pipelines import SEQ_LEN, UNITS, WORDS, Leaky, batch_of, staged
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+NUM_CASES = 200
+
+
+@pytest.mark.parametrize("seed", one_in(20, range(NUM_CASES)))
+def test_a_drawn_step_of_a_pipeline_is_the_step_of_one_process(seed: int) -> None:
+    case = draw(seed)
+    results = run_ranks(
+        check, case.world_size, case, True, fresh_world=case.refused is not None, timeout_s=90.0
+    )
+    if case.refused is not None:
+        assert all(isinstance(each, str) and case.refused in each for each in results), results
+        return
+    assert not any(isinstance(each, str) for each in results), results
+    check_covered_once(results)
+
+
+PLAN = staged([1, 1, 2], [2, 1], num_rounds=4)
+
+
+def _train(module: nn.Module, device: torch.device, **options: Any) -> list[Any]:
+    """Losses and gradients of two steps of ``PLAN``."""
+    model = HetFSDP(module, PLAN, device=device, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen: list[Any] = []
+    for step in range(2):
+        inputs, targets = batch_of(PLAN.global_batch_size, step)
+        mine = PLAN.sample_indices(model.position)
+        seen.append(model.forward_backward(inputs[mine].to(device), targets[mine].to(device)))
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def _beside_the_host(rank: int, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
+    module, accelerator = Decoder(config), Accelerator()
+    with accelerator.installed():
+        found = _train(copy.deepcopy(module), accelerator.device, param_dtype=dtype)
+    expected = _train(module, torch.device("cpu"), param_dtype=dtype)
+    for there, here in zip(found, expected, strict=True):
+        if isinstance(there, Tensor):
+            there, here = there.as_subclass(Tensor), here.as_subclass(Tensor)
+            torch.testing.assert_close(there, here)
+        else:
+            assert there == pytest.approx(here, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_low_precision_there_is_that_of_hosts(dtype: torch.dtype | None) -> None:
+    run_ranks(_beside_the_host, 3, dtype)
+
+
+# Without one of the waits
+
+
+def _in_place_of(owner: Any, name: str, made: Callable[[Any], Any]) -> Any:
+    return mock.patch.object(owner, name, made(getattr(owner, name)))
+
+
+def _receives_too_early(accelerator: Accelerator) -> Any:
+    def without(post: Any) -> Any:
+        def run(arriving: Arriving) -> None:
+            arriving._free = Event(accelerator.host)
+            post(arriving)
+
+        return run
+
+    return _in_place_of(Arriving, "post", without)
+
+
+def _reads_too_early(accelerator: Accelerator) -> Any:
+    def without(wait: Any) -> Any:
+        def run(arriving: Arriving) -> Any:
+            arriving._pending = Pending()
+            return wait(arriving)
+
+        return run
+
+    return _in_place_of(Arriving, "wait", without)
+
+
+def _sends_too_early(accelerator: Accelerator) -> Any:
+    def without(send: Any) -> Any:
+        def run(departures: Departures, *args: Any) -> None:
+            with accelerator.stream(departures._way.stream):
+                send(departures, *args)
+
+        return run
+
+    return _in_place_of(Departures, "send", without)
+
+
+def _frees_too_early(accelerator: Accelerator) -> Any:
+    def let_go(unsent: deque[Pending], most: int | None = None) -> None:
+        while most is not None and len(unsent) > most:
+            unsent.popleft()
+
+    return mock.patch.object(handover, "_let_go", let_go)
+
+
+def _gathers_too_early(accelerator: Accelerator) -> Any:
+    return mock.patch.object(CommContext, "mark_compute", return_value=None)
+
+
+@contextmanager
+def _nothing(accelerator: Accelerator) -> Iterator[None]:
+    with nullcontext():
+        yield
+
+
+def _without(rank: int, broken: Callable[[Accelerator], Any]) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator()
+    with accelerator.installed(), broken(accelerator):
+        _train(Leaky("late"), accelerator.device, units=UNITS)
+
+
+WAITS = [
+    _receives_too_early,
+    _reads_too_early,
+    _sends_too_early,
+    _frees_too_early,
+    _gathers_too_early,
+]
+
+
+@pytest.mark.parametrize("broken", WAITS)
+def test_a_wait_that_is_missing_is_a_race(broken: Callable[[Accelerator], Any]) -> None:
+    outcomes = run_ranks_expecting_failure(_without, 3, broken, within_s=40.0)
+    assert any(each.exception_name == "RaceError" for each in outcomes), outcomes
+
+
+def test_with_all_waits_there_is_none() -> None:
+    run_ranks(_without, 3, _nothing)
