@@ -41,17 +41,18 @@ def write_trace(path: Path, timeline: Timeline, *, position: int) -> None:
         for microbatch in range(2 * 2):
             label = f"{name} [{microbatch % 2}]" if work in ("forward", "backward") else name
             microseconds = event.seconds * factor * 1e6 / 2
-            events.append(
-                {"ph": "X", "cat": "user_annotation", "name": label, "dur": microseconds}
-            )
+            moment = {"ts": event.start_s * 1e6, "dur": microseconds}
+            events.append({"ph": "X", "cat": "user_annotation", "name": label, **moment})
     path.write_text(json.dumps({"traceEvents": events, POSITION: position, NUM_STEPS: 2}))
 
 
 def test_the_unit_that_is_slower_than_predicted_comes_first(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([str(folder.path)])
+    picture = folder.path / "step.png"
+    main([str(folder.path), "--picture", str(picture)])
     text = capsys.readouterr().out
+    assert picture.stat().st_size
     first = text.split("Computations that differ most")[1].split("\n|")[3]
     assert [each.strip() for each in first.split("|")][:3] == ["1 slow", *SLOWER]
     assert "Device 1 slow computes" in text

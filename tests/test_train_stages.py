@@ -68,6 +68,26 @@ def test_a_run_in_stages_is_that_of_any_plan_and_goes_on_under_others(tmp_path: 
         )
 
 
+def test_a_slow_link_between_ranks_is_the_systems_or_is_said_not_to_be(tmp_path: Path) -> None:
+    """Systems that do not let us make networks run the same without."""
+    keys = ("cluster.link.first_ranks=2", "cluster.link.mbit_per_s=200", "transport=gloo")
+    done = run([*ALONE, *MODEL, *TWO, *keys, "run_dir=linked"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    says = ("joined by 200 Mbit/s, which the system limits", "cluster.link is not slowed")
+    assert sum(each in done.stdout for each in says) == 1
+    devices = json.loads((tmp_path / "linked" / "devices.json").read_text())
+    hosts = [each["host"] for each in devices]
+    assert hosts[0] == hosts[1]
+    assert (hosts[2] == f"{hosts[0]}-far") == (says[0] in done.stdout)
+    assert len(losses(tmp_path / "linked")) == 5
+
+
+def test_a_link_needs_ranks_on_both_sides(tmp_path: Path) -> None:
+    done = run([*ALONE, *MODEL, *TWO, "cluster.link.first_ranks=3"], tmp_path)
+    assert done.returncode
+    assert "cluster.link.first_ranks: 3 of 3 ranks" in done.stderr
+
+
 @pytest.mark.parametrize("key", ["replicas.every=1", "precision=FP16"])
 def test_what_stages_cannot_do_is_said_at_the_start(key: str, tmp_path: Path) -> None:
     done = run([*ALONE, *MODEL, *TWO, key], tmp_path)

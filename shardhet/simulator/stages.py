@@ -8,12 +8,13 @@ stages hand over waits in one queue per boundary and direction (``simulator.pipe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import Plan, PlannedUnit
+from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 from shardhet.records.schedule import Phase
 from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
 from shardhet.records.workload import Unit
@@ -22,6 +23,14 @@ from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Timeli
 
 # The setting of the devices at some positions of a cluster.
 PartOf = Callable[[tuple[int, ...]], Setting]
+
+
+class UnitSeconds(NamedTuple):
+    """What a device computes of a unit in a round."""
+
+    fqn: str
+    forward_s: float
+    backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class PipelinePrice:
     in_flight: tuple[int, ...]
     num_rounds: int
     names: tuple[str, ...]  # of the devices
+    units: tuple[tuple[UnitSeconds, ...], ...]  # of a round, by device, in order of forward
 
     @property
     def ranks(self) -> tuple[RankCost, ...]:
@@ -58,7 +68,7 @@ class PipelinePrice:
                 ranks.append(
                     RankTimeline(
                         name=self.names[i],
-                        events=merged(self._events(own, cost, rank, step_s)),
+                        events=merged(self._events(own, cost, rank, self.units[i], step_s)),
                         memory=(held,),
                     )
                 )
@@ -75,7 +85,12 @@ class PipelinePrice:
         return Timeline(ranks=tuple(ranks), collectives=merged(sent), step_time_s=step_s)
 
     def _events(
-        self, passages: Sequence[Passage], cost: StepCost, rank: RankCost, step_s: float
+        self,
+        passages: Sequence[Passage],
+        cost: StepCost,
+        rank: RankCost,
+        units: Sequence[UnitSeconds],
+        step_s: float,
     ) -> list[Event]:
         """What one device of a stage does."""
         events: list[Event] = []
@@ -85,14 +100,20 @@ class PipelinePrice:
 
         free_s = 0.0
         for each in passages:
-            name = f"round {each.of.round}"
-            add(name, Work.WAIT_STAGE, free_s, each.start_s)
-            is_forward = each.of.phase is Phase.FORWARD
-            own_s = rank.forward_s if is_forward else rank.backward_s
-            computed_s = min(each.start_s + own_s / self.num_rounds, each.end_s)
-            add(name, Work.FORWARD if is_forward else Work.BACKWARD, each.start_s, computed_s)
-            waits = Work.WAIT_GATHER if is_forward else Work.WAIT_REDUCE
-            add(name, waits, computed_s, each.end_s)
+            add("", Work.WAIT_STAGE, free_s, each.start_s)
+            if each.of.phase is Phase.FORWARD:
+                work, waits, own_s = Work.FORWARD, Work.WAIT_GATHER, rank.forward_s
+                parts = [(unit.fqn, unit.forward_s) for unit in units]
+            else:
+                work, waits, own_s = Work.BACKWARD, Work.WAIT_REDUCE, rank.backward_s
+                parts = [(unit.fqn, unit.backward_s) for unit in reversed(units)]
+            own_s = min(own_s / self.num_rounds, each.end_s - each.start_s)
+            whole_s = sum(seconds for _, seconds in parts)
+            at_s = each.start_s
+            for fqn, seconds in parts if whole_s else ():
+                add(fqn, work, at_s, at_s + own_s * seconds / whole_s)
+                at_s += own_s * seconds / whole_s
+            add("", waits, at_s, each.end_s)
             free_s = each.end_s
         reduced_s = free_s + cost.exposed_comm_s
         add("", Work.WAIT_REDUCE, free_s, reduced_s)
@@ -115,7 +136,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
     in_flight = rounds_in_flight(plan.stages, plan.num_rounds)
     chosen = _devices_of(plan, setting.cluster)
     own_units = [[u for u in units if stage_by_fqn[u.fqn] == i] for i in range(len(groups))]
-    costs = []
+    costs, seconds = [], []
     for group, own, held in zip(groups, own_units, in_flight, strict=True):
         positions = tuple(chosen[i] for i in group)
         whole = part_of(tuple(sorted(positions)))
@@ -128,7 +149,11 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
             stages=None,
             units=_planned(of_stage) if plan.units else (),
         )
-        costs.append(CostModel(of_stage, in_flight=held).predict(alone))
+        model = CostModel(of_stage, in_flight=held)
+        costs.append(model.predict(alone))
+        for rank, device in zip(alone.ranks, of_stage.cluster.devices, strict=True):
+            here = replace(rank, device=device)
+            seconds.append(tuple(_unit_seconds(model, here, unit) for unit in own))
     numbers = [tuple(chosen[i] for i in group) for group in groups]
     return PipelinePrice(
         positions=groups,
@@ -142,7 +167,15 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
         in_flight=in_flight,
         num_rounds=plan.num_rounds,
         names=tuple(rank.device.kind or "device" for rank in plan.ranks),
+        units=tuple(seconds),
     )
+
+
+def _unit_seconds(model: CostModel, rank: RankPlan, unit: Unit) -> UnitSeconds:
+    sizes = rank.microbatch_sizes
+    forward_s, backward_s = model.unit_seconds(rank.device.kind, unit.kind, sizes)
+    again_s = forward_s if rank.recomputes(unit.fqn) else 0.0
+    return UnitSeconds(unit.fqn, forward_s, backward_s + again_s)
 
 
 def with_units(setting: Setting, units: Sequence[Unit]) -> Setting:

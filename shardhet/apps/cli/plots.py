@@ -90,6 +90,17 @@ def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
     plt.close(drawing)
 
 
+def draw_lanes(title: str, lanes: Sequence[Lane], path: Path) -> None:
+    """Draw lanes alone."""
+    plt = pyplot()
+    height = LANE_INCHES * len(lanes) + 1.2
+    drawing, axes = plt.subplots(figsize=(WIDTH_INCHES, height), layout="constrained")
+    drawing.suptitle(title)
+    _draw_lanes(axes, lanes)
+    drawing.savefig(path)
+    plt.close(drawing)
+
+
 def _draw_memory(axes: Any, bars: Sequence[DeviceBar]) -> None:
     """Draw stacked bars of the parts, with the budget as a mark."""
     labels = [bar.label for bar in bars]

@@ -1,0 +1,1 @@
+"""Pipelines over emulated slow links: predicted and run; see README.md."""
