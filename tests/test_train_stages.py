@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run
-from tests.test_train import ALONE, QUICK, losses, metrics
+from tests.test_train import ALONE, FAILING_RANK, QUICK, losses, metrics
 
 MODEL = (
     "model.width=16",
@@ -66,6 +66,17 @@ def test_a_run_in_stages_is_that_of_any_plan_and_goes_on_under_others(tmp_path: 
         assert losses(train(tmp_path, name, *plan, resume)) == pytest.approx(
             expected[3:], rel=1e-9
         )
+
+
+def test_a_rank_that_fails_in_a_stage_is_what_is_seen_last(tmp_path: Path) -> None:
+    failure = 'raise ValueError("these samples are bad")'
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
+    done = run([*ALONE, *MODEL, *TWO], tmp_path)
+    assert done.returncode == 1
+    panel = done.stderr.splitlines()[-6:]
+    assert "the run failed" in panel[0]
+    assert "rank  1 (cpu" in panel[1]
+    assert "ValueError: these samples are bad" in panel[2]
 
 
 def test_a_slow_link_between_ranks_is_the_systems_or_is_said_not_to_be(tmp_path: Path) -> None:

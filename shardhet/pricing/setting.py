@@ -37,13 +37,14 @@ class Setting:
         """Raise ``ValueError`` unless ``plan`` is for this model on as many devices.
 
         ``name`` is what the reader calls the setting.  A plan that was written by hand does not
-        say which model it is for, and is refused.
+        say which model it is for, and is refused.  A pipeline may leave devices out.
         """
         planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
         numels = {unit.fqn: self.workload.kind_of(unit).numel for unit in self.workload.units}
         measured = {fqn: numel for fqn, numel in numels.items() if numel}
         world_size = self.cluster.world_size
-        if planned != measured or plan.world_size != world_size:
+        is_part = plan.stages is not None and plan.world_size < world_size
+        if planned != measured or not (plan.world_size == world_size or is_part):
             raise ValueError(
                 f"{name}: it is of {world_size} devices and a model of {len(measured)} units, "
                 f"the plan of {plan.world_size} and {len(planned)}, or their sizes differ. "

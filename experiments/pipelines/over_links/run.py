@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,40 +48,52 @@ PLANNED, FLAT, ALONE = "planned pipeline", "without stages", "without the slow g
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Two groups of emulated devices, and what joins them."""
+class ByHand:
+    """A pipeline of both groups, good or bad, with as many samples on each rank."""
 
     name: str
-    speeds: tuple[tuple[float, ...], tuple[float, ...]]  # parts of a core, by group
-    mbit_per_s: float  # in each direction
-    by_hand: tuple[str, ...] = ()  # further pipelines, by how they differ from the planned one
+    first_units: int  # of the first group
+    num_rounds: int
+    in_flight: int = 2  # of the first group
 
-    @property
-    def cores(self) -> list[float]:
-        """Of each rank."""
-        return [speed for group in self.speeds for speed in group]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Two groups of two emulated devices each, and what joins them."""
+
+    name: str
+    speeds: tuple[float, float, float, float]  # parts of a core; the first two are a group
+    mbit_per_s: float  # in each direction
+    by_hand: tuple[ByHand, ...]
 
 
 CASES = (
     Case(
         name="office",
-        speeds=((0.2, 0.15), (0.15, 0.15)),
+        speeds=(0.2, 0.15, 0.15, 0.15),
         mbit_per_s=10.0,
-        by_hand=("one in flight", "a late cut"),
+        by_hand=(
+            ByHand(name="cut in half", first_units=4, num_rounds=8),
+            ByHand(name="one in flight", first_units=4, num_rounds=8, in_flight=1),
+        ),
     ),
     Case(
         name="lab",
-        speeds=((0.2, 0.2), (0.12, 0.12)),
+        speeds=(0.2, 0.2, 0.12, 0.12),
         mbit_per_s=25.0,
-        by_hand=("an early cut", "two rounds"),
+        by_hand=(
+            ByHand(name="a late cut", first_units=7, num_rounds=8),
+            ByHand(name="two rounds", first_units=5, num_rounds=2),
+        ),
     ),
     Case(
         name="sites",
-        speeds=((0.15, 0.15), (0.12, 0.12)),
-        mbit_per_s=5.0,
-        by_hand=("even batches and shares",),
+        speeds=(0.15, 0.15, 0.12, 0.12),
+        mbit_per_s=8.0,
+        by_hand=(ByHand(name="an early cut", first_units=3, num_rounds=4),),
     ),
 )
+NEAR = (0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +134,7 @@ def arms_of(case: Case, setting: Setting) -> list[Arm]:
     )
     assert found is not None
     order = sum(found.groups, ())
-    fast = tuple(range(len(case.speeds[0])))
-    of_fast = part_of(setting, fast)
+    of_fast = part_of(setting, NEAR)
     alone = find_plan(of_fast, global_batch_size=GLOBAL_BATCH_SIZE)
     arms = [
         Arm(name=PLANNED, plan=found.plan, ranks=order, predicted_s=found.step_time_s),
@@ -135,67 +147,32 @@ def arms_of(case: Case, setting: Setting) -> list[Arm]:
         Arm(
             name=ALONE,
             plan=alone,
-            ranks=fast,
+            ranks=NEAR,
             predicted_s=CostModel(of_fast).predict(alone).step_time_s,
         ),
     ]
-    for name in case.by_hand:
-        plan = CHANGES[name](found.plan)
+    for each in case.by_hand:
+        plan = _plan_by_hand(each, setting)
         price = price_of(plan, setting, partial(part_of, setting))
         predicted_s = price.timeline().step_time_s
-        arms.append(Arm(name=name, plan=plan, ranks=order, predicted_s=predicted_s))
+        arms.append(Arm(name=each.name, plan=plan, ranks=everyone, predicted_s=predicted_s))
     return arms
 
 
-def _stages(plan: Plan) -> tuple[Stage, ...]:
-    assert plan.stages is not None
-    return plan.stages
-
-
-def _one_in_flight(plan: Plan) -> Plan:
-    stages = tuple(replace(each, in_flight=1) for each in _stages(plan))
-    return replace(plan, stages=stages)
-
-
-def _cut(plan: Plan, number: int) -> Plan:
-    """The first stage has ``number`` units more, or fewer."""
-    first, second, *rest = _stages(plan)
-    units = [*first.units, *second.units]
-    at = len(first.units) + number
-    cut = [replace(first, units=tuple(units[:at])), replace(second, units=tuple(units[at:]))]
-    return replace(plan, stages=(*cut, *rest))
-
-
-def _two_rounds(plan: Plan) -> Plan:
-    """Rounds of eight samples, two at most in flight."""
-    factor = plan.num_rounds // 2
-    ranks = tuple(
-        replace(rank, microbatch_sizes=rank.microbatch_sizes * factor) for rank in plan.ranks
+def _plan_by_hand(each: ByHand, setting: Setting) -> Plan:
+    units = [unit.fqn for unit in setting.workload.units if unit.fqn]
+    size = GLOBAL_BATCH_SIZE // each.num_rounds // 2
+    return Plan.by_hand(
+        microbatch_sizes=[size] * 4,
+        num_rounds=each.num_rounds,
+        devices=setting.cluster.devices,
+        stages=[
+            Stage(
+                units=tuple(units[: each.first_units]), num_ranks=2, in_flight=each.in_flight
+            ),
+            Stage(units=tuple(units[each.first_units :]), num_ranks=2, in_flight=1),
+        ],
     )
-    stages = tuple(
-        replace(each, in_flight=len(_stages(plan)) - i) for i, each in enumerate(_stages(plan))
-    )
-    return replace(plan, ranks=ranks, num_rounds=2, stages=stages)
-
-
-def _even(plan: Plan) -> Plan:
-    """Of two ranks in each stage."""
-    size = plan.round_size // 2
-    if not size:
-        raise ValueError(f"rounds of {plan.round_size} samples are not even on two ranks.")
-    ranks = tuple(
-        replace(rank, microbatch_sizes=(size,), state_share=0.5) for rank in plan.ranks
-    )
-    return replace(plan, ranks=ranks)
-
-
-CHANGES: dict[str, Callable[[Plan], Plan]] = {
-    "one in flight": _one_in_flight,
-    "a late cut": partial(_cut, number=2),
-    "an early cut": partial(_cut, number=-2),
-    "two rounds": _two_rounds,
-    "even batches and shares": _even,
-}
 
 
 # On each rank
@@ -210,7 +187,7 @@ def train(case: Case, answer: Path, num_turns: int, num_steps: int) -> None:
     link.enter(rank)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     side = "near" if rank < link.first_ranks else "far"
-    device = EmulatedDevice(speed=case.cores[rank])
+    device = EmulatedDevice(speed=case.speeds[rank])
     spec = DeviceSpec(
         host=f"{socket.gethostname()}-{side}",
         kind=f"{device.speed:g} of a core, {side}",
@@ -221,14 +198,19 @@ def train(case: Case, answer: Path, num_turns: int, num_steps: int) -> None:
         TrainedModel(module=make_decoder(CONFIG), batch=ExampleBatch(args=batch)),
         device_spec=spec,
         emulated=device,
-        effort=MeasuringEffort(max_microbatch_size=8, num_repeats=3, time_limit_s=60.0),
+        effort=MeasuringEffort(max_microbatch_size=8, num_repeats=5, time_limit_s=60.0),
+        on_progress=lambda text, _: _say(text),
     ).setting
     [arms] = _told([arms_of(case, setting)] if rank == 0 else None)
-    steps = {arm.name: _step_of(arm, device, spec, batch) for arm in arms}
+    groups = {arm.name: dist.new_group(sorted(arm.ranks)) for arm in arms}
+    # Those of a part of the ranks last: they make groups that the others know nothing of.
+    in_order = sorted(arms, key=lambda arm: -len(arm.ranks))
+    steps = {arm.name: _step_of(arm, groups[arm.name], device, spec, batch) for arm in in_order}
     losses: dict[str, float] = {}
     samples: list[Sample] = []
     for turn in range(-1, num_turns):  # the first one warms up
         for arm in arms:
+            _say(f"turn {turn}: {arm.name}, {_form(arm.plan)}")
             for number in range(num_steps + 1):
                 dist.barrier()
                 start_s = time.perf_counter()
@@ -256,6 +238,12 @@ def train(case: Case, answer: Path, num_turns: int, num_steps: int) -> None:
     dist.destroy_process_group()
 
 
+def _say(text: str) -> None:
+    """What the first rank does now."""
+    if not dist.get_rank():
+        console.print(text, markup=False)
+
+
 def _told(arms: list[list[Arm]] | None) -> list[list[Arm]]:
     """What rank zero has found, on every rank."""
     told = [arms]
@@ -265,10 +253,9 @@ def _told(arms: list[list[Arm]] | None) -> list[list[Arm]]:
 
 
 def _step_of(
-    arm: Arm, device: EmulatedDevice, spec: DeviceSpec, batch: Batch
+    arm: Arm, group: Any, device: EmulatedDevice, spec: DeviceSpec, batch: Batch
 ) -> Callable[[], float | None]:
     """Takes a step of the plan; nothing on ranks that it leaves out."""
-    group = dist.new_group(sorted(arm.ranks))
     if dist.get_rank() not in arm.ranks:
         return lambda: None
     model = HetFSDP(make_decoder(CONFIG), arm.plan, group=group, device_spec=spec)
@@ -301,7 +288,7 @@ def run(case: Case, num_turns: int, num_steps: int) -> list[Sample]:
     """All ranks of a case, each on its side of the link."""
     with (
         TemporaryDirectory() as name,
-        emulated_link(len(case.speeds[0]), case.mbit_per_s) as link,
+        emulated_link(len(NEAR), case.mbit_per_s) as link,
     ):
         link.publish()
         answer = Path(name, "answer.json")
@@ -315,7 +302,7 @@ def run(case: Case, num_turns: int, num_steps: int) -> list[Sample]:
                 env={
                     **os.environ,
                     "RANK": str(rank),
-                    "WORLD_SIZE": str(len(case.cores)),
+                    "WORLD_SIZE": str(len(case.speeds)),
                     "LOCAL_RANK": str(rank),
                     "MASTER_ADDR": link.address,
                     "MASTER_PORT": str(PORT),
@@ -323,11 +310,11 @@ def run(case: Case, num_turns: int, num_steps: int) -> list[Sample]:
                     "SHARDHET_TRANSPORT": "gloo",
                     "PYTHONPATH": str(REPOSITORY),
                 },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE if rank else None,
+                stderr=subprocess.STDOUT if rank else None,
                 text=True,
             )
-            for rank in range(len(case.cores))
+            for rank in range(len(case.speeds))
         ]
         printed = [each.communicate(timeout=TIMEOUT_S)[0] for each in ranks]
         for rank, process in enumerate(ranks):
