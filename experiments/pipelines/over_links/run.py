@@ -29,6 +29,7 @@ from experiments.common.systems import fused_adamw
 from experiments.decoders import Batch, decoder_config, make_decoder, random_batches
 from shardhet import DeviceSpec, HetFSDP, Plan, Stage, find_plan
 from shardhet.apps.launch.emulated_link import EmulatedLink, emulated_link
+from shardhet.comm.progress import phase
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
@@ -129,7 +130,7 @@ def arms_of(case: Case, setting: Setting) -> list[Arm]:
         setting,
         global_batch_size=GLOBAL_BATCH_SIZE,
         smaller=partial(part_of, setting),
-        max_stages=3,
+        max_stages=2,
         needs_all=True,
     )
     assert found is not None
@@ -201,7 +202,8 @@ def train(case: Case, answer: Path, num_turns: int, num_steps: int) -> None:
         effort=MeasuringEffort(max_microbatch_size=8, num_repeats=5, time_limit_s=60.0),
         on_progress=lambda text, _: _say(text),
     ).setting
-    [arms] = _told([arms_of(case, setting)] if rank == 0 else None)
+    with phase("planning"):
+        [arms] = _told([arms_of(case, setting)] if rank == 0 else None)
     groups = {arm.name: dist.new_group(sorted(arm.ranks)) for arm in arms}
     # Those of a part of the ranks last: they make groups that the others know nothing of.
     in_order = sorted(arms, key=lambda arm: -len(arm.ranks))
@@ -328,7 +330,7 @@ def main() -> None:
     parser = parser_of(__doc__, quick="the first cluster, one turn, and keeps nothing")
     parser.add_argument("--as-rank", type=Path, help="be one rank; used by the program itself")
     parser.add_argument("--turns", type=int, default=3, help="of each plan")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn, besides the first")
+    parser.add_argument("--steps", type=int, default=1, help="of a turn, besides the first")
     options = parse_cases(parser, CASES)
     if options.as_rank is not None:
         train(options.cases[0], options.as_rank, options.turns, options.steps)
