@@ -18,7 +18,7 @@ from shardhet.planner import Demands, solve
 from shardhet.planner.present import plan_for
 from shardhet.planner.stages.find import (
     FORMS,
-    _Search,
+    PipelineSearch,
     _Trial,
     find_pipeline,
 )
@@ -30,7 +30,13 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
-from shardhet.simulator.pipeline import StageTimes, hop_s, link_between, pipeline_s
+from shardhet.simulator.pipeline import (
+    StageTimes,
+    hop_s,
+    least_pipeline_s,
+    link_between,
+    pipeline_s,
+)
 from shardhet.simulator.stages import price_of
 
 WORKLOAD = Workload.transformer(
@@ -114,6 +120,7 @@ def test_a_step_is_no_shorter_than_any_stage_and_link(
         before = sum(each.round_s + 2 * link_s for each in stages[:i])
         assert step_s >= num_rounds * stage.round_s + before - 1e-9
     assert step_s >= num_rounds * link_s
+    assert step_s >= least_pipeline_s(stages, hops_s, num_rounds) - 1e-9
     fewer = pipeline_s(stages, hops_s, in_flight=[1] * len(stages), num_rounds=num_rounds)
     assert fewer >= step_s - 1e-9
 
@@ -183,7 +190,7 @@ def unlike_cluster(random: Random, most: int = 2) -> Cluster:
     )
 
 
-def all_trials(search: _Search, stages: Stages) -> Iterator[_Trial]:
+def all_trials(search: PipelineSearch, stages: Stages) -> Iterator[_Trial]:
     for cuts in combinations(range(1, len(search.units)), len(stages) - 1):
         for number in search.rounds:
             for form in FORMS:
@@ -201,17 +208,17 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     found = found_in(setting, batch)
     search = searched(setting, batch)
     best_s = min(
-        search.rank_of(stages, trial)
+        search.seconds_of(stages, trial)
         for stages in orders_of_stages(setting.cluster, 3)
         for trial in all_trials(search, stages)
-    )[1]
+    )
     assert best_s < inf
     assert found is not None
     assert found.lower_bound_s <= best_s * (1 + 1e-9)
     assert found.step_time_s <= best_s * 1.01
     for stages in orders_of_stages(setting.cluster, 3):
         trials = all_trials(search, stages)
-        least_s = min(search.rank_of(stages, trial) for trial in trials)[1]
+        least_s = min(search.seconds_of(stages, trial) for trial in trials)
         assert search.speeds.least_step_s(stages) <= least_s * (1 + 1e-9)
 
 
@@ -242,13 +249,13 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
     assert "Only " in text
 
 
-def searched(setting: Setting, batch: int) -> _Search:
+def searched(setting: Setting, batch: int) -> PipelineSearch:
     """The search of pipelines for a setting."""
 
     def smaller(positions: Positions) -> Setting:
         return derived(setting.cluster.only(positions))
 
-    return _Search(setting, smaller, batch, Demands())
+    return PipelineSearch(setting, smaller, batch, Demands())
 
 
 def test_no_plan_without_stages_beats_the_bound_either() -> None:

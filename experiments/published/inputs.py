@@ -128,7 +128,7 @@ def derived_beside(case: Case) -> Inputs:
 
 def described(cluster: str, *overrides: str) -> Inputs:
     """What ``shardhet plan cluster=... ...`` plans for."""
-    return _loaded(cluster, *overrides)[1]
+    return loaded(cluster, *overrides)[1]
 
 
 def on_fewer_nodes(case: Case) -> Iterator[tuple[str, Inputs]]:
@@ -136,7 +136,7 @@ def on_fewer_nodes(case: Case) -> Iterator[tuple[str, Inputs]]:
 
     The dtype follows the devices that are left, as it does on the command line.
     """
-    conf, inputs = _loaded(case.cluster, f"model={case.model}")
+    conf, inputs = loaded(case.cluster, f"model={case.model}")
     nodes_by_type: dict[str, list[Node]] = {}
     for node in inputs.setting.cluster.nodes:
         nodes_by_type.setdefault(node_type(node), []).append(node)
@@ -148,7 +148,8 @@ def on_fewer_nodes(case: Case) -> Iterator[tuple[str, Inputs]]:
 
 
 @cache
-def _loaded(cluster: str, *overrides: str) -> tuple[PlannerConf, Inputs]:
+def loaded(cluster: str, *overrides: str) -> tuple[PlannerConf, Inputs]:
+    """The configuration and the inputs of ``shardhet plan`` for a described cluster."""
     register_planning_schemas()
     request = Request((f"cluster=described/{cluster}", *overrides), (), None)
     return load(DOOR, request, PlannerConf)

@@ -117,6 +117,24 @@ def pipeline_s(
     return max(free_s[i] + stage.once_s for i, stage in enumerate(stages))
 
 
+def least_pipeline_s(
+    stages: Sequence[StageTimes], hops_s: Sequence[float], num_rounds: int
+) -> float:
+    """Seconds that a step takes at least, whatever is in flight.
+
+    A stage takes all rounds, after the first one has reached it and before the last one has
+    gone all the way back; a link carries all rounds.
+    """
+    least_s, before_s = 0.0, 0.0
+    for i, stage in enumerate(stages):
+        own_s = num_rounds * stage.round_s
+        least_s = max(least_s, before_s + own_s, own_s + stage.once_s)
+        if i < len(hops_s):
+            least_s = max(least_s, num_rounds * hops_s[i])
+            before_s += stage.round_s + 2 * hops_s[i]
+    return least_s
+
+
 def link_between(
     cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]
 ) -> tuple[Link, int]:

@@ -35,6 +35,7 @@ from shardhet.simulator.timeline import Timeline
 
 FILE_COLUMNS = 110
 MANY_ROWS = 32
+SHARES_ALIKE = 5e-4  # shares that differ by no more, which is a few rows, are shown as one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +97,24 @@ def rows_of(
     costs = predicted.ranks
     total = sum(cost.stored_numel for cost in costs)
 
+    def share(i: int) -> float:
+        return costs[i].stored_numel / total
+
     def key(i: int) -> tuple[object, ...]:
         rank = plan.ranks[i]
-        share = f"{costs[i].stored_numel / total:.2%}"
         on_host = rank.inputs_on_host, rank.optimizer_on_host
-        same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host, share)
+        same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host)
         return (*same, plan.group_of(i))
 
+    alike: list[list[int]] = []
+    for i in range(plan.world_size):
+        first = alike[-1][0] if alike else -1
+        if alike and key(i) == key(first) and abs(share(i) - share(first)) <= SHARES_ALIKE:
+            alike[-1].append(i)
+        else:
+            alike.append([i])
     found = []
-    for _, members in groupby(range(plan.world_size), key):
-        positions = list(members)
+    for positions in alike:
         i = max(positions, key=lambda each: costs[each].memory.total_bytes)
         found.append(
             Row(
@@ -113,7 +122,7 @@ def rows_of(
                 plan.ranks[i].device.kind or "device",
                 plan.ranks[i],
                 costs[i],
-                costs[i].stored_numel / total,
+                share(i),
                 busy_fraction(i),
             )
         )

@@ -86,6 +86,10 @@ class Speeds:
         compute_s, _ = self._balanced(stages)
         return self.global_batch_size * max(compute_s, link_s)
 
+    def sample_s(self, positions: Positions, first: int, stop: int) -> float:
+        """Seconds per sample that some devices compute these units at best."""
+        return sum(self._unit_s(positions)[first:stop])
+
     def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
         """Cuts with which stages compute about equally long."""
         return self._balanced(stages)[1]

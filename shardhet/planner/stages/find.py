@@ -16,19 +16,24 @@ from math import ceil, inf, log2
 
 import numpy as np
 
-from shardhet.planner.find import NO_DEMANDS, solve
+from shardhet.planner.find import NO_DEMANDS
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.stages.bound import Speeds, even_cuts
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
+from shardhet.planner.stages.plans import COARSE, StagePlans
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import PlannedUnit
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
-from shardhet.simulator.pipeline import Hop, StageTimes, hop_between, pipeline_s
-from shardhet.simulator.stages import with_units
+from shardhet.simulator.pipeline import (
+    Hop,
+    StageTimes,
+    hop_between,
+    least_pipeline_s,
+    pipeline_s,
+)
 
 MAX_STAGES = 4
 MAX_ROUNDS = 512
@@ -36,7 +41,7 @@ MAX_SEARCHED = 24  # orders of stages, those with the least bounds
 LEAST_GAIN = 1e-3
 NUM_ROUNDS_TRIED = 4  # at the start
 MAX_IMPROVED, FAR = 12, 1.3  # orders of stages, unless even the start takes so much longer
-COARSE = Effort(relative_gap=1e-3)
+FAR_BEHIND = 2.0  # times the best so far: given up
 # Whether units are resharded after every use or once a step, and reduced every round or once.
 FORMS = tuple(
     StepForm(reshard_after_forward=r, reshard_after_backward=r, reduce_each_round=reduces)
@@ -62,12 +67,8 @@ class _Trial:
         ]
 
 
-# Stages that do not fit, and seconds of a step: less is better.
-_Rank = tuple[int, float]
-
-
 @dataclass
-class _Search:
+class PipelineSearch:
     """What is known of the stages of one problem."""
 
     setting: Setting
@@ -77,101 +78,52 @@ class _Search:
     units: tuple[Unit, ...] = field(init=False)  # that compute
     rounds: tuple[int, ...] = field(init=False)  # numbers that divide the batch
     speeds: Speeds = field(init=False)
-    _settings: dict[Positions, Setting] = field(default_factory=dict)
-    _stages: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
+    plans: StagePlans = field(init=False)
 
     def __post_init__(self) -> None:
         self.units = tuple(unit for unit in self.setting.workload.units if unit.fqn)
         most = min(self.global_batch_size, self.demands.max_rounds or MAX_ROUNDS, MAX_ROUNDS)
         numbers = range(1, most + 1)
         self.rounds = tuple(n for n in numbers if not self.global_batch_size % n)
-        self.speeds = Speeds(self.setting, self.setting_of, self.units, self.global_batch_size)
+        self.plans = StagePlans(self.smaller, self.units, self.global_batch_size, self.demands)
+        setting_of = self.plans.setting_of
+        self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
 
     # A pipeline
 
-    def setting_of(self, positions: Positions) -> Setting:
-        """The setting of some devices; rows cross between them in one level."""
-        if positions not in self._settings:
-            setting = self.smaller(positions)
-            profile = replace(setting.profile, two_levels=None)
-            self._settings[positions] = replace(setting, profile=profile)
-        return self._settings[positions]
+    def seconds_of(self, stages: Stages, trial: _Trial, at_most_s: float = inf) -> float:
+        """Seconds of a step; inf where a stage does not fit.
 
-    def rank_of(self, stages: Stages, trial: _Trial) -> _Rank:
-        """How good a trial is."""
-        found = self.stages_of(stages, trial)
-        missing = sum(each is None for each in found)
-        if missing:
-            return missing, inf
-        return 0, pipeline_s(
-            [each.times for each in found if each is not None],
-            [hop.seconds for hop in self.hops(stages, trial)],
-            in_flight=trial.in_flight(len(stages)),
-            num_rounds=trial.form.num_rounds,
-        )
-
-    def stages_of(self, stages: Stages, trial: _Trial) -> list[StageSolution | None]:
-        """The best plan of every stage; None where nothing fits."""
-        bounds = (0, *trial.cuts, len(self.units))
-        return [
-            self._stage(positions, first, stop, trial.form, in_flight)
-            for positions, (first, stop), in_flight in zip(
-                stages, pairwise(bounds), trial.in_flight(len(stages)), strict=True
-            )
+        Where they are no less than ``at_most_s``, a bound on them may stand for them.
+        """
+        hops_s = [hop.seconds for hop in self.hops(stages, trial)]
+        number, in_flight = trial.form.num_rounds, trial.in_flight(len(stages))
+        bounds = pairwise((0, *trial.cuts, len(self.units)))
+        parts = list(zip(stages, bounds, in_flight, strict=True))
+        times = [
+            StageTimes(self._least_round_s(each, trial.form, *part, held), 0.0)
+            for each, part, held in parts
         ]
+        for i in sorted(range(len(stages)), key=lambda i: -times[i].round_s):
+            least_s = least_pipeline_s(times, hops_s, number)
+            if least_s >= at_most_s:
+                return least_s
+            positions, (first, stop), held = parts[i]
+            found = self.plans.of(positions, first, stop, trial.form, held)
+            if found is None:
+                return inf
+            times[i] = found.times
+        if (least_s := least_pipeline_s(times, hops_s, number)) >= at_most_s:
+            return least_s
+        return pipeline_s(times, hops_s, in_flight=in_flight, num_rounds=number)
 
-    def _stage(
-        self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
-    ) -> StageSolution | None:
-        """The best plan of such devices for such units: as good as that of these."""
-        kinds = tuple(unit.kind for unit in self.units[first:stop])
-        key = (self._looks(positions), kinds, form, in_flight)
-        if key not in self._stages:
-            self._stages[key] = self.solved(positions, first, stop, form, in_flight)
-        return self._stages[key]
-
-    def _looks(self, positions: Positions) -> tuple[object, ...]:
-        """What distinguishes a set of devices from others, for the planner."""
-        cluster = self.setting_of(positions).cluster
-        nodes = [
-            (node.region, node.link, tuple(replace(each, host=None) for each in node.devices))
-            for node in cluster.nodes
-        ]
-        return tuple(nodes) if len(nodes) > 1 else nodes[0][1:]
-
-    def solved(
-        self,
-        positions: Positions,
-        first: int,
-        stop: int,
-        form: StepForm,
-        in_flight: int,
-        *,
-        effort: Effort = COARSE,
-        tolerance: float | None = None,
-    ) -> StageSolution | None:
-        """The best plan of some devices for some units; None if nothing fits."""
-        setting = self.setting_of(positions)
-        try:
-            solution = solve(
-                with_units(setting, self.units[first:stop]),
-                global_batch_size=self.global_batch_size,
-                demands=replace(
-                    self.demands.only(positions), form=form, rounds_in_flight=in_flight
-                ),
-                effort=effort,
-                tolerance=tolerance,
-                is_bounded=False,
-            )
-        except PlanError:
-            return None
-        return StageSolution(
-            positions=positions,
-            unit_fqns=tuple(unit.fqn for unit in self.units[first:stop]),
-            in_flight=in_flight,
-            solution=solution,
-            times=StageTimes.of(solution.predicted, solution.plan.num_rounds),
-        )
+    def _least_round_s(
+        self, positions: Positions, form: StepForm, first: int, stop: int, in_flight: int
+    ) -> float:
+        """Seconds of a round that a stage needs: of compute, and of fewer of its units."""
+        size = self.global_batch_size // form.num_rounds
+        compute_s = size * self.speeds.sample_s(positions, first, stop)
+        return max(compute_s, self.plans.least_round_s(positions, first, stop, form, in_flight))
 
     def hops(self, stages: Stages, trial: _Trial) -> list[Hop]:
         """What is handed over from each stage to the next."""
@@ -183,8 +135,11 @@ class _Search:
 
     # The best pipeline of given stages
 
-    def starts(self, stages: Stages) -> list[tuple[_Rank, _Trial]]:
-        """The best start of each form, the best first; none if nothing fits."""
+    def starts(self, stages: Stages, at_most_s: float) -> list[tuple[float, _Trial]]:
+        """The best start of each form with its seconds, the best first.
+
+        Those of ``at_most_s`` or more are left out.
+        """
         budgets = self.setting.cluster.memory_budget_bytes
         memory = [float(sum(budgets(i) for i in positions)) for positions in stages]
         by_speed, by_memory = (
@@ -192,24 +147,27 @@ class _Search:
             even_cuts(memory, len(self.units)),
         )
         between = tuple((a + b) // 2 for a, b in zip(by_speed, by_memory, strict=True))
-        best: dict[StepForm, tuple[_Rank, _Trial]] = {}
+        best: dict[StepForm, tuple[float, _Trial]] = {}
         for form in self._forms(len(stages)):
+            key = replace(form, num_rounds=1)
             for cuts in dict.fromkeys((by_speed, between, by_memory)):
-                trials = {_Trial(cuts, form, more) for more in self._in_flight(stages, form)}
-                ranked = [(self.rank_of(stages, each), each) for each in trials]
-                rank, trial = min(ranked, key=lambda each: each[0])
-                key = replace(form, num_rounds=1)
-                if not rank[0] and (key not in best or rank < best[key][0]):
-                    best[key] = rank, trial
-                if not rank[0]:
+                fits = False
+                for more in self._in_flight(stages, form):
+                    trial = _Trial(cuts, form, more)
+                    limit_s = best[key][0] if key in best else at_most_s
+                    seconds = self.seconds_of(stages, trial, limit_s)
+                    fits |= seconds < inf
+                    if seconds < limit_s:
+                        best[key] = seconds, trial
+                if fits:
                     break  # cuts by memory are for where no other fits
         return sorted(best.values(), key=lambda each: each[0])
 
     def improved(
-        self, stages: Stages, starts: Sequence[tuple[_Rank, _Trial]], at_most_s: float
-    ) -> tuple[_Rank, _Trial]:
+        self, stages: Stages, starts: Sequence[tuple[float, _Trial]], at_most_s: float
+    ) -> tuple[float, _Trial]:
         """The best that is found from these starts."""
-        found = [self._improved(stages, trial, rank, at_most_s) for rank, trial in starts]
+        found = [self._improved(stages, trial, s, at_most_s) for s, trial in starts]
         return min(found, key=lambda each: each[0])
 
     def _forms(self, num_stages: int) -> Iterator[StepForm]:
@@ -219,30 +177,29 @@ class _Search:
         for number in numbers:
             yield from (replace(form, num_rounds=number) for form in FORMS)
 
-    def _in_flight(self, stages: Stages, form: StepForm) -> tuple[int, int]:
+    def _in_flight(self, stages: Stages, form: StepForm) -> set[int]:
         """No further rounds in flight, and as many as hide messages both ways."""
         size = self.global_batch_size // form.num_rounds
         messages_s = max(2 * self.speeds.hop_s(*each, size) for each in pairwise(stages))
         round_s = max(self.speeds.least_step_s(stages), 1e-9) / form.num_rounds
-        return 0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))
+        return {0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))}
 
     def _improved(
-        self, stages: Stages, trial: _Trial, rank: _Rank, at_most_s: float
-    ) -> tuple[_Rank, _Trial]:
+        self, stages: Stages, trial: _Trial, seconds: float, at_most_s: float
+    ) -> tuple[float, _Trial]:
         stride = max(1, len(self.units) // 8)
         while True:
             for other in self._neighbours(trial, stride):
-                found = self.rank_of(stages, other)
-                if found < (rank[0], rank[1] * (1 - LEAST_GAIN)):
-                    trial, rank = other, found
+                limit_s = seconds * (1 - LEAST_GAIN)
+                found_s = self.seconds_of(stages, other, limit_s)
+                if found_s < limit_s:
+                    trial, seconds = other, found_s
                     break
             else:
-                if stride == 1:
-                    return rank, trial
-                stride //= 2
                 # Cuts gain most, and the rest a little: far behind, it does not win.
-                if stride == 0 or rank[1] > 2 * at_most_s:
-                    return rank, trial
+                if stride == 1 or seconds > FAR_BEHIND * at_most_s:
+                    return seconds, trial
+                stride //= 2
 
     def _neighbours(self, trial: _Trial, stride: int) -> Iterator[_Trial]:
         """Trials that differ from this one in form, or in cuts, rounds and rounds in flight."""
@@ -287,29 +244,31 @@ def find_pipeline(
     ``needs_all`` none that leaves devices out.  Raises ``ValueError`` if a link between stages
     is not stated.
     """
-    search = _Search(setting, smaller, global_batch_size, demands)
+    search = PipelineSearch(setting, smaller, global_batch_size, demands)
     bounded = sorted(
         (search.speeds.least_step_s(stages), order, stages)
         for order, stages in enumerate(orders_of_stages(setting.cluster, max_stages))
         if len(stages) <= len(search.units)
         and (not needs_all or sum(map(len, stages)) == setting.cluster.world_size)
     )
-    started: list[tuple[_Rank, int, Stages, list[tuple[_Rank, _Trial]]]] = []
+    started: list[tuple[float, int, Stages, list[tuple[float, _Trial]]]] = []
     for bound_s, order, stages in bounded[:MAX_SEARCHED]:
-        least_s = min((each[0][1] for each in started), default=at_most_s)
-        if bound_s >= min(at_most_s, least_s) * (1 - LEAST_GAIN):
+        least_s = min([at_most_s, *(each[0] for each in started)])
+        if bound_s >= least_s * (1 - LEAST_GAIN):
             break
-        if starts := search.starts(stages):
+        if starts := search.starts(stages, FAR * least_s):
             started.append((starts[0][0], order, stages, starts))
     started.sort(key=lambda each: each[:2])
-    best: tuple[_Rank, _Trial, Stages] | None = None
-    for rank, _, stages, starts in started[:MAX_IMPROVED]:
-        if rank[1] > FAR * at_most_s:
+    best: tuple[float, _Trial, Stages] | None = None
+    for seconds, _, stages, starts in started[:MAX_IMPROVED]:
+        if seconds > FAR * at_most_s:
             break
+        if best is not None and search.speeds.least_step_s(stages) >= best[0]:
+            continue
         found = search.improved(stages, starts, at_most_s)
         if best is None or found[0] < best[0]:
             best = (*found, stages)
-            at_most_s = min(at_most_s, found[0][1])
+            at_most_s = min(at_most_s, found[0])
     if best is None:
         return None
     _, trial, stages = best
@@ -317,7 +276,7 @@ def find_pipeline(
 
 
 def _finished(
-    search: _Search, stages: Stages, trial: _Trial, tolerance: float | None
+    search: PipelineSearch, stages: Stages, trial: _Trial, tolerance: float | None
 ) -> PipelineSolution:
     """The pipeline with every stage's plan preferred of those nearly as fast."""
     workload = search.setting.workload
@@ -327,7 +286,7 @@ def _finished(
 
     def solved(effort: Effort, tolerance: float | None) -> list[StageSolution]:
         found = [
-            search.solved(
+            search.plans.solved(
                 positions, first, stop, trial.form, each, effort=effort, tolerance=tolerance
             )
             for positions, (first, stop), each in parts
