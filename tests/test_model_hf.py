@@ -333,6 +333,32 @@ def test_a_folder_is_measured_planned_for_and_trained(
     assert json.loads(lines[0])["loss"] == pytest.approx(5.56, abs=0.2)  # ln 260
 
 
+def test_a_folder_is_trained_in_stages_as_without_them(
+    llama: Path, text: Path, tmp_path: Path
+) -> None:
+    stages = (
+        'plan.stages=[{units:["model.embed_tokens","model.layers.0"],num_ranks:1},'
+        '{units:["model.layers.[12]",lm_head],num_ranks:1}]'
+    )
+    found = []
+    for name, keys in (("stages", (stages, "[2,2]")), ("flat", ("plan.stages=[]", "[1,1]"))):
+        shardhet(
+            tmp_path,
+            "train",
+            *("model=hf", f"model.path={llama}", f"data.seq_len={SEQ_LEN}"),
+            *("data=text_dir", f"data.path={text}", "data.num_judged_samples=3"),
+            *("plan=by_hand", "plan.num_rounds=2", keys[0], f"plan.microbatch_sizes={keys[1]}"),
+            *("precision=FP64", "cluster.device=CPU", "num_steps=2", f"run_dir={name}"),
+        )
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        values = [json.loads(line) for line in lines]
+        found.append(
+            [v for each in values for k, v in each.items() if k in ("loss", "held_out_loss")]
+        )
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert len(found[0]) == 3
+
+
 def test_what_is_measured_is_what_is_trained(llama: Path) -> None:
     conf = conf_of(llama)
     measured = model_to_measure(

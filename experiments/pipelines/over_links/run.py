@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 
 from experiments.common.machine import REPOSITORY
-from experiments.common.results import Bar, Page, Spread, console, parse_cases, parser_of
+from experiments.common.results import (
+    Bar,
+    Page,
+    Spread,
+    console,
+    parse_cases,
+    parser_of,
+    write_csv,
+)
 from experiments.common.systems import fused_adamw
 from experiments.decoders import Batch, decoder_config, make_decoder, random_batches
 from shardhet import DeviceSpec, HetFSDP, Plan, Stage, find_plan
@@ -72,7 +80,7 @@ CASES = (
     Case(
         name="office",
         speeds=(0.2, 0.15, 0.15, 0.15),
-        mbit_per_s=10.0,
+        mbit_per_s=16.0,
         by_hand=(
             ByHand(name="cut in half", first_units=4, num_rounds=8),
             ByHand(name="one in flight", first_units=4, num_rounds=8, in_flight=1),
@@ -90,7 +98,7 @@ CASES = (
     Case(
         name="sites",
         speeds=(0.15, 0.15, 0.12, 0.12),
-        mbit_per_s=8.0,
+        mbit_per_s=12.0,
         by_hand=(ByHand(name="an early cut", first_units=3, num_rounds=4),),
     ),
 )
@@ -187,6 +195,7 @@ def train(case: Case, answer: Path, num_turns: int, num_steps: int) -> None:
     assert link is not None
     link.enter(rank)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    near = dist.new_group(list(NEAR))  # before any rank makes groups that others do not
     side = "near" if rank < link.first_ranks else "far"
     device = EmulatedDevice(speed=case.speeds[rank])
     spec = DeviceSpec(
@@ -199,13 +208,13 @@ def train(case: Case, answer: Path, num_turns: int, num_steps: int) -> None:
         TrainedModel(module=make_decoder(CONFIG), batch=ExampleBatch(args=batch)),
         device_spec=spec,
         emulated=device,
-        effort=MeasuringEffort(max_microbatch_size=8, num_repeats=5, time_limit_s=60.0),
+        effort=MeasuringEffort(max_microbatch_size=8, num_repeats=3, time_limit_s=20.0),
         on_progress=lambda text, _: _say(text),
     ).setting
     with phase("planning"):
         [arms] = _told([arms_of(case, setting)] if rank == 0 else None)
-    groups = {arm.name: dist.new_group(sorted(arm.ranks)) for arm in arms}
-    # Those of a part of the ranks last: they make groups that the others know nothing of.
+    groups = {arm.name: near if arm.ranks == NEAR else None for arm in arms}
+    # That of a part of the ranks last: it makes groups that the others know nothing of.
     in_order = sorted(arms, key=lambda arm: -len(arm.ranks))
     steps = {arm.name: _step_of(arm, groups[arm.name], device, spec, batch) for arm in in_order}
     losses: dict[str, float] = {}
@@ -329,7 +338,7 @@ def main() -> None:
     """Run the cases and keep what they took, or be one of their ranks."""
     parser = parser_of(__doc__, quick="the first cluster, one turn, and keeps nothing")
     parser.add_argument("--as-rank", type=Path, help="be one rank; used by the program itself")
-    parser.add_argument("--turns", type=int, default=3, help="of each plan")
+    parser.add_argument("--turns", type=int, default=2, help="of each plan")
     parser.add_argument("--steps", type=int, default=1, help="of a turn, besides the first")
     options = parse_cases(parser, CASES)
     if options.as_rank is not None:
@@ -341,6 +350,8 @@ def main() -> None:
     for case in cases:
         console.print(case.name, markup=False)
         samples += run(case, 1 if options.quick else options.turns, options.steps)
+        if page.is_kept:  # what comes after it may fail
+            write_csv(HERE / "results.csv", samples)
     report(samples, page)
     page.keep({"results.csv": samples})
 
