@@ -1,6 +1,7 @@
 """Steps of pipelines on emulated accelerators: right, in order, and the host does not wait."""
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -78,6 +79,40 @@ def _beside_the_host(rank: int, dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_low_precision_there_is_that_of_hosts(dtype: torch.dtype | None) -> None:
     run_ranks(_beside_the_host, 3, dtype)
+
+
+def _goes_on(rank: int) -> list[float | None]:
+    """The losses of four steps, of which the second has one that is not finite."""
+    torch.manual_seed(0)
+    with Accelerator().installed() as accelerator:
+        model = HetFSDP(Leaky("late"), PLAN, units=UNITS, device=accelerator.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        seen: list[float | None] = []
+        for step in range(4):
+            inputs, targets = (
+                each[PLAN.sample_indices(model.position)].to(accelerator.device)
+                for each in batch_of(PLAN.global_batch_size)
+            )
+            scale = model.module.head.weight.detach()  # type: ignore[union-attr]
+            kept = scale.clone()
+            if step == 1:
+                scale.fill_(math.inf)
+                with pytest.raises(FloatingPointError, match="step 2"):
+                    model.forward_backward(inputs, targets)
+                scale.copy_(kept)
+                assert all(p.grad is None for p in model.parameters())
+                continue
+            seen.append(model.forward_backward(inputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+
+def test_a_loss_that_is_not_finite_sets_no_gradient_and_training_goes_on() -> None:
+    [losses, *others] = run_ranks(_goes_on, 3)
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 3
+    assert all(each == losses for each in others)
 
 
 # Without one of the waits

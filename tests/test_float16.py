@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,12 +69,20 @@ def test_it_learns_as_float32_does_under_every_plan(name: str) -> None:
             assert each.grad_norm == pytest.approx(plain.grad_norm, rel=0.1)
 
 
-def overflowing(rank: int, steps: list[int]) -> RunModel:
+def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:
     """As ``run_plainly``, but some of one rank's gradients overflow in these steps."""
+    scale = torch.amp.GradScaler.scale
 
-    def run(model: HetFSDP, tensors: Any) -> Any:
-        loss_sum, *rest = run_plainly(model, tensors)
-        if rank == 0 and model.step in steps:
+    def run(call: Any, tensors: Any) -> Any:
+        is_bad = trainer.model.step in steps
+        if trainer.model.plan.stages is not None:  # the call does all, and has the scaler
+            factor = 1e5 if is_bad and rank == 2 else 1.0
+            with mock.patch.object(
+                torch.amp.GradScaler, "scale", lambda *given: scale(*given) * factor
+            ):
+                return run_plainly(call, tensors)
+        loss_sum, *rest = run_plainly(call, tensors)
+        if rank == 0 and is_bad:
             loss_sum = Scaled.apply(loss_sum, 1e5)
         return (loss_sum, *rest)
 
@@ -83,7 +92,7 @@ def overflowing(rank: int, steps: list[int]) -> RunModel:
 def overflow(rank: int, plan: Plan, on_bad_step: OnBadStep) -> Any:
     trainer = make_trainer(plan, is_float16=True)
     trainer.guard = Guard(on_bad_step)
-    trainer._run = overflowing(rank, [BAD_STEP])
+    trainer._run = overflowing(rank, [BAD_STEP], trainer)
     steps = [trainer.train_step() for _ in range(BAD_STEP)]
     rows = [p.detach().clone() for p in trainer.model.parameters()]
     skipped = trainer.train_step()

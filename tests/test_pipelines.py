@@ -312,8 +312,6 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     if what == "gather_features":
         model.forward_backward(*given)
         gather_features(inputs)
-    if what == "scaler":
-        model.forward_backward(*given, scaler=torch.amp.GradScaler("cpu"))
     if what == "batches_per_step":
         model.batches_per_step = 2
     if what == "redistribute":
@@ -339,7 +337,7 @@ LAST_IS_HEAD = Plan.by_hand(
     ],
 )
 REFUSED = {
-    "float16": ("", "float16"),
+    "float16": ("", "param_dtype is float16, but the loss is not scaled"),
     "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
     "compiled": ("", "a forward that was replaced or compiled"),
     "replaced": ("", "a forward that was replaced or compiled"),
@@ -349,7 +347,6 @@ REFUSED = {
     "too many samples": ("", "model(...): this rank got"),
     "own_samples": ("", "own_samples: the plan has 2 stages"),
     "gather_features": ("", "gather_features: the plan has stages"),
-    "scaler": ("", "the plan has 2 stages"),
     "batches_per_step": ("", "the plan has 2 stages"),
     "redistribute": ("", "has stages, between which rows cannot move yet"),
     "other samples": ("", "the stages were passed other samples"),

@@ -26,6 +26,7 @@ class RankProgress:
         "phases",
         "predicted_bytes",
         "screen",
+        "stage",
         "step",
         "thread_id",
         "verdict",
@@ -37,6 +38,7 @@ class RankProgress:
         self.num_collectives = 0  # those that no process group counts
         self.num_steps = 0  # finished by this process
         self.step = 0  # that of the model at the end of the last one
+        self.stage: int | None = None  # of a pipeline that this process is part of
         self.thread_id = 0  # of the thread that made the last mark
         self.phases: tuple[str, ...] = ()  # declared by ``phase``, the innermost last
         # The limit of the call in which this process waits for all ranks, if it has one.

@@ -115,7 +115,7 @@ class HetFSDP(ModuleInRounds):
                 norms.warn([rank.microbatch_sizes for rank in plan.ranks])
             of_units = comm_of_units(plan, self._comm, members)
             precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-            modules_of_units = find_units_by(plan, module, units, loss_fn, precision)
+            modules_of_units = find_units_by(plan, module, units, loss_fn)
             *built, root = build_units(
                 module,
                 modules_of_units,

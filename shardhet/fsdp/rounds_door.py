@@ -62,8 +62,6 @@ class ModuleInRounds(ModuleWithState):
 
         Under stages every rank passes all arguments of its samples, and all ranks get the mean.
         """
-        if scaler is not None:
-            self.plan.refuse_stages("forward_backward(scaler=...)")
         if self._runtime.rounds.have_begun:
             self.drop_rounds()
         mean = None
@@ -73,7 +71,7 @@ class ModuleInRounds(ModuleWithState):
             parts = self._parts(call, caller="forward_backward")
         if self._pipeline is not None:
             calls = [self._call_of_round(part) for part in parts]
-            return self._pipeline.step(calls, is_training=self.module.training)
+            return self._pipeline.step(calls, scaler, is_training=self.module.training)
         for positional, named, of_loss in parts:
             output = self(*positional, loss_inputs=of_loss, **named)
             with self._lifeline.guard("forward_backward"):

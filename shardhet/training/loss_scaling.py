@@ -31,9 +31,13 @@ class LossScaler:
 
     def scaled(self, loss_sum: Tensor) -> Tensor:
         """The loss, multiplied by the scale of the step that it begins."""
+        return self.begin_step().scale(loss_sum)
+
+    def begin_step(self) -> torch.amp.GradScaler:
+        """Torch's own, whose scale is that of a step from now on."""
         # Copied before backward is launched, so that reading it waits for forward at most.
         self._scale = HostCopy(self._scaler.scale(self._one))
-        return self._scaler.scale(loss_sum)
+        return self._scaler
 
     @property
     def scale(self) -> float:

@@ -118,8 +118,6 @@ class Trainer:
 
         ``peak_memory`` counts the device's memory; None asks the device, or the process.
         """
-        if loss_scaler is not None:
-            model.plan.refuse_stages("Trainer(loss_scaler=...)")
         if batches.global_batch_size != model.plan.global_batch_size:
             raise ValueError(
                 f"batches: global batches of {batches.global_batch_size} samples but the plan "
@@ -218,9 +216,9 @@ class Trainer:
         """The mean loss, and why the step has no gradients, if it has none."""
         model, scaler = self.model, self.loss_scaler
         if model.plan.stages is not None:
-            return self._caught(
-                partial(self._run, model.forward_backward, self._my_part(batch))
-            )
+            of_loss = None if scaler is None else scaler.begin_step()
+            call = partial(model.forward_backward, scaler=of_loss)
+            return self._caught(partial(self._run, call, self._my_part(batch)))
         for i in range(model.plan.num_rounds):
             loss_sum, num_targets, *_ = self._run(model, self._my_part(batch, i))
             if scaler is not None:

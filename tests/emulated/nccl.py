@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardhet.comm import devices, groups
+from shardhet.comm.calls import wait_all
 from tests.emulated.clocks import Event, Stream
 
 if TYPE_CHECKING:
@@ -357,8 +358,7 @@ class Nccl:
                 communicator.received_bytes += nbytes
 
         def move() -> None:
-            for work in original(ops):
-                work.wait()
+            wait_all(list(original(ops)))  # where the watch sees that this rank waits
 
         work = self._launch("messages", communicator, reads, writes, True, move)
         return [work]

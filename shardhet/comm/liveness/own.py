@@ -43,7 +43,7 @@ class OwnRank:
     """This rank: made by the thread that trains, looked at by that of the watch."""
 
     def __init__(self, rank: int, device: torch.device, cadence: Cadence) -> None:
-        self.name = f"rank {rank} ({local_device_spec(device)})"
+        self._name = f"rank {rank} ({local_device_spec(device)})"
         self.host, self.pid = socket.gethostname(), os.getpid()
         self.still_s = 0.0
         self.a_peer_has_ended = False
@@ -55,6 +55,11 @@ class OwnRank:
         self._steps_at_start = self._num_steps_before = progress.num_steps
         self._step_s = 0.0  # since the end of the last step, declared phases excluded
         self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_KEPT)
+
+    @property
+    def name(self) -> str:
+        """The rank, its device, and its stage in a pipeline."""
+        return self._name + ("" if progress.stage is None else f" of stage {progress.stage}")
 
     def look(self, passed_s: float, hang_timeout_s: float) -> Sign:
         """The sign of this rank, ``passed_s`` after the one before."""

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
 from shardhet.records.plan import Plan
 
@@ -17,7 +15,6 @@ def find_units_by(
     module: nn.Module,
     wanted: Sequence[type[nn.Module] | str] | None,
     loss_fn: Any,
-    precision: MixedPrecision,
 ) -> list[UnitModules]:
     """As ``find_units``; raises ``ValueError`` naming what stages cannot have."""
     is_merged = plan.stages is None
@@ -25,9 +22,7 @@ def find_units_by(
     if plan.stages is None:
         return units
     modules = list(module.modules())
-    dtypes = (precision.param_dtype, precision.reduce_dtype)
     found = {
-        "float16 (give bfloat16)": torch.float16 in dtypes,
         "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
         "a forward that was replaced or compiled": any(
             "forward" in vars(each) or each._compiled_call_impl is not None for each in modules

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
@@ -42,6 +43,7 @@ class StageRuntime(Runtime):
         self.positions = positions_by_stage(self.stages)
         position = self._control.position
         self.stage = next(i for i, each in enumerate(self.positions) if position in each)
+        progress.stage = self.stage
         self.unit_fqns = [unit.fqn for unit in self.units]
         self.stage_by_fqn = stage_by_unit(self.stages, self.unit_fqns)
         self.in_flight = rounds_in_flight(self.stages, plan.num_rounds)  # by stage

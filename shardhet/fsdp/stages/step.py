@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.microbatch.loss import loss_pair
@@ -30,7 +31,12 @@ from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, check_samples, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
-from shardhet.fsdp.step.mean_backward import MeanBackward, check_is_number
+from shardhet.fsdp.step.mean_backward import (
+    MeanBackward,
+    check_is_number,
+    check_is_wide,
+    check_scaler,
+)
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.fsdp.step.runtime import Runtime
@@ -66,12 +72,19 @@ class Pipeline:
         self._rounds: list[StageRound] = []
         self._received: dict[int, list[Tensor]] = {}  # by round, from forward to backward
         self._made: dict[int, list[Tensor]] = {}
+        self._seed = torch.ones(())  # the gradient of each round's loss, on the device
         self._sums = torch.zeros(2, dtype=torch.float64, device=comm.device)  # losses, tokens
 
-    def step(self, calls: Sequence[ModelCall], *, is_training: bool) -> float | None:
-        """All rounds of a step, given this rank's call of each; the mean loss.  Collective."""
+    def step(
+        self, calls: Sequence[ModelCall], scaler: GradScaler | None, *, is_training: bool
+    ) -> float | None:
+        """All rounds of a step, given this rank's call of each; the mean loss.  Collective.
+
+        The gradients that are set are those of the loss times the scale of ``scaler``.
+        """
         runtime, exchange = self._runtime, self._exchange
         with self._lifeline.guard("forward_backward"):
+            check_scaler(scaler, is_float16=self._backward.is_float16)
             self._agree("forward_backward", calls)
             if not self._rounds:
                 raise ValueError(
@@ -88,6 +101,9 @@ class Pipeline:
             schedule = runtime.schedule_for(self._rounds[0].index, number)
             scale = 2.0 ** -round(math.log2(sum(r.batch.num_together for r in self._rounds)))
             self._sums.zero_()
+            seed = torch.full((), scale, device=self._comm.device)
+            # On every rank: a scaler that has not scaled anything refuses to unscale.
+            self._seed = seed if scaler is None else scaler.scale(seed)
             checksums = self._sum_up(calls)
             sums: HostCopy | None = None
             for each in exchange.phases(self._rounds):
@@ -101,7 +117,7 @@ class Pipeline:
                     if now.phase is Phase.FORWARD:
                         self._forward(now, schedule, is_training=is_training)
                     else:
-                        self._do_backward(now, scale)
+                        self._do_backward(now)
                 if self._is_last and now == RoundPhase(number - 1, Phase.FORWARD):
                     sums = HostCopy(self._sums)
                 for handover in each.after:
@@ -244,18 +260,19 @@ class Pipeline:
     def _loss_of(self, output: Any) -> Tensor:
         loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
+        check_is_wide(loss_sum, "forward_backward")
         self._backward.check_leaves(loss_sum)
         self._sums[0] += loss_sum.detach()
         self._sums[1] += num_tokens
         return loss_sum
 
-    def _do_backward(self, now: RoundPhase, scale: float) -> None:
+    def _do_backward(self, now: RoundPhase) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
         kind, n = runtime.kind_for(each.index), each.batch.num_samples
         made = self._made.pop(now.round, [])
         grads: list[Tensor | None] = []
         if n and self._is_last:
-            grads = [torch.full_like(made[0], scale)]
+            grads = [self._seed.to(made[0].dtype)]
         else:
             grads = self._exchange.take(now)
             made = [

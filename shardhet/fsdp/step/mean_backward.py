@@ -52,7 +52,7 @@ class MeanBackward:
         is_float16: bool,
     ) -> None:
         self._num_forwards = 0
-        self._is_float16 = is_float16
+        self.is_float16 = is_float16
         self._outputs: list[ref[Tensor]] = []  # of the last model(...), in float16
         self._runtime = runtime
         self._flats = flats
@@ -88,7 +88,7 @@ class MeanBackward:
                     "as tensors with one row per sample; a model without arguments has none."
                 )
             check_is_number(loss_sum)
-            if self._is_float16:
+            if self.is_float16:
                 _check_scaled(loss_sum, self._outputs)
             self.check_leaves(loss_sum)
             with self._runtime.observers.watch("", Activity.AGREE):
@@ -249,7 +249,7 @@ class MeanBackward:
         for leaf in leaves:
             if leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(check)
-        self._outputs = [ref(leaf) for leaf in leaves if self._is_float16]
+        self._outputs = [ref(leaf) for leaf in leaves if self.is_float16]
 
     def check_leaves(self, loss_sum: Tensor) -> None:
         """Raise ``ValueError`` if the loss depends on a parameter that is not the model's."""
@@ -325,10 +325,25 @@ def _check_scaled(loss_sum: Tensor, outputs: Sequence[ref[Tensor]]) -> None:
             "model.backward(scaler.scale(loss_sum), num_tokens) with a "
             "torch.amp.GradScaler, and scaler.step(optimizer) and scaler.update() after it."
         )
+    check_is_wide(loss_sum, "model.backward")
+
+
+def check_scaler(scaler: torch.amp.GradScaler | None, *, is_float16: bool) -> None:
+    """Raise ``ValueError`` if there is none, in float16."""
+    if is_float16 and scaler is None:
+        raise ValueError(
+            "forward_backward: param_dtype is float16, but the loss is not scaled, so small "
+            "gradients would become 0. Give it scaler=torch.amp.GradScaler(...), and call "
+            "scaler.step(optimizer) and scaler.update() after it."
+        )
+
+
+def check_is_wide(loss_sum: Tensor, call: str) -> None:
+    """Raise ``ValueError`` if the loss is in float16."""
     if loss_sum.dtype is torch.float16:
         raise ValueError(
-            "model.backward: the loss is a sum in float16, where more than 65,504 is "
-            "infinite. Compute it from output.float()."
+            f"{call}: the loss is a sum in float16, where more than 65,504 is infinite. "
+            "Compute it from output.float()."
         )
 
 
