@@ -188,13 +188,15 @@ def test_memory_is_the_sum_of_its_parts() -> None:
     memory = fast.memory
     assert memory.state_bytes == 120 * 16  # of 100 elements, rounded to 4 rows
     assert memory.shard_buffer_bytes == 0
-    assert memory.unsharded_bytes == memory.grad_bytes == 2 * 100 * 4
-    assert memory.boundary_bytes == 6 * (4 + 2) * 7
-    assert memory.activation_bytes == 6 * 4 * 100 + 3 * 3  # all graphs, one running
+    # The last unit is in backward, and no gradient is reduced yet.
+    assert memory.pending_bytes == 120 * 4
+    assert (memory.unsharded_bytes, memory.grad_bytes) == (2 * 100 * 4, 100 * 4)
+    assert memory.boundary_bytes == 6 * (4 + 1) * 7  # and the gradient of its input
+    # All graphs, and the gradient of a parameter, which is more than what one unit needs.
+    assert memory.activation_bytes == 6 * 4 * 100 + 100 * 4 > 6 * 4 * 100 + 3 * 3
     assert memory.reserved_bytes == 50
-    assert memory.total_bytes == sum(
-        getattr(memory, name) for name in memory.__slots__ if name.endswith("_bytes")
-    )
+    parts = {name: getattr(memory, name) for name in memory.__slots__}
+    assert memory.total_bytes == sum(parts.values()) - 2 * memory.pending_bytes
     assert fast.fits
     assert slow.memory_budget_bytes == 30_000
 
@@ -203,7 +205,7 @@ def test_recomputing_ranks_hold_one_microbatch_of_one_unit() -> None:
     fast, _ = (
         CostModel(Setting(CLUSTER, WORKLOAD, profile())).predict(plan(recompute=True)).ranks
     )
-    assert fast.memory.activation_bytes == 3 * (100 + 3)
+    assert fast.memory.activation_bytes == 3 * 100 + 100 * 4
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -217,8 +219,15 @@ def test_the_room_that_is_planned_with_is_what_the_parts_of_memory_leave(
         batch, size = rank.rank_batch_size, max(rank.microbatch_sizes, default=1)
         used = model.working_bytes(rank.device.kind, rank, np.array([batch]), np.array([size]))
         assert used.tolist() == [parts.total_bytes]
-        room = model.room_numel(parts.total_bytes + model.bytes_per_stored_numel * 7, used)
-        assert room[0] == pytest.approx(7)
+        [room] = model.room_for_state(
+            rank,
+            rank.device.kind,
+            model.memory(rank, 700).total_bytes,
+            batches=np.array([batch]),
+            sizes=np.array([size]),
+            host=None,
+        )
+        assert room == pytest.approx(700, abs=1)
 
 
 def test_ranks_that_only_store_hold_state_and_nothing_else() -> None:
@@ -244,16 +253,18 @@ def on_host(*patterns: str, second: int = 1) -> Plan:
 
 def test_of_inputs_on_the_host_two_are_on_the_device() -> None:
     model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
-    # Those of the first unit need no gradient, and stay: it, two others, two gradients.
-    for patterns, num_inputs, num_on_host in (
-        (("*",), 1 + 2 + 2, 3),
-        (("blocks.3",), 4 + 2, 1),
-        (("blocks.[1-2]",), 4 + 2, 2),
+    # Inputs and their gradients by turn, forward and backward.  The first unit's need no
+    # gradient, and stay; of another there is what it returns, or the gradient of that, and in
+    # backward the input that comes and its own gradient.
+    for patterns, forward, backward, num_on_host in (
+        (("*",), [2, 3, 3, 2], [4, 5, 4, 2], 3),
+        (("blocks.3",), [2, 3, 4, 4], [5, 5, 4, 2], 1),
+        (("blocks.[1-2]",), [2, 3, 3, 2], [4, 5, 4, 2], 2),
     ):
-        fast, slow = (each.memory for each in model.predict(on_host(*patterns)).ranks)
-        assert fast.boundary_bytes == 6 * num_inputs * 7
-        assert slow.boundary_bytes == 6 * 7
+        fast = model.predict(on_host(*patterns)).ranks[0].memory
         rank = replace(on_host(*patterns).ranks[0], device=CLUSTER.devices[0])
+        moments = model.moments_by_turn(rank)
+        assert (moments.input_bytes / 7).tolist() == [*forward, *backward, 0]
         assert model.host_bytes_per_sample(rank) == num_on_host * 7
         assert fast.host_bytes == 6 * num_on_host * 7
         used = model.working_bytes("fast", rank, np.array([6]), np.array([3]))
@@ -269,7 +280,7 @@ def with_host(bytes_per_s: float | None) -> Cluster:
 def test_copies_hide_behind_compute_or_set_the_pace(
     link: float, forward_s: float, backward_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardhet.pricing.memory.DEVICE_LINK_BYTES_PER_S", link)
+    monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", link)
     setting = Setting(with_host(None), WORKLOAD, profile())
     plan = on_host("*", second=0)
     step = CostModel(setting).predict(plan)

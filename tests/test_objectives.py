@@ -150,7 +150,8 @@ class Case:
     def stores(self, position: int, option: Option, budget_bytes: float) -> list[Storing]:
         """How much of the state a device may store, and how fast its optimizer is then."""
         if not option.rank.optimizer_on_host:
-            room = (budget_bytes - option.used_bytes) / self.model.bytes_per_stored_numel
+            own, per_numel = self.model.lines_of(option.rank)
+            room = float(((budget_bytes - own) / per_numel).min())
             return [Storing(room, self.per_numel_s[position])]
         host = self.hosts[position]
         assert host is not None
@@ -386,7 +387,7 @@ def check_demands(plan: Plan, demands: Demands) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
-    case, demands = Case(seed, roomy=0.9 + 0.1 * (seed % 4)), demands_of(seed)
+    case, demands = Case(seed, roomy=0.8 + 0.1 * (seed % 4)), demands_of(seed)
     largest = largest_batch_size(case.model, demands)
     assert largest <= 10, "too large to try all"
     fits = (

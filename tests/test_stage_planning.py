@@ -158,9 +158,8 @@ def test_activations_of_all_rounds_in_flight_are_held() -> None:
     rank = RankPlan(microbatch_sizes=(2,), state_share=0.5, device=setting.cluster.devices[0])
     one, three = (CostModel(setting, in_flight=n).memory(rank, 10**6) for n in (1, 3))
     model = CostModel(setting)
-    kept = 2 * model.kept_bytes_per_sample(rank)
-    inputs = 2 * sum(model.workload.kind_of(each).input_bytes for each in model.visited_units)
-    assert three.total_bytes - one.total_bytes == 2 * (kept + inputs)
+    inputs_and_graphs = 2 * model.kept_bytes_per_sample(rank).sum()
+    assert three.total_bytes - one.total_bytes == 2 * inputs_and_graphs
 
 
 # Groups

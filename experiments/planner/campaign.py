@@ -212,12 +212,12 @@ class Exhaustive:
             yield [1 / self.number] * self.number
             return
         fixed = self.demands.state_shares(self.number)
-        room = np.array(
-            [
-                max(0.0, budget - self.model.memory(rank, 0).total_bytes)
-                for rank, budget in zip(ranks, self.budgets, strict=True)
-            ]
-        ) / (self.model.bytes_per_stored_numel * WORKLOAD.numel)
+        lines = [self.model.lines_of(rank) for rank in ranks]
+        fits = [
+            max(0.0, float(((budget - own) / per_numel).min()))
+            for (own, per_numel), budget in zip(lines, self.budgets, strict=True)
+        ]
+        room = np.array(fits) / WORKLOAD.numel
         for each in self.demands.equal:
             room[list(each)] = room[list(each)].min()
         room[list(fixed)] = 0.0

@@ -15,7 +15,7 @@ from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.problem.state_numels import row_numel
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.records.plan import EVERY_UNIT, Plan
+from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 
 MAX_MICROBATCH_SIZE = 16
 MAX_ADDITIONS = 5e8  # about a second
@@ -62,11 +62,12 @@ def _device_tables(
                 forward_s, backward_s = model.unit_seconds(kind, unit_kind, [m])
                 once += number * (2 * forward_s + backward_s)
         seconds[m] = once * np.arange(batch + 1)
-        nbytes[m] = _used_bytes(model, position, WholeMicrobatches(m, 1))
+        rank = _rank(model, position, WholeMicrobatches(m, 1))
+        nbytes[m] = model.memory(rank, 0).total_bytes
     return seconds, nbytes
 
 
-def _used_bytes(model: CostModel, position: int, choice: "WholeMicrobatches") -> int:
+def _rank(model: CostModel, position: int, choice: "WholeMicrobatches") -> RankPlan:
     plan = Plan.by_hand(
         microbatch_sizes=[choice.size],
         num_microbatches=[choice.number],
@@ -74,17 +75,18 @@ def _used_bytes(model: CostModel, position: int, choice: "WholeMicrobatches") ->
         recompute=[EVERY_UNIT],
         devices=[model.cluster.devices[position]],
     )
-    return model.memory(plan.ranks[0], 0).total_bytes
+    return plan.ranks[0]
 
 
 def _filled(
     model: CostModel, choice: Sequence["WholeMicrobatches"], budgets: Sequence[int]
 ) -> Plan:
     """The plan with the state spread as evenly as memory allows."""
+    lines = [model.lines_of(_rank(model, i, each)) for i, each in enumerate(choice)]
     rooms = np.array(
         [
-            (budget - _used_bytes(model, i, each)) / model.bytes_per_stored_numel
-            for i, (each, budget) in enumerate(zip(choice, budgets, strict=True))
+            ((budget - own) / per_numel).min()
+            for (own, per_numel), budget in zip(lines, budgets, strict=True)
         ]
     )
     ones = np.ones(len(rooms))

@@ -138,16 +138,15 @@ class Walk:
         """The plan with its state spread evenly over what memory is left; None if too full."""
         model = replace(self.model, reshard_after_forward=plan.reshard_after_forward)
         devices, numel = model.cluster.devices, model.workload.numel
-        left = np.array(
-            [
-                model.cluster.memory_budget_bytes(i)
-                - model.memory(replace(rank, device=devices[i]), 0).total_bytes
-                for i, rank in enumerate(plan.ranks)
-            ]
-        )
-        room = left / model.bytes_per_stored_numel - 2 * max(
-            kind.max_row_numel for kind in model.workload.kinds
-        )
+        lines = [
+            model.lines_of(replace(rank, device=devices[i]))
+            for i, rank in enumerate(plan.ranks)
+        ]
+        fits = [
+            ((model.cluster.memory_budget_bytes(i) - own) / per_numel).min()
+            for i, (own, per_numel) in enumerate(lines)
+        ]
+        room = np.array(fits) - 2 * max(kind.max_row_numel for kind in model.workload.kinds)
         if room.min() < 0 or room.sum() < numel:
             return None
         shares = spread(room / numel)

@@ -129,8 +129,12 @@ class Exhaustive:
     def realized(self, combination: Combination) -> tuple[Plan, StepCost] | None:
         """The plan with its price; None if no shares that are tried fit, rounded to rows."""
         model = CostModel(self.asked.setting).in_form(combination.form)
-        used = np.array([model.memory(rank, 0).total_bytes for rank in combination.ranks])
-        room = np.maximum(0.0, (self.budgets - used) / model.bytes_per_stored_numel)
+        lines = [model.lines_of(rank) for rank in combination.ranks]
+        fits = [
+            ((budget - own) / per_numel).min()
+            for (own, per_numel), budget in zip(lines, self.budgets, strict=True)
+        ]
+        room = np.maximum(0.0, fits)
         for positions in self.sets:
             room[list(positions)] = room[list(positions)].min()
         whole = model.workload.numel
@@ -254,11 +258,15 @@ class _Lister:
         for patterns in self._choices:
             rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
             some = fitting if patterns == () else fitting[splits.batch[fitting] > 0]
-            used = model.working_bytes(
-                device.kind, rank, splits.batch[some], splits.largest[some]
+            room = model.room_for_state(
+                rank,
+                device.kind,
+                min(of.budgets[i] for i in positions),
+                batches=splits.batch[some],
+                sizes=splits.largest[some],
+                host=None,
             )
-            budget = min(of.budgets[i] for i in positions)
-            some, room = some[used <= budget], model.room_numel(budget, used)[used <= budget]
+            some, room = some[room >= 0], room[room >= 0]
             seconds = self._seconds(device.kind, splits, some, rank)
             first = len(self._own[positions])
             self._own[positions] += [(splits.sizes[k], patterns) for k in some]

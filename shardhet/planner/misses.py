@@ -90,16 +90,17 @@ def even_shortfall(
     world_size = setting.cluster.world_size
     batch = np.array([global_batch_size // world_size])
     every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
-    state_bytes = model.workload.numel / world_size * model.bytes_per_stored_numel
+    stored = model.workload.numel / world_size
     found = []
     for i, device in enumerate(setting.cluster.devices):
-        working = model.working_bytes(device.kind, every, batch, np.array([1]))
+        one = np.array([1])
+        needed = model.used_bytes(device.kind, every, batch, one, stored_numel=stored)
         budget_bytes = setting.cluster.memory_budget_bytes(i)
         demanded = demands.limits.get(i, NO_LIMITS).memory_budget_bytes
         found.append(
             Shortfall(
                 position=i,
-                needed_bytes=state_bytes + float(working[0]),
+                needed_bytes=float(needed[0]),
                 budget_bytes=min(budget_bytes, demanded or budget_bytes),
             )
         )

@@ -85,8 +85,7 @@ class _Option:
     num_members: int  # devices in each set of equal devices
     least: float  # samples on a device
     most: float
-    start_numel: float  # a: room without any sample
-    numel_per_sample: float  # p
+    rooms: tuple[tuple[float, float], ...]  # by moment: room without samples, and less for each
     least_numel: float  # of state on a device
     cap_numel: float
 
@@ -140,7 +139,7 @@ def _constraints(
             {n: -option.most, b: 1.0},
             {n: option.least_numel, s: -1.0},
             {n: -option.cap_numel, s: 1.0},
-            {n: -option.start_numel, b: option.numel_per_sample, s: 1.0},
+            *({n: -start, b: per_sample, s: 1.0} for start, per_sample in option.rooms),
         ):
             row = np.zeros(num_columns)
             row[list(terms)] = list(terms.values())
@@ -170,45 +169,55 @@ class _OptionList:
         if claims:
             choices = (choices[-1] if True in claims else choices[0],)
         for patterns in (None, *choices):
-            start = min(self._start_numel(role, patterns) for role in roles)
-            slope = self._numel_per_sample(patterns) if patterns is not None else 0.0
-            least, most = (0, 0) if patterns is None else (1, self._most(start, slope))
+            rooms = [each for role in roles for each in self._rooms(role, patterns)]
+            least, most = (0, 0) if patterns is None else (1, self._most(rooms))
             if fixed:
                 most = min(most, *fixed)
                 least = max(least, *fixed)
+            start = min(each for each, _ in rooms)
             if least <= most and start >= (self._state.even or 0.0):
                 yield _Option(
                     group,
                     size,
                     least,
                     most,
-                    max(0.0, start - self._row_numel) / self._state.whole,
-                    slope / self._state.whole,
+                    tuple(
+                        (
+                            max(0.0, own - self._row_numel) / self._state.whole,
+                            per_sample / self._state.whole,
+                        )
+                        for own, per_sample in rooms
+                    ),
                     max(role.limits.state_share or 0.0 for role in roles),
                     min(self._cap_numel(role) for role in roles) / self._state.whole,
                 )
 
-    def _start_numel(self, role: Role, patterns: tuple[str, ...] | None) -> float:
-        """Room for state without samples, of an idle (None) or of a computing device."""
-        model = self._model
-        rank = _recomputing(patterns or ())
-        batch = int(patterns is not None)
-        used = model.working_bytes(
-            role.device_kind, rank, np.array([batch]), np.array([1])
-        ) - batch * model.bytes_per_sample(rank)
-        return float(model.room_numel(role.budget_bytes, used)[0])
+    def _rooms(
+        self, role: Role, patterns: tuple[str, ...] | None
+    ) -> Iterator[tuple[float, float]]:
+        """Room for state without samples, and how much less it is for each sample, in the
+        moments of an idle (None) or of a computing device.
+        """
+        model, kind = self._model, role.device_kind
+        if patterns is None:
+            left = role.budget_bytes - model.profile.device(kind).reserved_bytes
+            yield left / model.bytes_per_stored_numel, 0.0
+            return
+        rank = _recomputing(patterns)
+        lines = model.lines(rank, kind, np.array([0]), np.array([1]))
+        samples = model.moments(rank).sample_bytes
+        for (own, per_numel), per_sample in zip(lines, samples, strict=True):
+            yield (role.budget_bytes - float(own[0])) / per_numel, float(per_sample) / per_numel
 
-    def _numel_per_sample(self, patterns: tuple[str, ...]) -> float:
-        model = self._model
-        return model.bytes_per_sample(_recomputing(patterns)) / model.bytes_per_stored_numel
-
-    def _most(self, start: float, slope: float) -> int:
+    def _most(self, rooms: Sequence[tuple[float, float]]) -> int:
         """The most samples that leave room, for the even share if that is demanded."""
-        room = start - (self._state.even or 0.0)
-        if room < 0:
-            return 0
-        limit = 2 * LARGEST_SEARCHED_BATCH
-        return min(limit, int(room / slope)) if slope else limit
+        most = 2 * LARGEST_SEARCHED_BATCH
+        for start, slope in rooms:
+            room = start - (self._state.even or 0.0)
+            if room < 0:
+                return 0
+            most = min(most, int(room / slope)) if slope else most
+        return most
 
     def _cap_numel(self, role: Role) -> float:
         """The most elements that a device may store: all of the state, or a demanded share."""

@@ -64,8 +64,12 @@ def _rows_moved(
     held = {*demands.state_shares(model.cluster.world_size), *chain(*demands.equal)}
     if demands.has_even_state or held:
         return None
-    bytes_per_numel = np.array([model.bytes_per_numel_of(each) for each in solution.plan.ranks])
-    bytes_per_share = bytes_per_numel * model.workload.numel
+    per_share = np.array(
+        [
+            [model.workload.numel * each for each in model.bytes_per_numel_range(rank)]
+            for rank in solution.plan.ranks
+        ]
+    )
     for _ in range(MAX_MOVES):
         ranks = solution.predicted.ranks
         room = np.array([each.memory_budget_bytes - each.memory.total_bytes for each in ranks])
@@ -75,7 +79,7 @@ def _rows_moved(
         if -over.sum() >= free.sum():
             return None
         shares = np.array([each.state_share for each in solution.plan.ranks])
-        too_many, lacking = over / bytes_per_share, free / bytes_per_share
+        too_many, lacking = over / per_share[:, 0], free / per_share[:, 1]
         shares = np.maximum(0.0, shares + too_many - too_many.sum() * lacking / lacking.sum())
         planned = zip(solution.plan.ranks, shares / shares.sum(), strict=True)
         plan = replace(
@@ -145,19 +149,22 @@ def _to_one_level(
     wanted: float,
 ) -> Floats:
     """Elements on each device within its room, such that all are filled to the same part."""
-    known: dict[tuple[str | None, Candidate], tuple[float, float]] = {}
+    known: dict[tuple[str | None, Candidate], Floats] = {}
     for device, candidate in zip(model.cluster.devices, taken, strict=True):
         if (device.kind, candidate) not in known:
-            rank = _rank_plan(candidate, 0.0, device)
-            own_bytes = float(model.memory(rank, 0).total_bytes)
-            known[device.kind, candidate] = own_bytes, model.bytes_per_numel_of(rank)
+            known[device.kind, candidate] = model.lines_of(_rank_plan(candidate, 0.0, device))
     pairs = zip(model.cluster.devices, taken, strict=True)
-    own, per_numel = np.array([known[device.kind, each] for device, each in pairs]).T
+    lines = [known[device.kind, each] for device, each in pairs]
+    # [devices, moments], of each device as many as of that with the most
+    most = max(each.shape[1] for each in lines)
+    padded = [np.pad(each, ((0, 0), (0, most - each.shape[1])), "edge") for each in lines]
+    own, per_numel = np.moveaxis(np.array(padded), 1, 0)
     budgets = np.array(demands.budgets(model.cluster), dtype=np.float64)
     low, high = 0.0, 1.0
     for _ in range(LEVEL_BISECTIONS):
         level = (low + high) / 2
-        stored = np.clip((level * budgets - own) / per_numel, 0.0, room)
+        fits = ((level * budgets[:, None] - own) / per_numel).min(axis=1)
+        stored = np.clip(fits, 0.0, room)
         for positions in map(list, demands.equal):
             stored[positions] = stored[positions].min()
         low, high = (level, high) if stored.sum() < wanted else (low, level)

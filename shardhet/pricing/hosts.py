@@ -1,4 +1,4 @@
-"""Bytes and seconds of optimizers that step on the host.
+"""Bytes and seconds of optimizers that step on the host, and of inputs of units there.
 
 With S stored elements of a rank, T of them trained, and n such ranks on its node, its optimizer
 takes
@@ -9,21 +9,30 @@ takes
 of a node are shared evenly by these ranks, so each has this part of what the node moves.
 Gradients are copied to the host beside backward, rows to the device beside forward.  Not hidden
 are the copies of one unit each way, and what exceeds the rank's compute.
+
+[Note: Inputs on the host]
+Of a rank whose units H keep their inputs in the memory of the host until backward, i_u bytes
+per sample of unit u, the device holds i_u while u runs, and in backward that of the unit before
+it, which comes.  The host holds b (sum of i_u over H).  A copy overlaps the turn of its unit,
+which takes as long as the longer of its compute and its copy.  The bandwidth is that of a
+card's own link, or the rank's part of what its host states.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, prod
+from math import inf
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.pricing.priced import Priced
-from shardhet.pricing.step_cost import MemoryParts, RankCost
+from shardhet.pricing.step_cost import Moments, RankCost
 from shardhet.records.cluster import Node
-from shardhet.records.plan import RankPlan
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.schedule.held import HeldUnits, held_units
+from shardhet.records.workload import Unit
 
 # Of a node that does not state its own: torch's fused AdamW on two threads took 1.49e9 elements
 # a second, which is what two channels of DDR4 carry.
@@ -61,19 +70,51 @@ class HostPrices(Priced):
     """What is different for ranks whose plan says ``optimizer_on_host``."""
 
     @cached_property
-    def device_bytes_per_host_numel(self) -> float:
-        """Bytes on the device per element whose row is on the host, buffers included.
+    def held(self) -> HeldUnits:
+        """What is alive in the turns of a step."""
+        return held_units(len(self.visited_units), self.form)
 
-        The row in the dtype in which it is gathered, and the parts of reductions of the
-        largest unit that are on their way.  A row is cast on the device, from a copy of the
-        largest unit's.
+    @cached_property
+    def trained_bytes(self) -> Floats:
+        """[units] of whole gradients."""
+        kinds = map(self.workload.kind_of, self.visited_units)
+        itemsize = self.workload.reduce_itemsize
+        return np.array([float(kind.trained_numel * itemsize) for kind in kinds])
+
+    @cached_property
+    def host_numel_bytes(self) -> Floats:
+        """[turns + 1] bytes on the device per element whose row is on the host.
+
+        The row in the dtype in which it is gathered, and the parts of reductions that are on
+        their way.  Rows are cast on the device, from a copy of a unit's.
         """
-        return self._held_bytes_per_host_numel + self._moved_bytes / self.workload.numel
+        held, trained = self.held, self.trained_bytes
+        first = trained[:COPIES_HELD]
+        # By unit, of those whose turns came before in backward: in the first round, and later.
+        nothing = np.zeros(COPIES_HELD)
+        on_way = [_sums_after(trained, each) for each in (nothing, np.append(first, nothing))]
+        cast = 0.0
+        if self.workload.param_dtype != "float32":
+            cast = float(max(kind.numel for kind in self.workload.kinds)) * ROW_ITEMSIZE
+        is_later = held.round > 0
+        in_forward = np.where(is_later, first.sum(), cast)
+        in_backward = np.where(is_later, on_way[1][held.unit], on_way[0][held.unit])
+        nbytes = np.append(np.where(held.is_backward, in_backward, in_forward), first.sum())
+        return self.sent_itemsize + nbytes / self.workload.numel
 
-    @property
-    def _held_bytes_per_host_numel(self) -> float:
-        """``device_bytes_per_host_numel`` while no copy is launched."""
-        return self.sent_itemsize + self._held_bytes / self.workload.numel
+    @cached_property
+    def device_bytes_per_host_numel(self) -> float:
+        """The most of ``host_numel_bytes``, while a copy is launched."""
+        return float(self.host_numel_bytes.max()) + self._moved_bytes / self.workload.numel
+
+    def launching_copies(self, moments: Moments) -> Moments:
+        """The moments of a rank with rows on the host in which it launches copies of them.
+
+        It does not run a microbatch meanwhile.
+        """
+        moved = self._moved_bytes / self.workload.numel
+        runs = (-1,) * len(moments.runs)
+        return replace(moments, numel_bytes=moments.numel_bytes + moved, runs=runs)
 
     @cached_property
     def sent_itemsize(self) -> float:
@@ -84,68 +125,13 @@ class HostPrices(Priced):
         return sum(gathered) / self.workload.numel
 
     @cached_property
-    def _trained_numels(self) -> list[int]:
-        """Of all units, the largest first."""
-        kinds = map(self.workload.kind_of, self.workload.units)
-        return sorted((kind.trained_numel for kind in kinds), reverse=True)
-
-    @cached_property
-    def _held_bytes(self) -> int:
-        """Parts of reductions that are on their way; before that, rows that are cast."""
-        workload = self.workload
-        nbytes = sum(self._trained_numels[:COPIES_HELD]) * workload.reduce_itemsize
-        if workload.param_dtype != "float32":
-            nbytes = max(nbytes, max(kind.numel for kind in workload.kinds) * ROW_ITEMSIZE)
-        return nbytes
-
-    @cached_property
     def _moved_bytes(self) -> int:
         """What a copy of a reduction's part takes besides: it is cast, or added to others."""
         adds_rounds = self.num_rounds > 1 and self.reduce_each_round
+        largest = max(kind.trained_numel for kind in self.workload.kinds)
         if adds_rounds:  # the total so far
-            return self._trained_numels[0] * self.workload.reduce_itemsize
-        is_cast = self.workload.reduce_dtype != "float32"
-        return self._trained_numels[0] * ROW_ITEMSIZE * is_cast
-
-    def with_rows_on_host(
-        self, memory: MemoryParts, rank: RankPlan, stored: int, running_bytes: int
-    ) -> MemoryParts:
-        """The memory of a rank that stores its elements on the host.
-
-        A rank that computes does not run a microbatch, which needs ``running_bytes``, while it
-        launches copies.  While it runs one, the gradient of a parameter is alive too.
-        """
-        share = stored / self.workload.numel
-        running = running_bytes + self._gradient_bytes
-        moved = int(share * self._moved_bytes)
-        computes = bool(rank.microbatch_sizes)
-        return replace(
-            memory,
-            state_bytes=int(stored * self.sent_itemsize),
-            shard_buffer_bytes=int(share * self._held_bytes) + (0 if computes else moved),
-            activation_bytes=memory.activation_bytes
-            + computes * (max(running, moved) - running_bytes),
-            host_bytes=memory.host_bytes + int(stored * self.workload.state_bytes_per_element),
-        )
-
-    @cached_property
-    def _gradient_bytes(self) -> int:
-        """Of the largest parameter."""
-        shapes = (shape for kind in self.workload.kinds for shape in kind.param_shapes)
-        return max(map(prod, shapes), default=0) * self.workload.param_itemsize
-
-    def room_on_host(self, left_bytes: Floats, running_bytes: Floats) -> Floats:
-        """Elements whose rows may be on the host, if so many bytes are left on the device.
-
-        It is the inverse of ``with_rows_on_host``; ``running_bytes`` are 0 for ranks that do
-        not compute.
-        """
-        between_copies = (left_bytes - self._gradient_bytes) / self._held_bytes_per_host_numel
-        in_copies = (left_bytes + running_bytes) / self.device_bytes_per_host_numel
-        room: Floats = np.where(
-            running_bytes > 0, np.minimum(between_copies, in_copies), in_copies
-        )
-        return room
+            return largest * self.workload.reduce_itemsize
+        return largest * ROW_ITEMSIZE * (self.workload.reduce_dtype != "float32")
 
     def with_hosts(
         self, costs: Sequence[RankCost], ranks: Sequence[RankPlan]
@@ -218,3 +204,82 @@ class HostPrices(Priced):
             + max(to_device_s - cost.forward_s, largest * to_device_s)
             + max(to_host_s - cost.backward_s, largest * to_host_s / self._num_reductions)
         )
+
+
+@dataclass(frozen=True)
+class HostInputPrices(HostPrices):
+    """Bytes and seconds of inputs on hosts in a setting."""
+
+    @cached_property
+    def _may_leave(self) -> frozenset[str]:
+        """Units whose inputs need a gradient: those after the first that is trained."""
+        units = self.visited_units
+        trained = [bool(self.workload.kind_of(unit).trained_numel) for unit in units]
+        first = trained.index(True) if True in trained else len(units)
+        return frozenset(unit.fqn for unit in units[first + 1 :])
+
+    @cached_property
+    def _input_bytes(self) -> dict[str, int]:
+        return {u.fqn: self.workload.kind_of(u).input_bytes for u in self.visited_units}
+
+    def leaves_device(self, rank: RankPlan, unit: Unit) -> bool:
+        """Whether the rank keeps the unit's inputs on the host."""
+        if not rank.inputs_on_host:
+            return False
+        return rank.keeps_input_on_host(unit.fqn) and unit.fqn in self._may_leave
+
+    def host_bytes_per_sample(self, rank: RankPlan) -> int:
+        """Bytes in the memory of the host, for each sample of a round."""
+        return sum(
+            self.workload.kind_of(unit).input_bytes
+            for unit in self.visited_units
+            if self.leaves_device(rank, unit)
+        )
+
+    def host_paces(self, plan: Plan) -> list[float]:
+        """Bytes per second that each rank's copies get, both ways alike."""
+        shared: list[float] = []
+        ranks = iter(plan.ranks)
+        for node in self.cluster.nodes:
+            here = [next(ranks) for _ in node.devices]
+            copying = sum(bool(rank.inputs_on_host and rank.rank_batch_size) for rank in here)
+            stated = node.host_bytes_per_s or float("inf")
+            shared += [min(DEVICE_LINK_BYTES_PER_S, stated / max(1, copying))] * len(here)
+        return shared
+
+    def copy_s_per_sample(self, rank: RankPlan, unit_fqn: str) -> float:
+        """Seconds of a copy of a unit's input if all devices of each host copy."""
+        if not self._copies(rank, unit_fqn):
+            return 0.0
+        stated = [
+            node.host_bytes_per_s / len(node.devices)
+            for node in self.cluster.nodes
+            if node.host_bytes_per_s
+        ]
+        return self._input_bytes[unit_fqn] / min([DEVICE_LINK_BYTES_PER_S, *stated])
+
+    def _copies(self, rank: RankPlan, unit_fqn: str) -> bool:
+        """Whether turns of the unit copy inputs; those of the first are no activations."""
+        is_first = unit_fqn == self.visited_units[0].fqn
+        return not is_first and rank.keeps_input_on_host(unit_fqn)
+
+    def beside_copies_s(
+        self,
+        rank: RankPlan,
+        unit_fqn: str,
+        sizes: Sequence[int],
+        seconds: tuple[float, float],
+        pace: float,
+    ) -> tuple[float, float]:
+        """Seconds of a unit's forward and backward beside the copies of its inputs."""
+        if not self._copies(rank, unit_fqn):
+            return seconds
+        copy_s = sum(sizes) * self._input_bytes[unit_fqn] / pace
+        return max(seconds[0], copy_s), max(seconds[1], copy_s)
+
+
+def _sums_after(values: Floats, then: Floats) -> Floats:
+    """The sum of ``COPIES_HELD`` values after each; after the last come those of ``then``."""
+    sums = np.cumsum(np.concatenate((values, then)))
+    number = len(values)
+    return sums[COPIES_HELD : COPIES_HELD + number] - sums[:number]

@@ -1,141 +1,45 @@
-"""Memory of a rank: what it needs besides the state that it stores, and how much state fits.
+"""Memory of a rank: what it needs at its fullest moment, and how much state fits.
 
 For b samples in microbatches of m, S stored elements and the patterns c of what is recomputed,
 
-    bytes = reserved + sigma S + [b > 0] (unsharded + gradients + running_c(m)) + b p_c
+    bytes = reserved + max over moments j of  fixed_j + running_cj(m) + b p_cj + sigma_j S
 
-sigma is the bytes per stored element, p_c the bytes per sample of the inputs of every unit
-([Note: Inputs on the host] says of which) and of the graphs that are not recomputed,
-and running_c(m) what the running microbatch needs in addition.  Arrays of b and m give arrays
-of bytes.  A stage of a pipeline holds p_c of all rounds in flight.
-
-[Note: Inputs on the host]
-Of a rank whose units H keep their inputs in the memory of the host until backward, i_u bytes
-per sample of unit u, the device holds b (sum of i_u over the other units + the two largest of
-H): one is in use while another comes or leaves.  The host holds b (sum of i_u over H).  A copy
-overlaps the turn of its unit, which takes as long as the longer of its compute and its copy.
-The bandwidth is that of a card's own link, or the rank's part of what its host states.
+where p_cj are the bytes per sample of inputs of units and of graphs, and sigma_j those per
+stored element; see [Note: What is alive in a turn].  A rank that computes nothing has reserved
++ sigma S.  Arrays of b and m give arrays of bytes.  A stage of a pipeline holds the inputs and
+graphs of all rounds in flight.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S, HostPart, HostPrices
+from shardhet.pricing.hosts import HostInputPrices, HostPart
 from shardhet.pricing.priced import at_sizes
-from shardhet.pricing.step_cost import MemoryParts
-from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.workload import Unit, UnitKind
+from shardhet.pricing.step_cost import MemoryParts, Moments
+from shardhet.records.plan import RankPlan
+from shardhet.records.workload import Workload
 
+STORED_DTYPES = ("float32", "float64")  # in which parameters are kept, too
 LEAST_KNOWN_SIZES = 33  # of microbatches, whose bytes are computed at once
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class HostInputPrices(HostPrices):
-    """Bytes and seconds of inputs on hosts in a setting."""
-
-    @cached_property
-    def _may_leave(self) -> frozenset[str]:
-        """Units whose inputs need a gradient: those after the first that is trained."""
-        units = self.visited_units
-        trained = [bool(self.workload.kind_of(unit).trained_numel) for unit in units]
-        first = trained.index(True) if True in trained else len(units)
-        return frozenset(unit.fqn for unit in units[first + 1 :])
-
-    @cached_property
-    def _input_bytes(self) -> dict[str, int]:
-        return {u.fqn: self.workload.kind_of(u).input_bytes for u in self.visited_units}
-
-    def leaves_device(self, rank: RankPlan, unit: Unit) -> bool:
-        """Whether the rank keeps the unit's inputs on the host."""
-        if not rank.inputs_on_host:
-            return False
-        return rank.keeps_input_on_host(unit.fqn) and unit.fqn in self._may_leave
-
-    def input_bytes_per_sample(self, rank: RankPlan) -> int:
-        """Bytes on the device of inputs of units, and of two gradients of the largest."""
-        known = self.known.input_bytes
-        treated = (rank.recomputed_units, rank.inputs_on_host) if rank.inputs_on_host else ()
-        key = (self.in_flight, treated)
-        if key not in known:
-            sizes = [
-                (self.workload.kind_of(unit).input_bytes, self.leaves_device(rank, unit))
-                for unit in self.visited_units
-            ]
-            staying = sum(nbytes for nbytes, leaves in sizes if not leaves)
-            leaving = sorted((nbytes for nbytes, leaves in sizes if leaves), reverse=True)
-            held = self.in_flight * (staying + sum(leaving[:2]))
-            known[key] = held + 2 * max(nbytes for nbytes, _ in sizes)
-        return known[key]
-
-    def host_bytes_per_sample(self, rank: RankPlan) -> int:
-        """Bytes in the memory of the host, for each sample of a round."""
-        return sum(
-            self.workload.kind_of(unit).input_bytes
-            for unit in self.visited_units
-            if self.leaves_device(rank, unit)
-        )
-
-    def coming_bytes_per_sample(self, rank: RankPlan, unit: Unit, *, is_backward: bool) -> int:
-        """Bytes of inputs on the device in a turn only: its own, and the next one's."""
-        if not self.leaves_device(rank, unit):
-            return 0
-        own = self.workload.kind_of(unit).input_bytes
-        before = self.visited_units[max(0, self.visited_units.index(unit) - 1)]
-        comes = is_backward and before is not unit and self.leaves_device(rank, before)
-        return own + (self.workload.kind_of(before).input_bytes if comes else 0)
-
-    def host_paces(self, plan: Plan) -> list[float]:
-        """Bytes per second that each rank's copies get, both ways alike."""
-        shared: list[float] = []
-        ranks = iter(plan.ranks)
-        for node in self.cluster.nodes:
-            here = [next(ranks) for _ in node.devices]
-            copying = sum(bool(rank.inputs_on_host and rank.rank_batch_size) for rank in here)
-            stated = node.host_bytes_per_s or float("inf")
-            shared += [min(DEVICE_LINK_BYTES_PER_S, stated / max(1, copying))] * len(here)
-        return shared
-
-    def copy_s_per_sample(self, rank: RankPlan, unit_fqn: str) -> float:
-        """Seconds of a copy of a unit's input if all devices of each host copy."""
-        if not self._copies(rank, unit_fqn):
-            return 0.0
-        stated = [
-            node.host_bytes_per_s / len(node.devices)
-            for node in self.cluster.nodes
-            if node.host_bytes_per_s
-        ]
-        return self._input_bytes[unit_fqn] / min([DEVICE_LINK_BYTES_PER_S, *stated])
-
-    def _copies(self, rank: RankPlan, unit_fqn: str) -> bool:
-        """Whether turns of the unit copy inputs; those of the first are no activations."""
-        is_first = unit_fqn == self.visited_units[0].fqn
-        return not is_first and rank.keeps_input_on_host(unit_fqn)
-
-    def beside_copies_s(
-        self,
-        rank: RankPlan,
-        unit_fqn: str,
-        sizes: Sequence[int],
-        seconds: tuple[float, float],
-        pace: float,
-    ) -> tuple[float, float]:
-        """Seconds of a unit's forward and backward beside the copies of its inputs."""
-        if not self._copies(rank, unit_fqn):
-            return seconds
-        copy_s = sum(sizes) * self._input_bytes[unit_fqn] / pace
-        return max(seconds[0], copy_s), max(seconds[1], copy_s)
+@lru_cache(maxsize=8)
+def _known_moments(workload: Workload) -> dict[object, dict[tuple[object, ...], Moments]]:
+    """Moments of plans for a workload, by form, which are the same on parts of a cluster."""
+    return {}
 
 
 @dataclass(frozen=True)
-class MemoryPrices(HostInputPrices):
-    """Bytes of ranks in a setting."""
+class MomentPrices(HostInputPrices):
+    """Bytes in the turns of a step in a setting."""
 
     @cached_property
     def bytes_per_stored_numel(self) -> float:
@@ -159,153 +63,130 @@ class MemoryPrices(HostInputPrices):
         return workload.state_bytes_per_element + copies / workload.numel
 
     @cached_property
-    def unsharded_bytes(self) -> int:
-        """Gathered parameters of the root and of two units that run one after the other.
-
-        Of all units if they stay unsharded after forward.
-        """
-        nbytes = self.workload.gathered_bytes
-        if self.reshard_after_forward or self.cluster.world_size == 1:
-            return self._max_of_neighbours(nbytes) + sum(map(nbytes, self.root_kinds))
-        return sum(nbytes(self.workload.kind_of(unit)) for unit in self.workload.units)
+    def _is_alone(self) -> bool:
+        return self.cluster.world_size == 1
 
     @cached_property
-    def grad_bytes(self) -> int:
-        """Unsharded gradients of the unit in backward and of the one being reduced.
+    def _unsharded_bytes(self) -> Floats:
+        """[turns + 1] of gathered parameters; the last is after all turns."""
+        if self._is_alone and self.workload.param_dtype in STORED_DTYPES:
+            return np.zeros(len(self.held.unit) + 1)  # the shard is the storage
+        gathered = self.workload.gathered_bytes
+        kinds = map(self.workload.kind_of, self.visited_units)
+        of_units = self.held.unsharded @ np.array([float(gathered(kind)) for kind in kinds])
+        return np.append(of_units, 0.0) + sum(map(gathered, self.root_kinds))
 
-        Of all units if several rounds are reduced together.
-        """
-
-        def nbytes(kind: UnitKind) -> int:
-            return kind.trained_numel * self.workload.reduce_itemsize
-
-        if self.reduce_each_round or self.num_rounds == 1 or self.cluster.world_size == 1:
-            return self._max_of_neighbours(nbytes) + sum(map(nbytes, self.root_kinds))
-        return sum(nbytes(self.workload.kind_of(unit)) for unit in self.workload.units)
-
-    def _max_of_neighbours(self, nbytes: Callable[[UnitKind], int]) -> int:
-        """The most bytes of two units that run one after the other."""
-        if self.cluster.world_size == 1:
-            return 0  # the shard is the storage
-        sizes = [nbytes(self.workload.kind_of(unit)) for unit in self.visited_units]
-        return max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-
-    def kept_bytes_per_sample(self, rank: RankPlan) -> int:
-        """Bytes per sample of the graphs of the units that the rank does not recompute."""
-        runs = self._runs_of(rank.recomputed_units)
-        return self.in_flight * sum(
-            number * self.workload.kind_by_name[kind].activation_bytes
-            for (kind, is_recomputed), number in runs.items()
-            if not is_recomputed
+    @cached_property
+    def _grad_bytes(self) -> Floats:
+        """[turns + 1] of whole gradients."""
+        if self._is_alone:
+            return np.zeros(len(self.held.unit) + 1)  # the rows are the gradients
+        held = self.held
+        of_root = sum(kind.trained_numel for kind in self.root_kinds)
+        has_root = np.append(held.is_backward | (held.round > 0), True)
+        of_units = np.append(
+            held.grads @ self.trained_bytes, held.last_grads @ self.trained_bytes
         )
+        return of_units + has_root * float(of_root * self.workload.reduce_itemsize)
 
-    def num_recomputed(self, rank: RankPlan) -> int:
-        """The number of units that the rank recomputes; 0 if it does not compute."""
-        runs = self._runs_of(rank.recomputed_units)
-        return sum(number for (_, is_recomputed), number in runs.items() if is_recomputed)
-
-    def running_bytes(self, rank: RankPlan, device_kind: str | None, size: int) -> int:
-        """Bytes that the running microbatch needs besides the graphs that are kept anyway."""
-        return int(self._running_by_size(rank, device_kind, size)[size])
-
-    def _running_by_size(self, rank: RankPlan, device_kind: str | None, largest: int) -> Floats:
-        """``running_bytes`` by size, at least up to the largest; whole numbers."""
-        runs, known = self._runs_of(rank.recomputed_units), self.known.running_bytes
-        units = self.profile.device(device_kind).unit_by_kind
-        is_counted = all(units[kind].peak_bytes is None for kind, _ in runs if kind in units)
-        key = (tuple(runs), None if is_counted else device_kind)
-        if key not in known or len(known[key]) <= largest:
-            size = max(largest, LEAST_KNOWN_SIZES)
-            found = [self._running_of_unit(*run, device_kind, size) for run in runs]
-            known[key] = np.max(found, axis=0)
-        return known[key]
-
-    def needs_more_if_larger(
-        self, rank: RankPlan, device_kind: str | None, largest: int
-    ) -> bool:
-        """Whether microbatches up to the largest need no less memory if they are larger."""
-        running = self._running_by_size(rank, device_kind, largest)[1 : 1 + largest]
-        return bool((np.diff(running) >= 0).all())
-
-    def turn_bytes(
-        self, rank: RankPlan, device_kind: str | None, unit: Unit, *, is_backward: bool
-    ) -> int:
-        """Bytes that a rank needs while it computes a unit, besides what is kept anyway.
-
-        They are its gathered parameters, in backward its gradients and two gradients of its
-        inputs, what the running microbatch needs, and inputs that come from the host.
+    @cached_property
+    def _numel_bytes(self) -> tuple[Floats, Floats]:
+        """[turns + 1] bytes per stored element, and what they are less than in ``state`` since
+        rows of gradients do not exist yet.  Shares are taken to be the same of each unit.
         """
-        running = self.running_bytes(rank, device_kind, max(rank.microbatch_sizes))
-        running += rank.rank_batch_size * self.coming_bytes_per_sample(
-            rank, unit, is_backward=is_backward
+        workload, held = self.workload, self.held
+        trained_part = workload.trained_numel / workload.numel
+        # Parameter, gradient and two moments have one size, unless something else is stated.
+        of_grads = trained_part * workload.state_bytes_per_element / (1 + 3 * trained_part)
+        per_numel = self.trained_bytes / workload.numel
+        num_rows = held.num_rows
+        if self._is_alone:
+            num_rows = np.minimum(1, num_rows + held.grads)
+        present = np.minimum(num_rows, 1) @ per_numel
+        pending = np.append(np.maximum(0.0, of_grads - present), 0.0)
+        twice = np.append(np.maximum(num_rows - 1, 0) @ per_numel, self._copied_part)
+        numel_bytes = workload.state_bytes_per_element + self._level_sums
+        return numel_bytes - pending + twice, pending
+
+    @property
+    def _copied_part(self) -> float:
+        """Bytes per stored element of a copy of the largest unit's rows, where one is made."""
+        workload = self.workload
+        adds_rounds = self.num_rounds > 1 and self.reduce_each_round and not self._is_alone
+        if workload.reduce_dtype == "float32" and not adds_rounds:
+            return 0.0
+        return float(self.trained_bytes.max(initial=0.0)) / workload.numel
+
+    @property
+    def _level_sums(self) -> float:
+        """Bytes per stored element of sums of nodes, in two levels."""
+        if not self.two_level_units:
+            return 0.0
+        number = max(0, len(self.cluster.nodes) - 2)
+        return number * float(self.trained_bytes.max(initial=0.0)) / self.workload.numel
+
+    @cached_property
+    def _moments(self) -> dict[tuple[object, ...], Moments]:
+        levels = len(self.cluster.nodes) if self.two_level_units else 0
+        key = (self.form, self.in_flight, self._is_alone, levels)
+        return _known_moments(self.workload).setdefault(key, {})
+
+    def moments(self, rank: RankPlan) -> Moments:
+        """Those in which the rank may hold the most while it computes."""
+        key = (rank.recomputed_units, rank.inputs_on_host, rank.optimizer_on_host)
+        if key not in self._moments:
+            found = self.moments_by_turn(rank)
+            if rank.optimizer_on_host:
+                found = found.and_also(self.launching_copies(found))
+            self._moments[key] = found.fullest()
+        return self._moments[key]
+
+    def moments_by_turn(self, rank: RankPlan) -> Moments:
+        """[turns + 1] of at most ``MAX_ROUNDS`` rounds; the last is after all turns."""
+        held, units = self.held, self.visited_units
+        kinds = [self.workload.kind_of(unit) for unit in units]
+        inputs = np.array([float(kind.input_bytes) for kind in kinds])
+        leaves = np.array([self.leaves_device(rank, unit) for unit in units])
+        is_again = [rank.recomputes(unit.fqn) for unit in units]
+        graphs = np.array([float(kind.activation_bytes) for kind in kinds]) * ~np.array(
+            is_again
         )
-        if not is_backward:
-            return self.unsharded_bytes + running
-        of_inputs = 2 * rank.rank_batch_size * self.workload.kind_of(unit).input_bytes
-        return self.unsharded_bytes + self.grad_bytes + of_inputs + running
-
-    def kept_bytes(self, rank: RankPlan, unit: Unit) -> int:
-        """Bytes that a rank keeps of a unit from forward to backward: inputs and graphs."""
-        kind = self.workload.kind_of(unit)
-        graph = 0 if rank.recomputes(unit.fqn) else kind.activation_bytes
-        inputs = 0 if self.leaves_device(rank, unit) else kind.input_bytes
-        return rank.rank_batch_size * (inputs + graph)
-
-    def working_bytes(
-        self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
-    ) -> Floats:
-        """Bytes of everything but state and its buffers, for each batch and microbatch size.
-
-        ``rank`` says what is recomputed.  The result is [..., len(sizes)] for ``batches``
-        [..., 1].
-        """
-        running = self._running_by_size(rank, device_kind, int(sizes.max(initial=0)))[sizes]
-        computes = batches > 0
-        used: Floats = (
-            self.profile.device(device_kind).reserved_bytes
-            + computes * (self.unsharded_bytes + self.grad_bytes + running)
-            + batches * float(self.bytes_per_sample(rank))
-        )
-        return used
-
-    def bytes_per_sample(self, rank: RankPlan) -> int:
-        """Bytes that each sample of a rank's batch adds, whatever the microbatch size."""
-        return self.input_bytes_per_sample(rank) + self.kept_bytes_per_sample(rank)
-
-    def room_numel(self, budget_bytes: float, working_bytes: Floats) -> Floats:
-        """Elements of state that fit into a budget besides the working memory."""
-        room: Floats = (budget_bytes - working_bytes) / self.bytes_per_stored_numel
-        return room
-
-    def room_for_state(
-        self,
-        rank: RankPlan,
-        device_kind: str | None,
-        budget_bytes: float,
-        *,
-        batches: Ints,
-        sizes: Ints,
-        host: HostPart | None,
-    ) -> Floats:
-        """``room_numel`` beside these batches, of state on the device or on a part of its host.
-
-        ``rank`` says which, and what is recomputed.
-        """
-        used = self.working_bytes(device_kind, rank, batches, sizes)
-        if not rank.optimizer_on_host:
-            return self.room_numel(budget_bytes, used)
-        assert host is not None
-        running = self._running_by_size(rank, device_kind, int(sizes.max(initial=0)))[sizes]
-        room = self.room_on_host(budget_bytes - used, (batches > 0) * running)
-        inputs = batches * float(self.host_bytes_per_sample(rank))
-        left = (host.memory_bytes - inputs) / self.workload.state_bytes_per_element
-        return np.minimum(room, left)
-
-    def bytes_per_numel_of(self, rank: RankPlan) -> float:
-        """Bytes on the device per element that the rank stores, buffers included."""
+        has_grad = np.array([unit.fqn in self._may_leave for unit in units])
+        coming = np.where(leaves, inputs, 0.0)
+        after, before = np.append(inputs[1:], 0.0), np.append(0.0, coming[:-1])
+        staying = np.cumsum(inputs - coming)
+        others = self.in_flight - 1  # rounds, all of whose inputs and graphs are held
+        passing = coming + after  # its own input, and what it returns or the gradient of that
+        in_backward = held.is_backward * (before + has_grad * inputs)[held.unit]
+        of_inputs = (staying + passing)[held.unit] + in_backward + others * staying[-1]
+        of_graphs = np.cumsum(graphs)[held.unit] + others * graphs.sum()
+        runs = list(self._runs_of(rank.recomputed_units))
+        run_of = [
+            runs.index((unit.kind, again)) for unit, again in zip(units, is_again, strict=True)
+        ]
+        numel_bytes, pending = self._numel_bytes
         if rank.optimizer_on_host:
-            return self.device_bytes_per_host_numel
-        return self.bytes_per_stored_numel
+            numel_bytes = self.host_numel_bytes
+            pending = np.zeros(len(numel_bytes))
+        return Moments(
+            unsharded_bytes=self._unsharded_bytes,
+            grad_bytes=self._grad_bytes,
+            input_bytes=np.append(of_inputs, 0.0),
+            graph_bytes=np.append(of_graphs, 0.0),
+            numel_bytes=numel_bytes,
+            pending_bytes=pending,
+            runs=(*(run_of[i] for i in held.unit), -1),
+        )
+
+    def kept_bytes_per_sample(self, rank: RankPlan) -> Floats:
+        """[units] of inputs and graphs that wait for backward once the unit has run."""
+        kinds = [(unit, self.workload.kind_of(unit)) for unit in self.visited_units]
+        kept = [
+            kind.input_bytes * (not self.leaves_device(rank, unit))
+            + kind.activation_bytes * (not rank.recomputes(unit.fqn))
+            for unit, kind in kinds
+        ]
+        return np.array(kept, dtype=np.float64)
 
     def _runs_of(self, recomputed_units: tuple[str, ...]) -> Mapping[tuple[str, bool], int]:
         """The number of recomputed and of not recomputed units of each kind."""
@@ -318,36 +199,190 @@ class MemoryPrices(HostInputPrices):
             known[recomputed_units] = Counter(runs)
         return known[recomputed_units]
 
+
+@dataclass(frozen=True)
+class MemoryPrices(MomentPrices):
+    """Bytes of ranks in a setting."""
+
+    def num_recomputed(self, rank: RankPlan) -> int:
+        """The number of units that the rank recomputes; 0 if it does not compute."""
+        runs = self._runs_of(rank.recomputed_units)
+        return sum(number for (_, is_recomputed), number in runs.items() if is_recomputed)
+
+    def running_by_size(self, rank: RankPlan, device_kind: str | None, largest: int) -> Floats:
+        """[runs + 1, 1 + sizes] what a microbatch needs besides graphs that are kept anyway.
+
+        The sizes are at least those up to the largest.  The last run needs nothing.
+        """
+        runs, known = self._runs_of(rank.recomputed_units), self.known.running_bytes
+        units = self.profile.device(device_kind).unit_by_kind
+        is_counted = all(units[kind].peak_bytes is None for kind, _ in runs if kind in units)
+        key = (tuple(runs), None if is_counted else device_kind)
+        if key not in known or known[key].shape[1] <= largest:
+            size = max(largest, LEAST_KNOWN_SIZES)
+            found = [self._running_of_unit(*run, device_kind, size) for run in runs]
+            known[key] = np.array([*found, np.zeros(1 + size)])
+        return known[key]
+
+    def needs_more_if_larger(
+        self, rank: RankPlan, device_kind: str | None, largest: int
+    ) -> bool:
+        """Whether microbatches up to the largest need no less memory if they are larger."""
+        running = self.running_by_size(rank, device_kind, largest)[:, 1 : 1 + largest]
+        return bool((np.diff(running) >= 0).all())
+
+    def lines(
+        self, rank: RankPlan, device_kind: str | None, batches: Ints, sizes: Ints
+    ) -> Iterator[tuple[Floats, float]]:
+        """Bytes without stored elements, and bytes per element, in each moment.
+
+        ``rank`` says what is recomputed and what is on the host.  The bytes are [..., sizes]
+        for ``batches`` [..., 1] of at least one sample.
+        """
+        moments, reserved = self.moments(rank), self.profile.device(device_kind).reserved_bytes
+        running = self.running_by_size(rank, device_kind, int(sizes.max(initial=0)))
+        by_run = {run: running[run][sizes] for run in set(moments.runs)}
+        for fixed, per_sample, per_numel, run in zip(
+            moments.fixed_bytes.tolist(),
+            moments.sample_bytes.tolist(),
+            moments.numel_bytes.tolist(),
+            moments.runs,
+            strict=True,
+        ):
+            yield by_run[run] + (reserved + fixed + batches * per_sample), per_numel
+
+    def working_bytes(
+        self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
+    ) -> Floats:
+        """Bytes of a rank that stores nothing, for each batch and microbatch size.
+
+        ``rank`` says what is recomputed.  The result is [..., len(sizes)] for ``batches``
+        [..., 1].
+        """
+        return self.used_bytes(device_kind, rank, batches, sizes, stored_numel=0.0)
+
+    def used_bytes(
+        self,
+        device_kind: str | None,
+        rank: RankPlan,
+        batches: Ints,
+        sizes: Ints,
+        *,
+        stored_numel: float,
+    ) -> Floats:
+        """``working_bytes`` of a rank that stores so many elements."""
+        alone = self.profile.device(device_kind).reserved_bytes
+        resting = alone + stored_numel * self.bytes_per_numel_of(rank)
+        fullest = np.zeros(())
+        for own, per_numel in self.lines(rank, device_kind, batches, sizes):
+            fullest = np.maximum(fullest, own + stored_numel * per_numel)
+        return np.where(batches > 0, fullest, resting)
+
+    def bytes_per_sample(self, rank: RankPlan) -> int:
+        """Bytes that each sample of a rank's batch adds at most, whatever the microbatches."""
+        return int(self.moments(rank).sample_bytes.max())
+
+    def room_for_state(
+        self,
+        rank: RankPlan,
+        device_kind: str | None,
+        budget_bytes: float,
+        *,
+        batches: Ints,
+        sizes: Ints,
+        host: HostPart | None,
+    ) -> Floats:
+        """Elements of state that fit besides these batches, on the device or on a part of its
+        host; negative if not even the batch fits.
+
+        ``rank`` says which, and what is recomputed.
+        """
+        reserved = self.profile.device(device_kind).reserved_bytes
+        idle = (budget_bytes - reserved) / self.bytes_per_numel_of(rank)
+        room: Floats = np.full((), inf)
+        for own, per_numel in self.lines(rank, device_kind, batches, sizes):
+            room = np.minimum(room, (budget_bytes - own) / per_numel)
+        room = np.where(batches > 0, room, idle)
+        if not rank.optimizer_on_host:
+            return room
+        assert host is not None
+        inputs = batches * float(self.host_bytes_per_sample(rank))
+        left = (host.memory_bytes - inputs) / self.workload.state_bytes_per_element
+        return np.minimum(room, left)
+
+    def bytes_per_numel_of(self, rank: RankPlan) -> float:
+        """Bytes on the device per element of a rank that only stores, buffers included."""
+        if rank.optimizer_on_host:
+            return self.device_bytes_per_host_numel
+        return self.bytes_per_stored_numel
+
     def _running_of_unit(
         self, kind_name: str, is_recomputed: bool, device_kind: str | None, largest: int
     ) -> Floats:
-        """[1 + largest] what one unit needs while it runs, by size of the microbatch."""
+        """[1 + largest] what one unit needs while it runs, by size of the microbatch.
+
+        While the gradient of a parameter is made, the graph may still be there.
+        """
         kind = self.workload.kind_by_name[kind_name]
         sizes = np.arange(1 + largest, dtype=np.float64)
         graph = sizes * kind.activation_bytes
         measured = self.profile.unit(device_kind, kind.name).peak_bytes
-        peak = graph + sizes * kind.transient_bytes
+        of_param = kind.max_trained_numel * self.workload.param_itemsize
+        peak = graph + np.maximum(sizes * kind.transient_bytes, of_param)
         if measured is not None:
             peak = np.trunc(at_sizes(measured, largest))
         return peak if is_recomputed else np.maximum(0.0, peak - graph)
 
+    def bytes_per_numel_range(self, rank: RankPlan) -> tuple[float, float]:
+        """The least and the most bytes that an element adds to the fullest moment."""
+        if not rank.rank_batch_size:
+            return (self.bytes_per_numel_of(rank),) * 2
+        numel_bytes = self.moments(rank).numel_bytes
+        return float(numel_bytes.min()), float(numel_bytes.max())
+
+    def lines_of(self, rank: RankPlan) -> Floats:
+        """[2, moments] of ``lines`` of a rank's batch and its largest microbatch."""
+        kind = rank.device.kind
+        if not rank.rank_batch_size:
+            reserved = self.profile.device(kind).reserved_bytes
+            return np.array([[reserved], [self.bytes_per_numel_of(rank)]])
+        batch, size = np.array([rank.rank_batch_size]), np.array([max(rank.microbatch_sizes)])
+        lines = self.lines(rank, kind, batch, size)
+        return np.array([[float(own[0]), per_numel] for own, per_numel in lines]).T
+
     def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
         """The memory of a rank that stores this many elements, by purpose."""
-        workload, device_kind = self.workload, rank.device.kind
-        batch, sizes = rank.rank_batch_size, rank.microbatch_sizes
-        buffers = self.bytes_per_stored_numel - workload.state_bytes_per_element
-        kept = batch * self.kept_bytes_per_sample(rank)
-        running = self.running_bytes(rank, device_kind, max(sizes)) if batch else 0
-        parts = MemoryParts(
-            state_bytes=int(stored_numel * workload.state_bytes_per_element),
-            shard_buffer_bytes=int(stored_numel * buffers),
-            unsharded_bytes=self.unsharded_bytes if batch else 0,
-            grad_bytes=self.grad_bytes if batch else 0,
-            boundary_bytes=batch * self.input_bytes_per_sample(rank),
-            activation_bytes=kept + running,
-            reserved_bytes=self.profile.device(device_kind).reserved_bytes,
-            host_bytes=batch * self.host_bytes_per_sample(rank),
-        )
+        workload, batch = self.workload, rank.rank_batch_size
+        reserved = self.profile.device(rank.device.kind).reserved_bytes
+        state_bytes = int(stored_numel * workload.state_bytes_per_element)
+        host_bytes = batch * self.host_bytes_per_sample(rank)
         if rank.optimizer_on_host:
-            return self.with_rows_on_host(parts, rank, stored_numel, running)
-        return parts
+            host_bytes += state_bytes
+            state_bytes = int(stored_numel * self.sent_itemsize)
+        if not batch:
+            kept = int(stored_numel * self.bytes_per_numel_of(rank))
+            return MemoryParts(
+                state_bytes=state_bytes,
+                shard_buffer_bytes=kept - state_bytes,
+                reserved_bytes=reserved,
+                host_bytes=host_bytes,
+            )
+        own, per_numel = self.lines_of(rank)
+        j, moments = int(np.argmax(own + stored_numel * per_numel)), self.moments(rank)
+        size = max(rank.microbatch_sizes)
+        running = self.running_by_size(rank, rank.device.kind, size)
+        pending_bytes = int(stored_numel * moments.pending_bytes[j])
+        kept = int(stored_numel * moments.numel_bytes[j])
+        return MemoryParts(
+            state_bytes=state_bytes,
+            shard_buffer_bytes=kept - state_bytes + pending_bytes,
+            pending_bytes=pending_bytes,
+            unsharded_bytes=int(moments.unsharded_bytes[j]),
+            grad_bytes=int(moments.grad_bytes[j]),
+            boundary_bytes=int(batch * moments.input_bytes[j]),
+            activation_bytes=int(
+                batch * moments.graph_bytes[j] + running[moments.runs[j], size]
+            ),
+            reserved_bytes=reserved,
+            host_bytes=host_bytes,
+        )

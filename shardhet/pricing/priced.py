@@ -37,10 +37,6 @@ class Known:
     seconds: dict[tuple[str | None, str, tuple[int, ...]], tuple[float, float]] = field(
         default_factory=dict
     )
-    # Bytes of inputs by rounds in flight and what is on the host.
-    input_bytes: dict[tuple[int, tuple[tuple[str, ...], ...]], int] = field(
-        default_factory=dict
-    )
     # Recomputed units and others of each kind, by patterns.
     runs: dict[tuple[str, ...], Mapping[tuple[str, bool], int]] = field(default_factory=dict)
     running_bytes: dict[tuple[object, ...], Floats] = field(default_factory=dict)

@@ -74,6 +74,12 @@ class UnitKind:
         return self.numel - sum(prod(self.param_shapes[i]) for i in self.frozen_params)
 
     @property
+    def max_trained_numel(self) -> int:
+        """The number of elements in the largest parameter that has a gradient."""
+        trained = set(range(len(self.param_shapes))) - set(self.frozen_params)
+        return max((prod(self.param_shapes[i]) for i in trained), default=0)
+
+    @property
     def max_row_numel(self) -> int:
         """The number of elements in the longest row; rows are never split."""
         return max((max(1, prod(shape[1:])) for shape in self.param_shapes), default=1)

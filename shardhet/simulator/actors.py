@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+import numpy as np
+
 from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase, Schedule
+from shardhet.records.schedule.held import MAX_ROUNDS
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Work, merged
 
 
@@ -35,28 +38,28 @@ class Actor:
     overlap_excess: float
     seconds: list[float]  # of compute by turn, recomputation included
     unit_fqns: list[str]  # by turn
-    # By turn: bytes that are held while it computes, and the change that it leaves behind.
+    resting_bytes: int  # between steps, besides what it stores
+    # By turn: bytes while it computes, and after it; bytes per stored element at both times,
+    # and once more after all turns.
     running_bytes: list[int]
     kept_bytes: list[int]
-    computes: bool
+    numel_bytes: list[float]
     state: State = State.BEGIN
     is_computing: bool = False
     turn: int = 0
     last_launched: int = -1  # the latest turn for which it has launched
     since_s: float = 0.0  # when the state began
-    held_bytes: int = 0  # besides what it holds throughout
     events: list[Event] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    # From when on it holds so many bytes, and so many per stored element.
+    memory: list[tuple[float, int, float]] = field(default_factory=list)
 
     def begin_compute(self, now_s: float) -> None:
-        """Hold what the running microbatches of the turn need."""
-        if self.computes:
-            self.hold(now_s, self.running_bytes[self.turn])
+        """Hold what the turn needs."""
+        self.hold(now_s, self.running_bytes[self.turn], self.numel_bytes[self.turn])
 
     def end_compute(self, now_s: float) -> None:
-        """Free the running memory; keep or free what lives from forward to backward."""
-        if self.computes:
-            self.hold(now_s, self.kept_bytes[self.turn] - self.running_bytes[self.turn])
+        """Hold what lives from forward to backward."""
+        self.hold(now_s, self.kept_bytes[self.turn], self.numel_bytes[self.turn])
 
     def leave(self, now_s: float, work: Work) -> None:
         """Record what the time since the state began was spent on."""
@@ -65,18 +68,17 @@ class Actor:
             unit = self.unit_fqns[self.turn] if is_in_turn else ""
             self.events.append(Event(unit=unit, work=work, start_s=self.since_s, end_s=now_s))
 
-    def hold(self, now_s: float, change: int) -> None:
-        """Hold ``change`` more bytes from now on."""
-        self.held_bytes += change
-        self.memory.append((now_s, self.held_bytes))
+    def hold(self, now_s: float, nbytes: int, numel_bytes: float) -> None:
+        """Hold so much from now on."""
+        self.memory.append((now_s, nbytes, numel_bytes))
 
     def timeline(
-        self, start_s: float, updated_s: float, end_s: float, *, resting_bytes: int
+        self, start_s: float, updated_s: float, end_s: float, *, stored_numel: int
     ) -> RankTimeline:
-        """What a rank has done whose optimizer ran from ``start_s`` to ``updated_s``.
+        """What a rank has done that stores so many elements, and whose optimizer ran from
+        ``start_s`` to ``updated_s``.
 
-        The next step begins when the slowest rank is done.  The rank holds ``resting_bytes``
-        throughout: the state, and what the runtime reserves.
+        The next step begins when the slowest rank is done.
         """
         last = [
             Event(unit="", work=Work.OPTIMIZER, start_s=start_s, end_s=updated_s),
@@ -86,8 +88,8 @@ class Actor:
             name=self.name,
             events=(*merged(self.events), *merged(last)),
             memory=tuple(
-                MemoryPoint(time_s=time_s, nbytes=resting_bytes + held)
-                for time_s, held in self.memory
+                MemoryPoint(time_s=time_s, nbytes=nbytes + int(stored_numel * numel_bytes))
+                for time_s, nbytes, numel_bytes in self.memory
             ),
         )
 
@@ -103,7 +105,8 @@ def make_actors(
     for position, rank in enumerate(plan.ranks):
         kind = model.cluster.devices[position].kind
         last = plan.last_microbatch_sizes(position)
-        key: tuple[object, ...] = (kind, rank.microbatch_sizes, rank.recomputed_units, last)
+        places = (rank.recomputed_units, rank.optimizer_on_host)
+        key: tuple[object, ...] = (kind, rank.microbatch_sizes, last, *places)
         if rank.inputs_on_host:
             key = (*key, rank.inputs_on_host, paces[position])
         if key not in actors:
@@ -130,14 +133,13 @@ def _actor(
     pace: float,  # bytes per second of copies to the host and back
 ) -> Actor:
     units, device_kind = model.visited_units, rank.device.kind
-    computes = bool(rank.rank_batch_size)
     is_again = [rank.recomputes(unit.fqn) for unit in units]
     by_kind = {
         (kind, sizes): model.unit_seconds(device_kind, kind, sizes)
         for kind in dict.fromkeys(unit.kind for unit in units)
         for sizes in (rank.microbatch_sizes, last)
     }
-    seconds, running, kept = [], [], []
+    seconds = []
     for turn in schedule.turns:
         unit, is_backward = units[turn.unit], turn.phase is Phase.BACKWARD
         is_last = turn.round == schedule.form.num_rounds - 1
@@ -149,10 +151,7 @@ def _actor(
             rank, unit.fqn, sizes, (forward_s, backward_s), pace
         )
         seconds.append(backward_s if is_backward else forward_s)
-        if computes:
-            running.append(model.turn_bytes(rank, device_kind, unit, is_backward=is_backward))
-            change = model.kept_bytes(rank, unit)
-            kept.append(-change if is_backward else change)
+    running, kept, numel_bytes = _memory(model, rank, schedule)
     return Actor(
         index=index,
         name=device_kind or "device",
@@ -160,7 +159,41 @@ def _actor(
         overlap_excess=model.profile.device(device_kind).overlap_excess,
         seconds=seconds,
         unit_fqns=[units[turn.unit].fqn for turn in schedule.turns],
+        resting_bytes=model.profile.device(device_kind).reserved_bytes,
         running_bytes=running,
         kept_bytes=kept,
-        computes=computes,
+        numel_bytes=numel_bytes,
     )
+
+
+def _memory(
+    model: CostModel, rank: RankPlan, schedule: Schedule
+) -> tuple[list[int], list[int], list[float]]:
+    """By turn: bytes while a rank computes it, after it, and per stored element.
+
+    The last bytes per stored element are after all turns.
+    """
+    turns, reserved = schedule.turns, model.profile.device(rank.device.kind).reserved_bytes
+    if not rank.rank_batch_size:
+        per_numel = [model.bytes_per_numel_of(rank)] * (len(turns) + 1)
+        return [reserved] * (len(turns) + 1), [reserved] * len(turns), per_numel
+    moments = model.moments_by_turn(rank)
+    size, batch = max(rank.microbatch_sizes), rank.rank_batch_size
+    running = model.running_by_size(rank, rank.device.kind, size)[list(moments.runs), size]
+    nbytes = reserved + moments.fixed_bytes + running + batch * moments.sample_bytes
+    # All rounds between the first and the last are alike.
+    num_rounds, known = schedule.form.num_rounds, min(schedule.form.num_rounds, MAX_ROUNDS)
+    per_round = len(turns) // num_rounds
+    alike = [
+        i % per_round
+        + per_round * (known - 1 if turn.round == num_rounds - 1 else min(turn.round, 1))
+        for i, turn in enumerate(turns)
+    ]
+    own = batch * model.kept_bytes_per_sample(rank)
+    so_far = np.cumsum(own)
+    kept = [
+        reserved + so_far[turn.unit] - (own[turn.unit] if turn.phase is Phase.BACKWARD else 0.0)
+        for turn in turns
+    ]
+    at = [*alike, -1]
+    return nbytes[at].astype(int).tolist(), [*map(int, kept)], moments.numel_bytes[at].tolist()

@@ -68,22 +68,24 @@ class _Simulation:
     def run(self) -> Timeline:
         """Run until every rank is done; returns the timeline."""
         for actor in self.actors:
-            actor.hold(0.0, 0)
+            actor.hold(0.0, actor.resting_bytes, actor.numel_bytes[0])
         start_s = self.run_turns()
         self.clock_s += max(rank.optimizer_s for rank in self.predicted.ranks)
+        for actor in self.actors:
+            actor.hold(start_s, actor.resting_bytes, actor.numel_bytes[-1])
+            actor.hold(self.clock_s, actor.resting_bytes, actor.numel_bytes[0])
         ranks: dict[tuple[int, float], RankTimeline] = {}
         by_position: list[RankTimeline | None] = [None] * self.plan.world_size
         for i, actor in enumerate(self.actors):
             for position in actor.positions:
                 optimizer_s = self.predicted.ranks[position].optimizer_s
+                stored_numel = self.predicted.ranks[position].stored_numel
                 if (i, optimizer_s) not in ranks:
-                    memory = self.predicted.ranks[position].memory
-                    resting = memory.state_bytes + memory.shard_buffer_bytes
                     ranks[i, optimizer_s] = actor.timeline(
                         start_s,
                         start_s + optimizer_s,
                         self.clock_s,
-                        resting_bytes=resting + memory.reserved_bytes,
+                        stored_numel=stored_numel,
                     )
                 by_position[position] = ranks[i, optimizer_s]
         return Timeline(

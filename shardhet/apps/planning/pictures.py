@@ -49,7 +49,7 @@ def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
 
 def _gib_by_part(memory: MemoryParts) -> Mapping[str, float]:
     return {
-        "state": (memory.state_bytes + memory.shard_buffer_bytes) / GIB,
+        "state": memory.resting_bytes / GIB,
         "unsharded": (memory.unsharded_bytes + memory.grad_bytes) / GIB,
         "inputs of units": memory.boundary_bytes / GIB,
         "activations": memory.activation_bytes / GIB,

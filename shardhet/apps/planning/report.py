@@ -308,7 +308,7 @@ def _on_host_lines(report: PlanReport) -> Iterator[str]:
                 f"of the host (inputs_on_host), {size:,.1f} GiB{each}."
             )
         if state_bytes:
-            kept = (memory.state_bytes + memory.shard_buffer_bytes) / GIB
+            kept = memory.resting_bytes / GIB
             yield (
                 f"{row.label}: the optimizer steps in the memory of the host "
                 f"(optimizer_on_host), because there its part of the state takes "

@@ -44,8 +44,8 @@ class Terms:
 
     @property
     def least_bytes_per_sample(self) -> int:
-        """Of inputs of units, which any device needs for each of its samples."""
-        return min(map(self.model.input_bytes_per_sample, self.treatments))
+        """What any device needs for each of its samples."""
+        return min(map(self.model.bytes_per_sample, self.treatments))
 
     def largest_microbatch_size(self, role: Role) -> int:
         """The largest size to consider: what fits if everything is recomputed."""

@@ -1,0 +1,1 @@
+"""Predicted beside tracked peaks of memory."""

@@ -1,0 +1,177 @@
+"""How far predicted peaks of memory are from tracked ones.
+
+python -m experiments.predicted_memory.run                     # writes results and README
+python -m experiments.predicted_memory.run --seeds 100 110     # some; writes nothing
+"""
+
+import argparse
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from experiments.common.machine import Environment
+from experiments.common.results import (
+    BAR_HEADER,
+    Bar,
+    console,
+    markdown_table,
+    write_csv,
+    write_results_block,
+)
+from experiments.predicted_memory.cases import MemoryCase, demo, draw
+from shardhet import Cluster, DeviceSpec, HetFSDP, Setting
+from shardhet.models.decoder import Decoder
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.step_cost import MemoryParts
+from shardhet.profiler.batch import ExampleBatch
+from shardhet.profiler.describe import describe
+from shardhet.records.cluster import Node
+from shardhet.records.profiles import Profile
+from tests.emulated.accelerator import Accelerator
+from tests.made_up import collectives, device_profile
+from tests.worlds import World
+
+HERE = Path(__file__).parent
+NUM_CASES = 40
+NUM_STEPS = 3  # the first examines the model
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One rank of one configuration."""
+
+    case: str
+    rank: int
+    tracked_bytes: int
+    predicted_bytes: int
+    ratio: float
+    traits: str
+
+
+def tracked_peak(rank: int, case: MemoryCase) -> int:
+    """The most bytes of tensors that the rank's device holds in a step."""
+    plan = case.plan
+    torch.manual_seed(0)
+    with Accelerator().installed() as accelerator:
+        model = HetFSDP(Decoder(case.shape), plan, device=accelerator.device, **case.options)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        mine = plan.num_rounds * plan.ranks[rank].rank_batch_size
+        tokens = torch.zeros(mine, case.shape.seq_len, dtype=torch.int64)
+        tokens = tokens.to(accelerator.device)
+        for _ in range(NUM_STEPS):
+            accelerator.module().synchronize()
+            gc.collect()
+            accelerator.memory.peak_bytes = accelerator.memory.allocated_bytes
+            model.forward_backward(tokens, tokens)
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return int(accelerator.memory.peak_bytes)
+
+
+def predicted(case: MemoryCase) -> list[MemoryParts]:
+    """The predicted memory of every rank."""
+    tokens = torch.zeros(1, case.shape.seq_len, dtype=torch.int64)
+    with torch.device("meta"):
+        model = Decoder(case.shape)
+    workload = describe(model, ExampleBatch(args=(tokens, tokens)), **case.options)
+    device = DeviceSpec(kind="x", memory_capacity_bytes=2**34)
+    cluster = Cluster(nodes=(Node(host="a", devices=(device,) * case.plan.world_size),))
+    names = [kind.name for kind in workload.kinds]
+    profile = Profile(  # seconds do not matter here
+        devices=(device_profile("x", lambda m: (1e-4, 2e-4), sizes=[1, 2], unit_kinds=names),),
+        collectives=collectives((1, 2), gather_s_per_byte=1e-9, reduce_s_per_byte=1e-9),
+    )
+    ranks = CostModel(Setting(cluster, workload, profile)).predict(case.plan).ranks
+    return [rank.memory for rank in ranks]
+
+
+def rows_of(world: World, case: MemoryCase) -> list[Row]:
+    """Run it, and compare."""
+    outcomes = world.run(tracked_peak, (case,), timeout_s=300.0, grace_s=10.0)
+    failed = [each for each in outcomes if not each.has_returned]
+    if failed:
+        raise RuntimeError(f"{case}: {failed[0]}")
+    return [
+        Row(
+            case=case.name,
+            rank=i,
+            tracked_bytes=outcome.value,
+            predicted_bytes=parts.total_bytes - parts.reserved_bytes,
+            ratio=round((parts.total_bytes - parts.reserved_bytes) / max(1, outcome.value), 4),
+            traits="; ".join(case.traits),
+        )
+        for i, (outcome, parts) in enumerate(zip(outcomes, predicted(case), strict=True))
+    ]
+
+
+def main() -> None:
+    """Run the configurations and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
+    given = parser.parse_args()
+    environment = Environment.here()
+    cases = [draw(seed) for seed in range(*(given.seeds or (0, NUM_CASES)))]
+    if given.seeds is None:
+        cases.append(demo())
+    worlds: dict[int, World] = {}
+    rows: list[Row] = []
+    for case in cases:
+        size = case.plan.world_size
+        if size not in worlds:
+            worlds[size] = World(size)
+        found = rows_of(worlds[size], case)
+        rows += found
+        ratios = " ".join(f"{row.ratio:.3f}" for row in found)
+        console.print(f"{case.name:>5} {ratios}  {found[0].traits}", soft_wrap=True)
+    for world in worlds.values():
+        world.close()
+    text = as_markdown(rows)
+    console.print(text, markup=False, soft_wrap=True)
+    if given.seeds is None:
+        write_csv(HERE / "results.csv", rows)
+        write_results_block(HERE / "README.md", f"{environment.as_markdown()}\n\n{text}")
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The bars, and the ratios by trait."""
+    rows = [row for row in rows if row.predicted_bytes]  # others neither compute nor store
+    ratios = [row.ratio for row in rows]
+    bars = [
+        Bar(
+            claim="mean error, whatever its sign",
+            measured=fmean(abs(each - 1) for each in ratios),
+            at_most=0.05,
+        ),
+        Bar(claim="smallest predicted / tracked", measured=min(ratios), at_least=0.98),
+    ]
+    traits = sorted({trait for row in rows for trait in row.traits.split("; ")})
+    by_trait = {
+        trait: [row.ratio for row in rows if trait in row.traits.split("; ")]
+        for trait in traits
+    }
+    return "\n\n".join(
+        [
+            markdown_table(BAR_HEADER, [bar.cells for bar in bars]),
+            markdown_table(
+                ["predicted / tracked", "ranks", "mean", "smallest", "largest"],
+                [
+                    [
+                        trait,
+                        str(len(each)),
+                        *(f"{x:.3f}" for x in (fmean(each), min(each), max(each))),
+                    ]
+                    for trait, each in {"all": ratios, **by_trait}.items()
+                ],
+            ),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
