@@ -1,9 +1,7 @@
 """Steps of pipelines: what leaks past a cut, what is refused, and ranks that fail."""
 
 import copy
-import random
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -448,24 +446,3 @@ def test_a_rank_that_fails_ends_all_stages_by_name(deed: str, place: str, culpri
         assert outcome.message.startswith(f"rank {culprit} ")
         assert f"of stage {culprit // 2}" in outcome.message
         assert (CAUSE if deed == "raise" else "ended without a message") in outcome.message
-
-
-# Delays
-
-
-def _delayed(rank: int, seed: int) -> None:
-    torch.manual_seed(0)
-    plan = staged([2, 1, 3, 1, 2], [2, 1, 2], num_rounds=5)
-    model = HetFSDP(Leaky("late"), plan, units=UNITS)
-    draw = random.Random(f"{seed}/{rank}")
-    for block in model.module.blocks:  # type: ignore[union-attr]
-        block.spring = lambda _: time.sleep(draw.choice([0, 0, 0.001, 0.02]))
-    inputs, targets = batch_of(plan.global_batch_size)
-    mine = plan.sample_indices(model.position)
-    means = [model.forward_backward(inputs[mine], targets[mine]) for _ in range(3)]
-    assert len(set(means)) == 1
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_ranks_that_are_late_by_chance_end_with_the_same_bits(seed: int) -> None:
-    run_ranks(_delayed, 5, seed)
