@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardhet import Plan
+from shardhet import Plan, Stage
 from shardhet.checkpoint import CheckpointError
+from tests.selection import one_in
 from tests.test_hf_trainer import (
     FIRST_CASE_S,
     IN_ROUNDS,
+    IN_STAGES,
     ONE,
     PLAN,
     arguments,
@@ -171,6 +173,54 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
             torch.testing.assert_close(by_two[variant]["state"][fqn], param, rtol=0, atol=SAME)
         for entry, expected in zip(by_two[variant]["log"], whole["log"], strict=True):
             assert entry == pytest.approx(expected, rel=1e-6), variant
+
+
+THREE_STAGES = Plan.by_hand(
+    microbatch_sizes=[4, 2, 1],
+    rank_batch_sizes=[4, 4, 4],
+    num_rounds=2,
+    global_batch_size=7,
+    stages=[
+        Stage(units=("model.embed_tokens",), num_ranks=1),
+        Stage(units=("model.layers.*",), num_ranks=1),
+        Stage(units=("lm_head",), num_ranks=1),
+    ],
+)
+IN_TURN = {"stages": IN_STAGES, "other stages": THREE_STAGES, "none": PLAN}
+
+
+def resumed_in_turn(rank: int, folder: str, variant: str) -> Any:
+    """Undisturbed and resumed runs, by the plans they were stopped and went on under."""
+    found = {}
+    with as_torchrun_starts(rank, 3):
+        whole = make(f"{folder}/whole", IN_STAGES, variant, save_strategy="no")
+        whole.train()
+        found["whole", ""] = result_of(whole)
+        for before in ("stages", "none"):
+            place = f"{folder}/{before}"
+            stopped = make(place, IN_TURN[before], variant)
+            stopped.add_callback(Stop())
+            stopped.train()
+            for after, plan in IN_TURN.items():
+                resumed = make(place, plan, variant, save_strategy="no")
+                path = f"{place}/checkpoint-{first_step(variant)}"
+                resumed.train(resume_from_checkpoint=path)
+                found[before, after] = result_of(resumed)
+    return found if rank == 0 else None
+
+
+@pytest.mark.parametrize("variant", one_in(3, ["base", "by length, accumulated", "drawing"]))
+def test_a_run_in_stages_goes_on_in_others_and_in_none(tmp_path: Path, variant: str) -> None:
+    found = run_ranks(resumed_in_turn, 3, str(tmp_path), variant, timeout_s=FIRST_CASE_S)[0]
+    whole = found.pop(("whole", ""))
+    assert found["stages", "stages"]["log"] == whole["log"]  # bit by bit
+    for turn, resumed in found.items():
+        assert resumed["step"] == NUM_STEPS
+        for fqn, param in whole["state"].items():
+            own = resumed["state"][fqn]
+            torch.testing.assert_close(own, param, rtol=0, atol=SAME, msg=f"{turn}: {fqn}")
+        for entry, expected in zip(resumed["log"], whole["log"], strict=True):
+            assert entry == pytest.approx(expected, rel=1e-6), turn
 
 
 def best_and_limited(rank: int, folder: str) -> tuple[Any, Any]:

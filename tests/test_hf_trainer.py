@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan
+from shardhet import HetFSDP, Plan, Stage
 from tests.selection import for_campaign
 from tests.small_models import TRANSFORMERS_SHAPE
 from tests.worlds import TRANSFORMERS, preload, run_ranks
@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 preload(*TRANSFORMERS)
 from tests.trainer_options import (  # noqa: E402  # needs transformers
     IN_ROUNDS,
+    IN_STAGES,
     LOGGED_BAR,
     NUM_PREDICTED,
     PARAM_BAR,
@@ -33,6 +34,19 @@ from tests.trainer_options import (  # noqa: E402  # needs transformers
 )
 
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
+TRIED_IN_STAGES = [("long", "float64"), ("padded, tokens seen", "float64")] + [
+    ("accumulation", "float64")
+]
+# Over epochs a step's loss is logged as the sum of its batches', which is rounded to float32.
+MORE_IN_STAGES = [("load the best", "own"), ("accumulation over epochs", "own")] + [
+    (each, "float64")
+    for each in (
+        "tokens seen but padding",
+        "evaluate two each",
+        "evaluate at once",
+        "evaluate losses",
+    )
+]
 TRIED_IN_ROUNDS = [("padded, tokens seen", "float64"), ("accumulation over epochs", "float64")]
 MORE_IN_ROUNDS = [("smoothed labels", "own"), ("load the best", "own")] + [
     ("evaluate apart", "float64")
@@ -53,8 +67,10 @@ MORE = [
     [
         (PLAN, TRIED),
         (IN_ROUNDS, TRIED_IN_ROUNDS),
+        (IN_STAGES, TRIED_IN_STAGES),
         for_campaign(PLAN, MORE),
         for_campaign(IN_ROUNDS, MORE_IN_ROUNDS),
+        for_campaign(IN_STAGES, MORE_IN_STAGES),
     ],
 )
 def test_options_log_what_one_process_logs(
@@ -127,7 +143,22 @@ def labelled(num_samples: int) -> list[dict[str, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("plan, num_batches", [(PLAN, 1), (IN_ROUNDS, 2)])
+CLASSIFIER_IN_STAGES = Plan.by_hand(
+    microbatch_sizes=[2, 2, 0],
+    rank_batch_sizes=[4, 4, 0],
+    state_shares=[1.0, 0.2, 0.8],
+    num_rounds=2,
+    global_batch_size=7,
+    stages=[
+        Stage(units=("bert.embeddings", "bert.encoder.layer.0"), num_ranks=1),
+        Stage(units=("bert.encoder.layer.1", "bert.pooler", "classifier"), num_ranks=2),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    "plan, num_batches", [(PLAN, 1), (IN_ROUNDS, 2), (CLASSIFIER_IN_STAGES, 1)]
+)
 def test_a_mean_over_samples_is_trained_as_on_one_process(
     tmp_path: Path, plan: Plan, num_batches: int
 ) -> None:

@@ -310,8 +310,6 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     if what == "gather_features":
         model.forward_backward(*given)
         gather_features(inputs)
-    if what == "batches_per_step":
-        model.batches_per_step = 2
     if what == "redistribute":
         redistribute(model, None, Plan.even(plan.world_size, microbatch_size=1))
     if what == "other samples" and rank == 2:
@@ -345,7 +343,6 @@ REFUSED = {
     "too many samples": ("", "model(...): this rank got"),
     "own_samples": ("", "own_samples: the plan has 2 stages"),
     "gather_features": ("", "gather_features: the plan has stages"),
-    "batches_per_step": ("", "the plan has 2 stages"),
     "redistribute": ("", "has stages, between which rows cannot move yet"),
     "other samples": ("", "the stages were passed other samples"),
     "fewer samples": ("", "the stages got"),

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardhet import Plan
+from shardhet import Plan, Stage
 from tests.small_models import TRANSFORMERS_SHAPE
 
 VOCAB_SIZE = 64
@@ -35,6 +35,18 @@ IN_ROUNDS = Plan.by_hand(  # the same samples a step; the last round has only on
     global_batch_size=7,
     reshard_after_forward=False,
     reduce_each_round=False,
+)
+IN_STAGES = Plan.by_hand(  # once more; a rank of the first stage stores nothing
+    microbatch_sizes=[1, 1, 2],
+    rank_batch_sizes=[2, 1, 3],
+    state_shares=[1.0, 0.0, 1.0],
+    recompute=[True, False, False],
+    num_rounds=3,
+    global_batch_size=7,
+    stages=[
+        Stage(units=("model.embed_tokens", "model.layers.0"), num_ranks=2),
+        Stage(units=("model.layers.1", "lm_head"), num_ranks=1),
+    ],
 )
 PARAM_BAR = 1e-12
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -209,7 +210,9 @@ class HetFSDP(ModuleInRounds):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
         with self._loss.of(loss_inputs), self._caches.off():
-            output = self.module(*args, **kwargs)
+            function = self._function
+            wrapped = self.module if function is None else partial(function, self.module)
+            output = wrapped(*args, **kwargs)
         self._loss.check_returned(output)
         return output
 

@@ -1,6 +1,6 @@
 """The steps of a HetFSDP: backward, and the rounds of a step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall
+from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_backward import MeanBackward
@@ -24,6 +25,7 @@ class ModuleInRounds(ModuleWithState):
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
     _pipeline: Pipeline | None = None  # of a plan with stages
+    _function: Callable[..., Any] | None = None  # called with the module instead of it
 
     def backward(
         self, loss_sum: Tensor, num_tokens: Tensor | int, *, divisor: float | None = None
@@ -80,6 +82,32 @@ class ModuleInRounds(ModuleWithState):
                 loss_sum = scaler.scale(loss_sum)
             mean = self.backward(loss_sum, num_tokens)
         return mean if mean is None or scaler is None else mean / scaler.get_scale()
+
+    @contextmanager
+    def computing(self, function: Callable[..., Any]) -> Iterator[None]:
+        """A context in which stages run ``function(module, ...)`` where they call the module.
+
+        For trainers whose loss is computed from what the module returns.
+        """
+        assert isinstance(self._runtime, StageRuntime), "plans without stages need none"
+        self._function = self._runtime.function = function
+        try:
+            yield
+        finally:
+            self._function = self._runtime.function = None
+
+    def step_of(self, rounds: Sequence[Mapping[str, Any]], num_tokens: int) -> float | None:
+        """As ``forward_backward`` in stages, given the arguments of every round.  Collective.
+
+        There may be fewer rounds than a step has.  ``num_tokens`` are those of all of them.
+        """
+        assert self._pipeline is not None, "plans without stages call model(...)"
+        with self._lifeline.guard("forward_backward"):
+            self._check_intact()
+            calls = [self._call_of_round(((), dict(each), ())) for each in rounds]
+        return self._pipeline.step(
+            calls, is_training=self.module.training, num_tokens=num_tokens
+        )
 
     def _evaluate_stages(
         self, pipeline: Pipeline, args: Any, kwargs: Any, loss_inputs: Any
@@ -144,7 +172,6 @@ class ModuleInRounds(ModuleWithState):
         if number < 1:
             raise ValueError(f"batches_per_step is {number} but must be at least 1.")
         if number != self.batches_per_step:
-            self.plan.refuse_stages("batches_per_step")
             self._runtime.rounds.forget()
             self._runtime.follow(self.plan, number)
 

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardhet.fsdp import HetFSDP
+from shardhet.hf.dealing import rows_of
+from shardhet.records.layout import Span
 
 
 class InputCounts:
@@ -25,14 +27,22 @@ class InputCounts:
             if hasattr(model.module, "num_parameters")
             else 0  # transformers counts for its own models alone
         )
+        self._is_counted = (
+            model.position in model.plan.groups[0]
+        )  # others have the same samples
         self._shapes: list[tuple[int, int]] = []  # of each batch since the last ``flops``
 
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
         """The rows of the model's main input, and the elements of each."""
         main = inputs.get(self._name)
-        if not isinstance(main, Tensor) or not main.numel():
+        if not isinstance(main, Tensor) or not main.numel() or not self._is_counted:
             return 0, 0
         return len(main), main[0].numel()
+
+    def counted(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inputs, without rows if another stage's ranks count them."""
+        none: Mapping[str, Any] = rows_of(inputs, Span(0, 0))
+        return inputs if self._is_counted else none
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Count a batch of this rank."""

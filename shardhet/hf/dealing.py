@@ -1,6 +1,6 @@
 """A data loader that gives each rank its samples of every global batch, in plan order."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -33,6 +33,14 @@ class Share:
         stop = first + plan.ranks[position].rank_batch_size
         return cls((Span(num_samples * first // whole, num_samples * stop // whole),))
 
+    @classmethod
+    def in_stages(cls, plan: Plan, position: int, num_samples: int) -> Self:
+        """Those of ``num_samples`` for ``position``, one step of the plan after the other."""
+        starts = range(0, num_samples, plan.global_batch_size)
+        one = cls.of_step(plan, position).spans
+        spans = [Span(at + each.start, at + each.stop) for at in starts for each in one]
+        return cls(tuple(spans))
+
     @property
     def numel(self) -> int:
         """How many they are."""
@@ -60,6 +68,11 @@ def rows_of(batch: Any, *spans: Span) -> Any:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     return tree_map_only(Tensor, take, batch)
+
+
+def rows_at(batch: Any, rows: Sequence[int]) -> Any:
+    """These samples of a collated batch."""
+    return rows_of(batch, *[Span(row, row + 1) for row in rows] or [Span(0, 0)])
 
 
 def rounds_of(inputs: Any, plan: Plan, position: int) -> list[Any]:

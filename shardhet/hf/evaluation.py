@@ -46,8 +46,18 @@ class EvaluationPass:
         if self._loss_only:
             return
         mine = [None if part is None else nested_numpify(part) for part in parts]
+        self._gathered = list(map(joined, self._gathered, self._of_all(mine)))
+
+    def _of_all(self, mine: list[Any]) -> list[Any]:
+        """The parts of all ranks, joined.  Collective."""
+        whole: list[Any] = [None] * len(mine)
         for rank_parts in self._trainer.het.exchange_objects(mine):
-            self._gathered = list(map(joined, self._gathered, rank_parts))
+            whole = list(map(joined, whole, rank_parts))
+        return whole
+
+    def _has_outputs(self, inputs: dict[str, Any]) -> bool:
+        """Whether this rank gets the model's outputs for samples of ``inputs``."""
+        return num_rows(inputs) > 0
 
     @torch.no_grad()
     def _predict(self, inputs: dict[str, Any]) -> tuple[float, int | None, Any, Any, Any]:
@@ -64,7 +74,7 @@ class EvaluationPass:
             else:
                 loss_sum, num_items = torch.zeros(()), None
                 outputs = trainer.het(**inputs)
-        if self._loss_only or not num_rows(inputs):
+        if self._loss_only or not self._has_outputs(inputs):
             return float(loss_sum), num_items, None, None, None
         logits = predictions_in(outputs, self._ignore_keys, has_loss=has_labels)
         labels: Any = tuple(inputs[name] for name in names) if has_labels else None

@@ -65,7 +65,8 @@ def plan_loader(
         batch_size, share = plan.global_batch_size, Share.of_step(plan, position)
     else:
         batch_size = args.per_device_eval_batch_size * args.world_size
-        share = Share.in_proportion(plan, position, batch_size)
+        share_of = Share.in_stages if plan.stages else Share.in_proportion
+        share = share_of(plan, position, batch_size)
     return PlanLoader(
         dataset,
         sampler,

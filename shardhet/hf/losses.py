@@ -42,22 +42,26 @@ class LossKind(Enum):
     MEAN = "mean"  # over labels, whatever num_items_in_batch says
 
 
+def halves(inputs: Mapping[str, Any], label_names: Sequence[str]) -> list[dict[str, Any]]:
+    """A rank's batch and its two halves, for ``find_kind``."""
+    whole = unevenly_labelled(_at_least_two_rows(inputs), label_names, [0])
+    middle = (num_rows(whole) + 1) // 2
+    spans = (Span(0, num_rows(whole)), Span(0, middle), Span(middle, num_rows(whole)))
+    return [rows_of(whole, span) for span in spans]
+
+
 def find_kind(
     model: HetFSDP,
-    inputs: Mapping[str, Any],
+    parts: Sequence[dict[str, Any]],
     label_names: Sequence[str],
     loss_of: Callable[[dict[str, Any]], Tensor],
 ) -> LossKind:
-    """Find out how the losses of a batch's parts combine to that of the batch.  Collective.
+    """Find out how losses combine, given a batch and its two parts.  Collective.
 
     Raises on every rank if neither kind fits.
     """
     was_training = model.training
     model.eval()
-    whole = _unevenly_labelled(_at_least_two_rows(inputs), label_names)
-    middle = (num_rows(whole) + 1) // 2
-    spans = (Span(0, num_rows(whole)), Span(0, middle), Span(middle, num_rows(whole)))
-    parts = [rows_of(whole, span) for span in spans]
     with torch.no_grad():
         losses = [loss_of(part) for part in parts]
     model.train(was_training)
@@ -96,8 +100,10 @@ def _at_least_two_rows(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return doubled
 
 
-def _unevenly_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) -> dict[str, Any]:
-    """The same batch, with half of the first sample's labels ignored.
+def unevenly_labelled(
+    inputs: Mapping[str, Any], label_names: Sequence[str], rows: Sequence[int]
+) -> dict[str, Any]:
+    """The same batch, with half of the labels of these ``rows`` ignored.
 
     If all samples had equally many labels, a mean over samples would look like one over labels.
     """
@@ -106,7 +112,8 @@ def _unevenly_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) ->
         labels = changed.get(name)
         if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
             continue
-        if labels.shape[1] > 3 and len(labels):
+        if labels.shape[1] > 3:
             changed[name] = labels.clone()
-            changed[name][0, labels.shape[1] // 2 :] = IGNORED
+            for row in (each for each in rows if each < len(labels)):
+                changed[name][row, labels.shape[1] // 2 :] = IGNORED
     return changed

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import unwrap_peft_model
 
 from shardhet.hf.dealing import num_rows, rounds_of, rows_of
-from shardhet.hf.losses import LossKind, find_kind, num_labels
+from shardhet.hf.losses import LossKind, find_kind, halves, num_labels
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
 from shardhet.training.loss_scaling import check_scale
@@ -31,20 +31,33 @@ class RankLoss:
 
     def sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
         """This rank's loss sum, the number of items in it, and the model's outputs."""
-        trainer = self._trainer
-        if self.kind is None:
-            self.kind = find_kind(
-                trainer.het, inputs, trainer.label_names, lambda part: self._loss(part)[0]
-            )
+        self.find_kind(inputs)
         loss, outputs = self._loss(inputs)
-        if self.kind is LossKind.SUM:
-            counted = self._num_counted(inputs)
-            if counted is not None:
-                return loss, int(counted), outputs
-        num_items = num_labels(inputs, trainer.label_names)
+        return *self.summed(loss, inputs), outputs
+
+    def find_kind(self, inputs: dict[str, Any]) -> None:
+        """Find out the kind of the loss on the first batch.  Collective."""
+        names = self._trainer.label_names
+        if self.kind is None:
+            parts = halves(inputs, names)
+            loss_of = lambda part: self._loss(part)[0]  # noqa: E731
+            self.kind = find_kind(self._trainer.het, parts, names, loss_of)
+
+    def summed(self, loss: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
+        """What ``compute_loss`` gives, as a sum, and the number of items in it."""
+        num_items = self.num_items(inputs)
+        if self.kind is LossKind.SUM and self._num_counted(inputs) is not None:
+            return loss, num_items
         if not num_items:  # a mean over nothing would be NaN
-            return torch.zeros((), device=trainer.args.device), 0, outputs
-        return loss * num_items, num_items, outputs
+            return torch.zeros((), device=self._trainer.args.device), 0
+        return loss * num_items, num_items
+
+    def num_items(self, inputs: dict[str, Any]) -> int:
+        """The number of items in the loss of this rank's samples."""
+        counted = self._num_counted(inputs) if self.kind is LossKind.SUM else None
+        return (
+            num_labels(inputs, self._trainer.label_names) if counted is None else int(counted)
+        )
 
     def as_called(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
         """The arguments that ``compute_loss`` passes to the model."""

@@ -34,6 +34,8 @@ from shardhet.hf.loaders import (
 )
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen, inner
+from shardhet.hf.stages.staged_evaluation import StagedEvaluation
+from shardhet.hf.stages.staged_loss import StagedLoss
 from shardhet.hf.view import TrainerView
 from shardhet.records.plan import Plan
 from shardhet.training.loss_scaling import LossScaler
@@ -69,7 +71,7 @@ class HetTrainer(TrainerView):
                 ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
-                if the collator masks at random.
+                if the collator masks at random, and in stages, which pad alike.
             options: options of HetFSDP, for instance ``{"units": [...]}``.
             hang_timeout_s: of ``shardhet.watch_ranks``; None or 0 leaves it out.
             kwargs: further arguments of Trainer.
@@ -85,11 +87,9 @@ class HetTrainer(TrainerView):
         watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
         self.het = self.model_wrapped = wrapped
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
-        if collates_whole_batch is None:
-            collates_whole_batch = bool(getattr(self.data_collator, "mlm", False))
-        self.collates_whole = collates_whole_batch
+        self.collates_whole = _collates_whole(self, collates_whole_batch)
         self._args_as_given = given
-        self.rank_loss = RankLoss(self)
+        self.rank_loss = (RankLoss if self.plan.stages is None else StagedLoss)(self)
         self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
         self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
         self.train_loader = None
@@ -183,7 +183,8 @@ class HetTrainer(TrainerView):
             whole = self._counts.numel([self._counts.shape(inputs)])
             self.state.num_input_tokens_seen += whole
         else:
-            super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+            counted = self._counts.counted(inputs)
+            super()._track_num_input_tokens(counted)  # type: ignore[no-untyped-call]
 
     # A step #
 
@@ -279,9 +280,8 @@ class HetTrainer(TrainerView):
         loss_only = loss_only if stated is None else stated
         self.callback_handler.eval_dataloader = dataloader
         self._set_training(False)
-        evaluation = EvaluationPass(
-            self, self.rank_loss, loss_only=loss_only, ignore_keys=ignore_keys
-        )
+        pass_of = EvaluationPass if self.plan.stages is None else StagedEvaluation
+        evaluation = pass_of(self, self.rank_loss, loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in dataloader:
             evaluation.add(inputs)
             self.control = self.callback_handler.on_prediction_step(
@@ -309,16 +309,24 @@ def _checked_plan(
             raise ValueError(
                 "HetTrainer: the model has a plan already. Leave plan and options out."
             )
-        model.plan.refuse_stages("HetTrainer")
         return model.plan
     if plan is None:
         raise ValueError(
             "HetTrainer: no plan. Pass plan=, which may be a list of batch sizes such as "
             "[2, 2, 15], or a HetFSDP as the model."
         )
-    plan = plan if isinstance(plan, Plan) else Plan.by_hand(microbatch_sizes=plan)
-    plan.refuse_stages("HetTrainer")
-    return plan
+    return plan if isinstance(plan, Plan) else Plan.by_hand(microbatch_sizes=plan)
+
+
+def _collates_whole(trainer: TrainerView, wanted: bool | None) -> bool:
+    if wanted is False:
+        trainer.plan.refuse_stages("collates_whole_batch=False", "All stages pad alike")
+    is_masking = getattr(trainer.data_collator, "mlm", False)
+    return is_masking or trainer.plan.stages is not None if wanted is None else wanted
+
+
+def _evaluation_of(plan: Plan) -> type[EvaluationPass]:
+    return EvaluationPass if plan.stages is None else StagedEvaluation
 
 
 def _wrapped(

@@ -34,6 +34,7 @@ class StageRuntime(Runtime):
     """The runtime of a rank of one stage of a pipeline."""
 
     _make_calls = StageCalls
+    function: Callable[..., Any] | None = None  # see ``HetFSDP.computing``
 
     def __init__(self, *args: Any, root_comm: CommContext, plan: Plan, **kwargs: Any) -> None:
         super().__init__(*args, plan=plan, **kwargs)
@@ -46,12 +47,22 @@ class StageRuntime(Runtime):
         progress.stage = self.stage
         self.unit_fqns = [unit.fqn for unit in self.units]
         self.stage_by_fqn = stage_by_unit(self.stages, self.unit_fqns)
-        self.in_flight = rounds_in_flight(self.stages, plan.num_rounds)  # by stage
+        self._follow_rounds()
         self.root_comm = root_comm  # of all ranks; that of units is of those of a stage
         computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
         self._computing = tuple(computing)  # of all stages
         own = self.positions[self.stage]
         self._computing_here = tuple(i for i in computing if i in own)
+
+    def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
+        """See ``Runtime.follow``."""
+        super().follow(plan, batches_per_step)
+        if hasattr(self, "stage"):  # else the stage is not known yet
+            self._follow_rounds()
+
+    def _follow_rounds(self) -> None:
+        # By stage
+        self.in_flight = rounds_in_flight(self.stages, self.rounds.number)
         self._index_by_key: dict[Any, int] = {}  # of findings, on this rank
         self._kinds: dict[int, Kind] = {}  # by index of findings
 
@@ -155,7 +166,8 @@ class StageRuntime(Runtime):
 
     def _key_of(self, call: ModelCall, *, is_training: bool) -> Any:
         """What calls have in common that the same findings are for, shapes included."""
-        return self._known.key_of(call, is_training=is_training, splits=True), call.lengths
+        key = self._known.key_of(call, is_training=is_training, splits=True)
+        return key, call.lengths, self.function
 
     def schedule_for(self, index: int, num_rounds: int) -> Schedule:
         """The turns of this stage's units in all rounds of the step."""

@@ -76,20 +76,24 @@ class Pipeline:
         self._sums = torch.zeros(2, dtype=torch.float64, device=comm.device)  # losses, tokens
 
     def step(
-        self, calls: Sequence[ModelCall], scaler: GradScaler | None, *, is_training: bool
+        self,
+        calls: Sequence[ModelCall],
+        scaler: GradScaler | None = None,
+        *,
+        is_training: bool,
+        num_tokens: int = 0,
     ) -> float | None:
         """All rounds of a step, given this rank's call of each; the mean loss.  Collective.
 
         The gradients that are set are those of the loss times the scale of ``scaler``.
+        ``num_tokens`` are those of all rounds, if they are known before; else 0.
         """
         runtime, exchange = self._runtime, self._exchange
         with self._lifeline.guard("forward_backward"):
             check_scaler(scaler, is_float16=self._backward.is_float16)
             self._agree("forward_backward", calls)
             if not self._rounds:
-                raise ValueError(
-                    f"forward_backward: no rank has given the model samples. {DEAL}"
-                )
+                raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
             runtime.begin_step()
             runtime.know(self._rounds, self._run_module, is_training=is_training)
             if len({runtime.segments_for(each.index) for each in self._rounds}) > 1:
@@ -99,12 +103,12 @@ class Pipeline:
                 )
             number = len(self._rounds)
             schedule = runtime.schedule_for(self._rounds[0].index, number)
-            scale = 2.0 ** -round(math.log2(sum(r.batch.num_together for r in self._rounds)))
+            scale = _scale(self._rounds, num_tokens)
             self._sums.zero_()
-            seed = torch.full((), scale, device=self._comm.device)
+            seed = torch.full((), scale, dtype=torch.float64, device=self._comm.device)
             # On every rank: a scaler that has not scaled anything refuses to unscale.
             self._seed = seed if scaler is None else scaler.scale(seed)
-            checksums = self._sum_up(calls)
+            checksums = _checksums(calls, self._comm.device)
             sums: HostCopy | None = None
             for each in exchange.phases(self._rounds):
                 now = each.of
@@ -129,12 +133,8 @@ class Pipeline:
             mine = [0.0, 0.0] if sums is None else sums.read().tolist()
             rows = self._share(mine, checksums, "forward_backward")
         of_loss = torch.tensor(rows, dtype=torch.float64)
-        return self._backward.end_step(of_loss, has_grad, scale)
-
-    def _sum_up(self, calls: Sequence[ModelCall]) -> HostCopy:
-        """Checksums of the samples of all rounds, [rounds, 2], read when the step is queued."""
-        device = self._comm.device
-        return HostCopy(torch.stack([each.checksums(device) for each in calls]))
+        assert num_tokens in (0, of_loss[:, 1].sum()), "counted as the model does"
+        return self._backward.end_step(of_loss, has_grad, None if num_tokens else scale)
 
     def _share(
         self, numbers: Sequence[float], checksums: HostCopy, caller: str
@@ -161,7 +161,7 @@ class Pipeline:
             if not self._rounds:
                 return None
             runtime.begin_step()
-            checksums = self._sum_up(calls)
+            checksums = _checksums(calls, self._comm.device)
             self._exchange.begin(self._rounds, {Phase.FORWARD: 1, Phase.BACKWARD: 0})
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
             moment, position = Moment(runtime.rounds.step), self._control.position
@@ -294,3 +294,15 @@ class Pipeline:
         received = self._received.pop(now.round, [])
         if n and not self._is_first and kind.received_with_grad:
             self._exchange.give(now, [t.grad for t in received if t.requires_grad])
+
+
+def _checksums(calls: Sequence[ModelCall], device: torch.device) -> HostCopy:
+    """Those of the samples of all rounds, [rounds, 2], read when the step is queued."""
+    return HostCopy(torch.stack([each.checksums(device) for each in calls]))
+
+
+def _scale(rounds: Sequence[StageRound], num_tokens: int) -> float:
+    """By what losses are multiplied: see [Note: Scale of the loss] in ``mean_backward``."""
+    if num_tokens:
+        return 1.0 / num_tokens
+    return 2.0 ** -round(math.log2(sum(each.batch.num_together for each in rounds)))

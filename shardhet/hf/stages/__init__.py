@@ -1,0 +1,1 @@
+"""A HetTrainer under a plan with stages."""

@@ -1,0 +1,130 @@
+"""The loss of a HetTrainer in stages, which the last one computes within the model's forward.
+
+The runtime calls ``compute_loss`` where it would call the model, on all ranks; in stages before
+the last one it ends in its middle.  So a step is one call with all rounds of all its batches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardhet.hf.dealing import num_rows, rounds_of, rows_at
+from shardhet.hf.losses import LossKind, find_kind, unevenly_labelled
+from shardhet.hf.rank_loss import RankLoss
+from shardhet.records.plan import Plan
+
+
+class StagedLoss(RankLoss):
+    """See the module; used as a ``RankLoss`` is."""
+
+    _rounds: list[dict[str, Any]]  # of the step in progress
+
+    def begin_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> None:
+        """Begin without rounds, also after a step that was stopped in its middle."""
+        self._rounds = []
+
+    def run_batch(self, inputs: dict[str, Any], num_items_in_batch: Any) -> float:
+        """Keep the rounds of a batch, and run the step after its last one; the mean loss then.
+
+        Raises ``ValueError`` if the batches' losses cannot be added up.
+        """
+        trainer = self._trainer
+        self.find_kind(inputs)
+        num_batches = trainer.args.gradient_accumulation_steps
+        is_counted = num_items_in_batch is not None and self.kind is LossKind.SUM
+        if num_batches > 1 and not is_counted:
+            raise ValueError(
+                f"TrainingArguments: gradient_accumulation_steps={num_batches}, but the items "
+                "of this loss are not counted, so a plain Trainer adds up means, which stages "
+                "cannot. Leave it out, and give the plan more rounds: Plan.by_hand(num_rounds="
+                f"{num_batches})."
+            )
+        self._rounds += rounds_of(inputs, trainer.plan, trainer.het.position)
+        if not trainer.accelerator.sync_gradients:
+            return 0.0
+        rounds, self._rounds = self._rounds, []
+        mine = sum(self.num_items(each) for each in rounds)
+        counts = trainer.het.exchange([mine])
+        num_items = sum(int(counts[i][0]) for i in trainer.plan.groups[-1])
+        with trainer.het.computing(self._of_training):
+            return trainer.het.step_of(rounds, num_items) or 0.0
+
+    def sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
+        """As of ``RankLoss``, on ranks of the last stage; zeros on others."""
+        self.find_kind(inputs)
+        with self._trainer.het.computing(self._of_evaluation):
+            loss_sum, num_items, outputs = self._trainer.het(**inputs)
+        return loss_sum, int(num_items), outputs
+
+    def find_kind(self, inputs: dict[str, Any]) -> None:
+        """Find out the kind of the loss on the first batch.  Collective."""
+        if self.kind is None:
+            trainer, names = self._trainer, self._trainer.label_names
+            counts = [int(n) for (n,) in trainer.het.exchange([num_rows(inputs)])]
+            num_samples = sum(counts[i] for i in trainer.plan.groups[-1])
+            first, second, uneven = halves_of_last_stage(trainer.plan, num_samples)
+            own = trainer.plan.sample_indices(trainer.het.position, num_samples)
+            rows = [row for row, sample in enumerate(own) if sample in uneven]
+            changed = unevenly_labelled(inputs, names, rows)
+            parts = [
+                rows_at(changed, [row for row, sample in enumerate(own) if sample in part])
+                for part in (first | second, first, second)
+            ]
+            self.kind = find_kind(trainer.het, parts, names, self._as_it_is)
+
+    def _as_it_is(self, inputs: dict[str, Any]) -> Tensor:
+        """The result of ``compute_loss`` on ranks of the last stage, without gradients."""
+        with self._trainer.het.computing(self._of_outputs):
+            loss: Tensor = self._trainer.het(**inputs)
+        return loss
+
+    # Called in place of the module, on tensors that stages hand over
+
+    def _of_training(self, module: nn.Module, **inputs: Any) -> tuple[Tensor, Tensor]:
+        loss_sum, num_items, _ = self._of_evaluation(module, **inputs)
+        return loss_sum, num_items
+
+    def _of_evaluation(self, module: nn.Module, **inputs: Any) -> tuple[Tensor, Tensor, Any]:
+        loss, outputs = self._computed(module, inputs)
+        loss_sum, num_items = self.summed(loss, inputs)
+        return loss_sum, torch.tensor(num_items), outputs
+
+    def _of_outputs(self, module: nn.Module, **inputs: Any) -> Tensor:
+        loss, _ = self._computed(module, inputs)
+        return loss
+
+    def _computed(self, module: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        trainer = self._trainer
+        counted = self._num_counted(inputs)
+        one = None if counted is None else torch.ones((), device=trainer.args.device)
+        with trainer.compute_loss_context_manager():
+            loss, outputs = trainer.compute_loss(
+                module, dict(inputs), return_outputs=True, num_items_in_batch=one
+            )
+        return loss, outputs
+
+
+def halves_of_last_stage(plan: Plan, num_samples: int) -> tuple[set[int], set[int], set[int]]:
+    """Two parts of a step's samples for ``find_kind``, and those whose labels become fewer.
+
+    Each part is of one round, so that all stages have it in one order; a rank of the last stage
+    has samples of both, or losses of parts would add up whatever their kind is.  Raises
+    ``ValueError`` if none has two samples.
+    """
+    rounds = [
+        [plan.round_samples(i, number, num_samples) for i in plan.groups[-1]]
+        for number in range(min(2, plan.num_rounds))
+    ]
+    uneven = {own[0] for own in rounds[0] if own}
+    if any(len(own) > 1 for own in rounds[0]):
+        first = {i for own in rounds[0] for i in own[: (len(own) + 1) // 2]}
+        return first, {i for own in rounds[0] for i in own} - first, uneven
+    if len(rounds) > 1 and any(rounds[1]):
+        first, second = ({i for own in each for i in own} for each in rounds)
+        return first, second, uneven
+    raise ValueError(
+        "HetTrainer: no rank of the last stage has two samples of the first batch, which show "
+        "whether the loss is a sum or a mean. Give one of them two, or the plan a round more."
+    )
