@@ -33,6 +33,8 @@ class Placed(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embedding(inputs)
+        if self.way == "written in place":
+            x *= 2.0
         places = torch.arange(SEQ_LEN)[None]
         if self.way == "computed from samples":
             places = places + 0 * inputs.min()
@@ -129,7 +131,7 @@ def test_dropout_outside_of_units_draws_as_without_stages(way: str, cut: int) ->
 
 
 def _refused(rank: int, way: str) -> None:
-    plan = staged([2, 1], [2, 2, 4], [3])
+    plan = staged([2, 1], [2, 2, 4], [1 if way == "written in place" else 3])
     model = HetFSDP(Placed(way), plan, units=UNITS)
     inputs, targets = batch_of(12)
     mine = plan.sample_indices(model.position)
@@ -140,6 +142,7 @@ REFUSED: dict[str, Any] = {
     "computed from samples": "'positions' returns a tensor without a row for each sample",
     "samples were read": "'positions' returns a tensor without a row for each sample",
     "random": "'positions' returns a tensor without a row for each sample",
+    "written in place": "written to in place outside of units, and handed over",
     "dropout that is used twice": "dropout outside of units is used in stages [0, 1]",
 }
 

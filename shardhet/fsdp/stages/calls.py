@@ -62,6 +62,7 @@ class StageCalls(UnitCalls):
     _kind: Kind | None = None  # None while no part of a forward runs
     _place = 0  # of the next call of a unit
     _values: dict[Returned, Tensor]  # received, and those to send
+    _versions: dict[Returned, int]  # when they were
 
     def run_part(
         self, run_module: RunModule, call: ModelCall, kind: Kind, received: Sequence[Tensor]
@@ -70,10 +71,11 @@ class StageCalls(UnitCalls):
         part = kind.part
         self._kind, self._place = kind, 0
         self._values = dict(zip(part.received, received, strict=True))
+        self._versions = {value: tensor._version for value, tensor in self._values.items()}
         try:
             output = run_module(*call.with_all())
         except EndOfStage:
-            return [self._values[value] for value in part.sent]
+            return [self._unwritten(value) for value in part.sent]
         finally:
             self._kind, self._values = None, {}
         segments = kind.findings.schedule.segments
@@ -107,9 +109,9 @@ class StageCalls(UnitCalls):
         output = super().visit(unit_index, module, args, kwargs)
         tensors = tensors_in(output)
         _check_present(tensors, f"the result of unit {fqn!r}")
-        self._values |= {
-            value: tensors[value.number] for value in part.sent if value.place == place
-        }
+        for value in (each for each in part.sent if each.place == place):
+            self._values[value] = tensors[value.number]
+            self._versions[value] = tensors[value.number]._version
         return output
 
     def visit_piece(
@@ -121,6 +123,17 @@ class StageCalls(UnitCalls):
             with self.dropout.left_alone():
                 return module.forward(*args, **kwargs)
         return super().visit_piece(module, args, kwargs)
+
+    def _unwritten(self, value: Returned) -> Tensor:
+        """What is handed over; the next stage would write to it once more."""
+        tensor = self._values[value]
+        if tensor._version != self._versions[value]:
+            raise RuntimeError(
+                f"stages: a tensor of shape {tuple(tensor.shape)} that a unit has returned is "
+                "written to in place outside of units, and handed over. Make that operation "
+                "out of place, or give all units that use the tensor to one stage."
+            )
+        return tensor
 
     def _check_is_next(self, kind: Kind, place: int, unit_index: int) -> None:
         expected = kind.findings.schedule.segments[place].unit
