@@ -3,6 +3,7 @@
 import copy
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan, Stage, gather_features
 from shardhet.checkpoint import load, redistribute, save
@@ -358,6 +360,119 @@ def test_what_stages_cannot_do_is_refused_on_every_rank(what: str) -> None:
     for outcome in run_ranks_expecting_failure(_refused, 3, what, way, plan):
         assert outcome.exception_name is not None
         assert any(part in outcome.message for part in message.split("|")), outcome.message
+
+
+# What would be done in two stages, or with gradients that are divided later
+
+
+class OddBlock(nn.Module):
+    """A block that does something odd, for instance clip a gradient."""
+
+    def __init__(self, oddity: str = "") -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.oddity, self.temperature = oddity, 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.linear(x))
+        if self.oddity == "clips" and y.requires_grad:
+            y.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        if self.oddity == "halves" and y.requires_grad:
+            y.register_hook(lambda grad: 0.5 * grad)
+        x = x + y
+        if self.oddity == "returns a view":
+            return x, x[:, :1]
+        return (x, self.temperature) if self.oddity == "returns a number" else x
+
+
+class Odd(nn.Module):
+    """Four blocks, between which something odd happens."""
+
+    def __init__(self, oddity: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(OddBlock(oddity if i == 0 else "") for i in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.oddity = oddity
+        if oddity == "module hook":
+            self.blocks[1].register_full_backward_hook(lambda module, given, got: None)
+        if oddity == "writes to what is frozen":
+            for each in (self.embedding, self.blocks[0]):
+                each.requires_grad_(False)
+
+    def forward(self, inputs: Tensor, targets: Tensor, *, flag: bool = False) -> Any:
+        x, given = self.embedding(inputs), 1.0
+        for i, block in enumerate(self.blocks):
+            if self.oddity == "checkpoint" and i == 0:
+                x = checkpoint(
+                    lambda y: self.blocks[1](self.blocks[0](y)), x, use_reentrant=True
+                )
+                continue
+            if self.oddity == "checkpoint" and i == 1:
+                continue
+            x = block(x)
+            if isinstance(x, tuple):
+                x, given = x
+            if i == 0 and self.oddity == "returns a view":
+                given.zero_()  # type: ignore[attr-defined]
+            elif i == 0 and self.oddity.startswith("writes"):
+                x += 0.5
+            elif i == 0 and self.oddity == "hook between" and x.requires_grad:
+                x.register_hook(lambda grad: 0.5 * grad)
+        x = 2 * x if flag else x
+        if isinstance(given, float):
+            x = x * given
+        logits = self.head(x)
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
+        return losses, (targets >= 0).sum()
+
+
+ODDITIES = {  # by what is done: what a plan of stages says, and one of rounds
+    "clips": ("do not grow as the gradient", "do not grow as the gradient"),
+    "halves": ("", ""),
+    "returns a view": ("or a view of one or of another", "or a view of one or of another"),
+    "returns a number": ("returns the value 0.5", ""),
+    "module hook": ("a backward hook of module 'blocks.1'", ""),
+    "writes": ("writes to what unit 'blocks.0' has returned", ""),
+    "writes to what is frozen": ("writes to what unit 'blocks.0' has returned", ""),
+    "hook between": ("or gives it a hook", ""),
+    "checkpoint": ("is called by gradient checkpointing", "during backward"),
+    "flag": ("were passed other samples or other values", ""),
+}
+
+
+def _odd(rank: int, oddity: str, plan: Plan) -> None:
+    torch.manual_seed(0)
+    module = Odd(oddity).double()
+    model = HetFSDP(copy.deepcopy(module), plan)
+    for step in range(2):
+        for each in (module, model.module):
+            each.blocks[0].temperature = 1 / (1 + step)  # type: ignore[index,union-attr]
+        inputs, targets = batch_of(plan.global_batch_size, step)
+        mine = plan.sample_indices(model.position)
+        flag = oddity == "flag" and rank == 0
+        mean = model.forward_backward(inputs[mine], targets[mine], flag=flag)
+        if oddity == "flag":
+            continue
+        expected = mean_of(module, inputs, targets)
+        assert mean == pytest.approx(expected, rel=1e-12)
+        check_grads(model, module)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("has_stages", [True, False], ids=["stages", "rounds"])
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_what_is_odd_is_as_in_one_process_or_refused(oddity: str, has_stages: bool) -> None:
+    message = ODDITIES[oddity][not has_stages]
+    plan = staged([2, 2], [1, 1]) if has_stages else Plan.even(2, microbatch_size=2)
+    plan = plan if has_stages else replace(plan, num_rounds=2)
+    if not message:
+        run_ranks(_odd, 2, oddity, plan)
+        return
+    for outcome in run_ranks_expecting_failure(_odd, 2, oddity, plan):
+        assert message in outcome.message, outcome.message
 
 
 # Checkpoints

@@ -1,6 +1,7 @@
 """The arguments of a call of a model: which of them hold samples, and how to pass fewer."""
 
 import inspect
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -116,14 +117,21 @@ class ModelCall:
     def checksums(self, device: torch.device) -> Tensor:
         """Numbers for the samples: their sum, and that with each times its place, from 1 on.
 
-        [2] on ``device``, modulo ``CHECKSUM_END``.
+        Plain values and tensors without samples count with every sample.  [2] on ``device``,
+        modulo ``CHECKSUM_END``.
         """
         total = torch.zeros(self.num_samples, dtype=torch.int64, device=device)
         for leaf, dim, factor in self._factors():
-            if not factor or dim is None or leaf.layout is not torch.strided:
+            if isinstance(leaf, bool | int | float | complex | str | bytes):
+                total = total * 31 + zlib.crc32(repr(leaf).encode())
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
                 continue
-            rows = _real(leaf.detach()).movedim(dim, 0).reshape(self.num_samples, -1)
-            hashed = _hash_rows(rows)
+            if not leaf.numel():
+                continue
+            values, number = _real(leaf.detach()), 1
+            if factor and dim is not None:
+                values, number = values.movedim(dim, 0), self.num_samples
+            hashed = _hash_rows(values.reshape(number, -1))
             is_there = hashed.device == total.device
             total = total * 31 + (hashed if is_there else to_device(hashed, device))
         places = torch.arange(1, self.num_samples + 1, device=device)

@@ -160,6 +160,15 @@ def attached(anchor: Tensor, result: Tensor, rule: Rule | None) -> Tensor:
     return Attached.apply(anchor, result, rule)  # type: ignore[no-untyped-call]
 
 
+def is_linear_outside(output: Tensor, eps: float) -> bool:
+    """Whether gradients of a tensor that is computed outside of units grow as its own."""
+    nodes = [node for node in nodes_of(output) if type(node).__name__ == ATTACHED]
+    starts = {i: GradientEdge(node, 0) for i, node in enumerate(nodes)}
+    return is_linear(
+        lambda scale: gradients_of([output], starts, [scale * output.detach()]), eps
+    )
+
+
 def is_apart(output: Tensor, axis: BatchAxis, eps: float) -> bool:
     """Whether gradients of a tensor that is computed outside of units, from three samples, are
     apart: the sum of those of two and of the third, where each sample gets its own.
@@ -183,6 +192,19 @@ def is_apart(output: Tensor, axis: BatchAxis, eps: float) -> bool:
     return True
 
 
+def is_linear(gradients: Callable[[float], Mapping[Any, Tensor]], eps: float) -> bool:
+    """Whether gradients grow as what is given: ``gradients`` has them for a scale of it."""
+    once = gradients(1.0)
+    large = 2.0 ** (6 if eps > torch.finfo(torch.float32).eps else 20)  # float16 ends early
+    for scale in (large, 1 / large):
+        scaled = gradients(scale)
+        if scaled.keys() != once.keys() or not all(
+            are_close(scaled[key] / scale, grad, eps) for key, grad in once.items()
+        ):
+            return False
+    return True
+
+
 def hook_is_apart(
     hook: Callable[..., Any],
     module: nn.Module,
@@ -203,6 +225,17 @@ def hook_is_apart(
             if not are_close(found, grad, eps):
                 return False
     return True
+
+
+def bends_gradients(where: str) -> str:
+    """The message of a refusal."""
+    return (
+        f"{where}: its gradients do not grow as the gradient that it gets. A hook of a tensor "
+        "or module, or an autograd.Function of the model's, clips gradients, perhaps. In a "
+        "step of several rounds, or of stages, losses are divided by the number of all tokens "
+        "at the end only, so it would meet other numbers than in one process. Clip after "
+        "backward (model.clip_grad_norm_), or give a plan of one round without stages."
+    )
 
 
 def mixes_backward(where: str) -> str:

@@ -1,5 +1,6 @@
 """Finds the rules of one call, by calling it on the whole batch and on pieces of it."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,13 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.probing.apart import gradients_of, hook_is_apart, mixes_backward
+from shardhet.fsdp.probing.apart import (
+    bends_gradients,
+    gradients_of,
+    hook_is_apart,
+    is_linear,
+    mixes_backward,
+)
 from shardhet.fsdp.probing.comparing import are_close, joined_like
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import (
@@ -33,17 +40,30 @@ from shardhet.fsdp.probing.rules import (
     readings,
 )
 from shardhet.fsdp.probing.watch import Refusal, Watcher
+from shardhet.fsdp.stages.flow import storage_of
 
 MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments
 
 
 class Examiner:
-    """Finds rules of calls; ``splits`` says whether any rank has several microbatches."""
+    """Finds rules of calls.
+
+    ``splits`` says whether any rank has several microbatches, ``divides_late`` whether losses
+    are divided by their tokens after backward.
+    """
 
     def __init__(
-        self, runner: CallRunner, watcher: Watcher, tell: Callable[[str], None], *, splits: bool
+        self,
+        runner: CallRunner,
+        watcher: Watcher,
+        tell: Callable[[str], None],
+        *,
+        splits: bool,
+        divides_late: bool,
     ) -> None:
         self.is_certain = True  # False if a zero output may be a sum or a mean
+        self.aliased: frozenset[int] = frozenset()  # outputs of the last call, see _aliased
+        self._divides_late = divides_late
         self._runner = runner
         self._watcher = watcher
         self._tell = tell
@@ -153,7 +173,7 @@ class Examiner:
             decided = self._join_of_zeros(i, kept, pieces)
             found[i] = decided or Join.SUM
             self.is_certain &= decided is not None
-        if pieces and seen.has_own_backward and torch.is_grad_enabled():
+        if (pieces or self._divides_late) and seen.has_own_backward and torch.is_grad_enabled():
             self._check_backward(kept, pieces, replace(rules, outputs=tuple(found)))
         if pieces and torch.is_grad_enabled():
             results = [tensors_in(output), *parts]
@@ -181,6 +201,10 @@ class Examiner:
                 joined_like(grad, found, PARTS, rule), grad, self._watcher.eps
             ):
                 raise Refusal(ValueError(mixes_backward(f"unit {whole.fqn!r}")))
+        if self._divides_late and not is_linear(
+            lambda scale: self._gradients(whole, rules, scale), self._watcher.eps
+        ):
+            raise Refusal(ValueError(bends_gradients(f"unit {whole.fqn!r}")))
 
     def _check_hooks(
         self,
@@ -201,8 +225,13 @@ class Examiner:
             if not hook_is_apart(hook, module, given, rules, self._watcher.eps):
                 raise Refusal(ValueError(mixes_backward(f"unit {call.fqn!r}")))
 
-    def _gradients(self, call: ProbedCall, rules: VisitRules) -> dict[Any, Tensor]:
-        """Gradients of outputs with samples: of floating inputs by index, and of parameters."""
+    def _gradients(
+        self, call: ProbedCall, rules: VisitRules, scale: float = 1.0
+    ) -> dict[Any, Tensor]:
+        """Gradients of outputs with samples: of floating inputs by index, and of parameters.
+
+        Each output gets ``scale`` times itself as its gradient.
+        """
         leaves = [
             t.detach().clone().requires_grad_(t.is_floating_point()) for t in call.tensors
         ]
@@ -213,7 +242,7 @@ class Examiner:
             if isinstance(rule, BatchAxis) and each.requires_grad
         ]
         inputs = {i: leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
-        return gradients_of(apart, inputs)
+        return gradients_of(apart, inputs, [scale * each.detach() for each in apart])
 
     def in_parts(self, call: ProbedCall, rules: VisitRules, seen: Seen | None) -> Any:
         """The output of a call with known rules for all samples of the large batch."""
@@ -234,6 +263,7 @@ class Examiner:
             is_view = isinstance(rule, BatchAxis) and rule.outer == 1
             if self._splits and each._version != version and not is_view:
                 raise Refusal(RuntimeError(writes_on_input(call.fqn)))
+        self.aliased = _aliased(tensors_in(output), given)
         outputs, spec = flatten(output)
         if Layout.of(outputs, spec) != seen.results:
             raise Refusal(
@@ -253,6 +283,14 @@ class Examiner:
             for each in (whole, *pieces)
         ]
         return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None
+
+
+def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[int]:
+    """Outputs that share memory with an input or another output; joined from microbatches, they
+    are tensors of their own.
+    """
+    places = Counter(map(storage_of, (*outputs, *{id(each): each for each in inputs}.values())))
+    return frozenset(i for i, each in enumerate(outputs) if places[storage_of(each)] > 1)
 
 
 def _of_results(hook: Callable[..., Any], module: Any, _: Any, grads: Any) -> Any:

@@ -42,8 +42,10 @@ from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.probing.apart import (
     TensorHooks,
     attached,
+    bends_gradients,
     has_own_backward,
     is_apart,
+    is_linear_outside,
     mixes_backward,
 )
 from shardhet.fsdp.probing.caches import CacheSwitch
@@ -60,7 +62,7 @@ from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copi
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Refusal, Watcher
 from shardhet.fsdp.sharding.unit import FSDPUnit
-from shardhet.fsdp.stages.flow import Flow, Reads
+from shardhet.fsdp.stages.flow import Flow, Reads, storage_of
 
 
 class CallKey(NamedTuple):
@@ -94,6 +96,7 @@ class ProbedModel:
     storages: frozenset[int]  # those that hold parameters
     tell: Callable[[str], None]  # what is being done, for messages of a failure
     is_followed: bool  # whether results of units are followed to where they are used
+    divides_late: bool  # whether losses are divided by their tokens after backward
 
     @classmethod
     def of(
@@ -108,6 +111,7 @@ class ProbedModel:
         device: torch.device,
         tell: Callable[[str], None],
         is_followed: bool = False,
+        divides_late: bool = False,
     ) -> Self:
         """The model with its units, and the root for all other parameters."""
         of_units = [(i, flat) for i, unit in enumerate(units) for flat in unit.flats]
@@ -129,6 +133,7 @@ class ProbedModel:
             ),
             tell=tell,
             is_followed=is_followed,
+            divides_late=divides_late,
         )
 
 
@@ -145,7 +150,7 @@ class Probe:
         self._seen: dict[CallKey, Seen] = {}
         self._module = model.module
         self._norms = model.norms
-        self._is_followed = model.is_followed
+        self._is_followed, self._divides_late = model.is_followed, model.divides_late
         self.flow: Flow | None = None  # of the large run
         self._has_gradients = has_gradients
         self._splits = splits
@@ -158,7 +163,13 @@ class Probe:
         self._runner = CallRunner(
             model.module, self._watcher, device=model.device, has_gradients=has_gradients
         )
-        self._examiner = Examiner(self._runner, self._watcher, model.tell, splits=splits)
+        self._examiner = Examiner(
+            self._runner,
+            self._watcher,
+            model.tell,
+            splits=splits,
+            divides_late=model.divides_late,
+        )
         # Not bound: a cycle would keep all that has been seen until cycles are collected.
         self._run: Callable[[Probe, CallKey, ProbedCall], Any] = Probe._run_small
         self._num_calls: Counter[str] = Counter()  # by module, in the present run
@@ -191,7 +202,9 @@ class Probe:
             follows = self._is_followed and name == "large"
             self._watcher.flow = Flow(inputs) if follows else None
             self.flow = self._watcher.flow or self.flow
-            reads = Reads(self._watcher.read) if follows else nullcontext()
+            watcher = self._watcher
+            reads = Reads(watcher.read, watcher.hook) if follows else nullcontext()
+            watcher.aliased.clear()
             with self._hooks if name == "large" else nullcontext(), reads, self._watcher:
                 yield
             changed = dict(numbers(self._module).items() - before.items())
@@ -279,15 +292,23 @@ class Probe:
         for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
             self.check_backward(f"an argument of unit {call.fqn!r}", tensor, [rule])
         flags = seen.is_differentiable
-        return self._returned(output, tensors_in(output), flags, rules.outputs)
+        returned = self._returned(output, tensors_in(output), flags, rules.outputs)
+        for i, tensor in enumerate(tensors_in(returned)):
+            if i in self._examiner.aliased:
+                self._watcher.aliased[storage_of(tensor)] = (call.fqn, tensor)
+        return returned
 
     def check_backward(self, what: str, tensor: Tensor, rules: Sequence[Rule]) -> None:
         """Raise if code outside of units mixes samples in the backward of a tensor of the large
         run, whose samples are where one of ``rules`` says.
         """
-        if not (self._splits and tensor.requires_grad) or not (
+        if not ((self._splits or self._divides_late) and tensor.requires_grad) or not (
             self._hooks.are_found or has_own_backward(tensor)
         ):
+            return
+        if self._divides_late and not is_linear_outside(tensor, self.eps):
+            raise Refusal(ValueError(bends_gradients(f"{what}, computed outside of units")))
+        if not self._splits:
             return
         axes = [rule for rule in rules if isinstance(rule, BatchAxis)]
         if axes and not any(is_apart(tensor, axis, self.eps) for axis in axes):

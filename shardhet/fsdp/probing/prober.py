@@ -58,6 +58,7 @@ class Findings:
     # reaches each call, and the output.
     results: tuple[Result, ...] = ()
     reached: tuple[frozenset[Returned], ...] = ()
+    altered: frozenset[Returned] = frozenset()  # on this rank, by code outside of units
 
     def make_empty_output(self, device: torch.device) -> Any:
         """The model's output for no samples, with its tensors as zeros on ``device``."""
@@ -194,6 +195,7 @@ class Prober:
             empty_output=None if form is None else pickle.loads(form),
             results=() if flow is None else tuple(flow.results),
             reached=_together([reached for _, _, reached in told if reached]),
+            altered=frozenset() if flow is None else frozenset(flow.altered),
         )
 
     def _check_agreement(self, rules: dict[CallKey, VisitRules]) -> None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
-from shardhet.fsdp.stages.flow import Flow
+from shardhet.fsdp.stages.flow import Flow, storage_of
 
 OUTSIDE = 0
 
@@ -72,6 +72,8 @@ class Watcher(OperationMode):
         self.params: frozenset[int] = frozenset()  # ids of the model's unsharded parameters
         self.storages: frozenset[int] = frozenset()  # those that hold parameters
         self.flow: Flow | None = None  # of the results of units, if it is asked for
+        # Results of units that share memory with their other results or arguments: units by id.
+        self.aliased: dict[int, tuple[str, Tensor]] = {}
         self._place = OUTSIDE
         self._num_calls = 0
         self._unit_fqn = ""
@@ -125,6 +127,11 @@ class Watcher(OperationMode):
         if self.flow is not None and self._place == OUTSIDE and not self._is_paused:
             self.flow.read(tensor)
 
+    def hook(self, tensor: Tensor) -> None:
+        """Note that the program gives the tensor a hook."""
+        if self.flow is not None and self._place == OUTSIDE and not self._is_paused:
+            self.flow.alter(tensor)
+
     def run(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -177,6 +184,8 @@ class Watcher(OperationMode):
                 continue
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             for each in tensors_among(written):
+                if self._place == OUTSIDE:
+                    self._check_result(name, each)
                 if each.layout is torch.strided and (
                     each.untyped_storage()._cdata in self.storages
                 ):
@@ -184,6 +193,22 @@ class Watcher(OperationMode):
                         f"{self._where()} writes to a parameter ({name} of a tensor of shape "
                     )
                     raise Refusal(RuntimeError(f"{what}{tuple(each.shape)}){_WRITES}"))
+
+    def _check_result(self, name: str, written: Tensor) -> None:
+        """Refuse to write to a result of a unit that has to change another tensor too."""
+        if self.flow is not None:
+            self.flow.alter(written)
+        fqn, _ = self.aliased.get(storage_of(written), (None, None))
+        if fqn is not None:
+            raise Refusal(
+                RuntimeError(
+                    f"code outside of units writes ({name}) to a tensor of shape "
+                    f"{tuple(written.shape)} that unit {fqn!r} has returned, which is one of "
+                    "its arguments, or a view of one or of another result. These come from "
+                    "microbatches as tensors of their own, so they would not change with it. "
+                    "Make a new tensor there (x = x + y for x += y)."
+                )
+            )
 
     def _is_from_elsewhere(self, tensor: Tensor, used_by: str) -> str:
         return (

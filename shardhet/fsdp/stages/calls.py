@@ -11,14 +11,16 @@ So code outside of units runs on every stage that needs it, on parameters of the
 ranks have unsharded for the whole step.
 """
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
-from shardhet.fsdp.microbatch.batching import unflatten
+from shardhet.fsdp.microbatch.batching import flatten, unflatten
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
@@ -26,7 +28,7 @@ from shardhet.fsdp.probing.probed_call import filled
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.stages.absent import MEND, Absent
-from shardhet.fsdp.stages.flow import Returned
+from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.fsdp.stages.handover import Carried
 from shardhet.fsdp.stages.parts import StagePart
 from shardhet.fsdp.step.calls import UnitCalls
@@ -105,10 +107,12 @@ class StageCalls(UnitCalls):
             self._check_is_next(kind, place, unit_index)
             return self._result_of_others(kind, place)
         fqn = self.units[unit_index].fqn
+        self._check_keeps_graph(fqn)
         _check_present(tensors_in((args, kwargs)), f"unit {fqn!r}")
         output = super().visit(unit_index, module, args, kwargs)
         tensors = tensors_in(output)
         _check_present(tensors, f"the result of unit {fqn!r}")
+        _check_known(kind.findings.results[place], output, fqn)
         for value in (each for each in part.sent if each.place == place):
             self._values[value] = tensors[value.number]
             self._versions[value] = tensors[value.number]._version
@@ -135,6 +139,18 @@ class StageCalls(UnitCalls):
             )
         return tensor
 
+    def _check_keeps_graph(self, fqn: str) -> None:
+        """Raise if a reentrant checkpoint calls the unit, which it means to do once more."""
+        if torch.is_grad_enabled() or not self._step.has_gradients:
+            return
+        frames = (frame for frame, _ in traceback.walk_stack(None))
+        if any(each.f_globals.get("__name__") == checkpoint.__name__ for each in frames):
+            raise RuntimeError(
+                f"stages: unit {fqn!r} is called by gradient checkpointing around units, which "
+                "would call it once more during backward. Switch that off: the plan decides "
+                "which units are recomputed (Plan.by_hand(recompute=True))."
+            )
+
     def _check_is_next(self, kind: Kind, place: int, unit_index: int) -> None:
         expected = kind.findings.schedule.segments[place].unit
         if unit_index != expected:
@@ -158,6 +174,20 @@ class StageCalls(UnitCalls):
                 tensor = Absent.like(shape, self._anchor.device)
             tensors.append(tensor)
         return unflatten(filled(result.leaves, tensors), result.spec)
+
+
+def _check_known(result: Result, output: Any, fqn: str) -> None:
+    """Raise if a plain value that a unit returns is another one than in the probe, which is all
+    that other stages know of it.
+    """
+    for known, found in zip(result.leaves, flatten(output)[0], strict=False):
+        if type(found) in (bool, int, float, str) and repr(found) != repr(known):
+            raise RuntimeError(
+                f"stages: unit {fqn!r} returns the value {found!r}, where it was {known!r} "
+                "when the model was first called in this way; other stages know that one "
+                "alone. Return it as a tensor with a row for each sample, or keep it inside "
+                "the unit."
+            )
 
 
 def _check_present(tensors: Sequence[Tensor], where: str) -> None:

@@ -71,7 +71,9 @@ class Flow:
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.results: list[Result] = []  # by place
         self.reached: list[frozenset[Returned]] = []  # by place; the model's output is the last
+        self.altered: set[Returned] = set()  # written, or given a hook, outside of units
         self._by_storage: dict[int, frozenset[Returned]] = {}
+        self._results_by_storage: dict[int, set[Returned]] = {}  # that are, or lie, there
         self._kept: list[Tensor] = []  # an address may not be used again
         self._read: frozenset[Returned] = frozenset()  # by the program, to decide
         self._of_samples = {SAMPLES}  # results of units that depend on samples, too
@@ -97,6 +99,7 @@ class Flow:
         values = [Returned(place, i) for i in range(len(tensors))]
         for tensor, value in zip(tensors, values, strict=True):
             self._add(tensor, frozenset({value}))
+            self._results_by_storage.setdefault(storage_of(tensor), set()).add(value)
         given = self.reached[place]
         is_random = self._is_random or any(each.place == DROPPED for each in given)
         is_same = not (is_random or given & self._of_samples)
@@ -118,6 +121,10 @@ class Flow:
         """Note that the program reads the tensor's values, outside of units."""
         self._read |= self._of(tensor)
 
+    def alter(self, tensor: Tensor) -> None:
+        """Note that code outside of units writes to the tensor, or gives it a hook."""
+        self.altered |= self._results_by_storage.get(storage_of(tensor), set())
+
     def note(self, func: Callable[..., Any], given: Any, result: Any) -> None:
         """Note an operation outside of units."""
         found = frozenset[Returned]().union(*map(self._of, tensors_among(given)))
@@ -130,29 +137,34 @@ class Flow:
             self._add(tensor, found)
 
     def _of(self, tensor: Tensor) -> frozenset[Returned]:
-        return self._by_storage.get(_storage(tensor), frozenset())
+        return self._by_storage.get(storage_of(tensor), frozenset())
 
     def _add(self, tensor: Tensor, values: frozenset[Returned]) -> None:
         self._kept.append(tensor)
-        self._by_storage[_storage(tensor)] = self._of(tensor) | values
+        self._by_storage[storage_of(tensor)] = self._of(tensor) | values
 
 
 class Reads(FunctionMode):
-    """Tells of what a program reads by methods that are no operations."""
+    """Tells of what a program reads, and gives hooks to, by methods that are no operations."""
 
-    def __init__(self, note: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self, note: Callable[[Tensor], None], note_hook: Callable[[Tensor], None]
+    ) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._note_hook = note, note_hook
 
     def run(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if func.__name__ in ("tolist", "numpy", "__array__", "__dlpack__"):
             self._note(args[0])
+        elif func is Tensor.register_hook:
+            self._note_hook(args[0])
         return func(*args, **kwargs)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """What tells its memory apart from that of others, while it lives."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:  # sparse and other layouts have none

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join
 from shardhet.fsdp.probing.prober import Findings
-from shardhet.fsdp.stages.flow import DROPPED, Result, Returned
+from shardhet.fsdp.stages.flow import DROPPED, Returned
 from shardhet.fsdp.stages.handover import Carried
 
 
@@ -69,15 +69,23 @@ def check_dropouts(findings: Findings, stages: Sequence[int]) -> None:
 
 
 def carried_of(
-    values: Sequence[Returned], results: Sequence[Result], called: Sequence[str]
+    values: Sequence[Returned], findings: Findings, called: Sequence[str]
 ) -> list[Carried]:
-    """The tensors of ``values``, given what calls returned in the probe and of which unit.
+    """The tensors of ``values``, given what a probe has found and of which unit calls are.
 
-    Raises ``ValueError`` for one without a row for each sample that may differ between ranks.
+    Raises ``ValueError`` for one without a row for each sample that may differ between ranks,
+    and for one that code outside of units changes.
     """
     carried = []
     for value in values:
-        result = results[value.place]
+        result = findings.results[value.place]
+        if value in findings.altered:
+            raise ValueError(
+                f"stages: code outside of units writes to what unit {called[value.place]!r} "
+                "has returned (x += y), or gives it a hook, and a later stage uses it, so two "
+                "stages would do it. Make a new tensor there (x = x + y), do it inside a unit, "
+                "or give both units to one stage."
+            )
         axis = result.rules[value.number]
         if not isinstance(axis, BatchAxis) and not (
             axis is Join.SHARED and result.is_same_on_all

@@ -33,6 +33,15 @@ def find_units_by(
     return units
 
 
+def check_hooks(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a module has a backward hook, which would run in one stage, or in
+    two, on gradients that are divided by the number of tokens later.
+    """
+    for fqn, each in module.named_modules():
+        is_there = bool(each._backward_hooks or each._backward_pre_hooks)
+        refuse(f"a backward hook of module {fqn!r}", is_there=is_there)
+
+
 def refuse(what: str, *, is_there: bool, where: str = "HetFSDP") -> None:
     """Raise ``ValueError`` if it is there."""
     if is_there:

@@ -136,8 +136,8 @@ def check_samples(
         ]
         if len({_checksum([sums[i] for i in each]) for each in plan.groups}) > 1:
             raise ValueError(
-                f"{caller}: in round {number} the stages were passed other samples, or in "
-                f"another order. Pass all arguments on every rank. {DEAL}"
+                f"{caller}: in round {number} the stages were passed other samples or other "
+                f"values, or in another order. Pass all arguments on every rank. {DEAL}"
             )
 
 

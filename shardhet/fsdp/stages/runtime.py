@@ -17,7 +17,7 @@ from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.calls import Kind, StageCalls
 from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
-from shardhet.fsdp.stages.refusals import refuse
+from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.stages.rounds import StageRound
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.plan import Plan
@@ -90,6 +90,8 @@ class StageRuntime(Runtime):
         self, rounds: Sequence[StageRound], run_module: RunModule, *, is_training: bool
     ) -> None:
         """Find what belongs to the calls of ``rounds``, by probes where needed.  Collective."""
+        if torch.is_grad_enabled():
+            check_hooks(self._module)
         keys = [self._key_of(each.call, is_training=is_training) for each in rounds]
         known = self._index_by_key
         while True:
@@ -152,8 +154,8 @@ class StageRuntime(Runtime):
         called = [fqns[each.unit] for each in findings.schedule.segments]
         check_dropouts(findings, [self.stage_by_fqn[fqn] for fqn in called])
         # Those of all stages, so that all ranks raise if one has to.
-        received = [carried_of(each.received, findings.results, called) for each in parts]
-        sent = [carried_of(each.sent, findings.results, called) for each in parts]
+        received = [carried_of(each.received, findings, called) for each in parts]
+        sent = [carried_of(each.sent, findings, called) for each in parts]
         return Kind(findings, parts[self.stage], received[self.stage], sent[self.stage])
 
     def kind_for(self, index: int) -> Kind:
