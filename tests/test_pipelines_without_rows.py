@@ -142,7 +142,7 @@ REFUSED: dict[str, Any] = {
     "computed from samples": "'positions' returns a tensor without a row for each sample",
     "samples were read": "'positions' returns a tensor without a row for each sample",
     "random": "'positions' returns a tensor without a row for each sample",
-    "written in place": "written to in place outside of units, and handed over",
+    "written in place": "code outside of units writes to what unit 'embedding' has returned",
     "dropout that is used twice": "dropout outside of units is used in stages [0, 1]",
 }
 

@@ -63,6 +63,7 @@ from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Refusal, Watcher
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.flow import Flow, Reads, storage_of
+from shardhet.records.plan import Plan
 
 
 class CallKey(NamedTuple):
@@ -110,8 +111,7 @@ class ProbedModel:
         control: Channel,
         device: torch.device,
         tell: Callable[[str], None],
-        is_followed: bool = False,
-        divides_late: bool = False,
+        plan: Plan,
     ) -> Self:
         """The model with its units, and the root for all other parameters."""
         of_units = [(i, flat) for i, unit in enumerate(units) for flat in unit.flats]
@@ -132,8 +132,8 @@ class ProbedModel:
                 for each in (*flat.unsharded_params, flat.flat_shard)
             ),
             tell=tell,
-            is_followed=is_followed,
-            divides_late=divides_late,
+            is_followed=plan.stages is not None,
+            divides_late=plan.stages is not None or plan.num_rounds > 1,
         )
 
 

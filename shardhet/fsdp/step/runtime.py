@@ -115,8 +115,7 @@ class Runtime:
             control=self._control,
             device=self._comm.device,
             tell=partial(setattr, self._lifeline, "doing"),
-            is_followed=plan.stages is not None,
-            divides_late=plan.stages is not None or plan.num_rounds > 1,
+            plan=plan,
         )
         self._prober = Prober(probed, self.units, form=self.rounds.form)
         self._known = KnownCalls(self._prober, self._control)
