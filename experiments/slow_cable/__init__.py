@@ -1,0 +1,1 @@
+"""Collectives in two levels over a slow cable; see README.md."""
