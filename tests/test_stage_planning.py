@@ -396,3 +396,9 @@ def test_what_is_not_planned_together_with_stages_is_refused(
     with pytest.raises(SystemExit, match="2"):
         plan_main(["max_stages=2", key])
     assert "together with" in capsys.readouterr().err
+
+
+def test_more_stages_than_are_planned_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan_main(["max_stages=9"])
+    assert "planned with up to 4 stages" in capsys.readouterr().err

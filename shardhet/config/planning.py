@@ -28,6 +28,7 @@ from shardhet.config.models import ModelConf, SampleShape
 from shardhet.config.train import check_fp16_accumulation
 from shardhet.planner.preference import TOLERANCE
 from shardhet.planner.problem.demands import Demands, DeviceLimits
+from shardhet.planner.stages.groups import MAX_STAGES
 from shardhet.pricing import derive
 from shardhet.pricing.part import part_of
 from shardhet.pricing.replicas import WRITE_BYTES_PER_S
@@ -274,6 +275,11 @@ class PlannerConf(InputsConf):
                 "throughput only: drop one of them."
             )
         check_at_least("max_stages", self.max_stages, 1)
+        if self.max_stages > MAX_STAGES:
+            raise ConfigError(
+                f"max_stages: {self.max_stages} but pipelines are planned with up to "
+                f"{MAX_STAGES} stages."
+            )
         if self.max_stages > 1:
             self._check_stages()
         check_at_least("tolerance", self.tolerance, 0)

@@ -46,9 +46,11 @@ def rounds_in_flight(stages: Sequence[Stage], num_rounds: int) -> tuple[int, ...
 def stage_by_unit(stages: Sequence[Stage], unit_fqns: Iterable[str]) -> dict[str, int]:
     """The index of the stage of every unit.
 
-    Raises ``ValueError`` naming units in no stage or in two, and stages without a unit.
+    Raises ``ValueError`` naming units in no stage or in two, stages without a unit, and
+    patterns of no unit.
     """
     found: dict[str, int] = {}
+    unit_fqns = list(unit_fqns)
     for fqn in unit_fqns:
         having = [i for i, stage in enumerate(stages) if stage.has(fqn)]
         if len(having) != 1:
@@ -64,7 +66,24 @@ def stage_by_unit(stages: Sequence[Stage], unit_fqns: Iterable[str]) -> dict[str
             f"plan: stages[{empty[0]}] has units {list(stages[empty[0]].units)}, which are "
             f"those of no unit. The units are {', '.join(found)}."
         )
+    for i, stage in enumerate(stages):
+        for pattern in stage.units if found else ():
+            if not any(fnmatchcase(fqn, pattern) for fqn in found):
+                raise ValueError(
+                    f"plan: stages[{i}] has {pattern!r}, which is no unit: perhaps the plan is "
+                    f"for another model. The units are {', '.join(found)}."
+                )
     return found
+
+
+def check_num_ranks(stages: Sequence[Stage], world_size: int) -> None:
+    """Raise ``ValueError`` unless the stages have as many devices as the plan."""
+    number = sum(stage.num_ranks for stage in stages)
+    if number != world_size:
+        raise ValueError(
+            f"plan: the stages have {[stage.num_ranks for stage in stages]} devices, {number} "
+            f"in all, but the plan has {world_size}. Every device is in one stage."
+        )
 
 
 def check_stages(
@@ -84,12 +103,7 @@ def check_stages(
                 f"{stage.num_ranks} and in_flight {stage.in_flight}. Give it patterns of "
                 "units, and at least 1 device and 1 round in flight."
             )
-    number = sum(stage.num_ranks for stage in stages)
-    if number != len(batch_sizes):
-        raise ValueError(
-            f"plan: the stages have {[stage.num_ranks for stage in stages]} devices, {number} "
-            f"in all, but the plan has {len(batch_sizes)}. Every device is in one stage."
-        )
+    check_num_ranks(stages, len(batch_sizes))
     positions = positions_by_stage(stages)
     sizes = [sum(batch_sizes[i] for i in each) for each in positions]
     if len(set(sizes)) > 1:

@@ -92,8 +92,8 @@ class VisitOrder:
             raise RuntimeError(
                 f"model(...): unit {self._name(unit)!r} was called at place {segment} of "
                 f"forward, where {self._name(expected)!r} was when the order was found. Call "
-                "the units in the same order at every step, or let a flag among the model's "
-                "attributes or arguments choose the order."
+                "the units in the same order at every step, or let a flag (True or False) "
+                "among the model's attributes or arguments choose the order."
             )
         if needs_backward and not has_backward:
             raise RuntimeError(

@@ -20,7 +20,7 @@ from shardhet.planner.find import NO_DEMANDS
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.stages.bound import Speeds, even_cuts
-from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
+from shardhet.planner.stages.groups import MAX_STAGES, Positions, Stages, orders_of_stages
 from shardhet.planner.stages.plans import COARSE, StagePlans
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.pricing.setting import Setting
@@ -35,7 +35,6 @@ from shardhet.simulator.pipeline import (
     pipeline_s,
 )
 
-MAX_STAGES = 4
 MAX_ROUNDS = 512
 MAX_SEARCHED = 24  # orders of stages, those with the least bounds
 LEAST_GAIN = 1e-3

@@ -23,6 +23,8 @@ SORTINGS: tuple[Callable[[Node, DeviceSpec], object], ...] = (
     lambda node, device: (node.region, *sorted(str(each.kind) for each in node.devices)),
 )
 
+MAX_STAGES = 4
+
 
 def sortings(cluster: Cluster) -> list[Stages]:
     """The different ways to sort the devices into 2 to ``MAX_PARTS`` parts."""
