@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from shardhet.records.cluster import DeviceSpec
+from shardhet.records.stages import check_num_ranks
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ def shares_by_memory(devices: Sequence[DeviceSpec], groups: Sequence[range]) -> 
     """In proportion to the devices' memory if all state it, and otherwise even; one in all
     for each group of positions.
     """
+    check_num_ranks(list(map(len, groups)), len(devices))
     weights = [device.memory_capacity_bytes or 0 for device in devices]
     if not all(weights):
         weights = [1] * len(devices)

@@ -23,7 +23,6 @@ from shardhet.records.schedule import StepForm
 from shardhet.records.stages import (
     Stage,
     check_nothing_on_host,
-    check_num_ranks,
     check_stages,
     positions_by_stage,
     stage_by_unit,
@@ -285,8 +284,6 @@ class Plan(Document):
         with_inputs = list(inputs_on_host or [False] * world_size)
         on_host = of_each(optimizer_on_host, world_size)
         devices = devices or [DeviceSpec()] * world_size
-        if stages:
-            check_num_ranks(stages, world_size)
         groups = positions_by_stage(stages) if stages else (range(world_size),)
         if state_shares is None:
             state_shares = shares_by_memory(devices, groups)

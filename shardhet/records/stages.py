@@ -76,13 +76,12 @@ def stage_by_unit(stages: Sequence[Stage], unit_fqns: Iterable[str]) -> dict[str
     return found
 
 
-def check_num_ranks(stages: Sequence[Stage], world_size: int) -> None:
+def check_num_ranks(num_ranks: Sequence[int], world_size: int) -> None:
     """Raise ``ValueError`` unless the stages have as many devices as the plan."""
-    number = sum(stage.num_ranks for stage in stages)
-    if number != world_size:
+    if sum(num_ranks) != world_size:
         raise ValueError(
-            f"plan: the stages have {[stage.num_ranks for stage in stages]} devices, {number} "
-            f"in all, but the plan has {world_size}. Every device is in one stage."
+            f"plan: the stages have {list(num_ranks)} devices, {sum(num_ranks)} in all, but "
+            f"the plan has {world_size}. Every device is in one stage."
         )
 
 
@@ -103,7 +102,7 @@ def check_stages(
                 f"{stage.num_ranks} and in_flight {stage.in_flight}. Give it patterns of "
                 "units, and at least 1 device and 1 round in flight."
             )
-    check_num_ranks(stages, len(batch_sizes))
+    check_num_ranks([stage.num_ranks for stage in stages], len(batch_sizes))
     positions = positions_by_stage(stages)
     sizes = [sum(batch_sizes[i] for i in each) for each in positions]
     if len(set(sizes)) > 1:

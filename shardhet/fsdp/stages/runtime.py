@@ -142,8 +142,9 @@ class StageRuntime(Runtime):
     def _kind_of(self, findings: Findings) -> Kind:
         """What belongs to this rank's stage; raises ``ValueError`` for what it cannot do."""
         refused = {
-            "parameters of units that are used outside of them, or in units of two stages by a "
-            "module that both have": bool(findings.staying),
+            "parameters used outside of their unit, or a module in two units": (
+                bool(findings.staying)
+            ),
             "attributes that change in every forward": bool(findings.counted),
         }
         for what, is_there in refused.items():
