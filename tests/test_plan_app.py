@@ -53,7 +53,7 @@ def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
     assert "they were not measured" in text
     for words in ("even sharding (stock FSDP)", "compute only", "memory only"):
         assert words in text
-    assert "What limits it: memory." in text
+    assert "What limits it: compute, which takes longest on NVIDIA GeForce RTX 4090." in text
     assert "memory of NVIDIA GeForce RTX 3090 | 1 GiB more each" in text
     assert "NVIDIA GeForce RTX 4090 | one more" in text
     assert "No plan of this form is predicted to be more than 0.0" in text
