@@ -101,7 +101,7 @@ def test_the_first_host_of_a_list_is_found(nodes: str, host: str) -> None:
 def test_stamps_sort_by_time_and_differ() -> None:
     stamps = [new_stamp() for _ in range(50)]
     assert len(set(stamps)) == len(stamps)
-    assert all(re.fullmatch(r"[\d_-]{19}_[0-9a-f]{4}", stamp) for stamp in stamps)
+    assert all(re.fullmatch(r"[\d_-]{19}_[0-9a-f]{8}", stamp) for stamp in stamps)
 
 
 @pytest.mark.parametrize(

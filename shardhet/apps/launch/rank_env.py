@@ -106,7 +106,7 @@ def first_host(nodes: str) -> str:
 
 def new_stamp() -> str:
     """A name that sorts by time and that no two runs share."""
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(4)}"
 
 
 def agree_on_stamp(env: RankEnv | None) -> str:
