@@ -58,6 +58,8 @@ def train_until(rank: int, path: str, world_size: int, stop: int) -> None:
     with run.begin(Console(quiet=True)) as display:
         for step in range(run.model.step + 1, stop + 1):
             run.take_step(step, display)
+        # These processes stay, and so would a copy on its way, which those that are gone end.
+        run._checkpoints.close()
 
 
 def losses(folder: Path) -> dict[int, float]:
