@@ -111,13 +111,6 @@ REFUSED: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: replace(in_stages(), units=planned(*UNITS[:3])),
         r"stages\[1\] has units \['blocks.2', 'head'\], which are those of no unit",
     ),
-    "a pattern of no unit": (
-        lambda: replace(
-            in_stages(stages=[stage("embedding blocks.7 blocks.*", 2), stage("head", 1)]),
-            units=planned(*UNITS),
-        ),
-        r"stages\[0\] has 'blocks.7', which is no unit",
-    ),
     "stages for other devices": (
         lambda: Plan.by_hand(
             microbatch_sizes=[1, 3, 4], stages=[FIRST, replace(LAST, num_ranks=2)]
