@@ -56,7 +56,7 @@ def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
     assert "What limits it: compute, which takes longest on NVIDIA GeForce RTX 4090." in text
     assert "memory of NVIDIA GeForce RTX 3090 | 1 GiB more each" in text
     assert "NVIDIA GeForce RTX 4090 | one more" in text
-    assert "No plan of this form is predicted to be more than 0.0" in text
+    assert "No plan of this form is predicted to be 0.01% faster" in text
     assert "A step has 8 rounds of 8 samples" in text
     assert "| one round |" in text
 
