@@ -107,6 +107,8 @@ class Lifeline:
             self._is_broken = True
             self._communicators.break_connections()
         if progress.verdict is not None:
+            with suppress(RuntimeError):  # for ranks that lose it before their own verdict
+                self._store.compare_set("shardhet_failure", "", progress.verdict)
             return progress.verdict
         try:
             return self._look_up_the_cause(error)
