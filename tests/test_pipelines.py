@@ -385,6 +385,16 @@ class OddBlock(nn.Module):
         return (x, self.temperature) if self.oddity == "returns a number" else x
 
 
+class CountingHead(nn.Linear):
+    """Returns the number of its samples too."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), len(x)
+
+
 class Odd(nn.Module):
     """Four blocks, between which something odd happens."""
 
@@ -392,7 +402,7 @@ class Odd(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(OddBlock(oddity if i == 0 else "") for i in range(4))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = CountingHead() if oddity.startswith("counts") else nn.Linear(WIDTH, WORDS)
         self.oddity = oddity
         if oddity == "module hook":
             self.blocks[1].register_full_backward_hook(lambda module, given, got: None)
@@ -423,6 +433,8 @@ class Odd(nn.Module):
         if isinstance(given, float):
             x = x * given
         logits = self.head(x)
+        if isinstance(logits, tuple):
+            logits, _ = logits
         losses = nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
         )
@@ -434,6 +446,7 @@ ODDITIES = {  # by what is done: what a plan of stages says, and one of rounds
     "halves": ("", ""),
     "returns a view": ("or a view of one or of another", "or a view of one or of another"),
     "returns a number": ("returns the value 0.5", ""),
+    "counts in the last unit": ("", ""),
     "module hook": ("a backward hook of module 'blocks.1'", ""),
     "writes": ("writes to what unit 'blocks.0' has returned", ""),
     "writes to what is frozen": ("writes to what unit 'blocks.0' has returned", ""),
