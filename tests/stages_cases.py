@@ -35,6 +35,10 @@ from tests.patchwork import IGNORED, Case, draw_shape
 
 MAX_RANKS = 5
 READ = "comm/host_copy.py read: event"
+OF_ROWS = (  # the optimizer's on the host, and of gradients that are added to earlier ones
+    "comm/on_host/lanes.py wait: event",
+    "fsdp/sharding/placement.py make: copy_",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +250,10 @@ def _train(rank: int, drawn: StagesCase, place: Accelerator | OnHost) -> Result:
             else:
                 mean = model.forward_backward(tokens, loss_inputs=targets)
             if len(model._runtime._known._findings) == num_probes:
-                assert _syncs_of(place)[len(before) :] in ([], [READ]), _syncs_of(place)
+                found = _syncs_of(place)[len(before) :]
+                if plan.ranks[model.position].optimizer_on_host:  # it reads the gradients
+                    found = [each for each in found if each not in OF_ROWS]
+                assert found in ([], [READ]), found
         if course.has_dropout:
             first = replace(plan, ranks=plan.ranks[: len(plan.groups[0])], stages=None)
             expected = microbatched_step(reference, problem, first, batch, sizes, step=step)

@@ -178,7 +178,7 @@ class Spied:
 
     @property
     def inputs(self) -> list[HostInput]:
-        return [each for kept in self.store._kept for each in kept.own]
+        return [each for kept in self.store._now.kept for each in kept.own]
 
     @property
     def num_alive(self) -> int:
@@ -247,7 +247,7 @@ def test_longer_samples_find_room() -> None:
         model.backward(*loss)
         expected = alone(batch, batch)
         (expected[0] / expected[1]).backward()
-        sizes.append(spied.store.slab.nbytes)
+        sizes.append(spied.store.nbytes)
         for (fqn, param), own in zip(alone.named_parameters(), model.parameters(), strict=True):
             assert own.grad is not None
             assert param.grad is not None

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from math import inf
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardhet.apps.plan import main as plan_main
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.planner import Demands, solve
 from shardhet.planner.present import plan_for
+from shardhet.planner.problem.demands import DeviceLimits
 from shardhet.planner.stages.find import (
     FORMS,
     PipelineSearch,
@@ -26,6 +28,7 @@ from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
 from shardhet.records.plan import Plan, RankPlan
@@ -160,6 +163,68 @@ def test_activations_of_all_rounds_in_flight_are_held() -> None:
     model = CostModel(setting)
     inputs_and_graphs = 2 * model.kept_bytes_per_sample(rank).sum()
     assert three.total_bytes - one.total_bytes == 2 * inputs_and_graphs
+
+
+def test_inputs_on_hosts_are_those_of_all_rounds_in_flight() -> None:
+    setting = derived(cluster_of(("Tesla T4",) * 2))
+    rank = RankPlan(
+        microbatch_sizes=(2,),
+        state_share=0.5,
+        recomputed_units=("*",),
+        inputs_on_host=("*",),
+        device=setting.cluster.devices[0],
+    )
+    for receives in (False, True):
+        one, three, four = (
+            CostModel(setting, in_flight=n, receives=receives).memory(rank, 10**6)
+            for n in (1, 3, 4)
+        )
+        assert one.host_bytes > 0
+        assert three.host_bytes == 3 * one.host_bytes
+        first = setting.workload.kind_of(setting.workload.units[0]).input_bytes
+        # What arrives leaves, too: the device holds no more with more rounds in flight.
+        assert four.total_bytes - three.total_bytes == (0 if receives else 2 * first)
+
+
+def test_stages_share_the_memory_of_a_host() -> None:
+    setting = derived(cluster_of(("Tesla T4", "NVIDIA GeForce RTX 3090")))
+    cluster = setting.cluster
+    nodes = (replace(cluster.nodes[0], host_memory_bytes=10**9, host_bytes_per_s=8e9),)
+    whole = replace(cluster, nodes=nodes)
+    for positions in ((0,), (1,), (0, 1)):
+        own = part_of_hosts(derived(whole.only(positions)), whole, positions)
+        part = len(positions) / 2
+        (node,) = own.cluster.nodes
+        assert node.host_memory_bytes == part * 10**9
+        assert node.host_bytes_per_s == part * 8e9
+
+
+def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
+    """A pipeline that fits in no other way, and is priced as it was found."""
+    setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
+    limits = {i: DeviceLimits(memory_budget_bytes=900 * 2**20) for i in range(3)}
+    demands = Demands(limits=limits)
+    smaller = partial(_derived_part, setting)
+    on_host = replace(demands, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
+    without, found = (
+        find_pipeline(
+            setting, global_batch_size=16, smaller=smaller, max_stages=2, demands=each
+        )
+        for each in (demands, on_host)
+    )
+    assert found is not None
+    assert without is None
+    ranks = found.plan.ranks
+    assert any(rank.optimizer_on_host for rank in ranks)
+    assert any(rank.inputs_on_host for rank in ranks)
+    price = price_of(found.plan, setting, smaller)
+    assert price.timeline().step_time_s == found.step_time_s
+    predicted = [rank for stage in found.stages for rank in stage.solution.predicted.ranks]
+    assert [e.memory for e in price.ranks] == [e.memory for e in predicted]
+
+
+def _derived_part(setting: Setting, positions: Positions) -> Setting:
+    return derived(setting.cluster.only(positions))
 
 
 # Groups
@@ -388,7 +453,7 @@ def test_a_fast_cable_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    "key", ["objective=least_memory", "leave_out=auto", "inputs_on_host=true", "equal=[[0,1]]"]
+    "key", ["objective=least_memory", "leave_out=auto", "replicas.every=2", "equal=[[0,1]]"]
 )
 def test_what_is_not_planned_together_with_stages_is_refused(
     key: str, capsys: pytest.CaptureFixture[str]

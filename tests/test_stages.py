@@ -89,14 +89,6 @@ REFUSED: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: in_stages(stages=[replace(FIRST, in_flight=1), replace(LAST, in_flight=2)]),
         r"\[1, 2\] rounds in flight",
     ),
-    "inputs on the host": (
-        lambda: in_stages(recompute=True, inputs_on_host=True),
-        "inputs_on_host together with stages",
-    ),
-    "the optimizer on the host": (
-        lambda: in_stages(optimizer_on_host=[True, False, False]),
-        "optimizer_on_host together with stages",
-    ),
     "a unit in no stage": (
         lambda: replace(in_stages(), units=planned(*UNITS, "norm")),
         "unit 'norm' is in no stage",

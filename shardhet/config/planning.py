@@ -300,8 +300,6 @@ class PlannerConf(InputsConf):
         beside = {
             f"objective={self.objective}": self.objective != OBJECTIVES[0],
             "leave_out=auto": self.leave_out == "auto",
-            "inputs_on_host=true": self.inputs_on_host,
-            "optimizer_on_host=true": self.optimizer_on_host,
             "limits": bool(self.limits),
             "equal": bool(self.equal),
             "picture": self.picture is not None,

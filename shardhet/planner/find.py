@@ -244,7 +244,8 @@ class _Met:
 
 def _priced(setting: Setting, demands: Demands) -> CostModel:
     """Prices of plans whose units are in the levels that are faster."""
-    prices = CostModel(setting, in_flight=demands.rounds_in_flight)
+    in_flight, receives = demands.rounds_in_flight, demands.receives
+    prices = CostModel(setting, in_flight=in_flight, receives=receives)
     return replace(prices, two_level_units=fastest_levels(prices))
 
 

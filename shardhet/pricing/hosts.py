@@ -13,12 +13,13 @@ are the copies of one unit each way, and what exceeds the rank's compute.
 [Note: Inputs on the host]
 Of a rank whose units H keep their inputs in the memory of the host until backward, i_u bytes
 per sample of unit u, the device holds i_u while u runs, and in backward that of the unit before
-it, which comes.  The host holds b (sum of i_u over H).  A copy overlaps the turn of its unit,
-which takes as long as the longer of its compute and its copy.  The bandwidth is that of a
-card's own link, or the rank's part of what its host states.
+it, which comes.  The host holds b (sum of i_u over H), a stage those of all rounds in
+flight, and its device one more, of the round whose backward is next.  A copy overlaps the
+turn of its unit, which takes as long as the longer of its compute and its copy.  The bandwidth
+is that of a card's own link, or the rank's part of what its host states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -28,8 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.pricing.priced import Priced
+from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import Moments, RankCost
-from shardhet.records.cluster import Node
+from shardhet.records.cluster import Cluster, Node
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule.held import HeldUnits, held_units
 from shardhet.records.workload import Unit
@@ -214,6 +216,8 @@ class HostInputPrices(HostPrices):
     def _may_leave(self) -> frozenset[str]:
         """Units whose inputs need a gradient: those after the first that is trained."""
         units = self.visited_units
+        if self.receives:
+            return frozenset(unit.fqn for unit in units)
         trained = [bool(self.workload.kind_of(unit).trained_numel) for unit in units]
         first = trained.index(True) if True in trained else len(units)
         return frozenset(unit.fqn for unit in units[first + 1 :])
@@ -229,8 +233,8 @@ class HostInputPrices(HostPrices):
         return rank.keeps_input_on_host(unit.fqn) and unit.fqn in self._may_leave
 
     def host_bytes_per_sample(self, rank: RankPlan) -> int:
-        """Bytes in the memory of the host, for each sample of a round."""
-        return sum(
+        """Bytes in the memory of the host, for each sample of a round, of all in flight."""
+        return self.in_flight * sum(
             self.workload.kind_of(unit).input_bytes
             for unit in self.visited_units
             if self.leaves_device(rank, unit)
@@ -259,8 +263,8 @@ class HostInputPrices(HostPrices):
         return self._input_bytes[unit_fqn] / min([DEVICE_LINK_BYTES_PER_S, *stated])
 
     def _copies(self, rank: RankPlan, unit_fqn: str) -> bool:
-        """Whether turns of the unit copy inputs; those of the first are no activations."""
-        is_first = unit_fqn == self.visited_units[0].fqn
+        """Whether turns of the unit copy inputs; those of the model's first are its own."""
+        is_first = unit_fqn == self.visited_units[0].fqn and not self.receives
         return not is_first and rank.keeps_input_on_host(unit_fqn)
 
     def beside_copies_s(
@@ -276,6 +280,31 @@ class HostInputPrices(HostPrices):
             return seconds
         copy_s = sum(sizes) * self._input_bytes[unit_fqn] / pace
         return max(seconds[0], copy_s), max(seconds[1], copy_s)
+
+
+def part_of_hosts(setting: Setting, whole: Cluster, positions: Collection[int]) -> Setting:
+    """``setting``, that of devices of ``whole``, with their equal part of each host.
+
+    The other devices of a host have the rest of its memory and speed.
+    """
+    nodes, first = [], 0
+    own = iter(setting.cluster.nodes)
+    for node in whole.nodes:
+        number = len(node.devices)
+        kept = sum(i in positions for i in range(first, first + number))
+        first += number
+        if not kept:
+            continue
+        memory, speed = node.host_memory_bytes, node.host_bytes_per_s or HOST_BYTES_PER_S
+        here = next(own)
+        if kept < number:
+            here = replace(
+                here,
+                host_memory_bytes=None if memory is None else memory * kept // number,
+                host_bytes_per_s=speed * kept / number,
+            )
+        nodes.append(here)
+    return replace(setting, cluster=replace(setting.cluster, nodes=tuple(nodes)))
 
 
 def _sums_after(values: Floats, then: Floats) -> Floats:

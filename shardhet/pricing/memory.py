@@ -128,7 +128,7 @@ class MomentPrices(HostInputPrices):
     @cached_property
     def _moments(self) -> dict[tuple[object, ...], Moments]:
         levels = len(self.cluster.nodes) if self.two_level_units else 0
-        key = (self.form, self.in_flight, self._is_alone, levels)
+        key = (self.form, self.in_flight, self.receives, self._is_alone, levels)
         return _known_moments(self.workload).setdefault(key, {})
 
     def moments(self, rank: RankPlan) -> Moments:
@@ -157,6 +157,7 @@ class MomentPrices(HostInputPrices):
         staying = np.cumsum(inputs - coming)
         others = self.in_flight - 1  # rounds, all of whose inputs and graphs are held
         passing = coming + after  # its own input, and what it returns or the gradient of that
+        passing += (others > 0) * coming[-1]  # with which the backward that follows begins
         in_backward = held.is_backward * (before + has_grad * inputs)[held.unit]
         of_inputs = (staying + passing)[held.unit] + in_backward + others * staying[-1]
         of_graphs = np.cumsum(graphs)[held.unit] + others * graphs.sum()

@@ -57,6 +57,7 @@ class Priced:
     reduce_each_round: bool = True
     two_level_units: tuple[str, ...] = ()  # as in ``Plan``
     in_flight: int = 1  # rounds whose activations are held at once, as in a stage of a pipeline
+    receives: bool = False  # whether another stage hands over the inputs of the first unit
     known: Known = field(default_factory=Known, repr=False, compare=False)
 
     def __post_init__(self) -> None:

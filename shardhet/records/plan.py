@@ -22,7 +22,6 @@ from shardhet.records.codec import OMITTABLE, Document
 from shardhet.records.schedule import StepForm
 from shardhet.records.stages import (
     Stage,
-    check_nothing_on_host,
     check_stages,
     positions_by_stage,
     stage_by_unit,
@@ -366,12 +365,6 @@ def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
             "one of them out."
         )
     stage_by_unit(stages, [unit.fqn for unit in plan.units if unit.fqn])
-    check_nothing_on_host(
-        {
-            "inputs_on_host": any(rank.inputs_on_host for rank in plan.ranks),
-            "optimizer_on_host": any(rank.optimizer_on_host for rank in plan.ranks),
-        }
-    )
 
 
 def _check_rank(i: int, rank: RankPlan) -> None:

@@ -5,7 +5,7 @@ The samples of a round pass through all stages; within a stage device ``i`` has 
 interval, in plan order, whatever the intervals of the stages beside it are.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
@@ -115,12 +115,3 @@ def check_stages(
             "pipeline: a stage would wait for a round that the one before does not begin. "
             "Give no stage more than the one before it."
         )
-
-
-def check_nothing_on_host(is_on_host: Mapping[str, bool]) -> None:
-    """Raise ``ValueError`` for what a plan with stages keeps on hosts, by its key."""
-    for key, is_there in is_on_host.items():
-        if is_there:
-            raise ValueError(
-                f"plan: {key} together with stages is not possible yet. Leave one of them out."
-            )

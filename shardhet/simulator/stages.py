@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
@@ -136,20 +137,20 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
     in_flight = rounds_in_flight(plan.stages, plan.num_rounds)
     chosen = _devices_of(plan, setting.cluster)
     own_units = [[u for u in units if stage_by_fqn[u.fqn] == i] for i in range(len(groups))]
-    costs, seconds = [], []
+    costs: list[StepCost] = []
+    seconds = []
     for group, own, held in zip(groups, own_units, in_flight, strict=True):
         positions = tuple(chosen[i] for i in group)
         whole = part_of(tuple(sorted(positions)))
-        of_stage = with_units(
-            replace(whole, profile=replace(whole.profile, two_levels=None)), own
-        )
+        whole = replace(whole, profile=replace(whole.profile, two_levels=None))
+        of_stage = with_units(part_of_hosts(whole, setting.cluster, positions), own)
         alone = replace(
             plan,
             ranks=tuple(plan.ranks[i] for i in group),
             stages=None,
             units=_planned(of_stage) if plan.units else (),
         )
-        model = CostModel(of_stage, in_flight=held)
+        model = CostModel(of_stage, in_flight=held, receives=bool(costs))
         costs.append(model.predict(alone))
         for rank, device in zip(alone.ranks, of_stage.cluster.devices, strict=True):
             here = replace(rank, device=device)

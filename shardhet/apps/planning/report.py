@@ -296,24 +296,7 @@ def _result(report: PlanReport) -> Iterator[str]:
 
 def _on_host_lines(report: PlanReport) -> Iterator[str]:
     """Who keeps inputs of units or the state on the host, and what that takes there."""
-    per_element = report.inputs.setting.workload.state_bytes_per_element
-    for row in rows(report):
-        rank, memory = row.rank, row.cost.memory
-        each = " each" if len(row.positions) > 1 else ""
-        state_bytes = rank.optimizer_on_host * int(row.cost.stored_numel * per_element)
-        if rank.inputs_on_host:
-            size = (memory.host_bytes - state_bytes) / GIB
-            yield (
-                f"{row.label}: the inputs of recomputed units wait for backward in the memory "
-                f"of the host (inputs_on_host), {size:,.1f} GiB{each}."
-            )
-        if state_bytes:
-            kept = memory.resting_bytes / GIB
-            yield (
-                f"{row.label}: the optimizer steps in the memory of the host "
-                f"(optimizer_on_host), because there its part of the state takes "
-                f"{state_bytes / GIB:,.1f} GiB{each} and on the device {kept:,.1f}."
-            )
+    yield from on_host_lines([(row.label, row) for row in rows(report)], report.inputs)
     first = 0
     for node in report.inputs.setting.cluster.nodes:
         ranks = report.solution.predicted.ranks[first : first + len(node.devices)]
@@ -323,6 +306,28 @@ def _on_host_lines(report: PlanReport) -> Iterator[str]:
             yield (
                 f"{node.host}: {taken:,.1f} GiB of its memory; how much it has is not stated "
                 "(host_memory_bytes)."
+            )
+
+
+def on_host_lines(labelled: Iterable[tuple[str, Row]], inputs: Inputs) -> Iterator[str]:
+    """What devices keep on their hosts, given their rows and what these are called."""
+    per_element = inputs.setting.workload.state_bytes_per_element
+    for label, row in labelled:
+        rank, memory = row.rank, row.cost.memory
+        each = " each" if len(row.positions) > 1 else ""
+        state_bytes = rank.optimizer_on_host * int(row.cost.stored_numel * per_element)
+        if rank.inputs_on_host:
+            size = (memory.host_bytes - state_bytes) / GIB
+            yield (
+                f"{label}: the inputs of recomputed units wait for backward in the memory "
+                f"of the host (inputs_on_host), {size:,.1f} GiB{each}."
+            )
+        if state_bytes:
+            kept = memory.resting_bytes / GIB
+            yield (
+                f"{label}: the optimizer steps in the memory of the host "
+                f"(optimizer_on_host), because there its part of the state takes "
+                f"{state_bytes / GIB:,.1f} GiB{each} and on the device {kept:,.1f}."
             )
 
 

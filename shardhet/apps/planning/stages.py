@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf
 
 from rich import box
@@ -16,6 +16,7 @@ from shardhet.apps.planning.report import (
     Row,
     memory_cell,
     microbatches,
+    on_host_lines,
     recomputed,
     rows_of,
     source_line,
@@ -94,7 +95,8 @@ def show_pipeline(report: PipelineReport, console: Console) -> None:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(report))
-    for line in (*_result(report), *_hand_over(found), *_rivals(report)):
+    said = (_result(report), _on_host(report), _hand_over(found), _rivals(report))
+    for line in chain(*said):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -110,7 +112,7 @@ def _table(report: PipelineReport) -> Table:
         for i, row in enumerate(_rows(stage, report.solution.step_time_s)):
             table.add_row(
                 f"{number}: {_units(stage.unit_fqns)}" if i == 0 else "",
-                f"{ranges([stage.positions[p] for p in row.positions])} {row.kind}",
+                _label(stage, row),
                 microbatches(row.rank.microbatch_sizes),
                 recomputed(row.rank, stage.unit_fqns),
                 f"{row.share:.2%}",
@@ -127,6 +129,17 @@ def _rows(stage: StageSolution, step_s: float) -> list[Row]:
         return (costs[i].forward_s + costs[i].backward_s + costs[i].optimizer_s) / step_s
 
     return rows_of(stage.solution.plan, stage.solution.predicted, busy)
+
+
+def _label(stage: StageSolution, row: Row) -> str:
+    return f"{ranges([stage.positions[p] for p in row.positions])} {row.kind}"
+
+
+def _on_host(report: PipelineReport) -> Iterator[str]:
+    step_s = report.solution.step_time_s
+    for stage in report.solution.stages:
+        labelled = [(_label(stage, row), row) for row in _rows(stage, step_s)]
+        yield from on_host_lines(labelled, report.inputs)
 
 
 def _units(fqns: tuple[str, ...]) -> str:

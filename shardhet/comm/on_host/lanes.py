@@ -101,8 +101,9 @@ class CopyLane:
 
     def make_up_to(self, copy: Copy) -> None:
         """On the CPU, make the copies that were launched up to this one."""
-        while self._put_off and any(each is copy for each, _ in self._put_off):
-            self._put_off.popleft()[1]()
+        with torch.no_grad():  # as when it was launched
+            while self._put_off and any(each is copy for each, _ in self._put_off):
+                self._put_off.popleft()[1]()
 
     def release(self, keeping: int = 0) -> None:
         """Free what copies read, but for the last ones."""

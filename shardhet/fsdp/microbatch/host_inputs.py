@@ -14,6 +14,8 @@
 Copies have streams of their own, and the host waits for none of them.  Each microbatch has a
 place of its own in the slab, because only what is contiguous there is copied without a detour.
 The last input of forward is used in backward as it is, if no other turn has begun meanwhile.
+A stage of a pipeline has several rounds in flight, each with a slab of its own; the last input
+of a round comes back during the phase before its backward.
 """
 
 from collections.abc import Sequence
@@ -181,33 +183,62 @@ class KeptInputs:
         self._store.finish(self)
 
 
-class InputsOnHost:
-    """What a rank keeps in the memory of its host of the forward in progress."""
+class _Round:
+    """What is kept of one round in flight."""
 
-    def __init__(self, comm: CommContext) -> None:
-        self.slab = Slab(comm.device)
+    def __init__(self, device: torch.device) -> None:
+        self.slab = Slab(device)
+        self.kept: list[KeptInputs] = []  # of visits whose backward is to come
+        # By what autograd knows tensors by: one that feeds many units is copied once.
+        self.by_edge: dict[tuple[object, int], HostInput] = {}
+
+
+class InputsOnHost:
+    """What a rank keeps in the memory of its host of the rounds in flight."""
+
+    def __init__(self, comm: CommContext, in_flight: int = 1) -> None:
         self.copies_out, self.copies_in = CopyLane(comm.device), CopyLane(comm.device)
         self._comm = comm
-        self._kept: list[KeptInputs] = []  # of visits whose backward is to come
-        # By what autograd knows tensors by: one that feeds many units is copied once.
-        self._by_edge: dict[tuple[object, int], HostInput] = {}
+        self._rounds = [_Round(comm.device) for _ in range(in_flight)]
+        self._now = self._rounds[0]  # that computes
         self._leaving: list[HostInput] = []  # of the last visit
 
     @property
     def number(self) -> int:
         """The number of the next visit whose inputs are kept here."""
-        return len(self._kept)
+        return len(self._now.kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are set aside on the host."""
+        return sum(each.slab.nbytes for each in self._rounds)
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for so many bytes, between steps."""
-        if nbytes > self.slab.nbytes:
+        """Have room for so many bytes of each round, while none is in flight."""
+        if any(nbytes > each.slab.nbytes for each in self._rounds):
             self.wait()
-            self.slab.reserve(nbytes)
+            for each in self._rounds:
+                each.slab.reserve(nbytes)
 
     def wait(self) -> None:
-        """Let the host wait for all copies, so that the slab may be freed."""
+        """Let the host wait for all copies, so that the slabs may be freed."""
         self.copies_out.wait_all()
         self.copies_in.wait_all()
+
+    # Rounds #
+
+    def enter(self, number: int) -> None:
+        """Begin or go on with a round of the step."""
+        now = self._rounds[number % len(self._rounds)]
+        if now is not self._now:
+            self.begin_turn()
+            self._now = now
+
+    def expect(self, number: int) -> None:
+        """Launch the copies with which the backward of another round begins."""
+        of_round = self._rounds[number % len(self._rounds)]
+        if of_round is not self._now:
+            self._launch_in(of_round.kept[-1:])
 
     # Forward #
 
@@ -221,36 +252,38 @@ class InputsOnHost:
         self, fqn: str, tensors: Sequence[Tensor], rules: Sequence[Rule], spans: Sequence[Span]
     ) -> KeptInputs:
         """Copy a visit's inputs to the host, when its forward begins."""
-        by_place: dict[int, HostInput] = {}
+        now, by_place = self._now, dict[int, HostInput]()
         for i, (tensor, rule) in enumerate(zip(tensors, rules, strict=True)):
             if not isinstance(rule, BatchAxis) or not _may_leave(tensor):
                 continue
             node, output = get_gradient_edge(tensor)[:2]
-            found = self._by_edge.get((node, output))
+            found = now.by_edge.get((node, output))
             if found is None:
-                found = HostInput(tensor, rule, spans, self.slab, fqn)
+                found = HostInput(tensor, rule, spans, now.slab, fqn)
                 found.copy_out(self.copies_out, self._comm)
-                self._by_edge[node, output] = found
+                now.by_edge[node, output] = found
                 self._leaving.append(found)
             by_place[i] = found
         kept = KeptInputs(self, by_place, tuple(self._leaving))
-        self._kept.append(kept)
+        now.kept.append(kept)
         return kept
 
     # Backward #
 
     def reach(self, number: int) -> None:
         """Begin a backward turn; ``number`` was that of the next visit before its forward."""
-        while len(self._kept) > number + 1:  # autograd has skipped these
-            self._drop(self._kept[-1])
-        for kept in self._kept[max(0, number - 1) : number]:
+        while len(self._now.kept) > number + 1:  # autograd has skipped these
+            self._drop(self._now.kept[-1])
+        self._launch_in(self._now.kept[max(0, number - 1) : number])
+
+    def _launch_in(self, visits: Sequence[KeptInputs]) -> None:
+        for kept in visits:
             for each in kept.by_place.values():
                 each.copy_in(self.copies_in, self._comm)
 
     def come_back(self, kept: KeptInputs) -> dict[int, Tensor]:
         """The inputs of a visit on the device, by place."""
-        for each in kept.by_place.values():
-            each.copy_in(self.copies_in, self._comm)
+        self._launch_in([kept])
         return {i: each.on_device(self._comm) for i, each in kept.by_place.items()}
 
     def finish(self, kept: KeptInputs) -> None:
@@ -259,8 +292,8 @@ class InputsOnHost:
             self._drop(kept)
 
     def _drop(self, kept: KeptInputs) -> None:
-        assert self._kept[-1] is kept
-        self._kept.pop()
+        assert self._now.kept[-1] is kept
+        self._now.kept.pop()
         kept.is_dropped = True
         for each in kept.own:
             each.drop(self._comm)
@@ -268,15 +301,23 @@ class InputsOnHost:
 
     # Between rounds #
 
-    def drop(self) -> None:
-        """Drop everything, and have more room from now on if that was needed."""
-        while self._kept:
-            self._drop(self._kept[-1])
-        self._by_edge.clear()
-        if self.slab.is_too_small:
+    def end_round(self) -> None:
+        """Drop what is left of the round, and have more room from now on if it needed that."""
+        now = self._now
+        while now.kept:
+            self._drop(now.kept[-1])
+        now.by_edge.clear()
+        if now.slab.is_too_small:
             self.wait()
-            self.slab.reserve(0)
-        self.slab.begin()
+            now.slab.reserve(0)
+        now.slab.begin()
+
+    def drop(self) -> None:
+        """Drop all rounds."""
+        for each in self._rounds:
+            self._now = each
+            self.end_round()
+        self._now = self._rounds[0]
 
 
 def _place(piece: Tensor, slab: Slab) -> Tensor:

@@ -93,7 +93,7 @@ def build_units(
         for draft in drafts
         for group in draft.groups()
     ]
-    comm.host_room = meet_room(plan, layouts, kinds, nodes=comm.nodes, control=control)
+    root_comm.host_room = meet_room(plan, layouts, kinds, nodes=comm.nodes, control=control)
     was_on_meta = is_on_meta(module)
     if not was_on_meta:
         _check_same_values(_hashes(module.named_parameters()), module, control)

@@ -135,7 +135,8 @@ class FlatGradient:
 
     def pass_over(self) -> None:
         """NONE -> REDUCED, on a rank that neither computes nor stores it: no rows of a sum."""
-        self._total = torch.empty(0, dtype=self._dtype, device=self._comm.device)
+        device = self._comm.device if self._on_host is None else None
+        self._total = torch.empty(0, dtype=self._dtype, device=device)
         self.state = GradState.REDUCED
 
     def finish(self) -> None:

@@ -172,7 +172,7 @@ class StageCalls(UnitCalls):
                 shape = torch.empty(
                     result.shape(i, num_samples), dtype=example.dtype, device="meta"
                 )
-                tensor = Absent.like(shape, self._anchor.device)
+                tensor = Absent.like(shape, self.anchor.device)
             tensors.append(tensor)
         return unflatten(filled(result.leaves, tensors), result.spec)
 

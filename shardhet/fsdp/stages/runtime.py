@@ -21,7 +21,14 @@ from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.stages.rounds import StageRound
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import Schedule, Segment, make_schedule
+from shardhet.records.schedule import (
+    Phase,
+    RoundPhase,
+    Schedule,
+    Segment,
+    StagePhase,
+    make_schedule,
+)
 from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
 
 
@@ -84,6 +91,9 @@ class StageRuntime(Runtime):
             comm.receivers = receivers
             comm.mark_compute()
             comm.mark_rows_changed()
+        if self._comm.host_memory.lets_copies_wait:
+            for unit in self.all_units:
+                unit.copy_to_device()
         self._walk.take_in(self.root)
 
     def know(
@@ -137,6 +147,8 @@ class StageRuntime(Runtime):
         if kind is None or told:  # ranks without samples see less
             raise ValueError(told[0])
         self._kinds[index] = kind
+        if self.step.has_gradients:
+            self._slabs.reserve(findings.inputs)
         return index
 
     def _kind_of(self, findings: Findings) -> Kind:
@@ -233,12 +245,24 @@ class StageRuntime(Runtime):
                 run_autograd()
             finally:
                 self.step.is_in_autograd = False
+        if self._inputs is not None:
+            self._inputs.end_round()
         self._walk.end_backward()
         self._walk.launch_ahead()
+
+    def begin_phase(self, each: StagePhase) -> RoundPhase:
+        """Let what a backward that follows begins with come back from the host meanwhile."""
+        if self._inputs is not None:
+            self._inputs.enter(each.of.round)
+            if each.following.phase is Phase.BACKWARD:
+                self._inputs.expect(each.following.round)
+        return each.of
 
     def _enter(self, each: StageRound) -> None:
         self.rounds.moment = each.moment
         self.step.batch = each.batch
+        if self._inputs is not None:
+            self._inputs.enter(each.moment.round)
 
     def end_step_of_stages(self) -> None:
         """Reduce what is left, the root's last, on all ranks.  Collective."""

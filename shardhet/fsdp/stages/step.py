@@ -23,12 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.autograd.graph import GradientEdge
 
 from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.stages.exchange import StageExchange
+from shardhet.fsdp.stages.graph import Arrived, differentiable, edges_of
 from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, check_samples, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.mean_backward import (
@@ -70,8 +72,10 @@ class Pipeline:
         # Of the step in progress
         self._told: list[list[Passed]] = []  # what every rank is passed, by position and round
         self._rounds: list[StageRound] = []
-        self._received: dict[int, list[Tensor]] = {}  # by round, from forward to backward
-        self._made: dict[int, list[Tensor]] = {}
+        # By round, from forward to backward
+        self._arrived: dict[int, Arrived] = {}
+        self._made: dict[int, list[GradientEdge | None]] = {}  # that get a gradient
+        self._seeds: dict[int, Tensor] = {}  # in the dtype of the loss
         self._seed = torch.ones(())  # the gradient of each round's loss, on the device
         self._sums = torch.zeros(2, dtype=torch.float64, device=comm.device)  # losses, tokens
 
@@ -111,7 +115,7 @@ class Pipeline:
             checksums = _checksums(calls, self._comm.device)
             sums: HostCopy | None = None
             for each in exchange.phases(self._rounds):
-                now = each.of
+                now = runtime.begin_phase(each)
                 for handover in each.ready:
                     exchange.expect(handover)
                 for handover in each.before:
@@ -239,18 +243,20 @@ class Pipeline:
         runtime, each = self._runtime, self._rounds[now.round]
         kind, n = runtime.kind_for(each.index), each.batch.num_samples
         received = self._receive(now)
-        for tensor, carried in zip(received, kind.received, strict=False):
-            tensor.requires_grad_(carried.is_differentiable)
+        if n and kind.received_with_grad:
+            self._arrived[now.round] = arrived = Arrived()
+            received = arrived.with_grad(received, kind.received, runtime.calls.anchor)
         output = runtime.forward_round(
             each, schedule, self._run_module, received, is_training=is_training
         )
         if not n:
             return
-        self._received[now.round] = received
         if self._is_last:
-            self._made[now.round] = [self._loss_of(output)]
+            loss_sum = self._loss_of(output)
+            self._made[now.round] = edges_of([loss_sum])
+            self._seeds[now.round] = self._seed.to(loss_sum.dtype)
             return
-        self._made[now.round] = output
+        self._made[now.round] = edges_of(differentiable(output, kind.sent))
         self._exchange.give(now, [tensor.detach() for tensor in output])
 
     def _receive(self, now: RoundPhase) -> list[Tensor]:
@@ -268,32 +274,25 @@ class Pipeline:
 
     def _do_backward(self, now: RoundPhase) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
-        kind, n = runtime.kind_for(each.index), each.batch.num_samples
         made = self._made.pop(now.round, [])
         grads: list[Tensor | None] = []
-        if n and self._is_last:
-            grads = [self._seed.to(made[0].dtype)]
+        if each.batch.num_samples and self._is_last:
+            grads = [self._seeds.pop(now.round)]
         else:
             grads = self._exchange.take(now)
-            made = [
-                tensor
-                for tensor, carried in zip(made, kind.sent, strict=False)
-                if carried.is_differentiable
-            ]
         pairs = [
-            (tensor, grad)
-            for tensor, grad in zip(made, grads, strict=False)
-            if grad is not None and tensor.requires_grad
+            (edge, grad)
+            for edge, grad in zip(made, grads, strict=False)
+            if edge is not None and grad is not None
         ]
 
         def run_autograd() -> None:
             if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
 
         runtime.backward_round(each, run_autograd)
-        received = self._received.pop(now.round, [])
-        if n and not self._is_first and kind.received_with_grad:
-            self._exchange.give(now, [t.grad for t in received if t.requires_grad])
+        if (arrived := self._arrived.pop(now.round, None)) is not None:
+            self._exchange.give(now, arrived.grads)
 
 
 def _checksums(calls: Sequence[ModelCall], device: torch.device) -> HostCopy:

@@ -60,7 +60,7 @@ class UnitCalls:
         self._walk = walk
         self._features = features
         self._lifeline = lifeline
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._visiting = ""  # the unit that is being computed
 
     def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
@@ -97,7 +97,7 @@ class UnitCalls:
             visit = self._visits.of(
                 module, rules, self._step.batch, call=call, unit=unit, backward=backward
             )
-            output = run_visit(visit, self._anchor if needs_backward else None, leaves)
+            output = run_visit(visit, self.anchor if needs_backward else None, leaves)
         self._walk.end_turn()
         return output
 
@@ -130,7 +130,7 @@ class UnitCalls:
             call = self._known.count(module)
             leaves, rules = self._known.prepare(module, (args, kwargs))
             visit = self._visits.of(module, rules, self._step.batch, call=call)
-            return run_visit(visit, self._anchor if needs_backward else None, leaves)
+            return run_visit(visit, self.anchor if needs_backward else None, leaves)
 
     @contextmanager
     def _visiting_unit(self, unit_fqn: str) -> Iterator[None]:

@@ -25,7 +25,7 @@ from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.around import Visits
 from shardhet.fsdp.step.calls import StepInProgress, UnitCalls
 from shardhet.fsdp.step.features import FeatureGathers
-from shardhet.fsdp.step.host_slabs import reserve_on_hosts
+from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rank_batch import agree_on_batch
 from shardhet.fsdp.step.rounds import Rounds
@@ -96,7 +96,8 @@ class Runtime:
         self._comm.num_rounds = self.rounds.number
         if self._inputs is not None:
             self._inputs.wait()
-        self._inputs = InputsOnHost(self._comm) if self._rank_plan.inputs_on_host else None
+        self._slabs = HostSlabs(plan, self._comm, self._control, self.rounds.number)
+        self._inputs = self._slabs.inputs
         visits = Visits(
             staying=self._walk.staying,
             rank_plan=self._rank_plan,
@@ -187,13 +188,7 @@ class Runtime:
                 index, call, run_module, is_training=is_training, splits=splits
             )
         if index == UNKNOWN and self.step.has_gradients:
-            reserve_on_hosts(
-                self._inputs,
-                self._plan,
-                findings.inputs,
-                control=self._control,
-                nodes=self._comm.nodes,
-            )
+            self._slabs.reserve(findings.inputs)
         self.step.num_visits.clear()
         self._walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
         output = None
@@ -257,7 +252,7 @@ class Runtime:
                 self.step.is_in_autograd = False
         self.features.finish()
         if self._inputs is not None:
-            self._inputs.drop()
+            self._inputs.end_round()
         self._walk.end_backward()
         if self.rounds.is_last:
             self._walk.reduce_rest()
@@ -269,7 +264,7 @@ class Runtime:
     @property
     def host_input_bytes(self) -> int:
         """Bytes set aside on the host for inputs of units."""
-        return 0 if self._inputs is None else self._inputs.slab.nbytes
+        return self._slabs.nbytes
 
     def finish_reductions(self) -> None:
         """Wait until nothing is being reduced, so that sums may be changed or dropped."""

@@ -54,6 +54,7 @@ class Demands:
     max_rounds: int | None = None  # of a step; None leaves it open
     form: StepForm | None = None  # exactly this one; None leaves it open
     rounds_in_flight: int = 1  # of a stage of a pipeline: it holds the activations of so many
+    receives: bool = False  # a stage: whether it is a later one than the first
 
     def check(self, world_size: int) -> None:
         """Raise ``ValueError`` if the demands name missing devices or contradict each other."""

@@ -84,7 +84,13 @@ class PipelineSearch:
         most = min(self.global_batch_size, self.demands.max_rounds or MAX_ROUNDS, MAX_ROUNDS)
         numbers = range(1, most + 1)
         self.rounds = tuple(n for n in numbers if not self.global_batch_size % n)
-        self.plans = StagePlans(self.smaller, self.units, self.global_batch_size, self.demands)
+        self.plans = StagePlans(
+            self.setting.cluster,
+            self.smaller,
+            self.units,
+            self.global_batch_size,
+            self.demands,
+        )
         setting_of = self.plans.setting_of
         self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
 

@@ -10,7 +10,9 @@ from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import StageSolution
+from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import StageTimes
@@ -33,6 +35,7 @@ class _Part:
 class StagePlans:
     """What is known of the stages of one problem."""
 
+    whole: Cluster
     smaller: Callable[[Positions], Setting]
     units: tuple[Unit, ...]  # that compute
     global_batch_size: int
@@ -48,7 +51,8 @@ class StagePlans:
         if positions not in self._settings:
             setting = self.smaller(positions)
             profile = replace(setting.profile, two_levels=None)
-            self._settings[positions] = replace(setting, profile=profile)
+            setting = replace(setting, profile=profile)
+            self._settings[positions] = part_of_hosts(setting, self.whole, positions)
         return self._settings[positions]
 
     def of(
@@ -57,7 +61,7 @@ class StagePlans:
         """The best plan of such devices for such units: as good as that of these."""
         kinds = tuple(unit.kind for unit in self.units[first:stop])
         looks = self.looks_of(positions)
-        key = (looks, kinds, form, in_flight)
+        key = (looks, kinds, form, in_flight, first > 0)
         if key not in self._found:
             found = self._found[key] = self.solved(positions, first, stop, form, in_flight)
             round_s = inf
@@ -72,8 +76,9 @@ class StagePlans:
         if positions not in self._looks:
             cluster = self.setting_of(positions).cluster
             nodes = [
-                (node.region, node.link, tuple(replace(e, host=None) for e in node.devices))
+                (node.region, replace(node, host="", region="", devices=devices))
                 for node in cluster.nodes
+                for devices in [tuple(replace(e, host=None) for e in node.devices)]
             ]
             look = tuple(nodes) if len(nodes) > 1 else nodes[0][1:]
             known = self._number_by_look
@@ -98,7 +103,10 @@ class StagePlans:
                 with_units(setting, self.units[first:stop]),
                 global_batch_size=self.global_batch_size,
                 demands=replace(
-                    self.demands.only(positions), form=form, rounds_in_flight=in_flight
+                    self.demands.only(positions),
+                    form=form,
+                    rounds_in_flight=in_flight,
+                    receives=first > 0,
                 ),
                 effort=effort,
                 tolerance=tolerance,
