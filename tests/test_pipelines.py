@@ -217,16 +217,19 @@ class Leaky(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS)
         self.norm = nn.BatchNorm1d(SEQ_LEN) if way == "batch norm" else None
+        self.drop = nn.Dropout(0.0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         way = self.way
         first = x = self.embedding(inputs)
         if self.norm is not None:
             x = self.norm(x)
+        if way == "dropout":
+            first = x = self.drop(first)
         mask = (first.sum(-1, keepdim=True) > -1).to(x.dtype) if way == "mask" else None
         table = x.new_ones(WIDTH) * self.scale
         for i, block in enumerate(self.blocks):
-            late = i == 3 and way in ("late", "swallows")
+            late = i == 3 and way in ("late", "swallows", "dropout")
             x = block(x * table, first if late else None, mask if i == 3 else None)
             if way == "read" and i == 3 and bool((first.detach() == first).all()):
                 x = x + 1
@@ -257,7 +260,7 @@ def _leaks(rank: int, way: str, plan: Plan) -> None:
         assert len(kind.sent) == values.get(way, 1)
 
 
-@pytest.mark.parametrize("way", ["", "late", "mask", "read", "written"])
+@pytest.mark.parametrize("way", ["", "late", "mask", "read", "written", "dropout"])
 @pytest.mark.parametrize("numbers", [[2, 1], [1, 1, 1]])
 def test_what_reaches_a_later_stage_is_handed_over(way: str, numbers: list[int]) -> None:
     sizes = [1, 1, 2] if len(numbers) == 2 else [2, 2, 2]
@@ -321,6 +324,9 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     if what == "other lengths" and rank == 0:
         given = (inputs[mine][:, 1:], targets[mine][:, 1:])
     model.forward_backward(*given)
+    if what == "dropout":
+        model.module.drop.p = 0.5
+        model.forward_backward(*given)
     if what == "flips":
         model.way = "again"
         model.forward_backward(*given)
@@ -334,12 +340,21 @@ LAST_IS_HEAD = Plan.by_hand(
         Stage(units=("head",), num_ranks=1),
     ],
 )
+OTHER_NAMES = Plan.by_hand(
+    microbatch_sizes=[1, 1, 2],
+    stages=[
+        Stage(units=("embedding", "block.1", "blocks.9", "blocks.0"), num_ranks=2),
+        Stage(units=("blocks.[1-3]", "head", "drop"), num_ranks=1),
+    ],
+)
 REFUSED = {
     "float16": ("", "param_dtype is float16, but the loss is not scaled"),
     "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
     "compiled": ("", "a forward that was replaced or compiled"),
     "replaced": ("", "a forward that was replaced or compiled"),
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),
+    "dropout": ("dropout", "dropout outside of units is used in stages [0, 1]"),
+    "names": ("", "stages[0] names 'block.1', 'blocks.9', which the model does not have"),
     "idle": ("ends", "forward calls no unit of stage 1"),
     "model(...)": ("", "model.forward_backward"),
     "too many samples": ("", "model(...): this rank got"),
@@ -356,7 +371,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_stages_cannot_do_is_refused_on_every_rank(what: str) -> None:
     way, message = REFUSED[what]
-    plan = LAST_IS_HEAD if what == "idle" else TWO
+    plan = {"idle": LAST_IS_HEAD, "names": OTHER_NAMES}.get(what, TWO)
     for outcome in run_ranks_expecting_failure(_refused, 3, what, way, plan):
         assert outcome.exception_name is not None
         assert any(part in outcome.message for part in message.split("|")), outcome.message

@@ -1,6 +1,7 @@
 """What a model in stages cannot do yet, by name."""
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
 from shardhet.records.plan import Plan
+from shardhet.records.stages import Stage
 
 
 def find_units_by(
@@ -21,6 +23,7 @@ def find_units_by(
     units = find_units(module, wanted, keeps_last=loss_fn is not None, merges_tied=is_merged)
     if plan.stages is None:
         return units
+    _check_names(plan.stages, module)
     modules = list(module.modules())
     found = {
         "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
@@ -31,6 +34,18 @@ def find_units_by(
     for what, is_there in found.items():
         refuse(what, is_there=is_there)
     return units
+
+
+def _check_names(stages: Sequence[Stage], module: nn.Module) -> None:
+    """Raise ``ValueError`` if a stage names what the model does not have."""
+    known = [fqn for fqn, _ in module.named_modules(remove_duplicate=False)]
+    for i, stage in enumerate(stages):
+        missing = [each for each in stage.units if not any(fnmatchcase(f, each) for f in known)]
+        if missing:
+            raise ValueError(
+                f"plan: stages[{i}] names {', '.join(map(repr, missing))}, which the model does "
+                "not have. Name units of this model, or give it a plan that was made for it."
+            )
 
 
 def check_hooks(module: nn.Module) -> None:

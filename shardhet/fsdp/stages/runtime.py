@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.signature import ModelCall
@@ -55,6 +56,7 @@ class StageRuntime(Runtime):
         self.unit_fqns = [unit.fqn for unit in self.units]
         self.stage_by_fqn = stage_by_unit(self.stages, self.unit_fqns)
         self._follow_rounds()
+        self._dropouts = [e for e in self._module.modules() if isinstance(e, _DropoutNd)]
         self.root_comm = root_comm  # of all ranks; that of units is of those of a stage
         computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
         self._computing = tuple(computing)  # of all stages
@@ -183,7 +185,8 @@ class StageRuntime(Runtime):
     def _key_of(self, call: ModelCall, *, is_training: bool) -> Any:
         """What calls have in common that the same findings are for, shapes included."""
         key = self._known.key_of(call, is_training=is_training, splits=True)
-        return key, call.lengths, self.function
+        drops = tuple(bool(each.p) for each in self._dropouts)
+        return key, call.lengths, self.function, drops
 
     def schedule_for(self, index: int, num_rounds: int) -> Schedule:
         """The turns of this stage's units in all rounds of the step."""

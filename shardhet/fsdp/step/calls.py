@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.failure import Lifeline
@@ -111,6 +112,9 @@ class UnitCalls:
             or not module.module.training
         ):
             return module.forward(*args, **kwargs)
+        if isinstance(module.module, _DropoutNd) and not module.module.p:
+            with self.dropout.left_alone():
+                return module.forward(*args, **kwargs)  # its argument
         # A checkpoint around functional dropout does not call this again in backward.
         is_function = module.fqn == DROPOUT_CALLS
         if self._step.is_in_autograd or (
