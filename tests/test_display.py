@@ -5,10 +5,12 @@ import io
 from rich.console import Console
 
 from shardhet.apps.cli.display import Display, device_table, microbatches
+from shardhet.apps.run.measure_report import disturbances
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 from shardhet.training.device_use import DeviceUse
 from shardhet.training.trainer import StepMetrics
+from tests.made_up import device_profile
 
 PLAN = Plan.by_hand(
     microbatch_sizes=[8, 2, 0], rank_batch_sizes=[24, 5, 0], state_shares=[0.5, 0.2, 0.3]
@@ -67,3 +69,11 @@ def test_the_table_says_what_each_device_does() -> None:
 
 def test_microbatches_are_written_as_sums() -> None:
     assert [microbatches(rank) for rank in PLAN.ranks] == ["3 x 8", "2 x 2 + 1", "none"]
+
+
+def test_a_disturbed_measurement_is_named() -> None:
+    took_s = {1: 0.005, 2: 0.108, 4: 0.016, 8: 0.032}
+    device = device_profile("x", lambda m: (took_s[m], 0.0), sizes=[1, 2, 4, 8])
+    [first, *_] = disturbances(device)
+    assert "a microbatch of 2 took 108.00 ms, one of 4 16.00 ms" in first
+    assert not disturbances(device_profile("x", lambda m: (m * 1e-3, 0.0), sizes=[1, 2, 4]))

@@ -76,6 +76,11 @@ def test_a_straight_line_is_continued_almost_straight() -> None:
     assert curve.at(0.5) == pytest.approx(1.0)
 
 
+def test_a_disturbed_measurement_does_not_make_more_samples_free() -> None:
+    curve = Curve((1.0, 2.0, 4.0, 8.0), (5.0, 108.0, 127.0, 36.0))
+    assert curve.at(96) > 3 * 36  # a line through all four would fall
+
+
 def test_one_point_is_taken_as_proportional() -> None:
     curve = Curve((2.0,), (3.0,))
     assert curve.at(1) == 1.5

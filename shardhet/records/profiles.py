@@ -115,10 +115,15 @@ class Curve:
 
     @cached_property
     def _fit(self) -> tuple[float, float]:
-        """Intercept and slope minimising sum_i x_i (y_i - a - b x_i)^2."""
+        """Intercept and slope minimising sum_i x_i (y_i - a - b x_i)^2.
+
+        No y_i is above a later one: what takes longer than more of it does was disturbed, and
+        a line through it would promise that ever more costs nothing.
+        """
         weights = self.positions
         total = sum(weights)
-        pairs = list(zip(weights, self.positions, self.values, strict=True))
+        undisturbed = [*accumulate(reversed(self.values), min)][::-1]
+        pairs = list(zip(weights, self.positions, undisturbed, strict=True))
         mean_x = sum(w * x for w, x, _ in pairs) / total
         mean_y = sum(w * y for w, _, y in pairs) / total
         spread = sum(w * (x - mean_x) ** 2 for w, x, _ in pairs)

@@ -1,5 +1,6 @@
 """Output of rank zero during a measurement: progress and results."""
 
+from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from shardhet.apps.cli.streamed import figures_table
 from shardhet.profiler.measure import Measurement
 from shardhet.records.profiles import Collectives, DeviceProfile
 
+DISTURBED = 1.3  # times the seconds of more samples; kernels alone differ by less
 MAX_ROWS = 8  # sizes in a table; the file has all of them
 
 
@@ -47,6 +49,8 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
             "element",
             soft_wrap=True,
         )
+        for warning in disturbances(device):
+            console.print(warning, style="yellow", soft_wrap=True)
     if setting.profile.turn_overhead_s:
         console.print(
             f"overhead of the runtime: {setting.profile.turn_overhead_s * 1e6:.0f} us per unit "
@@ -73,6 +77,24 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
             )
     console.print(f"\nwritten to {folder}; next:", soft_wrap=True)
     console.print(f"  shardhet plan measured={folder} global_batch_size=64", soft_wrap=True)
+
+
+def disturbances(device: DeviceProfile) -> list[str]:
+    """A sentence for each kind of unit of which some samples took longer than more of them."""
+    found = []
+    for unit in device.units:
+        sizes = [point.microbatch_size for point in unit.points]
+        seconds = [unit.forward_s.at(size) + unit.backward_s.at(size) for size in sizes]
+        for (i, less_s), (j, more_s) in combinations(enumerate(seconds), 2):
+            if less_s > DISTURBED * more_s:
+                found.append(
+                    f"{unit.unit_kind}: a microbatch of {sizes[i]} took {less_s * 1e3:.2f} ms, "
+                    f"one of {sizes[j]} {more_s * 1e3:.2f} ms: something else used the device "
+                    "meanwhile. Plans and predictions will be poor; measure again, longer "
+                    "(time_limit_s) or alone."
+                )
+                break
+    return found
 
 
 def compute_table(device: DeviceProfile) -> Table:
