@@ -43,8 +43,9 @@ def _check_names(stages: Sequence[Stage], module: nn.Module) -> None:
         missing = [each for each in stage.units if not any(fnmatchcase(f, each) for f in known)]
         if missing:
             raise ValueError(
-                f"plan: stages[{i}] names {', '.join(map(repr, missing))}, which the model does "
-                "not have. Name units of this model, or give it a plan that was made for it."
+                f"plan: stages[{i}] names {', '.join(map(repr, missing))}, which the model "
+                "does not have. Name units of this model, or give it a plan that was made for "
+                "it."
             )
 
 
