@@ -14,6 +14,8 @@ from torch import nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.pricing.turns import taking_part
+from shardhet.records.layout import FlatLayout, stored_numels
 from shardhet.records.nodes import Nodes, carriers
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
@@ -108,6 +110,22 @@ def needed_messages(plan: Plan, rank: int, launches: Launches) -> Bytes:
 def test_messages_are_those_of_the_launches(seed: int) -> None:
     for cases in run_ranks(over_messages, WORLD_SIZE, seed):
         assert [sent for sent, _ in cases] == [+needed for _, needed in cases]
+
+
+@pytest.mark.parametrize("seed", one_in(5, range(10)))
+def test_only_devices_that_are_priced_as_taking_part_send_or_get_messages(seed: int) -> None:
+    found = run_ranks(over_messages, WORLD_SIZE, seed)
+    rng = random.Random(seed)
+    for cases in zip(*found, strict=True):
+        active = active_in(drawn_plan(rng))
+        senders = {rank for rank, (sent, _) in enumerate(cases) if sent}
+        receivers = {peer for sent, _ in cases for peer in sent}
+        assert senders | receivers == (active if len(active) > 1 else set())
+
+
+def active_in(plan: Plan) -> set[int]:
+    layout = FlatLayout.of_shapes([(WIDTH, WIDTH), (WIDTH,)])
+    return set(taking_part(plan.ranks, stored_numels([layout] * 3, plan.state_shares)))
 
 
 # NCCL

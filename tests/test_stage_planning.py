@@ -304,7 +304,12 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
         encoding="utf-8",
     )
     keys = ("model=gpt_125m", "global_batch_size=16", "max_stages=2")
-    plan_main([f"cluster={path}", *keys])
+    plan_main([f"cluster={path}", *keys, "baselines=false", "explain=false"])
+    text = capsys.readouterr().out
+    assert "No faster pipeline of up to 2 stages was found." in text
+    assert "the Tesla V100-SXM2-16GB (device 2): " in text
+    assert "bfloat16 instead of float32" in text
+    plan_main([f"cluster={path}", *keys, "leave_out=never"])
     text = capsys.readouterr().out
     assert "float32; 3 devices; a step is 16 samples in 2 stages" in text
     gap = re.search(r"more than (\d+)% faster: the compute alone takes .* (\S+) (m?s)\.", text)

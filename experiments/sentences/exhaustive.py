@@ -19,6 +19,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import StepCost
+from shardhet.pricing.turns import taking_part
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import StepForm
 
@@ -99,13 +100,20 @@ class Exhaustive:
     """Combinations under one set of wishes."""
 
     def __init__(
-        self, asked: Asked, *, limit_s: float, part: float = 1.0, is_alike: bool = False
+        self,
+        asked: Asked,
+        *,
+        limit_s: float,
+        part: float = 1.0,
+        is_alike: bool = False,
+        active: tuple[int, ...] | None = None,
     ) -> None:
         """Of at most ``limit_s``, that fill at most a part of every budget.
 
-        With ``is_alike``, devices of one kind and capacity do the same.
+        With ``is_alike``, devices of one kind and capacity do the same.  In plans that are
+        realized no device is idle, or all but those at ``active`` are; None: any may be.
         """
-        self.asked, self.limit_s = asked, limit_s
+        self.asked, self.limit_s, self.active = asked, limit_s, active
         self.budgets = [int(part * each) for each in asked.budgets]
         devices = asked.setting.cluster.devices
         alike: dict[object, list[int]] = {}
@@ -155,7 +163,10 @@ class Exhaustive:
             )
             plan = Plan(ranks=ranks, **asdict(combination.form))
             predicted = model.predict(plan).within(self.budgets)
-            if all(rank.fits for rank in predicted.ranks):
+            stored = [rank.stored_numel for rank in predicted.ranks]
+            active = taking_part(ranks, stored)
+            is_asked = self.active in (None, active) or len(active) == len(ranks)
+            if is_asked and all(rank.fits for rank in predicted.ranks):
                 return plan, predicted
         return None
 

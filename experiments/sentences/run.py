@@ -29,6 +29,7 @@ from experiments.common.results import (
 )
 from experiments.sentences.exhaustive import Asked, Combination, Exhaustive, TooManyError
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL, TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
@@ -189,8 +190,8 @@ def _falsehoods(asked: Asked, chosen: PlanSolution | None, bound_s: float) -> It
                 return
         return
     assert chosen.fastest_s is not None
-    limit_s = (1 + TOLERANCE) * chosen.fastest_s
-    every = Exhaustive(asked, limit_s=limit_s)
+    limit_s, active = (1 + TOLERANCE) * chosen.fastest_s, active_positions(chosen)
+    every = Exhaustive(asked, limit_s=limit_s, active=active)
     faster = [each for each in every.combinations if each.least_s < bound_s * (1 - ROUNDING)]
     for plan, cost in _realized(every, faster):
         if cost.step_time_s < bound_s * (1 - ROUNDING):
@@ -199,7 +200,9 @@ def _falsehoods(asked: Asked, chosen: PlanSolution | None, bound_s: float) -> It
     for is_alike, part in ((True, FULL), (True, 1.0), (False, FULL), (False, 1.0)):
         wished = every
         if is_alike or part < 1:
-            wished = Exhaustive(asked, limit_s=limit_s, part=part, is_alike=is_alike)
+            wished = Exhaustive(
+                asked, limit_s=limit_s, part=part, is_alike=is_alike, active=active
+            )
         differs = is_alike and not _is_alike(asked, chosen.plan)
         is_full = part < 1 and _fullest(chosen.predicted) > FULL * (1 + 1e-6)
         if not differs and not is_full:

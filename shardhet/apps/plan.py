@@ -37,7 +37,9 @@ from shardhet.planner.advice.explain import (
     explained,
     gain_of,
     larger_situations,
+    without_idle,
 )
+from shardhet.planner.advice.fewer import Fewer
 from shardhet.planner.advice.steady import (
     OFF,
     disturbances,
@@ -146,12 +148,16 @@ def show(
     conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
 ) -> None:
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
-    answer, without = None, None
+    answer, without, better = None, None, None
     if conf.max_stages > 1:
         with waiting.for_("planning"), suppress(PlanError):
             answer = _answer(conf, inputs, demands)
-        flat = None if answer is None else answer.solution
-        if _show_faster_pipeline(conf, inputs, demands, flat, console, waiting):
+            better = _without(conf, inputs, demands, answer)
+        rivals = (
+            None if answer is None else answer.solution,
+            None if better is None else better.fewer,
+        )
+        if _show_faster_pipeline(conf, inputs, demands, rivals, console, waiting):
             return
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
@@ -176,21 +182,24 @@ def show(
     batch = answer.solution.plan.global_batch_size
     if conf.leave_out == "ask":
         with waiting.for_("planning without some devices"):
-            without = _without(conf, inputs, demands, answer)
-        if without is not None:
-            show_without(without, console)
+            better = better or _without(conf, inputs, demands, answer)
+        if better is not None:
+            show_without(better, console)
     if conf.baselines:
         alternatives = _alternatives(
             inputs, demands, batch, report.solution.plan.num_rounds, waiting
         )
         show_alternatives(report, alternatives, console, note=_comparison_note(demands))
     if conf.explain and answer.objective is not None:
-        situation = Situation(setting=inputs.setting, demands=demands)
+        solution, situation = without_idle(
+            answer.solution, Situation(setting=inputs.setting, demands=demands)
+        )
         unit = "samples" if conf.objective == "largest_batch" else "samples/s"
-        _show_explanation(answer, answer.objective, situation, console, waiting, unit=unit)
+        alone = replace(answer, solution=solution)
+        _show_explanation(alone, answer.objective, situation, console, waiting, unit=unit)
         if conf.objective == "throughput":
             with waiting.for_("planning for other speeds"):
-                line = _steadiness(answer.solution.plan, inputs.setting, demands)
+                line = _steadiness(solution.plan, situation.setting, situation.demands)
             console.print(line, markup=False, soft_wrap=True)
     if conf.out is None:
         console.print("out=plan.json keeps the plan for shardhet train and simulate.")
@@ -200,14 +209,17 @@ def _show_faster_pipeline(
     conf: PlannerConf,
     inputs: Inputs,
     demands: Demands,
-    flat: PlanSolution | None,
+    rivals: tuple[PlanSolution | None, Fewer | None],
     console: Console,
     waiting: Waiting,
 ) -> bool:
-    """Show and write a pipeline if one is faster than ``flat``, the plan without stages."""
+    """Show and write a pipeline if one is faster than its rivals.
+
+    These are the plan without stages, and that without devices that are better left out.
+    """
     with waiting.for_("planning stages"):
         report = faster_pipeline(
-            conf, inputs, flat, demands=demands, effort=_compared(inputs.setting)
+            conf, inputs, rivals, demands=demands, effort=_compared(inputs.setting)
         )
     if report is None:
         line = f"No faster pipeline of up to {conf.max_stages} stages was found."
@@ -352,7 +364,8 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         def samples_per_s(situation: Situation) -> float:
             """What the plan would reach, by what the search finds here and there."""
             if not here_s:
-                here_s.append(step_s(Situation(setting=setting, demands=demands), inf))
+                _, here = without_idle(best, Situation(setting=setting, demands=demands))
+                here_s.append(step_s(here, inf))
             return best.samples_per_s * here_s[0] / step_s(situation, here_s[0])
 
         return _Answer(best, best.samples_per_s, samples_per_s)

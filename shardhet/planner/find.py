@@ -10,6 +10,9 @@ The proof that no other plan of the candidates is faster than the bound:
 4. ``task``: the bound is that of shares as they come.  Shares are then rounded to whole rows,
    which may break the memory of a device (``shares`` mends it), and never the bound.
 5. This module: the bound over all forms and rounds is the least of theirs.
+
+It holds for plans in which all devices take part, and for those in which the devices take part
+that do so in the plan that was found (``shardhet.planner.idle``).
 """
 
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from shardhet.planner.forms import BatchRounds, neighbours, rounds_of
+from shardhet.planner.idle import active_positions, with_idle
 from shardhet.planner.preference import TOLERANCE, preferred
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
@@ -32,6 +36,7 @@ from shardhet.planner.task import (
 )
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.launches import fastest_levels
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
@@ -84,6 +89,37 @@ def solve(
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     prices = _priced(setting, demands)
     asked = _Asked(prices, global_batch_size, demands, effort, is_bounded)
+    found = _of_part(asked, demands.not_idle(setting.cluster.world_size), tolerance)
+    return found or _of_all(asked, tolerance)
+
+
+def _of_part(
+    asked: "_Asked", positions: tuple[int, ...], tolerance: float | None
+) -> PlanSolution | None:
+    """The plan in which only the devices at these positions take part.
+
+    None if these are all devices or none, or nothing fits.
+    """
+    setting, demands = asked.prices.setting, asked.demands
+    if not 0 < len(positions) < setting.cluster.world_size:
+        return None
+    try:
+        found = solve(
+            part_of(setting, positions),
+            global_batch_size=asked.global_batch_size,
+            demands=demands.only(positions),
+            effort=asked.effort,
+            tolerance=tolerance,
+            is_bounded=asked.is_bounded,
+        )
+    except ValueError:  # nothing fits, or demands need the other devices
+        return None
+    return with_idle(found, positions, asked.prices, demands)
+
+
+def _of_all(asked: "_Asked", tolerance: float | None) -> PlanSolution:
+    """``solve``, where no device is demanded to be idle."""
+    setting, demands = asked.prices.setting, asked.demands
     if not demands.may_keep_inputs_on_host or not _states_memory(setting):
         return _solve(asked, tolerance)
     # The search does not know how much memory hosts have: plans beyond it are dropped.
@@ -124,6 +160,9 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         raise met.missed
     bound_s = min(met.best_s, *met.bounds_s)
     best = replace(met.best, lower_bound_s=bound_s)
+    fewer = _of_part(asked, active_positions(best), tolerance)
+    if fewer is not None and (fewer.fastest_s or fewer.predicted.step_time_s) <= met.best_s:
+        return replace(fewer, lower_bound_s=min(bound_s, fewer.lower_bound_s))
     return best if tolerance is None else preferred(best, (met.tasks, met.slower), tolerance)
 
 
@@ -246,6 +285,8 @@ def _priced(setting: Setting, demands: Demands) -> CostModel:
     """Prices of plans whose units are in the levels that are faster."""
     in_flight, receives = demands.rounds_in_flight, demands.receives
     prices = CostModel(setting, in_flight=in_flight, receives=receives)
+    if demands.has_one_level:
+        return prices
     return replace(prices, two_level_units=fastest_levels(prices))
 
 

@@ -115,9 +115,8 @@ def solve_form(task: FormTask) -> tuple[list[PlanSolution], float, PlanError | N
 
 def unevenness_of(model: CostModel, solution: PlanSolution) -> float:
     """That of the plan's shares, as they are rounded to rows."""
-    shares = [rank.stored_numel / model.workload.numel for rank in solution.predicted.ranks]
-    computes = [rank.rank_batch_size > 0 for rank in solution.plan.ranks]
-    return model.unevenness(shares, computes)
+    stored = [rank.stored_numel for rank in solution.predicted.ranks]
+    return model.unevenness_of(solution.plan.ranks, stored, range(len(stored)))
 
 
 def _solve_for(

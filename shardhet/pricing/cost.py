@@ -13,6 +13,9 @@ the predicted step is
       + the first gather and the last reduction, which overlap no compute
       + max_i (seconds per element of the optimizer) * (elements stored by i)
       + the runtime's own time in every turn, if the host does not run ahead of its device
+
+Devices without samples and rows take no part in collectives, which are then those of the
+cluster without these devices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from shardhet.pricing.memory import MemoryPrices
 from shardhet.pricing.step_cost import RankCost, StepCost, TurnCost
-from shardhet.pricing.turns import TurnClass, TurnPrices, Turns
+from shardhet.pricing.turns import TurnClass, TurnPrices, Turns, taking_part
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase
 
@@ -47,18 +50,21 @@ class CostModel(TurnPrices, MemoryPrices):
             rank if rank.device is device else replace(rank, device=device)
             for rank, device in zip(plan.ranks, self.cluster.devices, strict=True)
         ]
-        shares = [numel / self.workload.numel for numel in stored]
-        computes = [rank.rank_batch_size > 0 for rank in ranks]
-        turns = self.turns(
-            unevenness=self.unevenness(shares, computes),
+        active = taking_part(ranks, stored)
+        among = self.among(active)
+        turns = among.turns(
+            unevenness=among.unevenness_of(ranks, stored, active),
             recomputed=self.treatments(ranks),
         )
-        paces = self.host_paces(plan)
+        paces, is_active = self.host_paces(plan), frozenset(active)
         compute: dict[tuple[object, ...], _Seconds] = {}
         parts_by_kind: dict[str | None, list[_Seconds]] = {}
         known: dict[tuple[object, ...], RankCost] = {}
         costs = []
         for i, rank in enumerate(ranks):
+            if i not in is_active:
+                costs.append(self._rank_cost(i, rank, 0, ()))
+                continue
             last = plan.last_microbatch_sizes(i)
             sizes = (rank.microbatch_sizes, last)
             key: tuple[object, ...] = (
@@ -71,7 +77,7 @@ class CostModel(TurnPrices, MemoryPrices):
                 key = (*key, rank.inputs_on_host, paces[i])
             if key not in compute:
                 compute[key] = [
-                    self._class_seconds(each, rank, last, paces[i]) for each in turns.classes
+                    among._class_seconds(each, rank, last, paces[i]) for each in turns.classes
                 ]
                 parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
             of_rank = (key, stored[i], rank.device.memory_capacity_bytes)
@@ -80,7 +86,7 @@ class CostModel(TurnPrices, MemoryPrices):
             costs.append(known[of_rank])
         of_ranks = self.with_hosts(costs, ranks)
         return StepCost(
-            turns=tuple(self._turn_costs(turns, parts_by_kind)),
+            turns=tuple(among._turn_costs(turns, parts_by_kind)),
             optimizer_s=max(cost.optimizer_s for cost in of_ranks),
             exposed_comm_s=turns.exposed_comm_s,
             overhead_s=self.overhead_s,

@@ -91,8 +91,9 @@ def derive_profile(
             _device_profile(kind, workload, efficiency, slowest_of(cluster.world_size))
             for kind, efficiency in zip(kinds, efficiencies, strict=True)
         ),
-        collectives=_collectives(cluster, link_fraction),
-        two_levels=_in_two_levels(cluster, link_fraction),
+        collectives=derive_collectives(cluster, link_fraction),
+        two_levels=derive_two_levels(cluster, link_fraction),
+        link_fraction=link_fraction,
         note=f"derived: {said}, {_said_of_links(cluster, link_fraction)}",
     )
 
@@ -174,7 +175,7 @@ def _said_of_links(cluster: Cluster, stated: float | None) -> str:
     return f"{min(paces, key=lambda pace: pace[1])[0]:.2g} of links"
 
 
-def _collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
+def derive_collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
     """Times of a ring over all devices."""
     world_size = cluster.world_size
     if world_size == 1:
@@ -191,7 +192,7 @@ def _collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
     return Collectives(source=Source.DERIVED, points=tuple(points), note=note)
 
 
-def _in_two_levels(cluster: Cluster, link_fraction: float | None) -> Collectives | None:
+def derive_two_levels(cluster: Cluster, link_fraction: float | None) -> Collectives | None:
     """Times of collectives that cross between nodes once per node; see the module.
 
     None where no row would cross twice in a ring, and between regions: a row would cross there

@@ -10,6 +10,10 @@ other, so for R' devices with p'
 
 where p'/p is 1 unless pairs of both groups were measured.  ``spread`` is how far such estimates
 of the measured groups are from what was measured of them.
+
+What was derived from specifications is derived anew, in the proportion in which the profile
+has since been changed: the links that the others cross, how many take part in a collective, in
+one level or in two, and how much slower the slowest of so many devices is.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,11 +21,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from shardhet.pricing.derive import derive_collectives, derive_two_levels, slowest_of
 from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
+    ComputePoint,
     Curve,
+    DeviceProfile,
     GroupCollectives,
     PairLink,
     Profile,
@@ -135,18 +143,90 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
         for each in profile.pairs
         if each.sender in place and each.receiver in place
     )
+    if len(place) == cluster.world_size:
+        collectives, two_levels = profile.collectives, profile.two_levels
+    elif _is_derived(setting):
+        collectives, two_levels = _derived(setting, smaller)
+    else:
+        measured = MeasuredGroups(profile, cluster.world_size)
+        collectives, two_levels = measured.among(positions), None
+    pace = slowest_of(smaller.world_size) / slowest_of(cluster.world_size)
     return replace(
         setting,
         cluster=smaller,
         profile=replace(
             profile,
-            devices=tuple(each for each in profile.devices if each.device_kind in kinds),
-            collectives=MeasuredGroups(profile, cluster.world_size).among(positions),
-            two_levels=profile.two_levels if len(place) == cluster.world_size else None,
+            devices=tuple(
+                _at_pace(each, pace) if each.source is Source.DERIVED else each
+                for each in profile.devices
+                if each.device_kind in kinds
+            ),
+            collectives=collectives,
+            two_levels=two_levels,
             groups=groups,
             pairs=pairs,
         ),
     )
+
+
+def _is_derived(setting: Setting) -> bool:
+    """Whether collectives follow from specifications, so that those of a part do too."""
+    collectives = setting.profile.collectives
+    if collectives.source is not Source.DERIVED or not collectives.points:
+        return False
+    try:
+        return bool(setting.cluster.links)
+    except ValueError:  # a link is not stated: they were estimated from measured ones
+        return False
+
+
+def _derived(setting: Setting, smaller: Cluster) -> tuple[Collectives, Collectives | None]:
+    """The collectives of a part of the cluster, in one level and in two."""
+    cluster, profile = setting.cluster, setting.profile
+    fraction = profile.link_fraction
+    stated = derive_collectives(cluster, fraction)
+    one = _in_proportion(derive_collectives(smaller, fraction), profile.collectives, stated)
+    two = derive_two_levels(smaller, fraction)
+    return one, two and _in_proportion(two, profile.collectives, stated)
+
+
+def _in_proportion(there: Collectives, now: Collectives, stated: Collectives) -> Collectives:
+    """Those of a part, changed as those of the whole are from what was stated."""
+
+    def changed(timing: Timing, now_s: Curve | None, stated_s: Curve | None, at: int) -> Timing:
+        assert now_s is not None
+        assert stated_s is not None
+        was_s = stated_s.at(at)
+        return Timing.single(now_s.at(at) / was_s * timing.mean_s if was_s else timing.mean_s)
+
+    points = tuple(
+        CollectivePoint(
+            nbytes=each.nbytes,
+            gather=changed(each.gather, now.gather_s, stated.gather_s, each.nbytes),
+            reduce=changed(each.reduce, now.reduce_s, stated.reduce_s, each.nbytes),
+        )
+        for each in there.points
+    )
+    return replace(
+        there,
+        points=points,
+        gather_unevenness_weight=now.gather_unevenness_weight,
+        reduce_unevenness_weight=now.reduce_unevenness_weight,
+    )
+
+
+def _at_pace(device: DeviceProfile, pace: float) -> DeviceProfile:
+    """The device with units that take ``pace`` times as long."""
+
+    def point(each: ComputePoint) -> ComputePoint:
+        return replace(
+            each,
+            forward=Timing.single(pace * each.forward.mean_s),
+            backward=Timing.single(pace * each.backward.mean_s),
+        )
+
+    units = tuple(replace(unit, points=tuple(map(point, unit.points))) for unit in device.units)
+    return replace(device, units=units)
 
 
 def _factors(estimate: Collectives, measured: Collectives) -> list[float]:

@@ -1,6 +1,6 @@
 """The common base of the prices of seconds and of bytes, and measured curves at all sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan, is_matched
@@ -44,6 +45,10 @@ class Known:
     curves_s: dict[tuple[str | None, str, int], Floats] = field(default_factory=dict)
     # What devices may do with units, by number of steps and what hosts may hold.
     treatments: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
+    # Shares of the last plan, and the elements that they are.
+    stored: tuple[tuple[float, ...], list[int]] | None = None
+    # Settings of parts of the cluster, and what is known of each, by positions.
+    parts: dict[tuple[int, ...], tuple[Setting, "Known"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,20 @@ class Priced:
     def in_form(self, form: StepForm) -> Self:
         """The same setting for plans of another form."""
         return self if form == self.form else replace(self, **asdict(form))
+
+    def among(self, positions: Sequence[int]) -> Self:
+        """The same prices where only the devices at these positions take part.
+
+        Collectives run among devices that have samples or rows; the others wait for nobody.
+        """
+        key, parts = tuple(positions), self.known.parts
+        if len(key) == self.cluster.world_size:
+            return self
+        if key not in parts:
+            part = part_of(self.setting, key)
+            parts[key] = part, Known((part.workload, part.profile))
+        setting, known = parts[key]
+        return replace(self, setting=setting, known=known)
 
     def curves_s(self, device_kind: str | None, unit_kind: str, largest: int) -> Floats:
         """[2, 1 + largest] seconds of a unit's forward and backward by microbatch size."""

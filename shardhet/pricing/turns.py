@@ -142,11 +142,19 @@ class TurnPrices(Priced):
 
     def launch_seconds(self, plan: Plan) -> dict[LaunchKind, list[float]]:
         """Seconds of every kind of launch for each visited unit under a plan."""
-        shares = [
-            numel / self.workload.numel for numel in self.stored_numels(plan.state_shares)
-        ]
-        computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
-        return self._launch_seconds(self.unevenness(shares, computes))
+        stored = self.stored_numels(plan.state_shares)
+        active = taking_part(plan.ranks, stored)
+        among = self.among(active)
+        return among._launch_seconds(among.unevenness_of(plan.ranks, stored, active))
+
+    def unevenness_of(
+        self, ranks: Sequence[RankPlan], stored: Sequence[int], active: Sequence[int]
+    ) -> float:
+        """The unevenness of ranks that store so many elements, of which some take part."""
+        return self.unevenness(
+            [stored[i] / self.workload.numel for i in active],
+            [ranks[i].rank_batch_size > 0 for i in active],
+        )
 
     def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
         """Indices of units of one kind that the same ranks recompute, class by class."""
@@ -215,7 +223,19 @@ class TurnPrices(Priced):
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores, with every border between rows."""
-        return stored_numels(self.workload.layouts(), state_shares)
+        shares = tuple(state_shares)
+        if self.known.stored is None or self.known.stored[0] != shares:
+            self.known.stored = shares, stored_numels(self.workload.layouts(), shares)
+        return self.known.stored[1]
+
+
+def taking_part(ranks: Sequence[RankPlan], stored: Sequence[int]) -> tuple[int, ...]:
+    """The positions that have samples or store elements.
+
+    No other one receives rows, contributes gradients or has a part of their sums.
+    """
+    pairs = enumerate(zip(ranks, stored, strict=True))
+    return tuple(i for i, (rank, numel) in pairs if rank.rank_batch_size or numel)
 
 
 @lru_cache(maxsize=64)

@@ -290,6 +290,8 @@ class Profile(Document):
     # What tells how long collectives take without some of the devices.
     groups: Annotated[tuple[GroupCollectives, ...], OMITTABLE] = ()
     pairs: Annotated[tuple[PairLink, ...], OMITTABLE] = ()
+    # Of links' bandwidth, where collectives are derived; None: by crowding, or measured.
+    link_fraction: Fraction | None = None
     note: str = ""
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from enum import Enum, auto
 import numpy as np
 
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.turns import taking_part
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase, Schedule
 from shardhet.records.schedule.held import MAX_ROUNDS
@@ -99,10 +100,16 @@ def make_actors(
     plan: Plan,
     schedule: Schedule,
 ) -> list[Actor]:
-    """The actors of a plan, by the first of their positions."""
+    """The actors of a plan, by the first of their positions.
+
+    Ranks without samples and rows have none: nobody waits for them.
+    """
     actors: dict[tuple[object, ...], Actor] = {}
     paces = model.host_paces(plan)
-    for position, rank in enumerate(plan.ranks):
+    active = taking_part(plan.ranks, model.stored_numels(plan.state_shares))
+    among = model.among(active)
+    for position in active:
+        rank = plan.ranks[position]
         kind = model.cluster.devices[position].kind
         last = plan.last_microbatch_sizes(position)
         places = (rank.recomputed_units, rank.optimizer_on_host)
@@ -113,6 +120,7 @@ def make_actors(
             here = replace(rank, device=model.cluster.devices[position])
             actors[key] = _actor(
                 model,
+                among,
                 len(actors),
                 here,
                 last,
@@ -125,6 +133,7 @@ def make_actors(
 
 def _actor(
     model: CostModel,
+    among: CostModel,  # of the devices that take part
     index: int,
     rank: RankPlan,
     last: tuple[int, ...],  # its microbatches in the last round
@@ -135,7 +144,7 @@ def _actor(
     units, device_kind = model.visited_units, rank.device.kind
     is_again = [rank.recomputes(unit.fqn) for unit in units]
     by_kind = {
-        (kind, sizes): model.unit_seconds(device_kind, kind, sizes)
+        (kind, sizes): among.unit_seconds(device_kind, kind, sizes)
         for kind in dict.fromkeys(unit.kind for unit in units)
         for sizes in (rank.microbatch_sizes, last)
     }

@@ -24,7 +24,14 @@ from shardhet.records.plan import Plan
 from shardhet.records.schedule import Phase, straight_schedule
 from shardhet.simulator.actors import WAITING_STATES, Actor, State, make_actors
 from shardhet.simulator.links import Links
-from shardhet.simulator.timeline import RankTimeline, Timeline, Work, merged
+from shardhet.simulator.timeline import (
+    Event,
+    MemoryPoint,
+    RankTimeline,
+    Timeline,
+    Work,
+    merged,
+)
 
 NEGLIGIBLE = 1e-12  # of the clock: what remains of a computation is then rounding
 
@@ -89,9 +96,20 @@ class _Simulation:
                     )
                 by_position[position] = ranks[i, optimizer_s]
         return Timeline(
-            ranks=tuple(each for each in by_position if each is not None),
+            ranks=tuple(each or self.of_idle(i) for i, each in enumerate(by_position)),
             collectives=merged(self.links.sent),
             step_time_s=self.clock_s,
+        )
+
+    def of_idle(self, position: int) -> RankTimeline:
+        """What a rank without samples and rows does: it waits for the end of the step."""
+        kind = self.model.cluster.devices[position].kind
+        end = Event(unit="", work=Work.AGREE, start_s=0.0, end_s=self.clock_s)
+        held_bytes = self.model.profile.device(kind).reserved_bytes
+        return RankTimeline(
+            name=kind or "device",
+            events=merged([end]),
+            memory=(MemoryPoint(time_s=0.0, nbytes=held_bytes),),
         )
 
     # The loop #

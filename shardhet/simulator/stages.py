@@ -142,7 +142,6 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
     for group, own, held in zip(groups, own_units, in_flight, strict=True):
         positions = tuple(chosen[i] for i in group)
         whole = part_of(tuple(sorted(positions)))
-        whole = replace(whole, profile=replace(whole.profile, two_levels=None))
         of_stage = with_units(part_of_hosts(whole, setting.cluster, positions), own)
         alone = replace(
             plan,

@@ -1,7 +1,7 @@
 """Report devices that are better left out, and how to launch without them.
 
-A rank that computes and stores nothing still takes part in every collective, so the planner's
-own way of not using a device does not help where links are slow.
+Collectives run without a rank that computes and stores nothing.  But a plan is searched for as
+if all devices took part, so sets of them are left out one after the other.
 """
 
 from collections import Counter

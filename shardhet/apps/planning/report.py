@@ -21,11 +21,12 @@ from shardhet.apps.cli.quantities import (
     of_budget_in,
 )
 from shardhet.apps.cli.streamed import StreamedTable
-from shardhet.apps.planning.fewer_devices import BetterWithout
+from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
 from shardhet.apps.planning.sentences import form_lines, preferred_lines, proven_line
 from shardhet.config.planning import Inputs
 from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
+from shardhet.planner.idle import active_positions
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
@@ -282,15 +283,12 @@ def _result(report: PlanReport) -> Iterator[str]:
         yield from preferred_lines(solution)
     yield from form_lines(solution.plan)
     yield from _on_host_lines(report)
-    unused = [
-        str(i)
-        for i, rank in enumerate(solution.plan.ranks)
-        if not (rank.rank_batch_size or rank.state_share)
-    ]
+    active = set(active_positions(solution))
+    unused = [i for i in range(solution.plan.world_size) if i not in active]
     if unused:
         yield (
-            f"Unused devices: {', '.join(unused)}. They compute and store nothing, but all "
-            "collectives still wait for them."
+            f"Unused devices: {ranges(unused)}. They compute and store nothing, and "
+            "collectives run without them."
         )
 
 

@@ -6,6 +6,7 @@ from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
+from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
 from shardhet.records.plan import EVERY_UNIT, Plan
 
@@ -55,6 +56,11 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
     relative_gap = solution.relative_gap
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
     has_demands = bool(demands.limits or demands.equal)
+    world_size = solution.plan.world_size
+    idle = world_size - len(active_positions(solution))
+    busy = " that leave no device idle" * (world_size > 1)
+    if idle:
+        busy += f", or only the {idle} that {'is' if idle == 1 else 'are'} idle here"
     on_host = ", the inputs of all of these or of none on the host"
     optimizer = (
         "; the optimizer on the host for any of the devices without an exact share, each in an "
@@ -63,7 +69,7 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
     )
     return (
         f"No plan of this form{' that meets the demands' * has_demands} is predicted to be "
-        f"{limit} faster: any batches and shares; microbatches of up to "
+        f"{limit} faster: any batches and shares{busy}; microbatches of up to "
         f"{min(MAX_MICROBATCH_SIZE, demands.max_microbatch_size or MAX_MICROBATCH_SIZE):,} "
         "samples where memory allows, alike but the last, or cut as is fastest (those of up "
         f"to {LEAST_MIXED_SIZE}, or twice what was measured, in batches of up to "

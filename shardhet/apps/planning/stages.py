@@ -23,6 +23,7 @@ from shardhet.apps.planning.report import (
 )
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner.advice.fewer import Fewer
 from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.planner.stages.groups import Positions
@@ -38,24 +39,26 @@ class PipelineReport:
     inputs: Inputs
     solution: PipelineSolution
     flat: PlanSolution | None  # of all devices without stages; None: nothing fits
-    alone: tuple[tuple[Positions, PlanSolution], ...]  # groups of which a plan fits
+    alone: tuple[tuple[Positions, PlanSolution], ...]  # parts of which a plan fits
 
 
 def faster_pipeline(
     conf: PlannerConf,
     inputs: Inputs,
-    flat: PlanSolution | None,
+    rivals: tuple[PlanSolution | None, Fewer | None],
     *,
     demands: Demands,
     effort: Effort,
 ) -> PipelineReport | None:
-    """A pipeline that is faster than ``flat``; None if none was found.
+    """A pipeline that is faster than its rivals; None if none was found.
 
-    All stages compute in the precision of the whole cluster; a group alone may do so in
-    another.
+    They are the plan without stages, and that without devices that are better left out.  All
+    stages compute in the precision of the whole cluster; a part alone may do so in another.
     """
-    setting = inputs.setting
-    flat_s = inf if flat is None else flat.predicted.step_time_s
+    setting, (flat, fewer) = inputs.setting, rivals
+    alone = [] if fewer is None else [(fewer.kept, fewer.solution)]
+    flats = [each for _, each in alone] + ([] if flat is None else [flat])
+    flat_s = min((each.predicted.step_time_s for each in flats), default=inf)
     found = find_pipeline(
         setting,
         global_batch_size=conf.global_batch_size,
@@ -67,7 +70,7 @@ def faster_pipeline(
     )
     if found is None or found.step_time_s >= flat_s:
         return None
-    alone, alone_in = [], conf.part_of(inputs, keeps_precision=False)
+    alone_in = conf.part_of(inputs, keeps_precision=False)
     for positions in found.groups:
         with suppress(PlanError):
             solution = solve(
@@ -78,6 +81,9 @@ def faster_pipeline(
                 is_bounded=False,
             )
             alone.append((positions, solution))
+    fastest_s = min((each.predicted.step_time_s for _, each in alone), default=inf)
+    if fastest_s <= found.step_time_s and conf.leave_out != "never":
+        return None
     return PipelineReport(inputs=inputs, solution=found, flat=flat, alone=tuple(alone))
 
 

@@ -1,11 +1,11 @@
 """Predict whether a cluster is faster without some of its devices.
 
 A collective over all devices is as slow as the slowest link that it crosses, and one kind of
-device without bfloat16 forces all to float32, whatever the plan gives them to do.  So sets of
-devices are left out one after the other: kinds, types of nodes, nodes, regions, the slowest
-kinds together, one device of those that are alike, and those that do nothing.  First, each set
-is also tried alone, without all others.  In every round the set whose removal helps most goes,
-until none helps.
+device without bfloat16 forces all to float32, whatever the plan gives them to do.  The search
+for a plan does not ask which devices are better left idle.  So sets of them are left out one
+after the other: kinds, types of nodes, nodes, regions, the slowest kinds together, one device
+of those that are alike, and those that do nothing.  First, each set is also tried alone,
+without all others.  In every round the set whose removal helps most goes, until none helps.
 
 A set is searched for only if its bound allows a gain: no step is shorter than all its
 communication, or than the batch divided by the sum of what the devices compute per second.  So

@@ -53,6 +53,7 @@ class Demands:
     may_keep_optimizer_on_host: bool = False
     max_rounds: int | None = None  # of a step; None leaves it open
     form: StepForm | None = None  # exactly this one; None leaves it open
+    has_one_level: bool = False  # no unit's rows cross between nodes once per node
     rounds_in_flight: int = 1  # of a stage of a pipeline: it holds the activations of so many
     receives: bool = False  # a stage: whether it is a later one than the first
 
@@ -182,6 +183,15 @@ class Demands:
     def needs(self, position: int) -> bool:
         """Whether samples or state are demanded of the device."""
         return bool(self.rank_batch_size(position) or self.state_share(position))
+
+    def not_idle(self, world_size: int) -> tuple[int, ...]:
+        """The positions that may have samples or state; all if all must do alike."""
+        batches = self._stated("rank_batch_size")
+        shares = self._stated("max_state_share") | self._stated("state_share")
+        idle = {i for i, batch in batches.items() if batch == 0 and shares.get(i) == 0}
+        if self.has_even_state or self.has_even_batches:
+            idle = set()
+        return tuple(i for i in range(world_size) if i not in idle)
 
     def only(self, positions: Collection[int]) -> "Demands":
         """The demands on these devices, in a cluster that has no others."""

@@ -26,7 +26,9 @@ class PlanSolution:
 
     plan: Plan
     predicted: StepCost  # of the plan as it will run: shares rounded to rows
-    lower_bound_s: float  # of the step time of any plan among the candidates
+    # Of the step time of any plan among the candidates in which all devices take part, or those
+    # that do in this one.
+    lower_bound_s: float
     fastest_s: float | None = None  # the step of the fastest plan, if another was preferred
 
     @property

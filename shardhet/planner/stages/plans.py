@@ -47,11 +47,9 @@ class StagePlans:
     _parts: dict[tuple[int, StepForm], list[_Part]] = field(default_factory=dict)
 
     def setting_of(self, positions: Positions) -> Setting:
-        """The setting of some devices; rows cross between them in one level."""
+        """The setting of some devices."""
         if positions not in self._settings:
             setting = self.smaller(positions)
-            profile = replace(setting.profile, two_levels=None)
-            setting = replace(setting, profile=profile)
             self._settings[positions] = part_of_hosts(setting, self.whole, positions)
         return self._settings[positions]
 
@@ -105,6 +103,7 @@ class StagePlans:
                 demands=replace(
                     self.demands.only(positions),
                     form=form,
+                    has_one_level=True,
                     rounds_in_flight=in_flight,
                     receives=first > 0,
                 ),

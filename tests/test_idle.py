@@ -1,0 +1,184 @@
+"""Devices without samples and rows: priced, simulated and planned as if they were not there."""
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
+from shardhet.planner.advice.explain import Situation, larger_situations, without_idle
+from shardhet.planner.idle import active_positions, with_idle
+from shardhet.planner.search.search import Effort
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.part import part_of
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster
+from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.profiles import GroupCollectives, PairLink
+from shardhet.records.workload import Workload
+from shardhet.simulator.simulation import simulate
+from shardhet.simulator.timeline import Work
+from tests.made_up import collectives
+from tests.test_fewer import SLOW_LINKS, setting_of
+
+WORKLOAD = Workload.transformer(
+    num_layers=4, width=256, num_heads=4, seq_len=128, vocab_size=1000
+)
+DESCRIBED = Path(__file__).parents[1] / "conf/cluster/described"
+COARSE = Effort(relative_gap=1e-3)
+CLOSE = 1e-12
+
+
+def derived(cluster: Cluster, **options: float) -> Setting:
+    return Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD, **options))
+
+
+def spread_over(plan: Plan, kept: tuple[int, ...], cluster: Cluster) -> Plan:
+    """The plan of some devices, with idle ones between them."""
+    taken = dict(zip(kept, plan.ranks, strict=True))
+    idle = RankPlan(microbatch_sizes=(), state_share=0.0)
+    every = enumerate(cluster.devices)
+    return replace(
+        plan, ranks=tuple(taken.get(i, replace(idle, device=each)) for i, each in every)
+    )
+
+
+def assert_priced_alike(whole: Setting, part: Setting, kept: tuple[int, ...]) -> None:
+    """Of the best plan of the part: seconds, simulated ones, and memory."""
+    small = solve(part, global_batch_size=24, effort=COARSE, is_bounded=False)
+    plan = spread_over(small.plan, kept, whole.cluster)
+    here, there = CostModel(whole).predict(plan), small.predicted
+    assert here.step_time_s == pytest.approx(there.step_time_s, rel=CLOSE)
+    assert here.exposed_comm_s == pytest.approx(there.exposed_comm_s, rel=CLOSE)
+    assert here.optimizer_s == pytest.approx(there.optimizer_s, rel=CLOSE)
+    for one, other in zip(here.turns, there.turns, strict=True):
+        assert one.seconds == pytest.approx(other.seconds, rel=CLOSE)
+        assert one.comm_s == pytest.approx(other.comm_s, rel=CLOSE)
+    for position, rank in enumerate(here.ranks):
+        if position in kept and len(kept) > 1 and not plan.two_level_units:
+            assert rank.memory == there.ranks[kept.index(position)].memory
+        elif position not in kept:
+            assert (rank.forward_s, rank.backward_s, rank.stored_numel) == (0, 0, 0)
+    times, times_there = simulate(plan, whole), simulate(small.plan, part)
+    assert times.step_time_s == pytest.approx(times_there.step_time_s, rel=CLOSE)
+    for position, rank_times in enumerate(times.ranks):
+        if position not in kept:
+            assert {event.work for event in rank_times.events} == {Work.AGREE}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in DESCRIBED.glob("*.yaml")))
+def test_described_clusters_without_some_devices(name: str) -> None:
+    """Links, participants, levels and the slowest of alike devices are those of the others."""
+    cluster = Cluster.load(DESCRIBED / f"{name}.yaml")
+    if cluster.world_size > 70:
+        cluster = cluster.only(range(0, cluster.world_size, 8))
+    rng = np.random.default_rng(len(name))
+    whole = derived(cluster)
+    for number in {1, 2, cluster.world_size // 2, cluster.world_size - 1}:
+        kept = tuple(sorted(rng.choice(cluster.world_size, number, replace=False).tolist()))
+        assert_priced_alike(whole, derived(cluster.only(kept)), kept)
+
+
+def test_a_stated_part_of_links_is_that_of_the_others_too() -> None:
+    cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml")
+    stated = derived(cluster, link_fraction=0.11)
+    assert_priced_alike(stated, derived(cluster.only((1, 2)), link_fraction=0.11), (1, 2))
+
+
+def test_links_that_are_faster_than_derived_are_faster_among_some_too() -> None:
+    situation = Situation(
+        setting=derived(Cluster.load(DESCRIBED / "lab.yaml")), demands=Demands()
+    )
+    [faster] = [
+        more.setting
+        for resource, _, _, more in larger_situations(situation)
+        if resource.value == "links"
+    ]
+    among = [part_of(each, (0, 1, 2)).profile for each in (situation.setting, faster)]
+    seconds = [each.collectives.points[-1].gather.mean_s for each in among]
+    assert seconds[0] == pytest.approx(1.1 * seconds[1])
+
+
+def test_measured_clusters_without_some_devices() -> None:
+    setting = setting_of("fssa", s_per_byte=1e-7)
+    sizes = (2**14, 2**18)
+    group = GroupCollectives(
+        positions=(1, 2, 3),
+        collectives=collectives(sizes, gather_s_per_byte=2e-8, reduce_s_per_byte=3e-8),
+    )
+    pairs = tuple(
+        PairLink(sender=i, receiver=j, latency_s=1e-5, bandwidth_bytes_per_s=(i + j) * 1e7)
+        for i, j in combinations(range(4), 2)
+    )
+    profile = replace(setting.profile, groups=(group,), pairs=pairs)
+    measured = replace(setting, profile=profile)
+    for kept in ((1, 2, 3), (0, 2), (3,), (0, 1, 3)):
+        assert_priced_alike(measured, part_of(measured, kept), kept)
+
+
+def test_direct_messages_go_to_those_that_take_part() -> None:
+    setting = setting_of("fssa", s_per_byte=1e-6)
+    weighted = replace(
+        setting.profile.collectives, gather_unevenness_weight=0.6, reduce_unevenness_weight=0.3
+    )
+    direct = replace(setting, profile=replace(setting.profile, collectives=weighted))
+    for kept in ((1, 2), (0, 1, 3)):
+        assert_priced_alike(direct, part_of(direct, kept), kept)
+
+
+def demanded_idle(*positions: int) -> Demands:
+    nothing = DeviceLimits(rank_batch_size=0, max_state_share=0.0)
+    return Demands(limits=dict.fromkeys(positions, nothing))
+
+
+def test_a_plan_with_demanded_idle_devices_is_that_of_the_others() -> None:
+    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
+    alone = solve(part_of(setting, (0, 2)), global_batch_size=16)
+    found = solve(setting, global_batch_size=16, demands=demanded_idle(1))
+    assert active_positions(found) == (0, 2)
+    assert found.predicted.step_time_s == alone.predicted.step_time_s
+    assert found.lower_bound_s == alone.lower_bound_s
+    whole = Situation(setting=setting, demands=demanded_idle(1))
+    shown, situation = without_idle(found, whole)
+    assert shown.plan == alone.plan
+    assert (situation.cluster.world_size, situation.demands.limits) == (2, {})
+
+
+def test_devices_may_not_be_idle_where_they_have_no_room_for_their_process() -> None:
+    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
+    reserving = tuple(replace(each, reserved_bytes=2**30) for each in setting.profile.devices)
+    setting = replace(setting, profile=replace(setting.profile, devices=reserving))
+    demands = demanded_idle(1).with_budgets({1: 2**29})
+    with pytest.raises(PlanError):
+        solve(setting, global_batch_size=16, demands=demands)
+
+
+def every_plan_of_parts(setting: Setting, batch: int) -> list[PlanSolution]:
+    """The best plan of each set of devices, as one of all."""
+    world_size = setting.cluster.world_size
+    found = []
+    for number in range(1, world_size + 1):
+        for kept in combinations(range(world_size), number):
+            part = part_of(setting, kept)
+            small = solve(part, global_batch_size=batch)
+            if number == world_size:
+                found.append(small)
+            elif (plan := with_idle(small, kept, CostModel(setting), Demands())) is not None:
+                found.append(plan)
+    return found
+
+
+@pytest.mark.parametrize("s_per_byte", [1e-8, 1e-6, SLOW_LINKS])
+def test_bounds_are_of_plans_with_no_device_idle_or_the_same_ones(s_per_byte: float) -> None:
+    for kinds in ("fss", "ffs", "fa"):
+        setting = setting_of(kinds, s_per_byte=s_per_byte)
+        found = solve(setting, global_batch_size=6, tolerance=5e-3)
+        active = active_positions(found)
+        assert found.lower_bound_s <= found.predicted.step_time_s
+        for other in every_plan_of_parts(setting, 6):
+            if active_positions(other) in (active, tuple(range(len(kinds)))):
+                assert other.predicted.step_time_s >= found.lower_bound_s * (1 - 1e-9)
+        assert found.predicted == CostModel(setting).predict(found.plan)
