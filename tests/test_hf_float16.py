@@ -10,10 +10,11 @@ from torch import Tensor
 
 from shardhet import Plan
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
-from tests.selection import one_in
+from tests.selection import for_campaign
 from tests.test_guard import Scaled
 from tests.test_hf_trainer import (
     FIRST_CASE_S,
+    IN_STAGES,
     PLAN,
     VOCAB_SIZE,
     arguments,
@@ -78,6 +79,8 @@ def made(trainer_class: Any, folder: str, loss: Any = loss_in_float32, **changes
         **{name: value for name, value in options.items() if value is not None},
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    if isinstance(loss, Overflowing):
+        loss.trainer = trainer
     return trainer
 
 
@@ -86,19 +89,28 @@ def logged(trainer: Any) -> list[dict[str, float]]:
     return [{n: each[n] for n in names} for each in trainer.state.log_history if "loss" in each]
 
 
-def train(rank: int, folder: str, precision: str) -> Any:
+def train(rank: int, folder: str, precision: str, plan: Plan) -> Any:
     from shardhet.hf import HetTrainer
 
     with as_torchrun_starts(rank, PLAN.world_size):
-        trainer = made(HetTrainer, folder, **{precision: True})
+        trainer = made(HetTrainer, folder, plan=plan, **{precision: True})
         trainer.train()
         return logged(trainer), trainer.evaluate()["eval_loss"], trainer.het.state_dict()
 
 
-@pytest.mark.parametrize("precision", one_in(2, ["fp16", "bf16"]))
-def test_it_trains_as_a_plain_trainer(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "precision, plan",
+    [
+        ("fp16", PLAN),
+        ("fp16", IN_STAGES),
+        for_campaign("bf16", PLAN),
+        for_campaign("bf16", IN_STAGES),
+    ],
+)
+def test_it_trains_as_a_plain_trainer(precision: str, plan: Plan, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    found, evaluated, params = run_ranks(train, 3, folder, precision, timeout_s=FIRST_CASE_S)[0]
+    results = run_ranks(train, 3, folder, precision, plan, timeout_s=FIRST_CASE_S)
+    found, evaluated, params = results[0]
     sizes = dict.fromkeys(
         ("per_device_train_batch_size", "per_device_eval_batch_size"), PLAN.global_batch_size
     )
@@ -116,18 +128,21 @@ def test_it_trains_as_a_plain_trainer(precision: str, tmp_path: Path) -> None:
     assert params["lm_head.weight"].dtype == torch.float32  # the optimizer's, as with autocast
 
 
-def overflowing(rank: int, steps: Any) -> Any:
+class Overflowing:
     """A loss of which one rank's gradients overflow in some steps."""
-    calls = iter(range(10**6))
 
-    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    def __init__(self, rank: int, steps: Any, culprit: int = 0) -> None:
+        self.trainer: Any = None
+        self._steps = steps if rank == culprit else ()
+
+    def __call__(
+        self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
         found = loss_in_float32(outputs, labels, num_items_in_batch)
         is_training = torch.is_grad_enabled() and found.requires_grad
-        if rank == 0 and is_training and next(calls) in steps:
+        if is_training and self.trainer.het.step in self._steps:
             return Scaled.apply(found, float("inf"))
         return found
-
-    return loss
 
 
 class Watching(transformers.TrainerCallback):
@@ -143,14 +158,13 @@ class Watching(transformers.TrainerCallback):
         self.rows.append(next(self.trainer.het.parameters()).detach().clone())
 
 
-def overflow(rank: int, folder: str, steps: Any) -> Any:
+def overflow(rank: int, folder: str, steps: Any, plan: Plan) -> Any:
     from shardhet.hf import HetTrainer
 
     with as_torchrun_starts(rank, PLAN.world_size):
+        loss = Overflowing(rank, steps, culprit=plan.groups[-1][0])
         # accelerate takes a fused optimizer that changes nothing for one that has stepped.
-        trainer = made(
-            HetTrainer, folder, overflowing(rank, steps), fp16=True, optim="adamw_torch"
-        )
+        trainer = made(HetTrainer, folder, loss, plan=plan, fp16=True, optim="adamw_torch")
         watching = Watching(trainer)
         trainer.add_callback(watching)
         trainer.train()
@@ -160,8 +174,11 @@ def overflow(rank: int, folder: str, steps: Any) -> Any:
         return watching.scales, changed if rows[0].numel() else None, rates
 
 
-def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(tmp_path: Path) -> None:
-    found = run_ranks(overflow, 3, str(tmp_path), [OVERFLOWS_AT], timeout_s=FIRST_CASE_S)
+@pytest.mark.parametrize("plan", [PLAN, IN_STAGES])
+def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(
+    plan: Plan, tmp_path: Path
+) -> None:
+    found = run_ranks(overflow, 3, str(tmp_path), [OVERFLOWS_AT], plan, timeout_s=FIRST_CASE_S)
     scales, changed, rates = found[0]
     num_after = NUM_STEPS - OVERFLOWS_AT
     assert scales == [FIRST_SCALE] * OVERFLOWS_AT + [FIRST_SCALE / 2] * num_after
@@ -179,7 +196,7 @@ def go_on(rank: int, folder: str) -> Any:
     results = []
     for checkpoint in (None, f"{folder}/checkpoint-3"):
         with as_torchrun_starts(rank, PLAN.world_size):
-            loss = overflowing(rank, [OVERFLOWS_AT] if checkpoint is None else [])
+            loss = Overflowing(rank, [OVERFLOWS_AT] if checkpoint is None else [])
             trainer = made(HetTrainer, folder, loss, fp16=True)
             trainer.train(resume_from_checkpoint=checkpoint)
             scale = trainer.loss_scaler.grad_scaler.get_scale()
@@ -198,7 +215,7 @@ def overflow_always(rank: int, folder: str) -> None:
     from shardhet.hf import HetTrainer
 
     with as_torchrun_starts(rank, PLAN.world_size):
-        trainer = made(HetTrainer, folder, overflowing(rank, range(100)), fp16=True)
+        trainer = made(HetTrainer, folder, Overflowing(rank, range(100)), fp16=True)
         trainer.loss_scaler = LossScaler(trainer.het.device, first_scale=2 * LEAST_SCALE)
         trainer.accelerator.scaler = trainer.loss_scaler.grad_scaler
         trainer.train()

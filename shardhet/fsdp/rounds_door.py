@@ -96,7 +96,12 @@ class ModuleInRounds(ModuleWithState):
         finally:
             self._function = self._runtime.function = None
 
-    def step_of(self, rounds: Sequence[Mapping[str, Any]], num_tokens: int) -> float | None:
+    def step_of(
+        self,
+        rounds: Sequence[Mapping[str, Any]],
+        num_tokens: int,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> float | None:
         """As ``forward_backward`` in stages, given the arguments of every round.  Collective.
 
         There may be fewer rounds than a step has.  ``num_tokens`` are those of all of them.
@@ -106,7 +111,7 @@ class ModuleInRounds(ModuleWithState):
             self._check_intact()
             calls = [self._call_of_round(((), dict(each), ())) for each in rounds]
         return self._pipeline.step(
-            calls, is_training=self.module.training, num_tokens=num_tokens
+            calls, scaler, is_training=self.module.training, num_tokens=num_tokens
         )
 
     def _evaluate_stages(

@@ -76,8 +76,6 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
             f"{whole} samples a step. Leave it out; a batch for each device is "
             "plan=[2, 2, 15]."
         )
-    if args.fp16:
-        plan.refuse_stages("TrainingArguments: fp16=True", "Pass bf16=True")
     args = copy.copy(args)
     args.per_device_train_batch_size = whole
     checkpointing = ("activation_checkpointing", "gradient_checkpointing")

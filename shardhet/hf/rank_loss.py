@@ -142,8 +142,13 @@ class RankLoss:
         if scaler is not None:
             loss_sum = scaler.scaled(loss_sum)
         het.backward(loss_sum, num_items, divisor=self._divisor)
+        self.check_scale()
+
+    def check_scale(self) -> None:
+        """Raise ``FloatingPointError`` if gradients overflow at every scale of the loss."""
+        scaler, step = self._trainer.loss_scaler, self._trainer.het.step
         if scaler is not None:
-            check_scale(scaler.scale, het.step, instead="bf16=True, or leave fp16 out")
+            check_scale(scaler.scale, step, instead="bf16=True, or leave fp16 out")
 
     @property
     def _mean_so_far(self) -> float:

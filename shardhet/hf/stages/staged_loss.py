@@ -48,8 +48,12 @@ class StagedLoss(RankLoss):
         mine = sum(self.num_items(each) for each in rounds)
         counts = trainer.het.exchange([mine])
         num_items = sum(int(counts[i][0]) for i in trainer.plan.groups[-1])
+        scaler = trainer.loss_scaler
+        of_step = None if scaler is None else scaler.begin_step()
         with trainer.het.computing(self._of_training):
-            return trainer.het.step_of(rounds, num_items) or 0.0
+            mean = trainer.het.step_of(rounds, num_items, of_step)
+        self.check_scale()
+        return mean or 0.0
 
     def sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
         """As of ``RankLoss``, on ranks of the last stage; zeros on others."""
