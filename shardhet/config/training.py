@@ -306,6 +306,7 @@ class ByHandPlanConf(PlanConf):
     num_rounds: int = 1  # of one optimizer step; the lists are of one round
     reshard_after_backward: bool = True
     reduce_each_round: bool = True
+    resident_units: list[str] = field(default_factory=list)  # ["*"]: frozen weights stay whole
     global_batch_size: int | None = None  # null: all rounds are full
     stages: list[StageConf] = field(default_factory=list)  # of a pipeline; empty: none
 
@@ -329,6 +330,7 @@ class ByHandPlanConf(PlanConf):
                 num_rounds=self.num_rounds,
                 reshard_after_backward=self.reshard_after_backward,
                 reduce_each_round=self.reduce_each_round,
+                resident_units=self.resident_units,
                 global_batch_size=self.global_batch_size,
                 stages=[each.to_record() for each in self.stages] or None,
             )

@@ -11,6 +11,7 @@ from shardhet.comm.on_host.memory import available_bytes
 from shardhet.fsdp.module import HetFSDP
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.host_room import FlatKind, HostRoom
+from shardhet.fsdp.sharding.residence import check_resident_units
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout, cut_by_shares
 from shardhet.records.plan import Plan
@@ -62,6 +63,12 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
             )
     if plan.units and plan.units != before.units:
         return "plan: it was made for another model. Run the planner on this one."
+    units = model._runtime.all_units
+    frozen = [unit.fqn for unit in units if any(not flat.is_trainable for flat in unit.flats)]
+    try:
+        check_resident_units(plan, frozen, [unit.fqn for unit in units])
+    except ValueError as error:
+        return str(error)
     with_grad = [fqn for fqn, param in model.named_parameters() if param.grad is not None]
     if with_grad:
         return (

@@ -104,9 +104,9 @@ class Plan(Document):
     """One entry per device, in an order that the plan itself defines.
 
     The samples of a round and every flat tensor are dealt in this order.  A step takes the
-    microbatches of all devices ``num_rounds`` times and adds up the gradients; the resharding
-    is that of ``StepForm``.  A plan without ``units`` fits any model.  Rows and gradients of
-    ``two_level_units``, which are patterns, cross between nodes once per node.
+    microbatches of all devices ``num_rounds`` times and adds up the gradients (see ``form``).
+    A plan without ``units`` fits any model.  Rows and gradients of ``two_level_units``, which
+    are patterns, cross between nodes once per node.
     """
 
     document_name: ClassVar[str] = "plan"
@@ -119,6 +119,7 @@ class Plan(Document):
     last_round_size: int | None = None  # samples of the last round; None: as many as of any
     stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
     two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # cross once per node
+    resident_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # frozen parts stay whole
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
 
@@ -259,24 +260,24 @@ class Plan(Document):
         reshard_after_backward: bool = True,
         reduce_each_round: bool = True,
         two_level_units: bool | Sequence[str] = False,
+        resident_units: bool | Sequence[str] = False,
         global_batch_size: int | None = None,
         stages: Sequence[Stage] | None = None,
     ) -> Self:
         """A plan from one entry per device, for each round.
 
-        Give either ``num_microbatches`` (all microbatches are full) or ``rank_batch_sizes``
-        (the last microbatch may be smaller); with neither, every device with a microbatch size
-        runs one microbatch.  Without ``state_shares`` each device stores by its memory if all
-        ``devices`` state theirs, and otherwise as much as any other.  ``recompute`` is one bool
-        for all devices, or one bool or list of unit patterns per device.  So is
-        ``inputs_on_host``: the inputs of these recomputed units (True: of all of them) wait for
-        backward in the memory of the host.  ``optimizer_on_host`` is one bool for all devices,
-        or one per device.  ``two_level_units`` is one bool or a list of unit patterns.  With a
-        ``global_batch_size`` the last round has what is left of it.
-        ``stages`` make it a pipeline: they take the devices in this order.
+        Give either ``num_microbatches``, which are full, or ``rank_batch_sizes``, whose last
+        microbatch may be smaller; with neither, each device runs one microbatch.  Without
+        ``state_shares`` each device stores by its memory if all state theirs, and otherwise as
+        much as any other.  ``recompute`` is one bool, or one bool or list of unit patterns per
+        device.  So is ``inputs_on_host``: the inputs of these recomputed units (True: of all of
+        them) wait for backward on the host.  ``optimizer_on_host`` is one bool, or one per
+        device; ``two_level_units`` and ``resident_units`` are one bool or a list of patterns.
+        With a ``global_batch_size`` the last round has what is left of it.  ``stages`` make it
+        a pipeline: they take the devices in this order.
         """
-        world_size = len(microbatch_sizes)
         sizes = microbatches_of_each(microbatch_sizes, num_microbatches, rank_batch_sizes)
+        world_size = len(sizes)
         claims = of_each(recompute, world_size)
         if inputs_on_host is True:  # on every device that recomputes any
             inputs_on_host = [claim is not False for claim in claims]
@@ -284,11 +285,10 @@ class Plan(Document):
         on_host = of_each(optimizer_on_host, world_size)
         devices = devices or [DeviceSpec()] * world_size
         groups = positions_by_stage(stages) if stages else (range(world_size),)
-        if state_shares is None:
-            state_shares = shares_by_memory(devices, groups)
+        shares = shares_by_memory(devices, groups) if state_shares is None else state_shares
         check_lengths(
             world_size,
-            state_shares=state_shares,
+            state_shares=shares,
             recompute=claims,
             inputs_on_host=with_inputs,
             optimizer_on_host=on_host,
@@ -299,7 +299,7 @@ class Plan(Document):
             ranks=tuple(
                 RankPlan(
                     microbatch_sizes=sizes[i],
-                    state_share=float(state_shares[i]),
+                    state_share=float(shares[i]),
                     recomputed_units=_patterns(claims[i], "recompute"),
                     inputs_on_host=_patterns(with_inputs[i], "inputs_on_host"),
                     optimizer_on_host=on_host[i],
@@ -312,6 +312,7 @@ class Plan(Document):
             reshard_after_backward=reshard_after_backward,
             reduce_each_round=reduce_each_round,
             two_level_units=_patterns(two_level_units, "two_level_units"),
+            resident_units=_patterns(resident_units, "resident_units"),
             last_round_size=last_round_size(global_batch_size, num_rounds, round_size),
             stages=None if stages is None else tuple(stages),
         )
@@ -359,11 +360,12 @@ def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
         tolerance=SHARES_TOLERANCE,
         num_rounds=plan.num_rounds,
     )
-    if plan.two_level_units:
-        raise ValueError(
-            "plan: two_level_units with stages, whose devices gather among themselves. Leave "
-            "one of them out."
-        )
+    for key in ("two_level_units", "resident_units"):
+        if getattr(plan, key):
+            raise ValueError(
+                f"plan: {key} with stages, whose devices gather among themselves. Leave one of "
+                "them out."
+            )
     stage_by_unit(stages, [unit.fqn for unit in plan.units if unit.fqn])
 
 

@@ -19,6 +19,7 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.fsdp.sharding.host_room import FlatKind, meet_room
 from shardhet.fsdp.sharding.materialize import RowSource, is_on_meta, materialize, move_buffers
+from shardhet.fsdp.sharding.residence import check_resident_units
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.sharding.wrapping import UnitModules
 from shardhet.records.layout import FlatLayout, cut_by_shares
@@ -126,7 +127,7 @@ def build_units(
             for i, slot in enumerate(group):
                 if slot.current.is_meta and row_source is not None:
                     rows = row_source.read_rows(slot.fqn, flat.rows[i])
-                    flat.sharded_params[i].data.copy_(rows)
+                    flat.boxes(flat.flat_shard)[i].copy_(rows)
                 else:
                     flat.store_rows(i, slot.current)
                 flat.sharded_params[i].__dict__.update(slot.current.__dict__)
@@ -291,6 +292,8 @@ def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
     fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
     for i, rank in enumerate(plan.ranks):
         rank.check_inputs_on_host(i, fqns)
+    frozen = [e.fqn for e in drafts if any(not slot.is_trainable for slot in e.slots)]
+    check_resident_units(plan, frozen, [each.fqn for each in drafts])
     if not plan.units:
         return  # written by hand, for any model
     planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}

@@ -66,6 +66,9 @@ class CommContext:
         self.compute_event = self._handle.Event()
         # The ranks that compute in this step: they receive parameters, contribute gradients.
         self.receivers: tuple[int, ...] = ()
+        # Those that compute by the plan, and the units whose frozen rows they keep unsharded.
+        self.computing: tuple[int, ...] = ()
+        self.resident_units: tuple[str, ...] = ()
         transport = gather_channel.transport
         # Memory that peers read is allocated where they can read it, which avoids a copy.
         self._allocate = host_empty if transport is None else transport.empty
@@ -84,6 +87,8 @@ class CommContext:
         """Communicate among the ranks that compute by ``plan``.  Collective."""
         self._share_host(plan, control)
         computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
+        self.computing = tuple(i for i, each in enumerate(computes) if each)
+        self.resident_units = tuple(plan.resident_units)
         of_plan = carriers(self.nodes, computes)
         self.gather_channel, self.reduce_channel = (
             among_computing(each, of_plan, control=control, device=self.device)
@@ -154,6 +159,12 @@ class CommContext:
     def mark_rows_changed(self) -> None:
         """Make the next gathers read the rows anew that are on the host."""
         self.num_changes_of_rows += 1
+
+    def end_of(self, gather: Pending) -> Any:
+        """The event after a gather, on the stream of gathers."""
+        with self.on_stream(self.all_gather_stream):
+            gather.wait()
+            return self.record_event(self.all_gather_stream)
 
     def keep_until_sent(self, gather: Pending) -> None:
         """Hold a gather while peers may still be reading this rank's shard.

@@ -10,6 +10,7 @@ alive, who writes and reads it, and who waits for whom:
                          computes: a part of the
                          unsharded storage)
     unsharded storage    unshard .. reshard          gather, peers         compute
+                         (resident: over steps)
     whole gradient       1st backward turn ..        compute               reduce, peers
                          end of its reduction
     part of the sum      reduce .. zero_grad         reduce                optimizer (compute)
@@ -26,7 +27,8 @@ alive, who writes and reads it, and who waits for whom:
 The parameters are views of the unsharded storage, so tensors that autograd saved stay valid
 when the storage is freed and later refilled.  A rank that stores a whole tensor needs no second
 copy: its shard *is* the unsharded tensor.  ``flat_grad`` has the states of the gradient, and
-``placement`` what is different where the plan says ``optimizer_on_host``.
+``placement`` what is different where the plan says ``optimizer_on_host``, and ``residence``
+which tensors stay unsharded over steps.
 """
 
 from collections.abc import Sequence
@@ -42,6 +44,7 @@ from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient, GradState, forget_autograds
 from shardhet.fsdp.sharding.placement import RowsOnDevice, RowsOnHost
+from shardhet.fsdp.sharding.residence import FrozenRows, Residence
 from shardhet.records.layout import FlatLayout, Span
 
 
@@ -97,15 +100,16 @@ class FlatTensor:
         self.reduce_dtype = reduce_dtype or orig_dtype
         self._comm = comm
         self._position = comm.gather_channel.position
+        self.residence = Residence(
+            slots[0].fqn, unit_fqn, comm, None if self.is_trainable else self._counted
+        )
 
         self._take_over(layout, on_host=on_host)
+        rows = nn.Parameter if self.is_trainable else FrozenRows
         self.sharded_params = [
-            nn.Parameter(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
+            rows(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
             for i in range(len(slots))
         ]
-        if self.is_trainable:
-            for slot, param in zip(slots, self.sharded_params, strict=True):
-                param.register_post_accumulate_grad_hook(partial(_refuse_grad, slot.fqn))
 
         self._unsharded = self._whole()
         # .data has its own version counter: autograd must not take a refill of the storage for
@@ -118,9 +122,10 @@ class FlatTensor:
         ]
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
-        if self.is_trainable:
-            for i, param in enumerate(self.unsharded_params):
-                param.register_post_accumulate_grad_hook(partial(self._accumulate, i))
+        for i, slot in enumerate(self.slots if self.is_trainable else ()):
+            refuse, accumulate = partial(_refuse_grad, slot.fqn), partial(self._accumulate, i)
+            self.sharded_params[i].register_post_accumulate_grad_hook(refuse)
+            self.unsharded_params[i].register_post_accumulate_grad_hook(accumulate)
 
         self._gather: Pending | None = None
         self._gathered: Any = None  # the event at its end, where streams wait and not the host
@@ -146,12 +151,11 @@ class FlatTensor:
 
     def _whole(self) -> Tensor:
         """The unsharded tensor, [layout.numel], which is the shard where that is all of it."""
-        shard = self.placed.sent
-        is_whole = shard.numel() == self.layout.numel  # this rank stores all of it
-        self._is_shard_itself = is_whole and self.param_dtype == shard.dtype
+        shard, numel = self.placed.sent, self.layout.numel
+        self._is_shard_itself = shard.numel() == numel and self.param_dtype == shard.dtype
         if self._is_shard_itself:
             return shard
-        return torch.empty(self.layout.numel, dtype=self.param_dtype, device=self._comm.device)
+        return torch.empty(numel, dtype=self.param_dtype, device=self._comm.device)
 
     @torch.no_grad()
     def redistribute(self, layout: FlatLayout, whole: Tensor, *, on_host: bool) -> None:
@@ -162,6 +166,7 @@ class FlatTensor:
         self._take_over(layout, on_host=on_host)
         own = layout.shard_spans[self._position]
         self.flat_shard.copy_(whole[own.start : own.stop])
+        self.residence.end()
         for i, param in enumerate(self.sharded_params):
             param.data = self._box(self.flat_shard, i)
         self._unsharded = self._whole()
@@ -203,49 +208,44 @@ class FlatTensor:
         return self._unsharded.untyped_storage().data_ptr()
 
     def unshard(self) -> None:
-        """Start the gather; a rank that computes nothing only sends."""
-        comm = self._comm
-        self.placed.copy_to_device()
-        if comm.gather_channel.group is None and self._is_shard_itself:
+        """Start the gather, unless who computes holds it; others only send."""
+        comm, receivers = self._comm, self.residence.to_reach()
+        if receivers is None:
             return
+        self.placed.copy_to_device()
+        self.residence.begin()
+        is_alone = comm.gather_channel.group is None  # then the gather copies and casts
+        if is_alone and self._is_shard_itself:
+            return
+        is_receiver = self._position in receivers
         with comm.on_stream(comm.all_gather_stream):
             # Memory allocated on this stream may have been freed by the last reshard while
             # kernels of the compute stream still read it; the optimizer wrote the shard there.
             comm.all_gather_stream.wait_event(comm.compute_event)
-            if comm.is_receiver and not self._is_shard_itself:
-                numel, itemsize = self.layout.numel, self.param_dtype.itemsize
-                self._unsharded.untyped_storage().resize_(numel * itemsize)
+            if is_receiver and not self._is_shard_itself:
+                nbytes = self.layout.numel * self.param_dtype.itemsize
+                self._unsharded.untyped_storage().resize_(nbytes)
             self.placed.wait_on(comm.all_gather_stream)
-            is_alone = comm.gather_channel.group is None  # then the gather copies and casts
             own = self.layout.shard_spans[self._position]
-            part = self._unsharded[own.start : own.stop] if comm.is_receiver else None
+            part = self._unsharded[own.start : own.stop] if is_receiver else None
             shard = self.flat_shard if is_alone else self.placed.to_send(part)
             self._gather = all_gather_uneven(
-                self._unsharded if comm.is_receiver else None,
+                self._unsharded if is_receiver else None,
                 shard,
                 self.layout.shard_numels,
                 channel=comm.channels_of(self._unit_fqn)[0],
-                receivers=comm.receivers,
+                receivers=receivers,
             )
             if comm.host_runs_ahead:
                 # Recorded now: later it would come after the next gather of the stream too,
                 # and no gather would overlap compute.
-                self._gathered = self._end_of_gather(self._gather)
-
-    def _end_of_gather(self, gather: Pending) -> Any:
-        """The event after the gather, on its stream."""
-        comm = self._comm
-        with comm.on_stream(comm.all_gather_stream):
-            gather.wait()
-            return comm.record_event(comm.all_gather_stream)
+                self._gathered = comm.end_of(self._gather)
 
     def wait_for_unshard(self) -> None:
         """Wait until the compute stream may read the parameters; give them to the modules."""
         comm = self._comm
         if self._gather is not None:
-            comm.current_stream().wait_event(
-                self._gathered or self._end_of_gather(self._gather)
-            )
+            comm.current_stream().wait_event(self._gathered or comm.end_of(self._gather))
             comm.keep_until_sent(self._gather)
             self._gather = self._gathered = None
         else:
@@ -255,10 +255,14 @@ class FlatTensor:
                 slot.put(param)
 
     def reshard(self) -> None:
-        """Free the unsharded storage; the modules hold the shards again."""
+        """Free the unsharded storage, unless it stays; the modules hold the shards again."""
         self.show_shards()
-        if not self._is_shard_itself:
+        if not (self._is_shard_itself or self.residence.is_here):
             self._unsharded.untyped_storage().resize_(0)
+
+    def _counted(self) -> list[Tensor]:
+        # The unsharded ones too: a write to them, on one rank alone, does not last.
+        return [self.flat_shard, *self.sharded_params, *self.unsharded_params]
 
     def show_shards(self) -> None:
         """Make the modules hold this rank's rows."""

@@ -62,7 +62,8 @@ class FSDPUnit:
     def copy_to_device(self) -> None:
         """Launch the copies of rows on the host that ``unshard`` launches otherwise."""
         for flat in self.flats:
-            flat.placed.copy_to_device()
+            if flat.residence.to_reach() is not None:
+                flat.placed.copy_to_device()
 
     def unshard(self) -> None:
         """SHARDED -> GATHERING; does nothing in any other state."""

@@ -7,6 +7,8 @@ import torch
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.sharding.residence import forget_changed
 from shardhet.fsdp.step.rounds import Rounds
 from shardhet.records.plan import Plan
 
@@ -28,18 +30,27 @@ class RankBatch:
 
 
 def agree_on_batch(
-    plan: Plan, control: Channel, *, num_samples: int, index: int, rounds: Rounds
+    plan: Plan,
+    control: Channel,
+    *,
+    num_samples: int,
+    index: int,
+    rounds: Rounds,
+    flats: Sequence[FlatTensor] = (),
 ) -> tuple[RankBatch, int]:
     """This rank's part of the batch, and the index of the findings to use.  Collective.
 
     ``index`` is that of this rank's findings; the returned one is UNKNOWN unless all computing
-    ranks have the same.  Raises ``ValueError`` on all ranks if they call the model in different
-    ways, or with more samples than the plan gives them.
+    ranks have the same.  What was written of ``flats``, all that there are, does not stay
+    unsharded any longer.  Raises ``ValueError`` on all ranks if they call the model in
+    different ways, or with more samples than the plan gives them.
     """
     with_gradients = torch.is_grad_enabled()
     moment, num_rounds = rounds.moment, rounds.number
     finished = moment.step * num_rounds + moment.round
-    rows = control.enter("model(...)", [num_samples, 2 * index + with_gradients, finished])
+    has_changed = any(flat.residence.has_changed() for flat in flats)
+    mine = 4 * index + 2 * has_changed + with_gradients
+    rows = control.enter("model(...)", [num_samples, mine, finished])
     gradients = [bool(int(row[1]) % 2) for row in rows]
     for name, values in (
         ("gradients enabled", gradients),
@@ -52,6 +63,8 @@ def agree_on_batch(
                 "the same way on every rank; to evaluate on some of them alone, enter "
                 "model.unit_by_unit() on all, and call model.module there."
             )
+    if any(int(row[1]) % 4 > 1 for row in rows):
+        forget_changed(flats, control)
     sizes = [int(row[0]) for row in rows]
     position = control.position
     if with_gradients:
@@ -63,7 +76,7 @@ def agree_on_batch(
         computing=tuple(i for i, size in enumerate(sizes) if size),
         step=moment.step,
     )
-    known = {int(row[1]) // 2 for row in rows if row[0]}
+    known = {int(row[1]) // 4 for row in rows if row[0]}
     return batch, known.pop() if len(known) == 1 else UNKNOWN
 
 

@@ -164,6 +164,7 @@ class Runtime:
                 num_samples=call.num_samples,
                 index=index,
                 rounds=self.rounds,
+                flats=[flat for unit in self.all_units for flat in unit.flats],
             )
         first = self.step.batch.first_sample - self.rounds.moment.num_samples_before
         self.own_samples = range(first, first + self.step.batch.num_samples)
@@ -276,5 +277,4 @@ class Runtime:
         self._norms.drop()
         if self._inputs is not None:
             self._inputs.drop()
-        self.step.batch = None
-        self.step.awaits_backward = False
+        self.step.batch, self.step.awaits_backward = None, False

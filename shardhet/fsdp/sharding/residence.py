@@ -1,0 +1,138 @@
+"""Frozen rows that are gathered once and stay unsharded over steps (``Plan.resident_units``).
+
+A frozen flat tensor of a resident unit is gathered before its first use, on all ranks that
+compute by the plan, and none of them frees it:
+
+    on ranks that hold it    unshard() launches nothing, reshard() frees nothing
+    on other ranks           which compute only outside of training: gathered for every use
+
+It is gathered again when a rank has written rows: version counters tell, before each forward,
+and ranks agree on it.  ``param.data`` has a version counter of its own, so once somebody has
+asked for it the tensor is gathered for every forward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+
+from shardhet.comm.channel import Channel
+from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.records.plan import Plan, is_matched
+
+
+class FrozenRows(nn.Parameter):
+    """This rank's rows of a frozen parameter, which know whether ``.data`` was read."""
+
+    has_left: bool = False  # somebody may write through ``.data``, which no counter counts
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The rows without autograd; they are not trusted to stay as they are from now on."""
+        self.has_left = True
+        rows: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return rows
+
+    @data.setter
+    def data(self, rows: Tensor) -> None:
+        torch.Tensor.data.__set__(self, rows)  # type: ignore[attr-defined]
+
+
+class Residence:
+    """Which ranks hold a flat tensor unsharded from one use to the next."""
+
+    def __init__(
+        self,
+        fqn: str,
+        unit_fqn: str,
+        comm: CommContext,
+        counted: Callable[[], Sequence[Tensor]] | None,
+    ) -> None:
+        """``counted`` returns what has its versions counted; None: the tensor is trainable.
+
+        ``fqn`` is that of its first parameter.
+        """
+        self._fqn, self._unit_fqn = fqn, unit_fqn
+        self._comm = comm
+        self._counted = counted
+        self._holders = frozenset[int]()  # positions; equal on all ranks
+        self._versions: list[int] = []  # when it was gathered
+        self._has_warned = False
+
+    @property
+    def _is_resident(self) -> bool:
+        comm = self._comm
+        return self._counted is not None and is_matched(self._unit_fqn, comm.resident_units)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank keeps the unsharded storage."""
+        return self._is_resident and self._comm.gather_channel.position in self._comm.computing
+
+    def to_reach(self) -> Sequence[int] | None:
+        """The positions that a gather is for; None if all that compute hold the tensor."""
+        comm = self._comm
+        if not self._is_resident:
+            return comm.receivers
+        lacking = ({*comm.receivers} | {*comm.computing}) - self._holders
+        return tuple(sorted(lacking)) or None
+
+    def begin(self) -> None:
+        """Note a gather to all that ``to_reach`` names."""
+        if self._counted is not None and self._is_resident and not self._holders:
+            self._holders = frozenset(self._comm.computing)
+            self._versions = [each._version for each in self._counted()]
+
+    def has_changed(self) -> bool:
+        """Whether this rank's rows may have been written since they were gathered."""
+        if self._counted is None or not self._holders:
+            return False
+        counted = self._counted()
+        has_left = any(getattr(each, "has_left", False) for each in counted)
+        if has_left and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{self._fqn}, or a parameter beside it: its .data was read, and what is "
+                "written through it cannot be noticed. So these frozen parameters of unit "
+                f"{self._unit_fqn!r} are gathered again for every forward. Read "
+                "param.detach() instead.",
+                stacklevel=2,
+            )
+        return has_left or self._versions != [each._version for each in counted]
+
+    def end(self) -> None:
+        """Let the next use gather the tensor again.  The same on all ranks."""
+        self._holders = frozenset()
+
+
+def forget_changed(flats: Sequence["_Flat"], control: Channel) -> None:
+    """Gather again, from the next use on, what any rank has changed.  Collective.
+
+    ``flats`` are all flat tensors.  All ranks call it, once any has said that it has changed
+    rows.
+    """
+    mine = [i for i, flat in enumerate(flats) if flat.residence.has_changed()]
+    for i in set().union(*control.exchange_objects(mine)):
+        flats[i].residence.end()
+
+
+class _Flat(Protocol):
+    residence: Residence
+
+
+def check_resident_units(plan: Plan, frozen: Sequence[str], fqns: Sequence[str]) -> None:
+    """Raise ``ValueError`` for patterns of ``plan.resident_units`` that name no frozen unit.
+
+    ``frozen`` are the units with a frozen parameter among all ``fqns``; "" is the root.
+    """
+    for pattern in plan.resident_units:
+        named = [fqn for fqn in fqns if is_matched(fqn, (pattern,))]
+        if set(named).isdisjoint(frozen):
+            found = f"units {', '.join(named[:3])} have no frozen parameter"
+            raise ValueError(
+                f"plan: resident_units has {pattern!r} but "
+                f"{found if named else 'no unit is named so'}. Freeze parameters before "
+                "wrapping the model, or leave the pattern out."
+            )

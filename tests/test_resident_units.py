@@ -1,0 +1,498 @@
+"""Frozen weights of ``resident_units`` are gathered once, and only trainable rows later."""
+
+import json
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan, redistribute
+from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.records.stages import Stage
+from tests.emulated.accelerator import Accelerator
+from tests.hosts import on_different_hosts
+from tests.parity import check_covered_once
+from tests.rounds_cases import RoundsCase, check, draw
+from tests.selection import one_in
+from tests.test_bytes_of_links import Bytes, computing, needed_messages, needed_of_groups
+from tests.test_order import around_collectives
+from tests.worlds import run_ranks
+
+NUM_CASES = 16
+WIDTH, RANK, NUM_LAYERS, ITEMSIZE = 6, 2, 3, 8
+
+
+# Drawn steps
+
+
+def drawn(seed: int) -> RoundsCase:
+    """A step in rounds of a model most of whose parameters are frozen."""
+    case = draw(seed)
+    rng = random.Random(f"resident {seed}")
+    blocks = range(len(case.case.shape.mixes))
+    parts = [f"blocks.{i}.{name}" for i in blocks for name in ("up", "down", "qkv", "words")]
+    frozen = ["embedding", "position", "head.norm", *(p for p in parts if rng.random() < 0.8)]
+    shape = replace(case.case.shape, frozen=tuple(frozen))
+    plan = replace(case.case.plan, resident_units=("*",))
+    return replace(
+        case,
+        precision="float64",
+        case=replace(case.case, shape=shape, plan=plan),
+    )
+
+
+@pytest.mark.parametrize("seed", one_in(2, range(NUM_CASES)))
+def test_a_drawn_step_is_that_of_one_process(seed: int) -> None:
+    case = drawn(seed)
+    reports = run_ranks(check, case.world_size, case)
+    check_covered_once([report.covers for report in reports])
+
+
+# A model with adapters inside its units
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable adapter of a low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Adapted() for _ in range(NUM_LAYERS))).double()
+
+
+def inputs(num_samples: int) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def wrapped(plan: Plan, module: nn.Module | None = None, **options: Any) -> HetFSDP:
+    return HetFSDP(module or make_module(), plan, units=[Adapted], **options)
+
+
+def own(model: HetFSDP) -> Tensor:
+    return inputs(model.plan.global_batch_size)[model.plan.sample_indices(model.position)]
+
+
+def step(model: HetFSDP) -> list[tuple[str, bool]]:
+    """A step's launches: what is launched, and whether it is of trainable parameters."""
+    launches: list[tuple[str, bool]] = []
+    for param in model.parameters():
+        param.grad = None
+    x = own(model).to(model.device)
+    with around_collectives(lambda kind, flat: launches.append((kind, flat.is_trainable))):
+        model.backward(model(x).square().sum(), len(x))
+    return launches
+
+
+def gathers_of_frozen(model: HetFSDP) -> int:
+    return step(model).count(("gather", False))
+
+
+def check_grads(model: HetFSDP, module: nn.Module) -> None:
+    """This rank's gradients are those of ``module`` in one process."""
+    x = inputs(model.plan.global_batch_size)
+    module.zero_grad()
+    (module(x).square().sum() / len(x)).backward()
+    boxes, found = model.sharded_state_dict(), dict(model.named_parameters())
+    for fqn, param in module.named_parameters():
+        grad = found[fqn].grad
+        assert (grad is None) == (param.grad is None), fqn
+        if grad is not None and param.grad is not None:
+            rows = boxes[fqn].rows
+            expected = param.grad[rows.start : rows.stop]
+            torch.testing.assert_close(
+                grad.as_subclass(Tensor).cpu(), expected, rtol=1e-12, atol=1e-14
+            )
+
+
+PLAN = Plan.by_hand(
+    microbatch_sizes=[2, 1, 0], state_shares=[0.2, 0.5, 0.3], resident_units=True
+)
+
+
+def _gathered_once(rank: int) -> None:
+    model, module = wrapped(PLAN), make_module()
+    counts = [gathers_of_frozen(model) for _ in range(3)]
+    assert counts[1:] == [0, 0], counts
+    check_grads(model, module)
+    trainable = [launch for launch in step(model) if launch[1]]
+    assert trainable.count(("gather", True)) == 2 * NUM_LAYERS - 1
+    assert trainable.count(("reduce", True)) == NUM_LAYERS
+
+
+def test_frozen_weights_are_gathered_once_and_adapters_as_before() -> None:
+    run_ranks(_gathered_once, 3)
+
+
+# Bytes
+
+
+def drawn_plan(rng: random.Random) -> Plan:
+    sizes = [rng.choice([0, 1, 1, 2]) for _ in range(4)]
+    sizes[rng.randrange(4)] = 2
+    weights = [rng.choice([0.0, 0.0, rng.random()]) for _ in range(4)]
+    weights[rng.randrange(4)] = 1.0
+    return Plan.by_hand(
+        microbatch_sizes=sizes,
+        state_shares=[each / sum(weights) for each in weights],
+        reshard_after_forward=rng.random() < 0.7,
+        resident_units=True,
+    )
+
+
+def _over_messages(rank: int, seed: int) -> list[tuple[Bytes, Bytes]]:
+    rng, found, post = random.Random(seed), [], dist.batch_isend_irecv
+    for _ in range(10):
+        plan, sent, launches = drawn_plan(rng), Bytes(), []
+
+        def count(ops: list[dist.P2POp], sent: Bytes = sent) -> list[dist.Work]:
+            for op in ops:
+                if op.op is dist.isend:
+                    sent[op.group_peer] += op.tensor.numel() * ITEMSIZE
+            return post(ops)
+
+        with on_different_hosts():
+            model = wrapped(plan)
+            step(model)
+            with (
+                mock.patch.object(dist, "batch_isend_irecv", count),
+                around_collectives(lambda kind, flat, to=launches: to.append((kind, flat))),
+            ):
+                x = own(model)
+                model.backward(model(x).square().sum(), len(x))
+        assert all(flat.is_trainable for _, flat in launches)
+        found.append((sent, needed_messages(plan, rank, launches)))
+    return found
+
+
+@pytest.mark.parametrize("seed", one_in(2, range(4)))
+def test_messages_of_a_step_are_those_of_adapters(seed: int) -> None:
+    for cases in run_ranks(_over_messages, 4, seed):
+        assert [sent for sent, _ in cases] == [+needed for _, needed in cases]
+
+
+def _over_nccl(rank: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(10):
+        plan, launches = drawn_plan(rng), []
+        with Accelerator().installed() as accelerator:
+            model = wrapped(plan, device=accelerator.device)
+            step(model)
+            for param in model.parameters():
+                param.grad = None
+            communicators = accelerator.nccl.communicators
+            for each in communicators.values():
+                each.sent.clear()
+                each.received_bytes = 0
+            with around_collectives(lambda kind, flat, to=launches: to.append((kind, flat))):
+                x = own(model).to(model.device)
+                model.backward(model(x).square().sum(), len(x))
+            sent = Bytes()
+            for each in communicators.values():
+                for peer, numels in each.sent.items():
+                    sent[peer] += sum(numels) * ITEMSIZE
+            arrived = sum(each.received_bytes for each in communicators.values())
+            check_grads(model, make_module())
+        assert all(flat.is_trainable for _, flat in launches)
+        needed, handed = needed_of_groups(plan, rank, launches)
+        assert (arrived, +sent) == (needed, +handed), seed
+
+
+@pytest.mark.parametrize("seed", one_in(2, range(4)))
+def test_grouped_calls_of_a_step_are_those_of_adapters(seed: int) -> None:
+    run_ranks(_over_nccl, 4, seed)
+
+
+# Rows that change
+
+
+def _double(model: HetFSDP) -> None:
+    with torch.no_grad():
+        for fqn, param in model.named_parameters():
+            if "base" in fqn:
+                param.mul_(2)
+
+
+def _double_in_inference(model: HetFSDP) -> None:
+    with torch.inference_mode():
+        _double(model)
+
+
+def _double_data(model: HetFSDP) -> None:
+    for fqn, param in model.named_parameters():
+        if "base" in fqn:
+            param.data.mul_(2)
+
+
+def _double_on_one_rank(model: HetFSDP) -> None:
+    # The rows of one rank alone; others have to hear of it.
+    if model.position == 1:
+        _double(model)
+
+
+def _load_doubled(model: HetFSDP) -> None:
+    state = make_module().state_dict()
+    whole = {fqn: 2 * value if "base" in fqn else value for fqn, value in state.items()}
+    model.load_state_dict(whole if model.rank == 0 else None)
+
+
+def _load_doubled_rows(model: HetFSDP) -> None:
+    boxes = model.sharded_state_dict()
+    model.load_sharded_state_dict(
+        {
+            fqn: replace(box, tensor=box.tensor * (2 if "base" in fqn else 1))
+            for fqn, box in boxes.items()
+        }
+    )
+
+
+CHANGES: list[Callable[[HetFSDP], None]] = [
+    _double, _double_in_inference, _double_data, _double_on_one_rank, _load_doubled,
+    _load_doubled_rows,
+]  # fmt: skip
+
+
+def _as_it_is(model: HetFSDP) -> nn.Module:
+    """The plain model with the values that HetFSDP has now."""
+    module = make_module()
+    [whole] = [state for state in model._control.exchange_objects(model.state_dict()) if state]
+    module.load_state_dict(whole)
+    return module
+
+
+def _changed(rank: int) -> None:
+    for change in CHANGES:
+        model = wrapped(PLAN)
+        step(model)
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                change(model)
+                assert gathers_of_frozen(model), change
+            check_grads(model, _as_it_is(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again = gathers_of_frozen(model)
+        assert bool(again) == (change is _double_data), change
+
+
+def test_rows_that_anybody_writes_are_gathered_again() -> None:
+    run_ranks(_changed, 3)
+
+
+def _warned(rank: int) -> None:
+    model = wrapped(PLAN)
+    step(model)
+    next(model.parameters()).data.norm()
+    with pytest.warns(UserWarning, match=r"0.base.weight, or a parameter beside it: its .data"):
+        step(model)
+
+
+def test_a_read_of_data_is_warned_of() -> None:
+    run_ranks(_warned, 3)
+
+
+def _unfrozen(rank: int) -> None:
+    model = wrapped(PLAN)
+    step(model)
+    dict(model.named_parameters())["0.base.weight"].requires_grad_()
+    with pytest.raises(RuntimeError, match=r"0.base.weight: requires_grad was changed"):
+        step(model)
+
+
+def test_unfreezing_is_refused_by_name() -> None:
+    run_ranks(_unfrozen, 3, fresh_world=True)
+
+
+def _checkpointed(rank: int, folder: str) -> None:
+    model = wrapped(PLAN)
+    _double(model)
+    save(model, None, folder)
+    other = wrapped(PLAN)
+    step(other)
+    load(other, None, folder)
+    assert gathers_of_frozen(other)
+    assert not gathers_of_frozen(other)
+    check_grads(other, _as_it_is(model))
+
+
+def test_a_checkpoint_is_gathered_anew(tmp_path: Any) -> None:
+    run_ranks(_checkpointed, 3, str(tmp_path / "checkpoint"))
+
+
+def _redistributed(rank: int) -> None:
+    model, module = wrapped(PLAN), make_module()
+    step(model)
+    all_of_them = 2 * NUM_LAYERS - 1  # residents are gathered by the probe of the first step
+    for sizes, shares, resident, counts in (
+        ([1, 1, 2], [0.0, 0.9, 0.1], True, [0, 0]),
+        ([0, 3, 1], [1.0, 0.0, 0.0], True, [0, 0]),
+        ([1, 1, 1], [0.3, 0.3, 0.4], False, [all_of_them, all_of_them]),
+        ([2, 0, 2], [0.3, 0.3, 0.4], ["1", "2"], [2, 2]),
+    ):
+        plan = Plan.by_hand(
+            microbatch_sizes=sizes, state_shares=shares, resident_units=resident
+        )
+        model.zero_grad()
+        redistribute(model, None, plan)
+        assert [gathers_of_frozen(model) for _ in counts] == counts
+        check_grads(model, module)
+    model.zero_grad()
+    with pytest.raises(CheckpointError, match="resident_units has 'nobody'"):
+        redistribute(model, None, replace(plan, resident_units=("nobody",)))
+
+
+def test_rows_move_to_other_plans() -> None:
+    run_ranks(_redistributed, 3)
+
+
+# Outside of steps
+
+
+def _outside(rank: int) -> None:
+    """Generation and evaluation, on ranks that only store too, before and after training."""
+    model, module = wrapped(PLAN), make_module()
+    x = inputs(4)
+    for trained in (False, True):
+        if trained:
+            step(model)
+        with model.unit_by_unit():
+            for _ in range(2 + rank):
+                assert torch.allclose(model.module(x), module(x), rtol=1e-12, atol=1e-14)
+        with torch.no_grad():
+            mine = x[[rank]] if rank else x[:0]
+            assert torch.allclose(model(mine), module(mine), rtol=1e-12, atol=1e-14)
+    storages = [
+        flat._unsharded.untyped_storage().nbytes()
+        for flat in model._flats
+        if not (flat.is_trainable or flat._is_shard_itself)
+    ]
+    assert all(storages) == (model.position in computing(PLAN))
+    assert any(storages) == all(storages)
+    _double(model)
+    with model.unit_by_unit():
+        assert torch.allclose(model.module(x), _doubled()(x), rtol=1e-12, atol=1e-14)
+    assert not gathers_of_frozen(model)
+    check_grads(model, _doubled())
+
+
+def _doubled() -> nn.Module:
+    module = make_module()
+    for fqn, param in module.named_parameters():
+        if "base" in fqn:
+            param.data.mul_(2)
+    return module
+
+
+def test_calls_outside_of_steps_are_right_and_ranks_that_store_keep_nothing() -> None:
+    run_ranks(_outside, 3)
+
+
+# Other precision, other places
+
+
+def _in_bf16(rank: int) -> None:
+    """Frozen weights are stored in float32 or in bfloat16, and gathered in bfloat16."""
+    for stored in (torch.float32, torch.bfloat16):
+        results = []
+        for plan in (PLAN, replace(PLAN, resident_units=())):
+            module = make_module().float()
+            for each in module:
+                each.base.to(stored)
+            model = wrapped(plan, module, param_dtype=torch.bfloat16)
+            frozen = [gathers_of_frozen(model) for _ in range(3)]
+            assert frozen[1:] == ([0, 0] if plan.resident_units else [2 * NUM_LAYERS - 1] * 2)
+            results.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert all(map(torch.equal, *results))
+
+
+def test_precision_is_as_without_residents() -> None:
+    run_ranks(_in_bf16, 3)
+
+
+def _on_host(rank: int) -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1, 1],
+        num_microbatches=[2, 1, 2],
+        state_shares=[0.2, 0.5, 0.3],
+        recompute=True,
+        inputs_on_host=True,
+        optimizer_on_host=[True, False, True],
+        num_rounds=2,
+        resident_units=["*"],
+    )
+    with Accelerator().installed() as accelerator:
+        model, module = wrapped(plan, device=accelerator.device), make_module()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x = inputs(plan.global_batch_size).to(model.device)
+        for _ in range(3):
+            optimizer.zero_grad()
+            launches: list[bool] = []
+            with around_collectives(lambda _, flat, to=launches: to.append(flat.is_trainable)):
+                for i in range(plan.num_rounds):
+                    part = x[list(plan.round_samples(model.position, i))]
+                    model.backward(model(part).square().sum(), len(part))
+            check_grads(model, module)
+            optimizer.step()
+        assert all(launches)
+
+
+def test_host_memory_and_rounds_are_as_without_residents() -> None:
+    run_ranks(_on_host, 3)
+
+
+# What is refused
+
+
+def _refused(rank: int, resident: str, message: str) -> None:
+    module = make_module()
+    module[1].requires_grad_()
+    plan = replace(PLAN, resident_units=("0", resident))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        wrapped(plan, module)
+
+
+@pytest.mark.parametrize(
+    ("resident", "message"),
+    [
+        ("nobody", "resident_units has 'nobody' but no unit is named so"),
+        ("1", "resident_units has '1' but units 1 have no frozen parameter"),
+    ],
+)
+def test_units_without_frozen_parameters_are_refused_by_name(
+    resident: str, message: str
+) -> None:
+    run_ranks(_refused, 3, resident, message, fresh_world=True)
+
+
+def test_stages_are_refused() -> None:
+    stages = [Stage(units=("0",), num_ranks=1), Stage(units=("1",), num_ranks=1)]
+    with pytest.raises(ValueError, match="resident_units with stages"):
+        Plan.by_hand(microbatch_sizes=[1, 1], resident_units=True, stages=stages)
+
+
+def test_plans_with_residents_are_kept_in_files() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], resident_units=["blocks.*"])
+    assert plan.resident_units == ("blocks.*",)
+    assert Plan.from_json(plan.to_json()) == plan
+    older = json.loads(Plan.by_hand(microbatch_sizes=[1]).to_json())
+    del older["resident_units"]
+    assert Plan.from_json(json.dumps(older)) == Plan.by_hand(microbatch_sizes=[1])
+    with pytest.raises(ValueError, match=r"Write \['blocks'\]"):
+        Plan.by_hand(microbatch_sizes=[1], resident_units="blocks")
