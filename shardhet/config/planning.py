@@ -252,6 +252,7 @@ class PlannerConf(InputsConf):
     max_stages: int = 1  # of a pipeline, whose stages are groups of devices; 1: none
     inputs_on_host: bool = False  # inputs of recomputed units may wait in the hosts' memory
     optimizer_on_host: bool = False  # optimizers may step in the hosts' memory
+    resident_units: bool = True  # frozen weights may stay unsharded over steps
     leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
     tolerance: float = TOLERANCE
@@ -340,6 +341,7 @@ class PlannerConf(InputsConf):
             max_rounds=self.max_rounds,
             may_keep_inputs_on_host=self.inputs_on_host,
             may_keep_optimizer_on_host=self.optimizer_on_host,
+            may_keep_frozen_weights=self.resident_units,
         )
         with config_errors():
             demands.check(len(devices))

@@ -18,6 +18,7 @@ that do so in the plan that was found (``shardhet.planner.idle``).
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 
 from shardhet.planner.forms import BatchRounds, neighbours, rounds_of
@@ -25,6 +26,7 @@ from shardhet.planner.idle import active_positions, with_idle
 from shardhet.planner.preference import TOLERANCE, preferred
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.residents import with_residents
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import (
     FormTask,
@@ -35,7 +37,6 @@ from shardhet.planner.task import (
     spared_s,
 )
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.launches import fastest_levels
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
@@ -100,7 +101,7 @@ def _of_part(
 
     None if these are all devices or none, or nothing fits.
     """
-    setting, demands = asked.prices.setting, asked.demands
+    setting, demands = asked.setting, asked.demands
     if not 0 < len(positions) < setting.cluster.world_size:
         return None
     try:
@@ -114,12 +115,12 @@ def _of_part(
         )
     except ValueError:  # nothing fits, or demands need the other devices
         return None
-    return with_idle(found, positions, asked.prices, demands)
+    return with_idle(found, positions, asked.prices[0], demands)
 
 
 def _of_all(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     """``solve``, where no device is demanded to be idle."""
-    setting, demands = asked.prices.setting, asked.demands
+    setting, demands = asked.setting, asked.demands
     if not demands.may_keep_inputs_on_host or not _states_memory(setting):
         return _solve(asked, tolerance)
     # The search does not know how much memory hosts have: plans beyond it are dropped.
@@ -152,8 +153,9 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         else:
             met.search(task)
     demands = asked.demands
-    if demands.form is None and demands.max_rounds != 1 and asked.global_batch_size > 1:
-        _search_rounds(asked, met)
+    has_rounds = demands.max_rounds != 1 and asked.global_batch_size > 1
+    if demands.form is None and (has_rounds or len(asked.prices) > 1):
+        _search_rest(asked, met)
     if met.best is None:
         assert met.missed is not None
         met.missed.lower_bound_s = min(met.bounds_s + met.unproven_s)
@@ -166,12 +168,13 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     return best if tolerance is None else preferred(best, (met.tasks, met.slower), tolerance)
 
 
-def _search_rounds(asked: "_Asked", met: "_Met") -> None:
-    """Search steps of several rounds, those with the least bound first."""
+def _search_rest(asked: "_Asked", met: "_Met") -> None:
+    """Search steps of several rounds, and those that keep fewer frozen weights, by bounds."""
     least_s, compute_s = endless_memory_bound_s(asked.of_endless_memory())
+    rest = [*asked.of_fewer_residents(), *asked.of_several_rounds()]
     trials = [
         (max(least_s, least_step_of_rounds_s(task.model, task.rounds, compute_s)), order, task)
-        for order, task in enumerate(asked.of_several_rounds())
+        for order, task in enumerate(rest)
     ]
     trials.sort(key=lambda each: each[:2])
     for i, (bound_s, _, task) in enumerate(trials):
@@ -186,25 +189,38 @@ def _search_rounds(asked: "_Asked", met: "_Met") -> None:
 class _Asked:
     """What is asked, of plans of any form."""
 
-    prices: CostModel  # in any form
+    prices: tuple[CostModel, ...]  # in any form; those that keep most frozen weights first
     global_batch_size: int
     demands: Demands
     effort: Effort
     is_bounded: bool
 
+    @property
+    def setting(self) -> Setting:
+        """What is planned for."""
+        return self.prices[0].setting
+
     def of_demanded_form(self) -> Iterator[FormTask]:
         """Plans of the form that is demanded, if one is."""
         form = self.demands.form
         if form is not None:
-            yield from self._tasks(BatchRounds(form.num_rounds, self.global_batch_size), form)
+            rounds = BatchRounds(form.num_rounds, self.global_batch_size)
+            for prices in self.prices:
+                yield from self._tasks(prices, rounds, form)
 
     def of_one_round(self) -> Iterator[FormTask]:
-        """Plans whose units are gathered again for backward, then those that keep them.
+        """Plans whose units are gathered again for backward, then those that keep them; all
+        frozen weights stay unsharded.
 
         None if another form is demanded.
         """
         if self.demands.form is None:
-            yield from self._tasks(BatchRounds(1, self.global_batch_size))
+            yield from self._tasks(self.prices[0], BatchRounds(1, self.global_batch_size))
+
+    def of_fewer_residents(self) -> Iterator[FormTask]:
+        """The same where not all frozen weights stay unsharded."""
+        for prices in self.prices[1:] if self.demands.form is None else ():
+            yield from self._tasks(prices, BatchRounds(1, self.global_batch_size))
 
     def of_several_rounds(self, near: StepForm | None = None) -> Iterator[FormTask]:
         """Plans of several rounds, few first; with ``near``, only of forms like that one.
@@ -215,8 +231,8 @@ class _Asked:
             return
         looked_at = rounds_of(self.global_batch_size, self.demands.max_rounds)
         beside = [each.number for each in neighbours(looked_at, near)] if near else ()
-        for rounds in looked_at[1:]:
-            for task in self._tasks(rounds):
+        for rounds, prices in product(looked_at[1:], self.prices):
+            for task in self._tasks(prices, rounds):
                 if (
                     near is None
                     or rounds.number == near.num_rounds
@@ -229,14 +245,16 @@ class _Asked:
         *_, task = self.of_one_round()
         return replace(task, has_endless_memory=True)
 
-    def _tasks(self, rounds: BatchRounds, form: StepForm | None = None) -> Iterator[FormTask]:
+    def _tasks(
+        self, prices: CostModel, rounds: BatchRounds, form: StepForm | None = None
+    ) -> Iterator[FormTask]:
         """Plans with these rounds, form by form, or of one form."""
-        world_size = self.prices.cluster.world_size
+        world_size = prices.cluster.world_size
         demands = self.demands.of_round(rounds, world_size)
         if demands is not None:
             has_links = world_size > 1 or rounds.number == 1
             for each in (form,) if form else rounds.forms(has_links=has_links):
-                model = self.prices.in_form(each)
+                model = prices.in_form(each)
                 yield FormTask(model, rounds, demands, self.effort, self.is_bounded)
 
 
@@ -281,13 +299,13 @@ class _Met:
             self.missed, self.missed_rounds = error, task.rounds.number
 
 
-def _priced(setting: Setting, demands: Demands) -> CostModel:
-    """Prices of plans whose units are in the levels that are faster."""
+def _priced(setting: Setting, demands: Demands) -> tuple[CostModel, ...]:
+    """Prices of plans whose units are in the levels that are faster, by what is resident."""
     in_flight, receives = demands.rounds_in_flight, demands.receives
     prices = CostModel(setting, in_flight=in_flight, receives=receives)
     if demands.has_one_level:
-        return prices
-    return replace(prices, two_level_units=fastest_levels(prices))
+        return (prices,)
+    return with_residents(prices, may_stay=demands.may_keep_frozen_weights)
 
 
 def _check_size(setting: Setting) -> None:
@@ -324,10 +342,13 @@ def least_step_s(
     prices = _priced(setting, demands)
     asked = _Asked(prices, global_batch_size, demands, effort, is_bounded=False)
     several = asked.of_several_rounds(near if only_near else None)
-    tasks = [*asked.of_demanded_form(), *asked.of_one_round(), *several]
+    first = [*asked.of_demanded_form(), *asked.of_one_round()]
+    tasks = [*first, *asked.of_fewer_residents(), *several]
     if not tasks:
         return at_most_s
-    compute_s = tasks[0].builder().all_compute_s  # of plans of any form: it needs least memory
+    # Of plans of any form: it needs least memory.
+    least = replace(tasks[0], model=prices[-1].in_form(tasks[0].model.form))
+    compute_s = least.builder().all_compute_s
     bounded = [
         (task.model.form != near, least_step_of_rounds_s(task.model, task.rounds, compute_s), i)
         for i, task in enumerate(tasks)

@@ -200,6 +200,7 @@ def _plan(
         ranks=tuple(_rank_plan(*each) for each in trios),
         **asdict(model.form),
         two_level_units=model.two_level_units,
+        resident_units=model.resident_units,
         last_round_size=rounds.last_size,
         units=tuple(
             PlannedUnit(fqn=unit.fqn, numel=model.workload.kind_of(unit).numel)

@@ -41,7 +41,8 @@ class CostModel(TurnPrices, MemoryPrices):
         Devices are those of the cluster, in its order.
         """
         plan.refuse_stages("the cost model")
-        if (plan.form, plan.two_level_units) != (self.form, self.two_level_units):
+        of_plan = (plan.form, plan.two_level_units, plan.resident_units)
+        if of_plan != (self.form, self.two_level_units, self.resident_units):
             return self.for_plan(plan).predict(plan)
         self._check_devices(plan)
         self._check_units(plan)

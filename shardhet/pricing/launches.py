@@ -21,6 +21,8 @@ def gather_s(priced: Priced, unit: UnitKind, unevenness: float) -> float:
     collectives = priced.collectives_of(unit)
     weight = collectives.gather_unevenness_weight
     nbytes = priced.workload.gathered_bytes(unit) * (1 - weight + weight * unevenness)
+    if not nbytes and unit.numel:
+        return 0.0  # all of it is resident
     return _collective_s(priced, collectives.gather_s, nbytes)
 
 
@@ -45,8 +47,9 @@ def fastest_levels(priced: Priced) -> tuple[str, ...]:
         return 2 * gather_s(prices, kind, 1.0) + reduce_s(prices, kind, 1.0)
 
     workload = priced.workload
+    kinds = {unit.kind: priced.sent_kind(unit) for unit in workload.units}
     faster = {
-        kind.name for kind in workload.kinds if seconds(in_two, kind) < seconds(priced, kind)
+        name for name, kind in kinds.items() if seconds(in_two, kind) < seconds(priced, kind)
     }
     units = tuple(unit.fqn for unit in workload.units if unit.kind in faster)
     return EVERY_UNIT if len(units) == len(workload.units) else units

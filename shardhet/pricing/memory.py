@@ -72,9 +72,10 @@ class MomentPrices(HostInputPrices):
         if self._is_alone and self.workload.param_dtype in STORED_DTYPES:
             return np.zeros(len(self.held.unit) + 1)  # the shard is the storage
         gathered = self.workload.gathered_bytes
-        kinds = map(self.workload.kind_of, self.visited_units)
+        kinds = map(self.sent_kind, self.visited_units)
         of_units = self.held.unsharded @ np.array([float(gathered(kind)) for kind in kinds])
-        return np.append(of_units, 0.0) + sum(map(gathered, self.root_kinds))
+        of_root = sum(map(gathered, self.root_kinds))
+        return np.append(of_units, 0.0) + of_root + self.resident_bytes
 
     @cached_property
     def _grad_bytes(self) -> Floats:
@@ -128,7 +129,8 @@ class MomentPrices(HostInputPrices):
     @cached_property
     def _moments(self) -> dict[tuple[object, ...], Moments]:
         levels = len(self.cluster.nodes) if self.two_level_units else 0
-        key = (self.form, self.in_flight, self.receives, self._is_alone, levels)
+        of_stage = (self.in_flight, self.receives)
+        key = (self.form, of_stage, self._is_alone, levels, self.resident_units)
         return _known_moments(self.workload).setdefault(key, {})
 
     def moments(self, rank: RankPlan) -> Moments:

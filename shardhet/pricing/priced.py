@@ -61,6 +61,7 @@ class Priced:
     reshard_after_backward: bool = True
     reduce_each_round: bool = True
     two_level_units: tuple[str, ...] = ()  # as in ``Plan``
+    resident_units: tuple[str, ...] = ()  # likewise
     in_flight: int = 1  # rounds whose activations are held at once, as in a stage of a pipeline
     receives: bool = False  # whether another stage hands over the inputs of the first unit
     known: Known = field(default_factory=Known, repr=False, compare=False)
@@ -108,8 +109,30 @@ class Priced:
         return known[key]
 
     def for_plan(self, plan: Plan) -> Self:
-        """The same setting for plans of the form of ``plan``, with its units in two levels."""
-        return replace(self.in_form(plan.form), two_level_units=plan.two_level_units)
+        """The same setting for plans of the form of ``plan``, and its patterns of units."""
+        return replace(
+            self.in_form(plan.form),
+            two_level_units=plan.two_level_units,
+            resident_units=plan.resident_units,
+        )
+
+    def resident_bytes_of(self, unit: Unit) -> int:
+        """Bytes of the unit's frozen parameters that stay unsharded over steps."""
+        if not is_matched(unit.fqn, self.resident_units):
+            return 0
+        return self.workload.frozen_bytes(self.workload.kind_of(unit))
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of frozen parameters that every computing rank keeps unsharded."""
+        return sum(map(self.resident_bytes_of, self.workload.units))
+
+    def sent_kind(self, unit: Unit) -> UnitKind:
+        """The unit's kind as far as it is gathered in every step."""
+        kind, resident = self.workload.kind_of(unit), self.resident_bytes_of(unit)
+        if not resident:
+            return kind
+        return replace(kind, gathered_bytes=self.workload.gathered_bytes(kind) - resident)
 
     def collectives_of(self, unit: UnitKind) -> Collectives:
         """The collectives of a kind of unit: in two levels if all units of the kind are."""
@@ -150,5 +173,4 @@ class Priced:
     @cached_property
     def root_kinds(self) -> tuple[UnitKind, ...]:
         """The root, which is unsharded for the whole step, if the model has one."""
-        workload = self.workload
-        return tuple(workload.kind_of(unit) for unit in workload.units if not unit.fqn)
+        return tuple(self.sent_kind(unit) for unit in self.workload.units if not unit.fqn)

@@ -187,11 +187,19 @@ class TurnPrices(Priced):
             by_kind.setdefault(unit.kind, []).append(i)
         return [*by_kind.values()]
 
+    @cached_property
+    def _sent_kinds(self) -> list[UnitKind]:
+        return [self.sent_kind(unit) for unit in self.visited_units]
+
     def _launch_seconds(self, unevenness: float) -> dict[LaunchKind, list[float]]:
-        found = {}
+        found: dict[LaunchKind, list[float]] = {}
         for kind, price in PRICES.items():
-            by_kind = {unit.name: price(self, unit, unevenness) for unit in self.workload.kinds}
-            found[kind] = [by_kind[unit.kind] for unit in self.visited_units]
+            known: dict[tuple[str, int], float] = {}
+            for unit, sent in zip(self.visited_units, self._sent_kinds, strict=True):
+                key = (unit.kind, self.resident_bytes_of(unit))
+                if key not in known:
+                    known[key] = price(self, sent, unevenness)
+                found.setdefault(kind, []).append(known[key])
         return found
 
     def _beside(

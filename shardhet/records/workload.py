@@ -165,6 +165,17 @@ class Workload(Document):
         return kind.numel * self.param_itemsize
 
     @property
+    def has_frozen(self) -> bool:
+        """Whether any parameter is frozen."""
+        return any(kind.frozen_params for kind in self.kinds)
+
+    def frozen_bytes(self, kind: UnitKind) -> int:
+        """Bytes of the frozen parameters of one unit when they are communicated."""
+        if not kind.frozen_params:
+            return 0
+        return max(0, self.gathered_bytes(kind) - kind.trained_numel * self.param_itemsize)
+
+    @property
     def param_itemsize(self) -> int:
         """Bytes of a parameter element when it is communicated."""
         return ITEMSIZE_BY_DTYPE[self.param_dtype]

@@ -168,11 +168,17 @@ def _actor(
         overlap_excess=model.profile.device(device_kind).overlap_excess,
         seconds=seconds,
         unit_fqns=[units[turn.unit].fqn for turn in schedule.turns],
-        resting_bytes=model.profile.device(device_kind).reserved_bytes,
+        resting_bytes=_resting_bytes(model, rank),
         running_bytes=running,
         kept_bytes=kept,
         numel_bytes=numel_bytes,
     )
+
+
+def _resting_bytes(model: CostModel, rank: RankPlan) -> int:
+    """What a rank holds between turns besides its rows and activations."""
+    reserved = model.profile.device(rank.device.kind).reserved_bytes
+    return reserved + model.resident_bytes * bool(rank.rank_batch_size)
 
 
 def _memory(
@@ -199,9 +205,9 @@ def _memory(
         for i, turn in enumerate(turns)
     ]
     own = batch * model.kept_bytes_per_sample(rank)
-    so_far = np.cumsum(own)
+    so_far, resting = np.cumsum(own), _resting_bytes(model, rank)
     kept = [
-        reserved + so_far[turn.unit] - (own[turn.unit] if turn.phase is Phase.BACKWARD else 0.0)
+        resting + so_far[turn.unit] - (own[turn.unit] if turn.phase is Phase.BACKWARD else 0.0)
         for turn in turns
     ]
     at = [*alike, -1]

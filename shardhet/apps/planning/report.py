@@ -279,9 +279,9 @@ def _result(report: PlanReport) -> Iterator[str]:
         + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
     )
     if not report.note:
-        yield proven_line(solution, report.demands)
+        yield proven_line(solution, report.demands, workload)
         yield from preferred_lines(solution)
-    yield from form_lines(solution.plan)
+    yield from form_lines(solution.plan, workload)
     yield from _on_host_lines(report)
     active = set(active_positions(solution))
     unused = [i for i in range(solution.plan.world_size) if i not in active]

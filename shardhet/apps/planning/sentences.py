@@ -8,12 +8,14 @@ from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
-from shardhet.records.plan import EVERY_UNIT, Plan
+from shardhet.records.plan import EVERY_UNIT, Plan, is_matched
+from shardhet.records.workload import Workload
 
 SHOWN_GAP = 1e-4  # the least that is stated
+GIB = 2**30
 
 
-def form_lines(plan: Plan) -> Iterator[str]:
+def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
     """Why there are so many rounds, and how often units are gathered and reduced."""
     kept = "each is gathered once instead of twice"
     if plan.num_rounds > 1:
@@ -43,6 +45,7 @@ def form_lines(plan: Plan) -> Iterator[str]:
             "Gradients are kept whole and reduced after the last round "
             "(reduce_each_round=False)."
         )
+    yield from resident_lines(plan, workload)
     if plan.two_level_units:
         units = "" if plan.two_level_units == EVERY_UNIT else f"{len(plan.two_level_units)} of "
         yield (
@@ -51,7 +54,24 @@ def form_lines(plan: Plan) -> Iterator[str]:
         )
 
 
-def proven_line(solution: PlanSolution, demands: Demands) -> str:
+def resident_lines(plan: Plan, workload: Workload) -> Iterator[str]:
+    """Which frozen weights stay unsharded, and what a step sends."""
+    frozen = [unit for unit in workload.units if workload.frozen_bytes(workload.kind_of(unit))]
+    kept = [unit for unit in frozen if is_matched(unit.fqn, plan.resident_units)]
+    if not kept:
+        return
+    nbytes = sum(workload.frozen_bytes(workload.kind_of(unit)) for unit in kept)
+    units = "all units" if kept == frozen else f"{len(kept)} of {len(frozen)} units"
+    sends = "what is trained only"
+    if kept != frozen:
+        sends = "what is trained, and the frozen weights of the others"
+    yield (
+        f"Frozen weights of {units} stay whole on every device that computes, "
+        f"{nbytes / GIB:.1f} GiB (resident_units): a step sends {sends}."
+    )
+
+
+def proven_line(solution: PlanSolution, demands: Demands, workload: Workload) -> str:
     """What the search has shown, and of which plans."""
     relative_gap = solution.relative_gap
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
@@ -67,6 +87,7 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
         "equal part of its host's memory and speed, with copies that compute hides or that "
         "nothing hides"
     )
+    frozen = "; frozen weights of all units, of none, or of one to three quarters stay whole"
     return (
         f"No plan of this form{' that meets the demands' * has_demands} is predicted to be "
         f"{limit} faster: any batches and shares{busy}; microbatches of up to "
@@ -75,7 +96,8 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
         f"to {LEAST_MIXED_SIZE}, or twice what was measured, in batches of up to "
         f"{MAX_BATCH:,}); recomputation kind by kind, in quarters"
         f"{on_host * demands.may_keep_inputs_on_host}"
-        f"{optimizer * demands.may_keep_optimizer_on_host}; {_rounds_looked_at(demands)}."
+        f"{optimizer * demands.may_keep_optimizer_on_host}; {_rounds_looked_at(demands)}"
+        f"{frozen * (demands.may_keep_frozen_weights and workload.has_frozen)}."
     )
 
 

@@ -15,7 +15,7 @@ bounds (``MAX_SEARCHES_IF_LARGE`` for a cluster of many devices or kinds).
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.find import least_step_s, solve
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
+from shardhet.planner.residents import with_all_resident
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.launches import fastest_levels
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, Node
@@ -222,7 +222,7 @@ class _Trials:
     def _least_step_s(self, setting: Setting) -> float:
         """A bound on the step: all communication, or all compute spread perfectly."""
         model = CostModel(setting, reshard_after_forward=False)
-        model = replace(model, two_level_units=fastest_levels(model))
+        model = with_all_resident(model)
         numbers = Counter(device.kind for device in setting.cluster.devices)
         per_s = sum(number / self._pace_s(setting, kind) for kind, number in numbers.items())
         compute_s = self.whole.plan.global_batch_size / per_s

@@ -51,9 +51,10 @@ class Demands:
     # Of devices without an exact share: the optimizer steps there, in an equal part for each
     # device of a host.
     may_keep_optimizer_on_host: bool = False
+    may_keep_frozen_weights: bool = True  # unsharded over steps, where they are computed with
     max_rounds: int | None = None  # of a step; None leaves it open
     form: StepForm | None = None  # exactly this one; None leaves it open
-    has_one_level: bool = False  # no unit's rows cross between nodes once per node
+    has_one_level: bool = False  # of a stage: no two_level_units, and no resident_units
     rounds_in_flight: int = 1  # of a stage of a pipeline: it holds the activations of so many
     receives: bool = False  # a stage: whether it is a later one than the first
 

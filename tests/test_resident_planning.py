@@ -1,0 +1,137 @@
+"""Frozen weights that stay unsharded: what they take, what they spare, and who keeps them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from shardhet import Cluster, Plan, Workload, find_plan
+from shardhet.apps.planning.sentences import form_lines
+from shardhet.planner import Demands, PlanError, solve
+from shardhet.planner.problem.demands import DeviceLimits
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.setting import Setting
+from shardhet.records.workload import UnitKind
+from shardhet.simulator.simulation import simulate
+
+ADAPTER = ((16, 1024), (1024, 16))  # of a block, beside its frozen weights
+NUM_LAYERS, GIB = 4, 2**30
+SMALL = 0.72  # GiB of a device that has no room for more than its batch
+
+
+def adapted(kind: UnitKind) -> UnitKind:
+    """A kind with frozen weights, and in a block an adapter."""
+    frozen = tuple(range(len(kind.param_shapes)))
+    shapes = (*kind.param_shapes, *(ADAPTER if kind.name == "block" else ()))
+    return replace(kind, param_shapes=shapes, frozen_params=frozen)
+
+
+def workload() -> Workload:
+    plain = Workload.transformer(
+        num_layers=NUM_LAYERS, width=1024, num_heads=8, vocab_size=4000, seq_len=512,
+        param_dtype="bfloat16", state_bytes_per_element=2.5,
+    )  # fmt: skip
+    return replace(plain, kinds=tuple(map(adapted, plain.kinds)))
+
+
+def setting(memory_bytes: Sequence[float], bytes_per_s: float = 0.1e9) -> Setting:
+    """One host for each device, joined by a cable."""
+    nodes = [
+        {
+            "host": f"node{i}",
+            "devices": [{"kind": "NVIDIA A10", "memory_capacity_bytes": int(nbytes)}],
+        }
+        for i, nbytes in enumerate(memory_bytes)
+    ]
+    cable = {"latency_s": 3e-5, "bandwidth_bytes_per_s": bytes_per_s}
+    document = {"version": 1, "nodes": nodes, "between_nodes": cable}
+    cluster = Cluster.from_document(document, source="test")
+    return Setting(cluster, workload(), derive_profile(cluster, workload()))
+
+
+def frozen_bytes(setting: Setting, fqns: Sequence[str]) -> int:
+    model = setting.workload
+    return sum(model.frozen_bytes(model.kind_of(u)) for u in model.units if u.fqn in fqns)
+
+
+def test_a_plan_by_hand_is_priced_with_the_bytes_it_keeps_and_spares() -> None:
+    here = setting([8 * GIB] * 3)
+    even = Plan.by_hand(microbatch_sizes=[2, 2, 0], state_shares=[0.5, 0.2, 0.3])
+    blocks = [f"blocks.{i}" for i in range(NUM_LAYERS)]
+    every = [unit.fqn for unit in here.workload.units]
+    plans = {
+        (): even,
+        tuple(blocks[:2]): replace(even, resident_units=tuple(blocks[:2])),
+        tuple(every): replace(even, resident_units=("*",)),
+    }
+    times, costs = [], {}
+    for kept, plan in plans.items():
+        costs[kept] = cost = CostModel(here).predict(plan)
+        times.append(cost.step_time_s)
+        simulated = simulate(plan, here)
+        if kept != tuple(every):  # links set the pace of each turn, as in the simulation
+            assert simulated.step_time_s == pytest.approx(cost.step_time_s, rel=0.02)
+        for of_rank, line in zip(cost.ranks, simulated.ranks, strict=True):
+            assert line.peak_bytes == pytest.approx(of_rank.memory.total_bytes, rel=1e-6)
+        stores_only = cost.ranks[2].memory.total_bytes
+        assert stores_only == costs[()].ranks[2].memory.total_bytes
+    assert times[0] > 1.2 * times[1] > 1.2**2 * times[2]
+    everything = costs[tuple(every)].ranks[0].memory.unsharded_bytes
+    adapter = 2 * sum(r * c for r, c in ADAPTER)  # in bfloat16; of one block beside the head
+    assert everything == frozen_bytes(here, every) + adapter
+    # Without the frozen part a block's gather moves what its adapter has.
+    model = CostModel(here).for_plan(plans[tuple(every)])
+    block = next(u for u in here.workload.units if u.kind == "block")
+    assert here.workload.gathered_bytes(model.sent_kind(block)) == adapter
+    gathers = next(iter(model.launch_seconds(even).values()))
+    assert [bool(each) for each in gathers] == [u.kind == "block" for u in model.visited_units]
+
+
+def test_the_planner_keeps_what_the_smallest_computing_card_has_room_for() -> None:
+    whole = frozen_bytes(setting([GIB]), [u.fqn for u in workload().units])
+    found = {}
+    each = {i: DeviceLimits(rank_batch_size=4) for i in range(2)}
+    for part in (0.0, 0.45, 0.55, 4.0):
+        here = setting([4 * GIB, SMALL * GIB + part * whole])
+        demands = Demands(max_rounds=1, limits=each)
+        solution = solve(here, global_batch_size=8, demands=demands)
+        without = solve(
+            here, global_batch_size=8, demands=replace(demands, may_keep_frozen_weights=False)
+        )
+        plan = solution.plan
+        assert not without.plan.resident_units
+        assert solution.predicted.step_time_s <= without.predicted.step_time_s
+        assert solution.lower_bound_s <= solution.predicted.step_time_s
+        assert all(rank.fits for rank in solution.predicted.ranks)
+        frozen = [u.fqn for u in here.workload.units if here.workload.kind_of(u).frozen_params]
+        found[part] = (
+            NUM_LAYERS + 2 if plan.resident_units == ("*",) else len(plan.resident_units)
+        )
+        assert set(plan.resident_units) <= {*frozen, "*"}
+    assert found[4.0] == NUM_LAYERS + 2
+    assert [*found.values()] == [0, 2, 4, 6], found
+
+
+def test_plans_without_frozen_weights_are_as_before() -> None:
+    here = setting([8 * GIB] * 2)
+    plain = replace(
+        here.workload, kinds=tuple(replace(k, frozen_params=()) for k in here.workload.kinds)
+    )
+    assert not find_plan(replace(here, workload=plain), global_batch_size=8).resident_units
+
+
+def test_what_is_kept_is_said() -> None:
+    here = setting([8 * GIB] * 2)
+    plan = find_plan(here, global_batch_size=8)
+    [line] = [each for each in form_lines(plan, here.workload) if "Frozen" in each]
+    assert "of all units stay whole on every device that computes" in line
+    assert line.endswith("a step sends what is trained only.")
+    part = replace(plan, resident_units=("blocks.*",))
+    [line] = [each for each in form_lines(part, here.workload) if "Frozen" in each]
+    assert "of 4 of 6 units" in line
+
+
+def test_no_room_at_all_is_said_as_without() -> None:
+    with pytest.raises(PlanError):
+        find_plan(setting([0.3 * GIB] * 2), global_batch_size=8)
