@@ -29,7 +29,7 @@ class FrozenRows(nn.Parameter):
     has_left: bool = False  # somebody may write through ``.data``, which no counter counts
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The rows without autograd; they are not trusted to stay as they are from now on."""
         self.has_left = True
         rows: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
