@@ -56,6 +56,7 @@ def _train(cfg: DictConfig) -> None:
             )
         folder.check_unused(is_restart=may_go_on or cfg.resume == AUTO)
         conf = to_conf(cfg)
+        conf.check_on_oom(None if env is None else env.why_not_started_again)
         world_size = checked_world_size(
             conf, num_launched=None if env is None else env.world_size
         )

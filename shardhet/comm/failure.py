@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -18,9 +20,66 @@ from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been allocated
 MEND = "All ranks stop. Fix the cause on that rank and start again."
+NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError
+ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
+BYTES_BY_UNIT = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this rank's own memory did not suffice."""
+    if isinstance(error.__cause__, LostPeerError):  # which may say it of another rank
+        return False
+    is_of_type = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_of_type or NO_HOST_MEMORY in str(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """What a device held when it was out of memory."""
+
+    allocated_bytes: int  # the most at once
+    asked_bytes: int = 0  # more, of what was not allocated; 0: not known
+    predicted_bytes: int | None = None  # of the plan
+
+    @classmethod
+    def of(cls, error: BaseException, allocated_bytes: int) -> Self:
+        """The shortage that torch's error tells of."""
+        found = ASKED.search(str(error))
+        asked = 0.0 if found is None else float(found[1]) * BYTES_BY_UNIT[found[2]]
+        return cls(
+            allocated_bytes=allocated_bytes,
+            asked_bytes=int(asked),
+            predicted_bytes=progress.predicted_bytes,
+        )
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most that a plan may be predicted to need of the device from now on.
+
+        With A allocated, x asked for and p predicted: 0.9 A p / max(p, A + x), that is what
+        fitted, less in the ratio by which more was needed than predicted, and a tenth.
+        """
+        needed = self.allocated_bytes + self.asked_bytes
+        predicted = self.predicted_bytes or needed
+        part = predicted / max(predicted, needed, 1)
+        return int(LIMIT_AFTER_FAILURE * self.allocated_bytes * part)
+
+    @property
+    def text(self) -> str:
+        """What was predicted, what was found, and what to plan with, in MiB."""
+        predicted = self.predicted_bytes
+        numbers = {
+            "allocated": self.allocated_bytes,
+            "more asked for": self.asked_bytes,
+            "predicted": predicted or 0,
+        }
+        said = ", ".join(
+            f"{each / MIB:,.1f} MiB {what}" for what, each in numbers.items() if each
+        )
+        return f"{said}: it is planned for with {self.limit_bytes / MIB:,.1f} MiB from now on"
 
 
 class Lifeline:
@@ -75,7 +134,8 @@ class Lifeline:
 
     def _announce(self, error: Exception) -> None:
         name = self._names[self._channel.position]
-        memory = self._memory() if isinstance(error, torch.OutOfMemoryError) else ""
+        is_short = isinstance(error, torch.OutOfMemoryError)
+        memory = self._memory(error) if is_short else ""
         error.add_note(f"{name} failed in {self.doing}.{memory}")
         if self._channel.group is None or self._is_broken:
             return
@@ -86,7 +146,7 @@ class Lifeline:
             self._store.compare_set("shardhet_failure", "", message)
         self._communicators.break_connections()
 
-    def _memory(self) -> str:
+    def _memory(self, error: Exception) -> str:
         """The memory of this rank's device: used, predicted, and the plan that needs less."""
         if devices.is_on_host(self._device):
             return ""
@@ -94,7 +154,7 @@ class Lifeline:
         allocated = module.max_memory_allocated(self._device)
         reserved = module.memory_reserved(self._device)
         predicted = progress.predicted_bytes
-        limit_gib = LIMIT_AFTER_FAILURE * min(predicted or allocated, allocated) / GIB
+        limit_gib = Shortage.of(error, allocated).limit_bytes / GIB
         return (
             f" At most {allocated / GIB:.2f} GiB were allocated here, {reserved / GIB:.2f} GiB "
             "are reserved"

@@ -46,6 +46,15 @@ class Precision(Enum):
     FP16 = "float16"  # the same, and the loss is scaled; for cards without bfloat16
 
 
+class OnOom(Enum):
+    """What happens if a rank is out of memory."""
+
+    STOP = "stop"  # the run fails on every rank
+    # Its device's budget is lowered; all ranks start again, plan again with it, and go on from
+    # the newest checkpoint or replica.
+    REPLAN = "replan"
+
+
 TRANSPORTS = ("auto", "gloo")  # of shardhet.comm.transport, which imports torch
 
 
@@ -145,6 +154,8 @@ class TrainConf:
     replicas: ReplicasConf = field(default_factory=ReplicasConf)
     guard: GuardConf = field(default_factory=GuardConf)
     end_notice: EndNoticeConf = field(default_factory=EndNoticeConf)
+    # REPLAN: with a lower budget for the device, from the newest checkpoint or replica
+    on_oom: OnOom = OnOom.STOP
     # If a device stays slower than plan.measured says, which is always said: plan anew, and
     # move parameters and optimizer states to the new plan without a restart.
     rebalance: bool = False
@@ -234,12 +245,37 @@ class TrainConf:
                 "resume=auto for the newest one in the run folder."
             )
 
-    def check_rebalance(self) -> None:
-        """Raise if there is nothing to plan from."""
-        is_measured = isinstance(self.plan, MeasuredPlanConf) or (
+    @property
+    def can_plan_again(self) -> bool:
+        """Whether something says how fast the devices are and what the model needs."""
+        return isinstance(self.plan, MeasuredPlanConf) or (
             isinstance(self.plan, FilePlanConf) and bool(self.plan.measured)
         )
-        if self.rebalance and not is_measured:
+
+    def check_on_oom(self, why_not_started_again: str | None = None) -> None:
+        """Raise if a run that is out of memory cannot plan again and go on.
+
+        ``why_not_started_again`` is of ranks that would not start again, and says what helps.
+        """
+        if self.on_oom is not OnOom.REPLAN:
+            return
+        if not self.can_plan_again:
+            raise ConfigError(
+                f"on_oom: REPLAN but plan={self.plan.kind.value} leaves nothing to plan. Set "
+                "plan=measured, or plan=file with plan.measured, the folder of `shardhet "
+                "measure`; or on_oom=STOP."
+            )
+        if not (self.checkpoint.every or self.replicas.every):
+            raise ConfigError(
+                "on_oom: REPLAN but checkpoint.every and replicas.every are 0, so there is "
+                "nothing to go on from. Set checkpoint.every=500, for example."
+            )
+        if why_not_started_again is not None:
+            raise ConfigError(f"on_oom: REPLAN but {why_not_started_again}")
+
+    def check_rebalance(self) -> None:
+        """Raise if there is nothing to plan from."""
+        if self.rebalance and not self.can_plan_again:
             raise ConfigError(
                 "rebalance: true but nothing says how fast the devices are. Set plan=measured "
                 "or plan=file, with plan.measured, the folder of `shardhet measure`."

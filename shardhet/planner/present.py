@@ -1,7 +1,7 @@
 """A plan for those of the measured devices that are present when a job starts."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -57,21 +57,26 @@ def plan_for(
     *,
     global_batch_size: int,
     demands: Demands | None = None,
+    budgets: Mapping[int, int] | None = None,
     max_stages: int = 1,
 ) -> Plan:
     """The best plan for the devices that are there, named as they announce themselves.
 
+    ``budgets`` are bytes of memory of some of them, by index, that are less than the usual.
     With ``max_stages`` above 1 also of pipelines of up to so many stages, of all devices.
     Raises ``ValueError`` as ``positions_of`` does, and ``PlanError`` if they cannot train the
     model.
     """
     positions = positions_of(present, measured.cluster)
     setting = part_of(measured, positions)
+    # The part has its devices in the order of the measured cluster.
+    order = sorted(range(len(present)), key=positions.__getitem__)
+    demands = (demands or Demands()).with_budgets(
+        {order.index(i): nbytes for i, nbytes in (budgets or {}).items()}
+    )
     plan, problem, places, flat_s = None, None, tuple(range(len(present))), inf
     try:
-        plan = find_plan(
-            setting, global_batch_size=global_batch_size, demands=demands or Demands()
-        )
+        plan = find_plan(setting, global_batch_size=global_batch_size, demands=demands)
         flat_s = CostModel(setting).predict(plan).step_time_s
     except PlanError as error:
         problem = error
@@ -81,7 +86,7 @@ def plan_for(
             global_batch_size=global_batch_size,
             smaller=partial(part_of, setting),
             max_stages=max_stages,
-            demands=demands or Demands(),
+            demands=demands,
             at_most_s=flat_s,
             needs_all=True,
         )
@@ -90,8 +95,6 @@ def plan_for(
     if plan is None:
         assert problem is not None
         raise problem
-    # The part has its devices in the order of the measured cluster.
-    order = sorted(range(len(present)), key=positions.__getitem__)
     ranks = tuple(
         replace(rank, device=_named(rank.device, present[order[place]]))
         for rank, place in zip(plan.ranks, places, strict=True)

@@ -33,6 +33,8 @@ replicas.every     keep the state on the nodes, each rank's rows on two of them:
                    then loses no step if one node is lost
 rebalance          true: if a device stays slower than plan.measured says, plan again and move
                    parameters and optimizer states without a restart. false: only report it
+on_oom             REPLAN: if a rank is out of memory, lower its device's budget, plan again and
+                   go on from the newest checkpoint or replica. STOP: the run fails
 guard.on_bad_step  STOP, SKIP or ROLL_BACK if a loss or gradient norm is not finite, or a spike
 """
 FLAGS = """\

@@ -18,6 +18,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
@@ -50,6 +51,7 @@ class Failure:
     at_s: float  # seconds since the epoch
     is_consequence: bool  # of a failure elsewhere
     step: int = 0  # the last that was taken
+    plans_again: bool = False  # the run goes on under another plan, if ranks are started again
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, device: str) -> "Failure":
@@ -64,6 +66,7 @@ class Failure:
                 isinstance(each, LostPeerError) for each in (error, error.__cause__)
             ),
             step=progress.step,
+            plans_again=isinstance(error, PlansAgainError),
         )
 
     def is_repeated(self, folder: RunFolder) -> bool:

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
@@ -40,6 +41,7 @@ def start_ranks(
 ) -> None:
     """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails.
 
+    Ranks start again, and go on, if one of them has lowered its device's budget of memory.
     ``grace_s`` is the time that ranks get to end in order if this process is told to end; None:
     that of torch, and they do not.  Messages between the ranks on both sides of ``link`` go
     over an emulated one, if it says so and the system allows it.
@@ -56,11 +58,11 @@ def start_ranks(
         _joined_by(link) as address,
         TemporaryDirectory() as log_dir,  # the launcher's own; ranks log into the run folder
     ):
-        config = LaunchConfig(
+        config = partial(
+            LaunchConfig,
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world_size,
-            run_id=str(uuid4()),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr=address,
@@ -72,17 +74,23 @@ def start_ranks(
             # Not passed on by torch; the ranks look for the file.
             signal.signal(signal.SIGUSR1, lambda *_: folder.end_notice_path.touch())
         worker = ("-m", worker_module, str(folder.path))
-        try:
-            elastic_launch(config, sys.executable)(*worker)
-        except ChildFailedError as error:
-            if any(each.exitcode == OUTPUT_CLOSED for each in error.failures.values()):
-                raise RunFailedExit(OUTPUT_CLOSED) from None
-            _show_cause(folder, error.failures)
-            raise RunFailedExit(1) from None
-        except SignalException as signalled:
-            if folder.end_path.exists():
-                return
-            raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
+        goes_on = True
+        while goes_on:
+            try:
+                elastic_launch(config(run_id=str(uuid4())), sys.executable)(*worker)
+                goes_on = False
+            except ChildFailedError as error:
+                if any(each.exitcode == OUTPUT_CLOSED for each in error.failures.values()):
+                    raise RunFailedExit(OUTPUT_CLOSED) from None
+                cause = _cause(folder, error.failures)
+                if not cause.plans_again:
+                    _show(cause, folder)
+                    raise RunFailedExit(1) from None
+                folder.put_failures_aside()
+            except SignalException as signalled:
+                if folder.end_path.exists():
+                    return
+                raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
 
 
 @contextmanager
@@ -112,8 +120,8 @@ def _joined_by(link: LinkConf | None) -> Iterator[str]:
         yield made.address
 
 
-def _show_cause(folder: RunFolder, failures: Mapping[int, Any]) -> None:
-    """Show one panel, from what the ranks wrote and how the launcher saw each rank end."""
+def _cause(folder: RunFolder, failures: Mapping[int, Any]) -> Failure:
+    """The root cause, from what the ranks wrote and how the launcher saw each rank end."""
     ended = sorted(failures.items(), key=lambda item: item[1].timestamp)
     silent = [
         Failure(
@@ -128,6 +136,11 @@ def _show_cause(folder: RunFolder, failures: Mapping[int, Any]) -> None:
     ]
     cause = root_cause(read_failures(folder), silent)
     assert cause is not None
+    return cause
+
+
+def _show(cause: Failure, folder: RunFolder) -> None:
+    """Show one panel."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH

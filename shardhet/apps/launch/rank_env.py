@@ -81,6 +81,21 @@ class RankEnv:
         """
         return self.is_elastic or self.is_restarted
 
+    @property
+    def why_not_started_again(self) -> str | None:
+        """Why these ranks do not go on if one fails, and what helps; None if they do."""
+        if not self.is_elastic:
+            return (
+                "nobody starts these ranks again. Start them with `shardhet train` alone, or "
+                "with torchrun --max-restarts=9."
+            )
+        if self.is_store_hosted_by_agent:  # at every start the same, with all its keys
+            return (
+                "ranks that torchrun starts again would look for those that are gone. Set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node."
+            )
+        return None
+
     def publish(self) -> None:
         """Set the variables that torch's ``init_process_group`` reads, as torchrun does."""
         os.environ |= {

@@ -61,6 +61,7 @@ class RunFolder:
     lock                 held by the run while it writes here
     checkpoints/         the whole state after some steps, if the configuration says so
     measured/1 ...       what was measured at starts with devices that were new
+    memory_limits/       of devices that were out of memory; the run is planned for so much
     id                   a name that no other run has, for what it keeps on the nodes
     """
 
@@ -79,6 +80,7 @@ class RunFolder:
     trace_dir = _At("traces")
     predicted_trace_path = _At("traces/predicted.json")  # of as many steps as are traced
     logs_dir = _At("logs")
+    memory_limits_dir = _At("memory_limits")
 
     def new_plan_path(self, step: int) -> Path:
         """The path of the plan that was followed after ``step``."""
@@ -98,7 +100,7 @@ class RunFolder:
         number = 1 + max((int(each.name) for each in self._numbered_measured_dirs()), default=0)
         path = self.path / "measured" / str(number)
         path.mkdir(parents=True)
-        _write(path / "subject.txt", subject)
+        write_whole(path / "subject.txt", subject)
         return path
 
     def _numbered_measured_dirs(self) -> list[Path]:
@@ -117,7 +119,7 @@ class RunFolder:
             if inode in ("", mine):
                 return name
         name = f"{self.path.name}_{uuid4().hex[:12]}"
-        _write(path, f"{name} {mine}\n")
+        write_whole(path, f"{name} {mine}\n")
         return name
 
     def log_path(self, rank: int) -> Path:
@@ -150,12 +152,16 @@ class RunFolder:
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         for path in (self.end_notice_path, self.end_path):  # of the run that goes on
             path.unlink(missing_ok=True)
-        for path in self.logs_dir.glob("rank*.failure_before.json"):
-            path.unlink()
-        for path in self.logs_dir.glob("rank*.failure.json"):  # no cause of what comes now
-            path.replace(path.with_name(path.name.replace(".failure.", ".failure_before.")))
+        self.put_failures_aside()
         save_resolved(cfg, self.config_path)
         _write_json(self.path / "run.json", describe_process())
+
+    def put_failures_aside(self) -> None:
+        """Those of the ranks' last start are no cause of what comes now."""
+        for path in self.logs_dir.glob("rank*.failure_before.json"):
+            path.unlink()
+        for path in self.logs_dir.glob("rank*.failure.json"):
+            path.replace(path.with_name(path.name.replace(".failure.", ".failure_before.")))
 
     def save_end(self, *, step: int, num_steps: int, asked_by: Sequence[str]) -> None:
         """Write after which step the run has ended, and who asked for it if it was early."""
@@ -174,7 +180,7 @@ class RunFolder:
         if keeps_them:
             with self.rolled_back_path.open("a", encoding="utf-8") as file:
                 file.writelines(line for line in lines if _step_of(line) > step)
-        _write(self.metrics_path, "".join(kept))
+        write_whole(self.metrics_path, "".join(kept))
 
     def save_devices(self, devices: Sequence[DeviceSpec]) -> None:
         """Write the device found for each position of the plan."""
@@ -255,10 +261,10 @@ def _text_of(path: Path) -> str | None:
 
 
 def _write_json(path: Path, document: Any) -> None:
-    _write(path, json.dumps(document, indent=1) + "\n")
+    write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """All of it or nothing, whenever this process is killed."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from shardhet.config.compose import portable_values
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.fsdp.params.host_step import check_room
+from shardhet.planner.problem.demands import Demands
 from shardhet.records.plan import Plan
 from shardhet.training.compiling import compile_units
 from shardhet.training.guard import Guard
@@ -68,7 +69,7 @@ def build(
         trainer,
         data_digest=task.data_digest,
         device=device,
-        may_go_on=env.may_go_on,
+        may_go_on=env.may_go_on or folder.memory_limits_dir.exists(),
     )
     clock.end("wrap the model")
     resumed = checkpoints.resume()
@@ -78,8 +79,14 @@ def build(
     devices = found_devices(trainer.model, spec)
     prediction = here.prediction()
     if here.setting is not None and here.plan.stages is None:
+        limits = enumerate(trainer.model.exchange_objects(here.own_limit))
+        budgets = {position: each.nbytes for position, each in limits if each is not None}
         rebalancer = Rebalancer(
-            trainer.model, trainer.optimizer, here.setting, replans=conf.rebalance
+            trainer.model,
+            trainer.optimizer,
+            here.setting,
+            replans=conf.rebalance,
+            demands=Demands().with_budgets(budgets),
         )
     return Built(
         task=task,

@@ -1,7 +1,7 @@
 """The plan of a run, and the measurements of its devices."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ import torch
 
 from shardhet import DeviceSpec, Setting
 from shardhet.apps.launch.crash import RankConsole
+from shardhet.apps.launch.memory_limits import MemoryLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.measure_report import Progress
@@ -16,9 +17,11 @@ from shardhet.apps.run.model_to_measure import model_to_measure
 from shardhet.apps.run.prediction import Prediction
 from shardhet.comm.channel import Channel
 from shardhet.comm.progress import phase
-from shardhet.config.train import TrainConf
+from shardhet.config.train import OnOom, TrainConf
 from shardhet.config.training import FilePlanConf, MeasuredPlanConf
 from shardhet.planner.present import part_for, plan_for
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import PlanError
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import Plan
 from shardhet.training.slow_devices import of_any_device
@@ -33,6 +36,7 @@ class PlanHere:
     plan: Plan
     setting: Setting | None
     is_made_here: bool = False  # for the devices that are there
+    own_limit: MemoryLimit | None = None  # of this rank's device, if it is less than usual
 
     def prediction(self) -> Prediction | None:
         """One step of the plan, if anything was measured.
@@ -57,20 +61,30 @@ def plan_here(
 ) -> PlanHere:
     """The plan that the configuration states, or one for the devices that are there.
 
-    Collective.  Raises ``ValueError`` or ``PlanError`` on every rank if there is none.
+    Collective.  Devices that were out of memory before have lower budgets, if the run plans
+    again for that.  Raises ``ValueError`` or ``PlanError`` on every rank if there is no plan.
     """
+    limit = None
+    if conf.on_oom is OnOom.REPLAN:
+        limit = OwnMemoryLimit(folder, mine, env.local_rank).read()
+    present, found = zip(*everyone.exchange_objects((mine, limit)), strict=True)
+    limits = {rank: each for rank, each in enumerate(found) if each is not None}
+    console = RankConsole(quiet=env.rank != 0, highlight=False)
+    for each in limits.values():
+        console.print(each.why, markup=False, soft_wrap=True)
     if isinstance(conf.plan, MeasuredPlanConf):
-        present = everyone.exchange_objects(mine)
+        asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages)
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
-        if isinstance(stored, Setting):
-            return _planned(present, stored, conf.plan, everyone)
-        setting = _measure(conf, mine, stored, folder=folder, env=env, device=device)
-        return _planned(present, setting, conf.plan, everyone)
+        if not isinstance(stored, Setting):
+            stored = _measure(conf, mine, stored, folder=folder, env=env, device=device)
+        return replace(_planned(present, stored, asked, limits, everyone), own_limit=limit)
     measured = conf.plan.measured if isinstance(conf.plan, FilePlanConf) else None
-    return PlanHere(
-        plan=conf.to_plan(everyone.world_size),
-        setting=Setting.load(measured) if measured else None,
-    )
+    setting = Setting.load(measured) if measured else None
+    plan = conf.to_plan(everyone.world_size)
+    if setting is not None and limits:
+        made = _planned(present, setting, _Asked.like(plan), limits, everyone)
+        return replace(made, own_limit=limit)
+    return PlanHere(plan=plan, setting=setting)
 
 
 def _stored(
@@ -133,22 +147,49 @@ def _what_is_measured(conf: TrainConf, plan: MeasuredPlanConf) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a plan is asked for."""
+
+    global_batch_size: int
+    max_stages: int = 1
+    demands: Demands = field(default_factory=Demands)
+
+    @classmethod
+    def like(cls, plan: Plan) -> "_Asked":
+        """A plan of the same batch that may use what this one uses."""
+        demands = Demands(
+            may_keep_inputs_on_host=any(rank.inputs_on_host for rank in plan.ranks),
+            may_keep_optimizer_on_host=any(rank.optimizer_on_host for rank in plan.ranks),
+        )
+        return cls(plan.global_batch_size, len(plan.stages or (None,)), demands)
+
+
 def _planned(
     present: Sequence[DeviceSpec],
     measured: Setting,
-    conf: MeasuredPlanConf,
+    asked: _Asked,
+    limits: Mapping[int, MemoryLimit],
     everyone: Channel,
 ) -> PlanHere:
     setting = part_for(present, measured)
 
     def plan() -> Plan:
         with phase("planning"):
-            return plan_for(
-                present,
-                measured,
-                global_batch_size=conf.global_batch_size,
-                max_stages=conf.max_stages,
-            )
+            try:
+                return plan_for(
+                    present,
+                    measured,
+                    global_batch_size=asked.global_batch_size,
+                    demands=asked.demands,
+                    budgets={i: each.nbytes for i, each in limits.items()},
+                    max_stages=asked.max_stages,
+                )
+            except PlanError as error:
+                if not limits:
+                    raise
+                before = "; ".join(each.why for each in limits.values())
+                raise PlanError(f"{error} Budgets were lowered before: {before}.") from None
 
     # Rank zero alone plans: sums of floats might differ between kinds of processors.
     found = _of_rank_zero(plan, everyone)

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 
 from shardhet.apps.run.loggers import MetricsLogger, log_all
 from shardhet.apps.run.prediction import Outcome, Prediction
+from shardhet.comm.progress import progress
 from shardhet.training.device_use import DeviceUse
 from shardhet.training.trainer import StepMetrics
 
@@ -12,11 +13,20 @@ from shardhet.training.trainer import StepMetrics
 class RunLog:
     """The loggers of a run, and its last step until that is logged."""
 
-    def __init__(self, prediction: Prediction | None) -> None:
-        self.prediction = prediction  # of the plan that is followed
+    def __init__(self, prediction: Prediction | None, position: int) -> None:
+        """``position`` is that of this rank's device in the plan."""
+        self.prediction: Prediction | None = None  # of the plan that is followed
+        self._position = position
+        if prediction is not None:
+            self.expect(prediction)
         self.outcome = Outcome()
         self.pending: StepMetrics | None = None  # a step whose norm has not been read
         self.loggers: Sequence[MetricsLogger] = ()  # on rank zero
+
+    def expect(self, prediction: Prediction) -> None:
+        """From now on, a plan is followed of which this was predicted."""
+        self.prediction = prediction
+        progress.predicted_bytes = prediction.memory_bytes[self._position]
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Log the values of a step by name."""

@@ -9,7 +9,7 @@ written there.
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole
 from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.joining import joined
 from shardhet.apps.launch.leaving import agree_on_end, leave
+from shardhet.apps.launch.memory_limits import OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.launch.sole_writer import sole_writer
@@ -35,8 +36,8 @@ from shardhet.apps.run.tracing import Tracer
 from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
 from shardhet.comm.liveness.ending import end_now
-from shardhet.comm.progress import phase, progress
-from shardhet.config.train import Precision, TrainConf
+from shardhet.comm.progress import phase
+from shardhet.config.train import OnOom, Precision, TrainConf
 from shardhet.training.emulation import HostMemory
 from shardhet.training.slow_devices import of_any_device
 from shardhet.training.trainer import StepMetrics
@@ -89,7 +90,8 @@ def run_rank(
             begin()
         clock.end("join the others")
         run = Run(conf, folder, env, device, clock)
-        run.train()
+        with run.replanning():
+            run.train()
         logger.info("rank %d has finished %d steps", env.rank, run.model.step)
     if run.goes_on_without_some:
         leave(run.was_told)
@@ -117,9 +119,7 @@ class Run:
         self._model = built.trainer.model
         self._checkpoints = built.checkpoints
         self._clock = None if built.resumed is None else clock
-        self._log = RunLog(built.prediction)
-        if built.prediction is not None:
-            progress.predicted_bytes = built.prediction.memory_bytes[self._model.position]
+        self._log = RunLog(built.prediction, self._model.position)
         self.was_told: str | None = None  # to end before the last step, and how
         self.goes_on_without_some = False  # without the ranks that were told to end
         self._tracer: Tracer | None = None
@@ -137,6 +137,14 @@ class Run:
     def is_rank_zero(self) -> bool:
         """Whether this is the rank that prints and writes files."""
         return self._env.rank == 0
+
+    def replanning(self) -> AbstractContextManager[None]:
+        """Context of ``train``: out of memory lowers the device's budget, if it is to."""
+        if self._conf.on_oom is not OnOom.REPLAN:
+            return nullcontext()
+        spec = self._built.devices[self._model.position]
+        limit = OwnMemoryLimit(self._folder, spec, self._env.local_rank)
+        return limit.lowered_if_exceeded(self._env.rank, self._built.peak_memory)
 
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
@@ -313,9 +321,7 @@ class Run:
             if self.is_rank_zero:
                 plan.save(self._folder.new_plan_path(step))
             display.follow(plan)
-            self._log.prediction = Prediction.in_setting(
-                of_any_device(plan), rebalancer.setting
-            )
+            self._log.expect(Prediction.in_setting(of_any_device(plan), rebalancer.setting))
             self.trainer.forget_peak_memory()
         elif not self._conf.rebalance:
             said += "; rebalance=true would plan anew"

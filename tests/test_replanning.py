@@ -1,0 +1,237 @@
+"""A rank that is out of memory lowers its budget, and the run plans again and goes on."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from shardhet.apps.launch.crash import Failure
+from shardhet.apps.launch.memory_limits import OwnMemoryLimit, PlansAgainError
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.comm.failure import Shortage, is_out_of_memory
+from shardhet.comm.peers import LostPeerError
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import register_schemas, to_conf
+from shardhet.planner import find_plan
+from shardhet.planner.present import plan_for
+from shardhet.planner.problem.demands import Demands
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.part import part_of
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import DeviceSpec
+from shardhet.training.peak_memory import PeakMemory
+from tests.programs import SHARDHET, TORCHRUN, run
+from tests.test_config import compose_with
+from tests.test_elastic import MEASURED, there
+from tests.test_rebalancing import measured_decoder
+from tests.test_train import losses
+from tests.test_worker import SHORT_TEXT, write_pages
+
+MIB = 2**20
+BATCH, NUM_STEPS, CHECKPOINT_EVERY, FULL_FROM_STEP = 16, 5, 2, 3
+MEMORY_MIB = 64  # of each device
+LEFT_MIB = 30  # beside what it stores; the first plan needs 44, another one 17
+ROUNDING = 1e-9  # of losses in float64
+# From a step on, rank 1 has less memory: something else takes all but a part of what is left.
+FILLED_RANK = """
+import os
+
+if os.environ.get("RANK") == "1":
+    import torch
+    import shardhet.training.trainer
+
+    take_step, held = shardhet.training.trainer.Trainer.train_step, []
+
+    def fill(trainer, **options):
+        if trainer.model.step >= {step} and not held:
+            try:
+                while True:  # of what is mapped and free, too
+                    held.append(torch.empty(2**18, dtype=torch.uint8))
+            except RuntimeError:
+                del held[-{left_mib} * 4 :]
+        return take_step(trainer, **options)
+
+    shardhet.training.trainer.Trainer.train_step = fill
+"""
+
+
+@pytest.mark.parametrize(
+    ("allocated", "asked", "predicted", "limit"),
+    [
+        (100, 0, None, 90),
+        (100, 0, 80, 72),  # other things took the rest
+        (80, 0, 100, 72),  # the device has less than was thought
+        (100, 25, 100, 72),  # a quarter more was needed than predicted
+        (100, 100, 500, 90),
+        (0, 10, 10, 0),
+    ],
+)
+def test_the_budget_is_what_fitted_less_what_was_not_predicted_and_a_tenth(
+    allocated: int, asked: int, predicted: int | None, limit: int
+) -> None:
+    short = Shortage(allocated_bytes=allocated, asked_bytes=asked, predicted_bytes=predicted)
+    assert short.limit_bytes == limit
+
+
+def test_what_torch_says_was_asked_for_is_read() -> None:
+    on_card = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has"
+    )
+    assert Shortage.of(on_card, 10).asked_bytes == 1.5 * 2**30
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(refused.value)
+    assert Shortage.of(refused.value, 10).asked_bytes == 2**60
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    heard = RuntimeError(str(refused.value))
+    heard.__cause__ = LostPeerError("connection reset")
+    assert not is_out_of_memory(heard)  # of another rank
+
+
+def test_the_limit_is_of_the_device_whatever_its_rank(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    card = DeviceSpec(host="a", kind="k", uuid="card/7")
+    with (
+        pytest.raises(PlansAgainError, match=r"rank 3 \(k on a \(card/7\)\) was out of") as own,
+        OwnMemoryLimit(folder, card, local_rank=1).lowered_if_exceeded(
+            3, PeakMemory(torch.device("cpu"))
+        ),
+    ):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB.")
+    limit = OwnMemoryLimit(folder, replace(card, host="b"), local_rank=0).read()
+    assert limit is not None
+    assert limit.why == str(own.value)
+    assert limit.nbytes > 0
+    assert Failure.of(own.value, rank=3, device="k").plans_again
+    for other in (DeviceSpec(host="a", kind="k"), replace(card, uuid="card/8")):
+        assert OwnMemoryLimit(folder, other, local_rank=1).read() is None
+    with (
+        pytest.raises(ValueError, match="another"),
+        OwnMemoryLimit(folder, card, 1).lowered_if_exceeded(3, PeakMemory(torch.device("cpu"))),
+    ):
+        raise ValueError("another")
+
+
+def test_budgets_are_of_the_devices_that_announce_themselves() -> None:
+    part = part_of(MEASURED, (0, 2, 3))  # f, s, t
+    free = CostModel(part).predict(find_plan(part, global_batch_size=BATCH)).ranks[0]
+    less = (free.memory.total_bytes + free.memory.reserved_bytes) // 2
+    demands = Demands().with_budgets({0: less})
+    expected = find_plan(part, global_batch_size=BATCH, demands=demands)
+    assert CostModel(part).predict(expected).ranks[0].memory.total_bytes <= less
+    plan = plan_for(
+        there("t@b", "f@new", "s@b"), MEASURED, global_batch_size=BATCH, budgets={1: less}
+    )
+    assert [(each.microbatch_sizes, each.state_share) for each in plan.ranks] == [
+        (each.microbatch_sizes, each.state_share) for each in expected.ranks
+    ]
+
+
+def configured(*keys: str) -> None:
+    register_schemas()
+    OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
+    conf = to_conf(compose_with(["on_oom=REPLAN", "cluster.device=CPU", *keys]))
+    conf.check_on_oom()
+
+
+def test_what_cannot_plan_again_or_go_on_is_refused(tmp_path: Path) -> None:
+    MEASURED.save(tmp_path)
+    measured = ("plan=measured", f"plan.measured={tmp_path}")
+    configured(*measured, "checkpoint.every=2")
+    configured(*measured, "replicas.every=2")
+    with pytest.raises(ConfigError, match="on_oom: REPLAN but plan=even leaves nothing"):
+        configured("plan=even", "checkpoint.every=2")
+    with pytest.raises(ConfigError, match="plan=by_hand leaves nothing to plan"):
+        configured("plan=demo_4", "checkpoint.every=2")
+    with pytest.raises(ConfigError, match="nothing to go on from"):
+        configured(*measured)
+    find_plan(MEASURED, global_batch_size=12).save(tmp_path / "plan.json")
+    from_file = ("plan=file", f"plan.path={tmp_path}/plan.json", "checkpoint.every=2")
+    with pytest.raises(ConfigError, match="plan=file leaves nothing to plan"):
+        configured(*from_file)
+    configured(*from_file, f"plan.measured={tmp_path}")
+
+
+def test_ranks_that_nobody_starts_again_are_refused(tmp_path: Path) -> None:
+    MEASURED.save(tmp_path)
+    keys = ("on_oom=REPLAN", "plan=measured", f"plan.measured={tmp_path}")
+    keys += ("cluster.device=CPU", "checkpoint.every=2", f"run_dir={tmp_path}/run")
+    torchrun = [*TORCHRUN, "--nproc-per-node=1", "-m", "shardhet.apps.train"]
+    done = run([*torchrun, *keys], tmp_path)
+    assert done.returncode != 0
+    assert "nobody starts these ranks again" in done.stderr
+    assert "--max-restarts" in done.stderr
+    may_start = [*TORCHRUN, "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
+    # Cold: the rank ends its parent, which has to be the agent.
+    done = run([*may_start, "-m", "shardhet.apps.train", *keys], tmp_path, is_cold=True)
+    assert done.returncode != 0
+    assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr
+
+
+def described(tmp_path: Path) -> tuple[str, ...]:
+    """Keys of a run on two devices whose memory matters, and that was measured."""
+    text = write_pages(tmp_path / "text")
+    for page in text.iterdir():
+        page.write_text(f"{page.name} is a page of a book. " * 40)
+    keys = (*SHORT_TEXT, f"data.path={text}", "model.width=128", "model.num_layers=2")
+    keys += ("data.seq_len=128", "precision=FP64", "cluster.kinds=[any,any]")
+    keys += (f"num_steps={NUM_STEPS}", "cluster.device=CPU", "data.num_judged_samples=4")
+    setting = measured_decoder(tmp_path, keys)
+    [node] = setting.cluster.nodes
+    devices = tuple(
+        replace(each, memory_capacity_bytes=MEMORY_MIB * MIB) for each in node.devices
+    )
+    cluster = replace(setting.cluster, nodes=(replace(node, devices=devices),))
+    replace(setting, cluster=cluster).save(tmp_path / "measured")
+    keys += (f"cluster.memory_mib=[{MEMORY_MIB},{MEMORY_MIB}]", "plan=measured")
+    keys += (f"plan.measured={tmp_path}/measured", f"plan.global_batch_size={BATCH}")
+    return (*keys, f"checkpoint.every={CHECKPOINT_EVERY}")
+
+
+def fill_rank_one(folder: Path) -> None:
+    program = FILLED_RANK.format(step=FULL_FROM_STEP, left_mib=LEFT_MIB)
+    (folder / "sitecustomize.py").write_text(program)
+
+
+def goes_on(
+    tmp_path: Path, launcher: Sequence[str], keys: Sequence[str], **variables: str
+) -> str:
+    """A run with a rank that is filled; what it has printed, once it has gone on."""
+    folder = tmp_path / "filled"
+    folder.mkdir()
+    fill_rank_one(folder)
+    arguments = [*launcher, *keys, "on_oom=REPLAN", f"hydra.run.dir={folder}/run"]
+    done = run(arguments, folder, is_cold=bool(variables), **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = run([*SHARDHET, "train", *keys, f"run_dir={tmp_path}/alone"], tmp_path)
+    assert expected.returncode == 0, expected.stderr
+    assert losses(folder / "run") == pytest.approx(losses(tmp_path / "alone"), rel=ROUNDING)
+    [limit] = (folder / "run/memory_limits").iterdir()
+    nbytes = json.loads(limit.read_text())["nbytes"]
+    measured = Setting.load(tmp_path / "measured")
+    assert nbytes < measured.cluster.memory_budget_bytes(1)
+    return done.stdout
+
+
+def test_a_run_that_is_out_of_memory_goes_on_with_less(tmp_path: Path) -> None:
+    printed = goes_on(tmp_path, [*SHARDHET, "train"], described(tmp_path))
+    assert "rank 1 (any 64 MiB" in printed
+    assert "was out of memory in " in printed
+    assert f"goes on after step {CHECKPOINT_EVERY}, from" in printed
+    assert "from now on" in printed
+
+
+@pytest.mark.campaign  # two starts of torchrun more
+def test_torchrun_starts_a_run_again_that_was_out_of_memory(tmp_path: Path) -> None:
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    printed = goes_on(
+        tmp_path,
+        [*launcher, "-m", "shardhet.apps.train"],
+        described(tmp_path),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
+    assert f"goes on after step {CHECKPOINT_EVERY}, from" in printed
