@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shardhet.planner.candidates.splits import Splits
+from shardhet.planner.candidates.splits import MAX_BATCH, LeastSplits, Splits
 
 
 def fastest_s(whole_s: list[float], batch: int, largest: int) -> float:
@@ -104,3 +104,32 @@ def test_a_size_that_is_slow_is_avoided() -> None:
 def test_large_batches_are_alike() -> None:
     splits = Splits(np.array([0.0, 2.0, 2.5, 9.0]), 3, 100_000)
     assert splits.sizes(100_000, 2) == (3,) * 33_333 + (1,)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_split_is_faster_in_any_curve_than_what_stands_for_all(seed: int) -> None:
+    """Few sizes are measured; the lines beyond fall below the origin in half of the curves."""
+    rng = np.random.default_rng(seed)
+    measured, largest, most = int(rng.integers(1, 5)), int(rng.choice([3, 20, 50])), 60
+    first = np.sort(rng.uniform(0.1, 1.0, (2, measured)), axis=1) * np.arange(1, 1 + measured)
+    slopes = first[:, -1:] / measured * np.array([[0.8], [1.3]])
+    beyond = first[:, -1:] + slopes * np.arange(1, largest)
+    curves = np.concatenate((np.zeros((2, 1)), first, beyond), axis=1)[:, : 1 + largest]
+    splits, batches = LeastSplits(measured), np.arange(1 + most)
+    tried, exist = splits.candidates(batches)
+    assert exist[:, 0].tolist() == [False, *[True] * most]
+    seconds = splits.seconds(curves, batches, tried)[:, :, 0]
+    for curve, least in zip(curves.tolist(), seconds.tolist(), strict=True):
+        for batch in range(1 + most):
+            best_s = fastest_s(curve, batch, largest)
+            assert least[batch] <= best_s
+            assert least[batch] >= 0.7 * best_s
+
+
+def test_what_stands_for_all_splits_holds_for_more_samples_than_are_tried() -> None:
+    curves = np.array([[0.0, 1.0, 1.9, 2.8]])
+    batches = np.array([MAX_BATCH, MAX_BATCH + 1, 3 * MAX_BATCH])
+    tried, _ = LeastSplits(3).candidates(batches)
+    [least] = LeastSplits(3).seconds(curves, batches, tried)[:, :, 0]
+    assert (least <= batches // 3 * 2.8 + curves[0, batches % 3]).all()
+    assert least == pytest.approx(batches * (2.8 / 3), rel=1e-3)

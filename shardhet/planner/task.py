@@ -280,8 +280,9 @@ def endless_memory_bound_s(task: FormTask) -> tuple[float, float]:
     """No plan of several rounds is faster than the first, nor one of one round.
 
     Put together into one round, the rounds of a plan compute as much on every device, in the
-    same microbatches, and communicate no less; only memory forbids it.  The second is a bound
-    on the compute of the batch alone.
+    same microbatches, and communicate no less; only memory forbids it.  One round would cut
+    the batch in another way, so each phase is taken to be as short as in any cut.  The second
+    is a bound on the compute of the batch alone.
     """
     builder, least_s = task.builder(), 0.0
     with suppress(PlanError):  # too many samples for one round

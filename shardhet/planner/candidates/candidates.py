@@ -14,7 +14,7 @@ import numpy as np
 from shardhet.planner.candidates.dominance import dominated
 from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Way, Worth
-from shardhet.planner.candidates.splits import Splits, compressed, splits_of
+from shardhet.planner.candidates.splits import LeastSplits, Splits, compressed, splits_of
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.demands import Demands, Role
@@ -278,7 +278,9 @@ class _GroupTimes:
         self.slowest_optimizer_s = max([*(m.optimizer_s for m in self._members), *on_hosts])
         self._has_host = len(on_hosts) == len(roles)
 
-    def _splits(self, max_batch: int) -> Splits:
+    def _splits(self, max_batch: int) -> Splits | LeastSplits:
+        if self._terms.has_endless_memory:
+            return LeastSplits(self._num_measured)
         return splits_of(tuple(self._whole_s.tolist()), self._num_measured, max_batch)
 
     def group(

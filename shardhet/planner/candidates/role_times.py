@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardhet.planner.candidates.splits import Splits
+from shardhet.planner.candidates.splits import LeastSplits, Splits
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.demands import Role
 from shardhet.planner.problem.problem import Floats, Ints
@@ -128,7 +128,7 @@ class RoleTimes:
         )
 
     def of_choices(
-        self, ways: Sequence[Way], batches: Ints, splits: Splits, tried: Ints
+        self, ways: Sequence[Way], batches: Ints, splits: Splits | LeastSplits, tried: Ints
     ) -> Iterator[Worth]:
         """What each way is worth, for the splits ``tried`` [b, n].
 

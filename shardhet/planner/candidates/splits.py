@@ -119,6 +119,59 @@ class Splits:
         return np.stack(found, axis=2)
 
 
+class LeastSplits:
+    """In place of the splits of a batch: no seconds of any split are less, curve by curve.
+
+    For a bound on plans of several rounds, which cut a batch as none of one round does.  A
+    curve is a straight line a + c m from size ``num_measured`` on.  A microbatch of twice
+    that size or more is never faster than its halves if a < 0.  Else the samples y of all
+    smaller ones, and a for the others, leave
+
+        min over y of  f(y) + a + c (b - y),      f as in the module, of this curve.
+    """
+
+    largest: Ints = np.ones(1, dtype=np.int64)
+
+    def __init__(self, num_measured: int) -> None:
+        self._num_measured = num_measured
+
+    def candidates(self, batches: Ints) -> tuple[Ints, Bools]:
+        """[b, 1] the index of what stands for all splits."""
+        found: Ints = np.zeros((len(batches), 1), dtype=np.int64)
+        return found, batches[:, None] > 0
+
+    def seconds(self, curves_s: Floats, batches: Ints, tried: Ints) -> Floats:
+        """[K, b, 1] the least seconds by ``curves_s`` [K, 1 + M]."""
+        assert not tried.any()
+        most = int(batches.max(initial=0))
+        return np.stack([self._least_s(each, most)[batches] for each in curves_s])[:, :, None]
+
+    def sizes(self, batch: int, split: int) -> tuple[int, ...]:
+        """Raise ``RuntimeError``: no plan is made of what only bounds plans."""
+        raise RuntimeError(f"{batch} samples in split {split}: they are only for a bound.")
+
+    def _least_s(self, curve_s: Floats, most: int) -> Floats:
+        """[1 + most] the least seconds of so many samples."""
+        sizes = np.arange(1, len(curve_s))
+        number = min(len(sizes), max(LEAST_MIXED_SIZE, 2 * self._num_measured))
+        samples = np.arange(1 + min(most, MAX_BATCH), dtype=np.float64)
+        least_s: Floats = samples * float(curve_s[1])
+        for size in range(2, number + 1):
+            least_s, _ = _with_size(least_s, float(curve_s[size]), size)
+        # Rounding must not put it above a sum of the same seconds in another order.
+        least_s *= 1 - LEAST_GAIN
+        if number < len(sizes):
+            slope = float(curve_s[-1] - curve_s[number]) / (len(sizes) - number)
+            start_s = max(0.0, float(curve_s[-1]) - slope * len(sizes))
+            ahead_s = np.minimum.accumulate(least_s - slope * samples)
+            least_s = np.minimum(least_s, ahead_s + slope * samples + start_s)
+        found: Floats = np.arange(1 + most, dtype=np.float64) * float(
+            (curve_s[1:] / sizes).min()
+        )
+        found[: len(least_s)] = np.maximum(found[: len(least_s)], least_s)
+        return found * (1 - LEAST_GAIN)
+
+
 @lru_cache(maxsize=16)  # each is large
 def _fastest(splits: Splits, curves_s: bytes) -> Floats:
     """``Splits.fastest``, kept."""

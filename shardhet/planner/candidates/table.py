@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardhet.planner.candidates.splits import Splits
+from shardhet.planner.candidates.splits import LeastSplits, Splits
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.problem import Ints, Problem
 from shardhet.records.plan import RankPlan
@@ -26,7 +26,7 @@ class CandidateTable:
     problem: Problem
     rounds: BatchRounds
     bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
-    splits: tuple[Splits, ...]  # per group
+    splits: tuple[Splits | LeastSplits, ...]  # per group
     split_indices: tuple[Ints, ...]  # per group, [C]: index into its splits
     choices: tuple[Ints, ...]  # per group, [C]: index into treatments
     treatments: tuple[RankPlan, ...]  # of units, without samples
