@@ -263,7 +263,9 @@ def all_trials(search: PipelineSearch, stages: Stages) -> Iterator[_Trial]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(i, marks=pytest.mark.campaign) for i in range(1, 40))]
+    "seed",
+    # With 30, another cut needs several rounds more in flight.
+    [0, 30, *(pytest.param(i, marks=pytest.mark.campaign) for i in range(1, 40) if i != 30)],
 )
 def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     random = Random(seed)

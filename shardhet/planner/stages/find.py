@@ -11,7 +11,7 @@ all devices (``bound``).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from math import ceil, inf, log2
 
 import numpy as np
@@ -194,7 +194,7 @@ class PipelineSearch:
     ) -> tuple[float, _Trial]:
         stride = max(1, len(self.units) // 8)
         while True:
-            for other in self._neighbours(trial, stride):
+            for other in self._neighbours(stages, trial, stride):
                 limit_s = seconds * (1 - LEAST_GAIN)
                 found_s = self.seconds_of(stages, other, limit_s)
                 if found_s < limit_s:
@@ -206,7 +206,7 @@ class PipelineSearch:
                     return seconds, trial
                 stride //= 2
 
-    def _neighbours(self, trial: _Trial, stride: int) -> Iterator[_Trial]:
+    def _neighbours(self, stages: Stages, trial: _Trial, stride: int) -> Iterator[_Trial]:
         """Trials that differ from this one in form, or in cuts, rounds and rounds in flight."""
         steps = list(np.eye(len(trial.cuts), dtype=int)) + [np.ones(len(trial.cuts), dtype=int)]
         moved = [
@@ -222,10 +222,13 @@ class PipelineSearch:
         # Fewer samples in a round or fewer in flight take less memory, which other cuts use.
         place = self.rounds.index(trial.form.num_rounds)
         numbers = self.rounds[max(0, place - 1) : place + 2]
-        for number, more in product(numbers, range(trial.more - 1, trial.more + 2)):
-            if 0 <= more <= MORE_IN_FLIGHT:
-                form = replace(trial.form, num_rounds=number)
-                yield from (_Trial(cuts, form, more) for cuts in moves)
+        # With another cut, messages may need several rounds more in flight to be hidden.
+        for number in numbers:
+            form = replace(trial.form, num_rounds=number)
+            near = {trial.more - 1, trial.more, trial.more + 1}
+            for more in sorted(near | self._in_flight(stages, form)):
+                if 0 <= more <= MORE_IN_FLIGHT:
+                    yield from (_Trial(cuts, form, more) for cuts in moves)
         for each in FORMS:
             if not each.is_like(trial.form):
                 yield replace(trial, form=replace(each, num_rounds=trial.form.num_rounds))
