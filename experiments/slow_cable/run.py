@@ -7,16 +7,13 @@ python -m experiments.slow_cable.run --quick    one short case, and keeps nothin
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
-from experiments.common.launch import FORKED, start_ranks
+from experiments.common.cable import DEVICE, TIMEOUT_S, run_over_cable
 from experiments.common.results import Bar, Page, Spread, console, parse_cases, parser_of
 from experiments.common.systems import (
     Rounds,
@@ -29,8 +26,6 @@ from experiments.common.systems import (
 )
 from experiments.decoders import decoder_config, make_decoder, random_batches
 from shardhet import DeviceSpec, HetFSDP, Plan, find_plan
-from shardhet.apps.launch.emulated_link import EmulatedLink, emulated_link
-from shardhet.comm.transport import SWITCH
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
@@ -44,8 +39,6 @@ CONFIG = decoder_config(width=256, num_layers=4, seq_len=64)
 GLOBAL_BATCH_SIZE = 32
 SPEEDS = (0.3, 0.15)  # of the two hosts' ranks, emulated: together they need 1.2 cores
 ALIKE_MBIT_PER_S = 1e5  # as fast as memory, for these processes
-TIMEOUT_S = 900.0
-DEVICE = "SLOW_CABLE_DEVICE"  # the variable with the name of the cable's device
 LEARNING_RATE = 1e-3
 HEADER = ["case", "levels", "step (s)", "of one level", "predicted (s)", "MB over the cable"]
 
@@ -197,21 +190,7 @@ def _sent_bytes(case: Case) -> int:
 def run(case: Case) -> tuple[list[Arm], list[TimedStep]]:
     """All ranks of a case, each on its side of the cable."""
     mbit_per_s = ALIKE_MBIT_PER_S if case.mbit_per_s is None else case.mbit_per_s
-    with emulated_link(case.numbers[0], mbit_per_s) as link:
-        store = TCPStore(link.address, 0, is_master=True, wait_for_workers=False)
-        reach = partial(_reach, link, store.port, case.world_size)
-        return start_ranks(FORKED, reach, train, case.world_size, case)[0]
-
-
-def _reach(link: EmulatedLink, port: int, world_size: int, rank: int) -> None:
-    """Go to the rank's side of the cable and open the group; hosts share no memory."""
-    link.enter(rank)
-    os.environ.update({"GLOO_SOCKET_IFNAME": link.device, SWITCH: "gloo", DEVICE: link.device})
-    store = TCPStore(link.address, port, is_master=False, wait_for_workers=False)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
+    return run_over_cable(train, case.numbers, mbit_per_s, case)[0]
 
 
 def main() -> None:
