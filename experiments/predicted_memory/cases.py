@@ -7,11 +7,12 @@ rounds and forms, microbatches, shares, what is recomputed, what is on the host,
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from shardhet import Plan
+from shardhet import Plan, Stage
 from shardhet.models.decoder import DecoderConfig
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -61,11 +62,12 @@ class MemoryCase:
             f"several rounds, reduced per {reduced}": plan.num_rounds > 1,
             "inputs on the host": any(each.inputs_on_host for each in plan.ranks),
             "optimizer on the host": any(each.optimizer_on_host for each in plan.ranks),
+            "stages": plan.stages is not None,
         }
         return tuple(name for name, is_there in found.items() if is_there)
 
 
-def draw(seed: int) -> MemoryCase:
+def draw_flat(seed: int) -> MemoryCase:
     """The configuration of that seed."""
     draw = random.Random(f"memory case {seed}")
     world_size = draw.choice([1, 2, 2, 3, 3, 4])
@@ -103,6 +105,43 @@ def draw(seed: int) -> MemoryCase:
     )
     precision = draw.choice([*PRECISIONS, "fp32"])
     return MemoryCase(name=str(seed), shape=shape, plan=plan, precision=precision)
+
+
+def draw_pipeline(seed: int) -> MemoryCase:
+    """A configuration with two or three stages."""
+    draw = random.Random(f"memory of stages {seed}")
+    ranks = draw.choice([(1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (2, 1, 1), (1, 1, 2)])
+    other = draw_flat(draw.randrange(10**6))
+    names = ["embedding", *(f"blocks.{i}" for i in range(other.shape.num_layers)), "head"]
+    cuts = sorted(draw.sample(range(1, len(names)), len(ranks) - 1))
+    round_size = draw.randint(2, 4)
+    sizes, shares = [], []
+    for number in ranks:
+        own = [round_size] if number == 1 else [round_size - 1, 1]
+        of_stage = [draw.choice([1.0, 2.0, 4.0]) for _ in own]
+        sizes += draw.sample(own, number)
+        shares += [each / sum(of_stage) for each in of_stage]
+    num_rounds = draw.randint(2, 6)
+    recompute = [draw.random() < 0.5 for _ in sizes]
+    bounds = list(pairwise((0, *cuts, len(names))))
+    stages = [
+        Stage(units=tuple(names[first:stop]), num_ranks=number, in_flight=len(ranks) - i)
+        for i, ((first, stop), number) in enumerate(zip(bounds, ranks, strict=True))
+    ]
+    after_forward, after_backward = draw.choice(FORMS)
+    plan = Plan.by_hand(
+        microbatch_sizes=sizes,
+        state_shares=shares,
+        recompute=recompute,
+        num_rounds=num_rounds,
+        reshard_after_forward=after_forward,
+        reshard_after_backward=after_backward,
+        reduce_each_round=draw.random() < 0.5,
+        inputs_on_host=_inputs_on_host(draw, recompute),
+        optimizer_on_host=[draw.random() < 0.25 for _ in sizes],
+        stages=stages,
+    )
+    return MemoryCase(name=f"p{seed}", shape=other.shape, plan=plan, precision=other.precision)
 
 
 def _inputs_on_host(draw: random.Random, recompute: Sequence[Any]) -> list[Any]:

@@ -2,12 +2,14 @@
 
 python -m experiments.predicted_memory.run                     # writes results and README
 python -m experiments.predicted_memory.run --seeds 100 110     # some; writes nothing
+python -m experiments.predicted_memory.run --seeds 100 110 --stages
 """
 
 import argparse
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -22,23 +24,26 @@ from experiments.common.results import (
     write_csv,
     write_results_block,
 )
-from experiments.predicted_memory.cases import MemoryCase, demo, draw
+from experiments.predicted_memory.cases import MemoryCase, demo, draw_flat, draw_pipeline
 from shardhet import Cluster, DeviceSpec, HetFSDP, Setting
 from shardhet.models.decoder import Decoder
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.part import part_of
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.describe import describe
-from shardhet.records.cluster import Node
+from shardhet.records.cluster import Link, Node
 from shardhet.records.profiles import Profile
+from shardhet.simulator.stages import price_of
 from tests.emulated.accelerator import Accelerator
 from tests.made_up import collectives, device_profile
 from tests.worlds import World
 
 HERE = Path(__file__).parent
-NUM_CASES = 40
+NUM_CASES, NUM_PIPELINES = 40, 16
 NUM_STEPS = 3  # the first examines the model
 MIB = 2**20
+LINK = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +86,19 @@ def predicted(case: MemoryCase) -> list[MemoryParts]:
         model = Decoder(case.shape)
     workload = describe(model, ExampleBatch(args=(tokens, tokens)), **case.options)
     device = DeviceSpec(kind="x", memory_capacity_bytes=2**34)
-    cluster = Cluster(nodes=(Node(host="a", devices=(device,) * case.plan.world_size),))
+    cluster = Cluster(
+        nodes=(Node(host="a", devices=(device,) * case.plan.world_size, link=LINK),)
+    )
     names = [kind.name for kind in workload.kinds]
     profile = Profile(  # seconds do not matter here
         devices=(device_profile("x", lambda m: (1e-4, 2e-4), sizes=[1, 2], unit_kinds=names),),
         collectives=collectives((1, 2), gather_s_per_byte=1e-9, reduce_s_per_byte=1e-9),
     )
-    ranks = CostModel(Setting(cluster, workload, profile)).predict(case.plan).ranks
+    setting = Setting(cluster, workload, profile)
+    if case.plan.stages is None:
+        ranks = CostModel(setting).predict(case.plan).ranks
+    else:
+        ranks = price_of(case.plan, setting, partial(part_of, setting)).ranks
     return [rank.memory for rank in ranks]
 
 
@@ -114,11 +125,13 @@ def main() -> None:
     """Run the configurations and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
+    parser.add_argument("--stages", action="store_true", help="seeds of pipelines")
     given = parser.parse_args()
     environment = Environment.here()
+    draw = draw_pipeline if given.stages else draw_flat
     cases = [draw(seed) for seed in range(*(given.seeds or (0, NUM_CASES)))]
     if given.seeds is None:
-        cases.append(demo())
+        cases += [*map(draw_pipeline, range(NUM_PIPELINES)), demo()]
     worlds: dict[int, World] = {}
     rows: list[Row] = []
     for case in cases:

@@ -301,8 +301,12 @@ class _Met:
 
 def _priced(setting: Setting, demands: Demands) -> tuple[CostModel, ...]:
     """Prices of plans whose units are in the levels that are faster, by what is resident."""
-    in_flight, receives = demands.rounds_in_flight, demands.receives
-    prices = CostModel(setting, in_flight=in_flight, receives=receives)
+    prices = CostModel(
+        setting,
+        in_flight=demands.rounds_in_flight,
+        receives=demands.receives,
+        hands_on_bytes=demands.hands_on_bytes,
+    )
     if demands.has_one_level:
         return (prices,)
     return with_residents(prices, may_stay=demands.may_keep_frozen_weights)

@@ -129,7 +129,7 @@ class MomentPrices(HostInputPrices):
     @cached_property
     def _moments(self) -> dict[tuple[object, ...], Moments]:
         levels = len(self.cluster.nodes) if self.two_level_units else 0
-        of_stage = (self.in_flight, self.receives)
+        of_stage = (self.in_flight, self.receives, self.hands_on_bytes)
         key = (self.form, of_stage, self._is_alone, levels, self.resident_units)
         return _known_moments(self.workload).setdefault(key, {})
 
@@ -155,13 +155,16 @@ class MomentPrices(HostInputPrices):
         )
         has_grad = np.array([unit.fqn in self._may_leave for unit in units])
         coming = np.where(leaves, inputs, 0.0)
-        after, before = np.append(inputs[1:], 0.0), np.append(0.0, coming[:-1])
+        after = np.append(inputs[1:], float(self.hands_on_bytes))
+        before = np.append(0.0, coming[:-1])
         staying = np.cumsum(inputs - coming)
         others = self.in_flight - 1  # rounds, all of whose inputs and graphs are held
         passing = coming + after  # its own input, and what it returns or the gradient of that
         passing += (others > 0) * coming[-1]  # with which the backward that follows begins
         in_backward = held.is_backward * (before + has_grad * inputs)[held.unit]
         of_inputs = (staying + passing)[held.unit] + in_backward + others * staying[-1]
+        # At each end of a stage, what it receives next is on its way, and what it sent last.
+        of_inputs = of_inputs + 2 * (self.receives * inputs[0] + self.hands_on_bytes)
         of_graphs = np.cumsum(graphs)[held.unit] + others * graphs.sum()
         runs = list(self._runs_of(rank.recomputed_units))
         run_of = [

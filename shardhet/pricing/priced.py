@@ -64,6 +64,7 @@ class Priced:
     resident_units: tuple[str, ...] = ()  # likewise
     in_flight: int = 1  # rounds whose activations are held at once, as in a stage of a pipeline
     receives: bool = False  # whether another stage hands over the inputs of the first unit
+    hands_on_bytes: int = 0  # per sample, to the next stage
     known: Known = field(default_factory=Known, repr=False, compare=False)
 
     def __post_init__(self) -> None:

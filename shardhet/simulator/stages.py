@@ -139,7 +139,8 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
     own_units = [[u for u in units if stage_by_fqn[u.fqn] == i] for i in range(len(groups))]
     costs: list[StepCost] = []
     seconds = []
-    for group, own, held in zip(groups, own_units, in_flight, strict=True):
+    next_units = (*own_units[1:], None)
+    for group, own, after, held in zip(groups, own_units, next_units, in_flight, strict=True):
         positions = tuple(chosen[i] for i in group)
         whole = part_of(tuple(sorted(positions)))
         of_stage = with_units(part_of_hosts(whole, setting.cluster, positions), own)
@@ -149,7 +150,12 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
             stages=None,
             units=_planned(of_stage) if plan.units else (),
         )
-        model = CostModel(of_stage, in_flight=held, receives=bool(costs))
+        model = CostModel(
+            of_stage,
+            in_flight=held,
+            receives=bool(costs),
+            hands_on_bytes=0 if after is None else workload.kind_of(after[0]).input_bytes,
+        )
         costs.append(model.predict(alone))
         for rank, device in zip(alone.ranks, of_stage.cluster.devices, strict=True):
             here = replace(rank, device=device)

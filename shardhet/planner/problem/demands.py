@@ -57,6 +57,7 @@ class Demands:
     has_one_level: bool = False  # of a stage: no two_level_units, and no resident_units
     rounds_in_flight: int = 1  # of a stage of a pipeline: it holds the activations of so many
     receives: bool = False  # a stage: whether it is a later one than the first
+    hands_on_bytes: int = 0  # a stage: per sample, to the next one
 
     def check(self, world_size: int) -> None:
         """Raise ``ValueError`` if the demands name missing devices or contradict each other."""

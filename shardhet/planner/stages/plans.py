@@ -59,7 +59,8 @@ class StagePlans:
         """The best plan of such devices for such units: as good as that of these."""
         kinds = tuple(unit.kind for unit in self.units[first:stop])
         looks = self.looks_of(positions)
-        key = (looks, kinds, form, in_flight, first > 0)
+        after = self.units[stop].kind if stop < len(self.units) else None
+        key = (looks, kinds, form, in_flight, first > 0, after)
         if key not in self._found:
             found = self._found[key] = self.solved(positions, first, stop, form, in_flight)
             round_s = inf
@@ -68,6 +69,12 @@ class StagePlans:
             part = _Part(first, stop, in_flight, round_s)
             self._parts.setdefault((looks, form), []).append(part)
         return self._found[key]
+
+    def _hands_on_bytes(self, setting: Setting, stop: int) -> int:
+        """Bytes per sample that a stage whose units end before ``stop`` hands to the next."""
+        if stop == len(self.units):
+            return 0
+        return setting.workload.kind_of(self.units[stop]).input_bytes
 
     def looks_of(self, positions: Positions) -> int:
         """A number for what distinguishes a set of devices from others, for the planner."""
@@ -106,6 +113,7 @@ class StagePlans:
                     has_one_level=True,
                     rounds_in_flight=in_flight,
                     receives=first > 0,
+                    hands_on_bytes=self._hands_on_bytes(setting, stop),
                 ),
                 effort=effort,
                 tolerance=tolerance,
