@@ -11,6 +11,7 @@ from torch import nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
 from shardhet.models.decoder import Decoder
+from shardhet.planner.problem.demands import Demands
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import (
     RankReport,
@@ -22,6 +23,7 @@ from shardhet.profiler.assemble import (
 )
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate_sizes
+from shardhet.profiler.host import HostPartReport, room_of
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
 from shardhet.profiler.subsets import some_of, subsets_to_measure
@@ -280,6 +282,47 @@ def test_as_much_waits_for_its_backward_as_a_step_keeps() -> None:
         assert len(samples[1]) + len(samples[2]) < fake.num_forward - before  # it was filled
 
 
+# Hosts #
+
+
+def test_a_host_has_what_its_devices_leave_and_the_pace_of_all_its_ranks() -> None:
+    def part(free: int | None, device: int | None) -> HostPartReport:
+        return HostPartReport(bytes_per_s=2e9, free_bytes=free, device_bytes=device)
+
+    assert room_of([part(1000, 0), part(900, 0)]) == 810  # a tenth stays free
+    assert room_of([part(1000, 300), part(1000, 200)]) == 450  # emulated on the host
+    assert room_of([part(1000, 900), part(1000, 900)]) == 1  # none: 0 would be no limit
+    assert room_of([part(1000, None)]) is None  # the device is the host
+    assert room_of([part(None, 0)]) is None
+    assert room_of([]) is None
+    specs = [DeviceSpec(host=host, kind="x", memory_capacity_bytes=1) for host in "aba"]
+    parts = [part(1000, 0), part(500, 0), part(1000, 0)]
+    nodes = make_cluster(specs, [], parts).nodes
+    assert [node.host_memory_bytes for node in nodes] == [900, 450]
+    assert [node.host_bytes_per_s for node in nodes] == [4e9, 2e9]
+    assert make_cluster(specs, []).nodes[0].host_bytes_per_s is None
+
+
+@pytest.mark.parametrize("uses_host", [False, True])
+def test_what_was_measured_of_hosts_is_for_plans_that_use_them(uses_host: bool) -> None:
+    from tests.test_fewer import FAST_LINKS, setting_of
+
+    setting = setting_of("ffs", s_per_byte=FAST_LINKS, capacity=2**22)
+    nodes = tuple(
+        replace(node, host_memory_bytes=1, host_bytes_per_s=1e8)
+        for node in setting.cluster.nodes
+    )
+    measured = replace(setting, cluster=replace(setting.cluster, nodes=nodes))
+    demands = Demands(may_keep_inputs_on_host=uses_host, may_keep_optimizer_on_host=uses_host)
+    before, after = (
+        find_plan(each, global_batch_size=12, demands=demands) for each in (setting, measured)
+    )
+    assert uses_host or before == after
+    for rank in after.ranks:  # there is no room
+        assert not rank.optimizer_on_host
+        assert not rank.inputs_on_host
+
+
 # Ranks #
 
 
@@ -298,6 +341,10 @@ def test_one_process_is_measured_without_a_process_group() -> None:
             assert 0 < point.forward.p10_s <= point.forward.p90_s
             assert point.peak_bytes is None  # nobody counts on a CPU
     assert measured.setting.profile.device("cpu").optimizer_seconds_per_element > 0
+    [node] = measured.setting.cluster.nodes
+    assert node.host_memory_bytes is None  # the device has it
+    assert node.host_bytes_per_s is not None
+    assert 1e8 <= node.host_bytes_per_s < 1e12
     assert 1e-5 < measured.setting.profile.turn_overhead_s < 1e-2
     assert shown == sorted(shown)
     assert shown[-1] == 1.0

@@ -205,7 +205,8 @@ def goes_on(
     folder.mkdir()
     fill_rank_one(folder)
     arguments = [*launcher, *keys, "on_oom=REPLAN", f"hydra.run.dir={folder}/run"]
-    done = run(arguments, folder, is_cold=bool(variables), **variables)
+    within_s = 400.0 if variables else 100.0
+    done = run(arguments, folder, within_s=within_s, is_cold=bool(variables), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     expected = run([*SHARDHET, "train", *keys, f"run_dir={tmp_path}/alone"], tmp_path)
     assert expected.returncode == 0, expected.stderr
@@ -225,7 +226,8 @@ def test_a_run_that_is_out_of_memory_goes_on_with_less(tmp_path: Path) -> None:
     assert "from now on" in printed
 
 
-@pytest.mark.campaign  # two starts of torchrun more
+@pytest.mark.timeout(600)  # cold starts on a busy machine
+@pytest.mark.campaign
 def test_torchrun_starts_a_run_again_that_was_out_of_memory(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     printed = goes_on(

@@ -12,6 +12,7 @@ from statistics import fmean
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.compute import Samples
+from shardhet.profiler.host import HostPartReport, pace_of, room_of
 from shardhet.profiler.stopwatch import timing_of, typical_mean
 from shardhet.profiler.traffic import (
     CollectiveSamples,
@@ -45,6 +46,7 @@ class RankReport:
     turn_overhead_s: float
     reserved_bytes: int
     note: str  # versions and date
+    host: HostPartReport | None = None
 
     @property
     def kind(self) -> str:
@@ -64,11 +66,22 @@ class TrafficReport:
     note: str
 
 
-def make_cluster(ranks: Sequence[DeviceSpec], pairs: Sequence[PairSamples]) -> Cluster:
-    """The cluster: devices by host in the order of their ranks, and the slowest links."""
+def make_cluster(
+    ranks: Sequence[DeviceSpec],
+    pairs: Sequence[PairSamples],
+    parts: Sequence[HostPartReport | None] = (),
+) -> Cluster:
+    """The cluster: devices by host in the order of their ranks, and the slowest links.
+
+    ``parts`` are what ranks found of their hosts.
+    """
     hosts = list(dict.fromkeys(device.host or "" for device in ranks))
     within: dict[str, list[PairSamples]] = {host: [] for host in hosts}
     between: list[PairSamples] = []
+    parts_of: dict[str, list[HostPartReport]] = {host: [] for host in hosts}
+    for device, part in zip(ranks, parts, strict=False):
+        if part is not None:
+            parts_of[device.host or ""].append(part)
     for pair in pairs:
         host, other = ranks[pair.sender].host or "", ranks[pair.receiver].host or ""
         (within[host] if host == other else between).append(pair)
@@ -78,6 +91,8 @@ def make_cluster(ranks: Sequence[DeviceSpec], pairs: Sequence[PairSamples]) -> C
                 host=host,
                 devices=tuple(device for device in ranks if (device.host or "") == host),
                 link=_slowest_link(within[host]),
+                host_memory_bytes=room_of(parts_of[host]),
+                host_bytes_per_s=pace_of(parts_of[host]),
             )
             for host in hosts
         ),

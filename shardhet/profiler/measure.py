@@ -17,11 +17,13 @@ import torch.distributed as dist
 from shardhet.comm import devices
 from shardhet.comm.groups import default_group
 from shardhet.comm.members import local_device_spec
+from shardhet.comm.on_host.memory import available_bytes, processors
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, orig_dtype
+from shardhet.profiler.host import HostPartReport
 from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
 from shardhet.profiler.subsets import among_some, some_of, subsets_to_measure
@@ -128,6 +130,9 @@ class _Session:
         hosts = channels.control.exchange_objects(found.host)
         neighbours = [i for i, host in enumerate(hosts) if host == found.host]
         num_sharing = len(neighbours) if devices.is_on_host(device) else 1
+        used = channels.control.exchange_objects(processors())
+        self._processors = [used[i] for i in neighbours if i != channels.control.position]
+        self._free_bytes = available_bytes()
         self._spec = _own_spec(found, emulated, num_sharing)
 
     def run(self) -> Measurement:
@@ -148,7 +153,7 @@ class _Session:
         reports = self._channels.control.exchange_objects(report)
         traffic = self._traffic(workload, compute)
         specs = [each.device for each in reports]
-        cluster = make_cluster(specs, traffic.pairs)
+        cluster = make_cluster(specs, traffic.pairs, [each.host for each in reports])
         profile = make_profile(reports, traffic, cluster, workload)
         self._on_progress("done", 1.0)
         return Measurement(
@@ -182,6 +187,9 @@ class _Session:
         optimizer_s = compute.optimizer_seconds(
             self._optimizer, 1 / channels.world_size, effort.num_repeats
         )
+        self._on_progress("the host", 0.72)
+        channels.wait_for_all()
+        host = self._host()
         self._on_progress("the runtime's own time", 0.73)
         overhead_s = turn_overhead_seconds(channels.group, self._device, effort.num_repeats)
         return RankReport(
@@ -191,6 +199,21 @@ class _Session:
             turn_overhead_s=overhead_s,
             reserved_bytes=self._reserved.nbytes,
             note=f"{_note(self._spec)}; reserved: {self._reserved.counted}",
+            host=host,
+        )
+
+    def _host(self) -> HostPartReport:
+        """What the host has besides the device, and does for its part."""
+        is_host = devices.is_on_host(self._device)
+        device_bytes: int | None = None if is_host else 0
+        if has_own_memory(self._emulated):
+            device_bytes = self._spec.memory_capacity_bytes
+        return HostPartReport.measured(
+            self._processors,
+            self._free_bytes,
+            device_bytes,
+            num_repeats=self._effort.num_repeats,
+            emulated=self._emulated,
         )
 
     def _traffic(self, workload: Workload, compute: ComputeMeasurement) -> TrafficReport:

@@ -51,6 +51,14 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
         )
         for warning in disturbances(device):
             console.print(warning, style="yellow", soft_wrap=True)
+    for node in setting.cluster.nodes:
+        if node.host_bytes_per_s is not None:
+            free, pace = node.host_memory_bytes, node.host_bytes_per_s / 1e9
+            console.print(
+                f"host {node.host}: optimizers there move {pace:.1f} GB/s"
+                + ("" if free is None else f", in {free / 2**30:.1f} GiB of its memory"),
+                soft_wrap=True,
+            )
     if setting.profile.turn_overhead_s:
         console.print(
             f"overhead of the runtime: {setting.profile.turn_overhead_s * 1e6:.0f} us per unit "
