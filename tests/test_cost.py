@@ -1,11 +1,13 @@
 """What a step is predicted to take and to hold, against arithmetic done by hand."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.hosts import HostPart
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
@@ -290,6 +292,47 @@ def test_copies_hide_behind_compute_or_set_the_pace(
     assert timeline.step_time_s == pytest.approx(step.step_time_s, rel=0.02)
     peak, predicted = timeline.ranks[0].peak_bytes, step.ranks[0].memory.total_bytes
     assert 0.9 * predicted <= peak <= predicted
+
+
+def test_copies_have_lanes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", 7.0)
+    setting = Setting(with_host(None), WORKLOAD, profile())
+    timeline = simulate(on_host("*", second=0), setting)
+    _, *units = [unit.fqn for unit in WORKLOAD.units]
+    copies = timeline.ranks[0].copies
+    assert [(each.unit, each.work) for each in copies] == [
+        *((unit, Work.TO_HOST) for unit in units),
+        *((unit, Work.TO_DEVICE) for unit in reversed(units)),
+    ]
+    assert [each.seconds for each in copies] == pytest.approx([6.0] * len(copies))
+    begun = {(e.unit, e.work): e.start_s for e in timeline.ranks[0].events}
+    assert [each.start_s for each in copies[: len(units)]] == pytest.approx(
+        [begun[unit, Work.FORWARD] for unit in units]
+    )
+    assert not timeline.ranks[1].copies
+    found = json.loads(timeline.to_chrome_trace())["traceEvents"]
+    named = {(e["pid"], e["args"]["name"]) for e in found if e["name"] == "thread_name"}
+    assert {(0, "to_host"), (0, "to_device")} <= named
+    assert not {(1, "to_host"), (1, "to_device")} & named
+    assert sum(e.get("cat") == "to_host" for e in found) == len(units)
+
+
+def test_rows_and_gradients_are_copied_unit_by_unit() -> None:
+    setting = Setting(CLUSTER, WORKLOAD, profile())
+    plan = Plan.by_hand(
+        microbatch_sizes=[3, 1], state_shares=[0.25, 0.75], optimizer_on_host=[True, False]
+    )
+    timeline, cost = simulate(plan, setting), CostModel(setting).predict(plan)
+    copies = timeline.ranks[0].copies
+    part = HostPart.of(CLUSTER.nodes[0], 1)
+    seconds = 4 * cost.ranks[0].stored_numel / part.copied_bytes_per_s
+    for work in (Work.TO_DEVICE, Work.TO_HOST):
+        of_work = [each for each in copies if each.work is work]
+        assert {each.unit for each in of_work} == {unit.fqn for unit in WORKLOAD.units}
+        assert sum(each.seconds for each in of_work) == pytest.approx(seconds)
+        ends = [each.end_s for each in of_work]
+        assert all(a <= b.start_s for a, b in zip(ends, of_work[1:], strict=False))
+    assert not timeline.ranks[1].copies
 
 
 def test_ranks_share_what_their_host_moves() -> None:

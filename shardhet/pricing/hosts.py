@@ -33,6 +33,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import Moments, RankCost
 from shardhet.records.cluster import Cluster, Node
 from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.schedule import Phase, Schedule
 from shardhet.records.schedule.held import HeldUnits, held_units
 from shardhet.records.workload import Unit
 
@@ -185,6 +186,26 @@ class HostPrices(Priced):
             to_host_s *= self._largest_part / self._num_reductions
         return UPDATE_BYTES * self._trained_part / part.bytes_per_s + to_device_s + to_host_s
 
+    def row_copies_s(self, schedule: Schedule, node: Node) -> list[float]:
+        """By turn: seconds per stored element of the model of copies beside it.
+
+        Rows come to the device in the first round's forward, of one unit after the other, and
+        gradients go to the host where they are reduced.
+        """
+        to_device_s, to_host_s = self._copies_s(HostPart.of(node, 1))
+        to_host_s /= self._num_reductions
+        found = []
+        for turn in schedule.turns:
+            kind = self.workload.kind_of(self.visited_units[turn.unit])
+            is_reduced = self.reduce_each_round or turn.round == self.num_rounds - 1
+            if turn.phase is Phase.FORWARD:
+                copy_s = to_device_s * kind.numel / self.workload.numel * (turn.round == 0)
+            else:
+                part = kind.trained_numel / max(1, self.workload.trained_numel)
+                copy_s = to_host_s * part * is_reduced
+            found.append(copy_s)
+        return found
+
     def hidden_numel(self, part: HostPart, forward_s: Floats, backward_s: Floats) -> Floats:
         """Elements whose copies so much compute hides, but for one unit each way."""
         to_device_s, to_host_s = self._copies_s(part)
@@ -276,10 +297,14 @@ class HostInputPrices(HostPrices):
         pace: float,
     ) -> tuple[float, float]:
         """Seconds of a unit's forward and backward beside the copies of its inputs."""
-        if not self._copies(rank, unit_fqn):
-            return seconds
-        copy_s = sum(sizes) * self._input_bytes[unit_fqn] / pace
+        copy_s = self.copy_s(rank, unit_fqn, sizes, pace)
         return max(seconds[0], copy_s), max(seconds[1], copy_s)
+
+    def copy_s(self, rank: RankPlan, unit_fqn: str, sizes: Sequence[int], pace: float) -> float:
+        """Seconds of a copy of a unit's inputs; 0 if they stay."""
+        if not self._copies(rank, unit_fqn):
+            return 0.0
+        return sum(sizes) * self._input_bytes[unit_fqn] / pace
 
 
 def part_of_hosts(setting: Setting, whole: Cluster, positions: Collection[int]) -> Setting:

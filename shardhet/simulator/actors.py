@@ -39,6 +39,11 @@ class Actor:
     overlap_excess: float
     seconds: list[float]  # of compute by turn, recomputation included
     unit_fqns: list[str]  # by turn
+    is_forward: list[bool]  # by turn
+    # By turn: seconds of copies to or from the host beside it, of inputs, and of rows and
+    # gradients per stored element.
+    input_copy_s: list[float]
+    row_copy_s: list[float]
     resting_bytes: int  # between steps, besides what it stores
     # By turn: bytes while it computes, and after it; bytes per stored element at both times,
     # and once more after all turns.
@@ -51,11 +56,13 @@ class Actor:
     last_launched: int = -1  # the latest turn for which it has launched
     since_s: float = 0.0  # when the state began
     events: list[Event] = field(default_factory=list)
+    began_s: list[float] = field(default_factory=list)  # computing, by turn
     # From when on it holds so many bytes, and so many per stored element.
     memory: list[tuple[float, int, float]] = field(default_factory=list)
 
     def begin_compute(self, now_s: float) -> None:
         """Hold what the turn needs."""
+        self.began_s.append(now_s)
         self.hold(now_s, self.running_bytes[self.turn], self.numel_bytes[self.turn])
 
     def end_compute(self, now_s: float) -> None:
@@ -88,11 +95,30 @@ class Actor:
         return RankTimeline(
             name=self.name,
             events=(*merged(self.events), *merged(last)),
+            copies=self._copies(stored_numel),
             memory=tuple(
                 MemoryPoint(time_s=time_s, nbytes=nbytes + int(stored_numel * numel_bytes))
                 for time_s, nbytes, numel_bytes in self.memory
             ),
         )
+
+    def _copies(self, stored_numel: int) -> tuple[Event, ...]:
+        """Each as soon as its turn computes and those in its direction before it are done."""
+        free_s = {Work.TO_HOST: 0.0, Work.TO_DEVICE: 0.0}
+        found = []
+        for turn, began_s in enumerate(self.began_s):
+            inputs, rows = Work.TO_HOST, Work.TO_DEVICE
+            if not self.is_forward[turn]:
+                inputs, rows = rows, inputs
+            for work, seconds in (
+                (rows, stored_numel * self.row_copy_s[turn]),
+                (inputs, self.input_copy_s[turn]),
+            ):
+                start_s = max(began_s, free_s[work])
+                free_s[work] = end_s = start_s + seconds
+                unit = self.unit_fqns[turn]
+                found.append(Event(unit=unit, work=work, start_s=start_s, end_s=end_s))
+        return merged(found)
 
 
 def make_actors(
@@ -105,14 +131,17 @@ def make_actors(
     Ranks without samples and rows have none: nobody waits for them.
     """
     actors: dict[tuple[object, ...], Actor] = {}
+    no_copies = [0.0] * len(schedule.turns)
     paces = model.host_paces(plan)
+    nodes = [node for node in model.cluster.nodes for _ in node.devices]
     active = taking_part(plan.ranks, model.stored_numels(plan.state_shares))
     among = model.among(active)
     for position in active:
         rank = plan.ranks[position]
         kind = model.cluster.devices[position].kind
         last = plan.last_microbatch_sizes(position)
-        places = (rank.recomputed_units, rank.optimizer_on_host)
+        node = nodes[position] if rank.optimizer_on_host else None
+        places = (rank.recomputed_units, node)
         key: tuple[object, ...] = (kind, rank.microbatch_sizes, last, *places)
         if rank.inputs_on_host:
             key = (*key, rank.inputs_on_host, paces[position])
@@ -126,6 +155,7 @@ def make_actors(
                 last,
                 schedule,
                 pace=paces[position],
+                row_copy_s=no_copies if node is None else model.row_copies_s(schedule, node),
             )
         actors[key].positions.append(position)
     return list(actors.values())
@@ -140,6 +170,7 @@ def _actor(
     schedule: Schedule,
     *,
     pace: float,  # bytes per second of copies to the host and back
+    row_copy_s: list[float],
 ) -> Actor:
     units, device_kind = model.visited_units, rank.device.kind
     is_again = [rank.recomputes(unit.fqn) for unit in units]
@@ -148,7 +179,7 @@ def _actor(
         for kind in dict.fromkeys(unit.kind for unit in units)
         for sizes in (rank.microbatch_sizes, last)
     }
-    seconds = []
+    seconds, input_copy_s = [], []
     for turn in schedule.turns:
         unit, is_backward = units[turn.unit], turn.phase is Phase.BACKWARD
         is_last = turn.round == schedule.form.num_rounds - 1
@@ -160,6 +191,7 @@ def _actor(
             rank, unit.fqn, sizes, (forward_s, backward_s), pace
         )
         seconds.append(backward_s if is_backward else forward_s)
+        input_copy_s.append(model.copy_s(rank, unit.fqn, sizes, pace))
     running, kept, numel_bytes = _memory(model, rank, schedule)
     return Actor(
         index=index,
@@ -168,6 +200,9 @@ def _actor(
         overlap_excess=model.profile.device(device_kind).overlap_excess,
         seconds=seconds,
         unit_fqns=[units[turn.unit].fqn for turn in schedule.turns],
+        is_forward=[turn.phase is Phase.FORWARD for turn in schedule.turns],
+        input_copy_s=input_copy_s,
+        row_copy_s=row_copy_s,
         resting_bytes=_resting_bytes(model, rank),
         running_bytes=running,
         kept_bytes=kept,

@@ -23,6 +23,8 @@ class Work(Enum):
     AGREE = "agree"  # until the slowest rank arrives
     OVERHEAD = "overhead"  # the runtime's own
     HAND_OVER = "hand_over"  # of links between stages: samples, or their gradients
+    TO_HOST = "to_host"  # copies, beside compute
+    TO_DEVICE = "to_device"
 
 
 BUSY = frozenset({Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER})
@@ -60,6 +62,7 @@ class RankTimeline:
     name: str  # of its device
     events: tuple[Event, ...]
     memory: tuple[MemoryPoint, ...]
+    copies: tuple[Event, ...] = ()  # to and from the memory of the host
 
     def seconds(self, kinds: frozenset[Work]) -> float:
         """Time spent on these kinds of work."""
@@ -116,15 +119,17 @@ class Timeline:
         """
         events: list[dict[str, Any]] = []
         kinds = dict.fromkeys(event.work.value for event in self.collectives)
-        streams = (COMPUTE_STREAM, *kinds)
         for position, rank in enumerate(self.ranks):
             label = f"rank {position}: {rank.name}"
             events.append(_named("process_name", position, 0, label))
+            copies = dict.fromkeys(event.work.value for event in rank.copies)
+            streams = (COMPUTE_STREAM, *kinds, *copies)
             events += [
                 _named("thread_name", position, i, each) for i, each in enumerate(streams)
             ]
-            for event in (*rank.events, *self.collectives):
-                stream = event.work.value if event.work.value in kinds else COMPUTE_STREAM
+            for event in (*rank.events, *self.collectives, *rank.copies):
+                value = event.work.value
+                stream = value if value in streams else COMPUTE_STREAM
                 events.append(_complete(event, position, streams.index(stream)))
             events += [_counter(point, position) for point in rank.memory]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -19,6 +19,8 @@ COLOR_BY_WORK = {
     "gather": "tab:purple",
     "reduce": "tab:brown",
     "hand_over": "tab:red",
+    "to_host": "tab:olive",
+    "to_device": "tab:cyan",
 }
 
 

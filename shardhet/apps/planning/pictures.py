@@ -43,6 +43,9 @@ def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
         held = [(point.time_s, point.nbytes / GIB) for point in rank.memory]
         held.append((timeline.step_time_s, held[-1][1]))
         drawn.append(Lane(label=row.label, spans=spans, memory_gib=held))
+        copied = [(each.work.value, each.start_s, each.seconds) for each in rank.copies]
+        if copied:
+            drawn.append(Lane(label=f"{row.label}, copies", spans=copied))
     sent = [(each.work.value, each.start_s, each.seconds) for each in timeline.collectives]
     return [*drawn, Lane(label="links", spans=sent)] if sent else drawn
 
