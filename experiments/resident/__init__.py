@@ -1,0 +1,1 @@
+"""Frozen weights that stay unsharded, over slow links."""
