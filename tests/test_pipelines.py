@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan, Stage, gather_features
-from shardhet.checkpoint import load, redistribute, save
+from shardhet.checkpoint import load, save
 from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
 from tests.misdeeds import CAUSE, commit
@@ -315,8 +315,6 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     if what == "gather_features":
         model.forward_backward(*given)
         gather_features(inputs)
-    if what == "redistribute":
-        redistribute(model, None, Plan.even(plan.world_size, microbatch_size=1))
     if what == "other samples" and rank == 2:
         given = (inputs[mine].flip(0), targets[mine].flip(0))
     if what == "fewer samples" and rank == 2:
@@ -360,7 +358,6 @@ REFUSED = {
     "too many samples": ("", "model(...): this rank got"),
     "own_samples": ("", "own_samples: the plan has 2 stages"),
     "gather_features": ("", "gather_features: the plan has stages"),
-    "redistribute": ("", "has stages, between which rows cannot move yet"),
     "other samples": ("", "the stages were passed other samples"),
     "fewer samples": ("", "the stages got"),
     "other lengths": ("", "Pad them alike"),

@@ -25,6 +25,7 @@ from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.redistribution import FlatMove, follow, moves, room_under, why_not
 from shardhet.fsdp.sharding.host_room import HostRoom
+from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.records.plan import Plan
 
 CALL = "redistribute"
@@ -83,10 +84,11 @@ def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) 
         raise CheckpointError(f"plan: ranks pass different ones: {digests} in plan order.")
     states = _merged([each for _, each in found])
     with torch.no_grad(), model.guard(CALL):
-        for move in moves(model, plan):
+        of_units = comm_of_units(plan, model._comm, model._control)
+        for move in moves(model, plan, of_units):
             progress.mark(f"{CALL}: unit {move.unit_fqn!r}")
             _move(move, model, optimizer, states)
-        follow(model, plan, room)
+        follow(model, plan, of_units, room)
     ranks.exchange(None, call=CALL)
 
 
@@ -118,9 +120,9 @@ def _move(
             for i in own[name]:  # the rows before make room for the next state's
                 optimizer.state[flat.sharded_params[i]].pop(name, None)
             del whole
-    flat.redistribute(
-        move.layout, move.whole(flat.placed.on_device(), model), on_host=move.on_host
-    )
+    whole_rows = move.whole(flat.placed.on_device(), model)
+    flat.comm = flat.residence.comm = move.comm
+    flat.redistribute(move.layout, whole_rows, on_host=move.on_host)
     if optimizer is None:
         return
     for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):

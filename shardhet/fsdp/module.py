@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members
+from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
@@ -27,13 +28,15 @@ from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_piece
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
+from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.channels import comm_of_units
-from shardhet.fsdp.stages.refusals import find_units_by
+from shardhet.fsdp.stages.refusals import beyond_stages, find_units_by
 from shardhet.fsdp.stages.runtime import runtime_by
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
+from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
@@ -114,8 +117,9 @@ class HetFSDP(ModuleInRounds):
             norms = BatchNorms(module)
             if members.control.position == 0:
                 norms.warn([rank.microbatch_sizes for rank in plan.ranks])
-            of_units = comm_of_units(plan, self._comm, members)
+            of_units = comm_of_units(plan, self._comm, self._control)
             precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+            self.beyond_stages = beyond_stages(module)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             *built, root = build_units(
                 module,
@@ -136,34 +140,46 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
         self.module = module
-        self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
-        self._batch_dim, self._forward = batch_dim, module.forward
-        self._runtime = runtime_by(plan, self._comm)(
+        self._loss, caches = FusedLoss(loss_fn), CacheSwitch(module)
+        self._caches, self._batch_dim, self._forward = caches, batch_dim, module.forward
+        self._make_runtime = partial(
+            _runtime_by,
             built,
             root,
-            plan=plan,
-            comm=of_units,
             control=members.control,
             lifeline=self._lifeline,
             seed=seed,
             module=module,
             norms=norms,
-            caches=self._caches,
+            caches=caches,
         )
-        self._backward = MeanBackward(
-            self._runtime,
-            self._flats,
-            self._param_by_fqn,
-            hooks,
-            self._rows,
+        self._make_backward = partial(
+            MeanBackward,
+            flats=self._flats,
+            param_by_fqn=self._param_by_fqn,
+            hooks=hooks,
+            rows=self._rows,
             is_float16=param_dtype is torch.float16,
         )
-        self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
-        pieces = find_pieces(module, modules_of_units, param_dtype)
-        intercept(module, self._runtime.calls, self._loss, pieces)
+        self._pieces = find_pieces(module, modules_of_units, param_dtype)
+        self.compute_by(plan, of_units)
         guard_root(module, root, built, self._lifeline)
         refuse_to_save_rows(module)
         self._is_built = True
+
+    def compute_by(self, plan: Plan, of_units: CommContext) -> None:
+        """Take steps as ``plan`` says, with units gathered over ``of_units``.  Collective."""
+        before: Runtime | None = self.__dict__.get("_runtime")
+        progress.stage = None
+        observers = before and before.observers
+        self._runtime = self._make_runtime(plan, self._comm, of_units, observers=observers)
+        if before is not None:
+            self._runtime.rounds.end_step(before.rounds.step)
+            self._runtime.asks_to_end = before.asks_to_end
+            self._runtime.follow(plan, before.rounds.batches_per_step)
+        self._backward = self._make_backward(self._runtime)
+        self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
+        intercept(self.module, self._runtime.calls, self._loss, self._pieces)
 
     def _know_params(self, hooks: ParamHooks, before: Mapping[str, ref[nn.Parameter]]) -> None:
         """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
@@ -243,11 +259,6 @@ class HetFSDP(ModuleInRounds):
         """The device that this rank trains on."""
         return self._comm.device
 
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group; state dicts are whole on rank zero."""
-        return self._control.rank_by_position[self.position]
-
     # What optimizers and users see #
 
     @property
@@ -267,10 +278,6 @@ class HetFSDP(ModuleInRounds):
         """
         return unit_by_unit(self._runtime, control=self._control, lifeline=self._lifeline)
 
-    def guard(self, doing: str) -> AbstractContextManager[None]:
-        """A context for work that other ranks wait for: if it raises, all ranks raise."""
-        return self._lifeline.guard(doing)
-
     def add_observer(
         self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False
     ) -> Callable[[], None]:
@@ -285,6 +292,18 @@ class HetFSDP(ModuleInRounds):
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Label computations and waits, per unit, in torch.profiler's records from now on."""
         self._runtime.observers.is_traced = is_traced
+
+
+def _runtime_by(
+    units: Sequence[FSDPUnit],
+    root: FSDPUnit,
+    plan: Plan,
+    comm: CommContext,
+    of_units: CommContext,
+    **options: Any,
+) -> Runtime:
+    """The runtime of a rank of ``plan``; ``comm`` is that of all ranks."""
+    return runtime_by(plan, comm)(units, root, plan=plan, comm=of_units, **options)
 
 
 def _loss_of_none(device: torch.device) -> tuple[Tensor, Tensor]:

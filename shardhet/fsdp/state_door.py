@@ -1,6 +1,7 @@
 """State dicts and exchanges: the collective calls of HetFSDP besides a step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,16 @@ class ModuleWithState(ModuleOfRows):
     _comm: CommContext
     _control: Channel
     _runtime: Runtime
+    position: int
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group; state dicts are whole on rank zero."""
+        return self._control.rank_by_position[self.position]
+
+    def guard(self, doing: str) -> AbstractContextManager[None]:
+        """A context for work that other ranks wait for: if it raises, all ranks raise."""
+        return self._lifeline.guard(doing)
 
     def state_dict(  # type: ignore[override]  # whose overloads have nothing to choose
         self,

@@ -2,7 +2,7 @@
 stores which rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
@@ -87,7 +87,7 @@ def build_units(
         for draft in drafts
         for group in draft.groups()
     ]
-    layouts = cut_by_plan(layouts, drafts, plan)
+    layouts = cut_by_plan(layouts, {each.fqn: len(each.groups()) for each in drafts}, plan)
     cut = iter(layouts)
     kinds = [
         FlatKind(group[0].current.dtype, group[0].is_trainable)
@@ -145,14 +145,17 @@ def build_units(
 
 
 def cut_by_plan(
-    layouts: Sequence[FlatLayout], drafts: Sequence[UnitDraft], plan: Plan
+    layouts: Sequence[FlatLayout], number_by_fqn: Mapping[str, int], plan: Plan
 ) -> list[FlatLayout]:
-    """Every unit's layout cut over the devices of its stage, or over all, as the root's is."""
+    """Every unit's layouts cut over the devices of its stage, or over all, as the root's are.
+
+    ``number_by_fqn`` says how many a unit has, in their order; the root is the last.
+    """
     if plan.stages is None:
         return list(cut_by_shares(layouts, plan.state_shares))
-    stage_by_fqn = stage_by_unit(plan.stages, [each.fqn for each in drafts[:-1]])
-    group_by_fqn = stage_by_fqn | {ROOT_FQN: len(plan.groups)}
-    of_layouts = [group_by_fqn[each.fqn] for each in drafts for _ in each.groups()]
+    group_by_fqn = stage_by_unit(plan.stages, [*number_by_fqn][:-1])
+    group_by_fqn[ROOT_FQN] = len(plan.groups)
+    of_layouts = [group_by_fqn[fqn] for fqn, n in number_by_fqn.items() for _ in range(n)]
     positions: list[Sequence[int]] = [*plan.groups, range(plan.world_size)]
     cut: dict[int, FlatLayout] = {}
     for group, devices in enumerate(positions):

@@ -98,7 +98,7 @@ class FlatTensor:
         converts = orig_dtype.is_floating_point and param_dtype is not None
         self.param_dtype = param_dtype if converts and param_dtype else orig_dtype
         self.reduce_dtype = reduce_dtype or orig_dtype
-        self._comm = comm
+        self.comm = comm  # another one from a ``redistribute`` on
         self._position = comm.gather_channel.position
         self.residence = Residence(
             slots[0].fqn, unit_fqn, comm, None if self.is_trainable else self._counted
@@ -139,14 +139,14 @@ class FlatTensor:
         self._boxes = [self._own_part(span) for span in layout.param_spans]
         numel, dtypes = layout.shard_numels[self._position], (self.orig_dtype, self.param_dtype)
         place = RowsOnHost if on_host else RowsOnDevice
-        self.placed = place(numel, *dtypes, comm=self._comm)
+        self.placed = place(numel, *dtypes, comm=self.comm)
         self.flat_shard = self.placed.shard
         for gap in layout.gap_spans:
             part = self._own_part(gap)
             self.flat_shard[part.start : part.stop].zero_()
         gradient = self.placed.gradient() if self.is_trainable else None
         self.grad = FlatGradient(
-            layout, self._position, self._comm, self.reduce_dtype, gradient, self._unit_fqn
+            layout, self._position, self.comm, self.reduce_dtype, gradient, self._unit_fqn
         )
 
     def _whole(self) -> Tensor:
@@ -155,7 +155,7 @@ class FlatTensor:
         self._is_shard_itself = shard.numel() == numel and self.param_dtype == shard.dtype
         if self._is_shard_itself:
             return shard
-        return torch.empty(numel, dtype=self.param_dtype, device=self._comm.device)
+        return torch.empty(numel, dtype=self.param_dtype, device=self.comm.device)
 
     @torch.no_grad()
     def redistribute(self, layout: FlatLayout, whole: Tensor, *, on_host: bool) -> None:
@@ -209,7 +209,7 @@ class FlatTensor:
 
     def unshard(self) -> None:
         """Start the gather, unless who computes holds it; others only send."""
-        comm, receivers = self._comm, self.residence.to_reach()
+        comm, receivers = self.comm, self.residence.to_reach()
         if receivers is None:
             return
         self.placed.copy_to_device()
@@ -243,7 +243,7 @@ class FlatTensor:
 
     def wait_for_unshard(self) -> None:
         """Wait until the compute stream may read the parameters; give them to the modules."""
-        comm = self._comm
+        comm = self.comm
         if self._gather is not None:
             comm.current_stream().wait_event(self._gathered or comm.end_of(self._gather))
             comm.keep_until_sent(self._gather)

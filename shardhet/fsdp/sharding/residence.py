@@ -55,7 +55,7 @@ class Residence:
         ``fqn`` is that of its first parameter.
         """
         self._fqn, self._unit_fqn = fqn, unit_fqn
-        self._comm = comm
+        self.comm = comm
         self._counted = counted
         self._holders = frozenset[int]()  # positions; equal on all ranks
         self._versions: list[int] = []  # when it was gathered
@@ -63,17 +63,17 @@ class Residence:
 
     @property
     def _is_resident(self) -> bool:
-        comm = self._comm
+        comm = self.comm
         return self._counted is not None and is_matched(self._unit_fqn, comm.resident_units)
 
     @property
     def is_here(self) -> bool:
         """Whether this rank keeps the unsharded storage."""
-        return self._is_resident and self._comm.gather_channel.position in self._comm.computing
+        return self._is_resident and self.comm.gather_channel.position in self.comm.computing
 
     def to_reach(self) -> Sequence[int] | None:
         """The positions that a gather is for; None if all that compute hold the tensor."""
-        comm = self._comm
+        comm = self.comm
         if not self._is_resident:
             return comm.receivers
         lacking = ({*comm.receivers} | {*comm.computing}) - self._holders
@@ -82,7 +82,7 @@ class Residence:
     def begin(self) -> None:
         """Note a gather to all that ``to_reach`` names."""
         if self._counted is not None and self._is_resident and not self._holders:
-            self._holders = frozenset(self._comm.computing)
+            self._holders = frozenset(self.comm.computing)
             self._versions = [each._version for each in self._counted()]
 
     def has_changed(self) -> bool:

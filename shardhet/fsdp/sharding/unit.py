@@ -49,6 +49,10 @@ class FSDPUnit:
         self.state = UnitState.SHARDED
         self._comm = comm
 
+    def gather_over(self, comm: CommContext) -> None:
+        """Communicate over ``comm`` from now on, as the flat tensors do."""
+        self._comm = comm
+
     @property
     def slots(self) -> list[ParamSlot]:
         """The parameters of the unit."""

@@ -15,14 +15,13 @@ from shardhet.comm import devices
 from shardhet.comm.calls import Messages
 from shardhet.comm.channel import Channel
 from shardhet.comm.groups import among_computing, part_of
-from shardhet.comm.members import Members
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.refusals import refuse
 from shardhet.records.nodes import Nodes, carriers
 from shardhet.records.plan import Plan
 
 
-def comm_of_units(plan: Plan, comm: CommContext, members: Members) -> CommContext:
+def comm_of_units(plan: Plan, comm: CommContext, control: Channel) -> CommContext:
     """What units are gathered and reduced over: in stages, their ranks alone.  Collective.
 
     On hosts these are messages: the transport of ``comm`` would need all ranks for each call.
@@ -32,18 +31,19 @@ def comm_of_units(plan: Plan, comm: CommContext, members: Members) -> CommContex
     is_on_host = devices.is_on_host(comm.device)
     is_over_gloo = not is_on_host and not comm.host_runs_ahead
     refuse("tensors of an accelerator that gloo carries", is_there=is_over_gloo)
-    gather, reduce = (replace(e, transport=None) for e in (members.gather, members.reduce))
-    made = CommContext(comm.device, gather, reduce, members.nodes)
-    made.follow(plan, members.control)
+    gather, reduce = (
+        replace(each, transport=None, levels=None)
+        for each in (comm.gather_channel, comm.reduce_channel)
+    )
+    made = CommContext(comm.device, gather, reduce, comm.nodes)
+    made.follow(plan, control)
     for each in plan.groups:
-        carrier_by_position = _carriers_of(plan, each, members.nodes)
+        carrier_by_position = _carriers_of(plan, each, comm.nodes)
         found = [
-            among_computing(
-                channel, carrier_by_position, control=members.control, device=comm.device
-            )
+            among_computing(channel, carrier_by_position, control=control, device=comm.device)
             for channel in (gather, reduce)
         ]
-        if members.control.position in each:
+        if control.position in each:
             made.gather_channel, made.reduce_channel = found
     return made
 

@@ -23,7 +23,14 @@ def find_units_by(
     units = find_units(module, wanted, keeps_last=loss_fn is not None, merges_tied=is_merged)
     if plan.stages is None:
         return units
-    _check_names(plan.stages, module)
+    check_names(plan.stages, module)
+    for what in beyond_stages(module):
+        refuse(what, is_there=True)
+    return units
+
+
+def beyond_stages(module: nn.Module) -> list[str]:
+    """What a module has that stages cannot have, before its units are intercepted."""
     modules = list(module.modules())
     found = {
         "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
@@ -31,12 +38,10 @@ def find_units_by(
             "forward" in vars(each) or each._compiled_call_impl is not None for each in modules
         ),
     }
-    for what, is_there in found.items():
-        refuse(what, is_there=is_there)
-    return units
+    return [what for what, is_there in found.items() if is_there]
 
 
-def _check_names(stages: Sequence[Stage], module: nn.Module) -> None:
+def check_names(stages: Sequence[Stage], module: nn.Module) -> None:
     """Raise ``ValueError`` if a stage names what the model does not have."""
     known = [fqn for fqn, _ in module.named_modules(remove_duplicate=False)]
     for i, stage in enumerate(stages):

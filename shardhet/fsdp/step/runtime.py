@@ -51,12 +51,12 @@ class Runtime:
         module: nn.Module,
         norms: BatchNorms,
         caches: CacheSwitch,
+        observers: Observers | None,  # None: there are none yet
     ) -> None:
         self.units = tuple(units)
         self.root = root  # parameters that no unit owns; unsharded for the whole step
-        self.observers = Observers(
-            None if devices.is_on_host(comm.device) else comm.mark_device_time
-        )
+        marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
+        self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self._comm = comm
