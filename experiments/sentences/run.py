@@ -197,7 +197,7 @@ def _falsehoods(asked: Asked, chosen: PlanSolution | None, bound_s: float) -> It
         if cost.step_time_s < bound_s * (1 - ROUNDING):
             yield f"bound: {cost.step_time_s / bound_s - 1:.1e} {_told(plan, cost)}"
             break
-    for is_alike, part in ((True, FULL), (True, 1.0), (False, FULL), (False, 1.0)):
+    for is_alike, part in ((True, FULL), (False, FULL), (True, 1.0), (False, 1.0)):
         wished = every
         if is_alike or part < 1:
             wished = Exhaustive(
@@ -210,7 +210,7 @@ def _falsehoods(asked: Asked, chosen: PlanSolution | None, bound_s: float) -> It
             return
         met = next(_fast(wished, wished.combinations), None)
         if met is not None:
-            yield f"{'alike' if differs else 'full'}: {_told(*met)}"
+            yield f"{'full' if is_full else 'alike'}: {_told(*met)}"
             return
 
 

@@ -23,7 +23,7 @@ from math import inf
 
 from shardhet.planner.forms import BatchRounds, neighbours, rounds_of
 from shardhet.planner.idle import active_positions, with_idle
-from shardhet.planner.preference import TOLERANCE, preferred
+from shardhet.planner.preference import TOLERANCE, preferred, preferred_to_idle
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.residents import with_residents
@@ -164,7 +164,10 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     best = replace(met.best, lower_bound_s=bound_s)
     fewer = _of_part(asked, active_positions(best), tolerance)
     if fewer is not None and (fewer.fastest_s or fewer.predicted.step_time_s) <= met.best_s:
-        return replace(fewer, lower_bound_s=min(bound_s, fewer.lower_bound_s))
+        best = replace(fewer, lower_bound_s=min(bound_s, fewer.lower_bound_s))
+        if tolerance is None:
+            return best
+        return preferred_to_idle(best, (met.tasks, met.slower), tolerance)
     return best if tolerance is None else preferred(best, (met.tasks, met.slower), tolerance)
 
 

@@ -2,8 +2,8 @@
 
 Among the plans within a tolerance, in this order:
 
-1. Alike devices do alike, if they do in any of these plans.
-2. No budget is filled beyond ``FULL``, if that is not needed.
+1. No budget is filled beyond ``FULL``, if that is not needed.
+2. Alike devices do alike, if they do in any of these plans.
 3. There is one round, as few units as possible are recomputed, there are few rounds.
 4. The fullest device is as empty as possible: the state is spread to one level of all budgets.
 
@@ -42,7 +42,7 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) ->
 
     Forms of a later pool are looked at if those before have nothing that is wished.
     """
-    best_s = best.predicted.step_time_s
+    best_s = best.fastest_s or best.predicted.step_time_s
     limit_s = (1 + tolerance) * best_s * (1 + ROUNDING)
     tasks = [[task for bound_s, task in each if bound_s <= limit_s] for each in pools]
     _, first = pools[0][0]
@@ -73,6 +73,34 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) ->
     return replace(best, fastest_s=best_s)
 
 
+def preferred_to_idle(
+    idle: PlanSolution, pools: Sequence[Bounded], tolerance: float
+) -> PlanSolution:
+    """A plan that leaves devices idle, or one of all that has more of what is wished."""
+    model, demands = pools[0][0][1].model, pools[0][0][1].demands
+    sets = _alike(demands, model.cluster)
+
+    def lacks(solution: PlanSolution) -> tuple[bool, bool]:
+        kinds = [{_doing(solution.plan.ranks[i]) for i in each} for each in sets]
+        return _fullest(solution) > FULL, max(map(len, kinds), default=1) > 1
+
+    if not any(lacks(idle)):
+        return idle
+    return min((idle, preferred(idle, pools, tolerance)), key=lacks)
+
+
+def _doing(rank: RankPlan) -> object:
+    return rank.microbatch_sizes, rank.recomputed_units, rank.state_share > 0
+
+
+def _fullest(solution: PlanSolution) -> float:
+    """The part of its budget that the fullest device fills."""
+    return max(
+        each.memory.total_bytes / max(1, each.memory_budget_bytes)
+        for each in solution.predicted.ranks
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Wish:
     """What is wished besides the demands."""
@@ -99,9 +127,9 @@ class _Wish:
 def _wishes(demands: Demands, model: CostModel) -> Iterator[_Wish]:
     """The most first."""
     alike = _alike(demands, model.cluster)
-    for equal in dict.fromkeys((alike, tuple(map(tuple, demands.equal)))):
-        yield _Wish(equal, FULL)
-        yield _Wish(equal, 1.0)
+    for part in (FULL, 1.0):
+        for equal in dict.fromkeys((alike, tuple(map(tuple, demands.equal)))):
+            yield _Wish(equal, part)
 
 
 def _alike(demands: Demands, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -120,12 +148,8 @@ def _burden(solution: PlanSolution, model: CostModel) -> tuple[bool, float, int,
     how full the fullest device is.
     """
     recomputed = sum(_num_treated(model, rank) for rank in solution.plan.ranks)
-    fullest = max(
-        each.memory.total_bytes / max(1, each.memory_budget_bytes)
-        for each in solution.predicted.ranks
-    )
     number = solution.plan.num_rounds
-    return number > 1, recomputed, number, fullest
+    return number > 1, recomputed, number, _fullest(solution)
 
 
 def _num_treated(model: CostModel, rank: RankPlan) -> float:

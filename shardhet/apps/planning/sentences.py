@@ -124,8 +124,8 @@ def preferred_lines(solution: PlanSolution) -> Iterator[str]:
     if slower >= SHOWN_GAP:
         yield (
             f"The fastest plan takes {slower:.2%} less. Of those nearly as fast, in this one "
-            "alike devices do alike if they do in any, then no budget is filled beyond "
-            f"{FULL:.0%} if possible; of such plans that were looked at, there is one round if "
+            f"no budget is filled beyond {FULL:.0%} if possible, then alike devices do alike "
+            "if they do in any such; of such plans that were looked at, there is one round if "
             "possible, then least is recomputed, then the fullest device is emptiest "
             "(tolerance=0 takes the fastest)."
         )
