@@ -1,0 +1,1 @@
+"""How large a model trains under limits of memory."""
