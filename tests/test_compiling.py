@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan
+from shardhet import HetFSDP, Plan, Stage
 from shardhet.models.decoder import Decoder
 from shardhet.training.compiling import CompiledForward, compile_units, why_not
 from tests.selection import for_campaign, one_in
@@ -28,6 +28,16 @@ PLANS = {
         rank_batch_sizes=[5, 2, 0],
         state_shares=[0.5, 0.2, 0.3],
         recompute=[False, True, False],
+    ),
+    "stages": Plan.by_hand(
+        microbatch_sizes=[2, 1, 3],
+        rank_batch_sizes=[2, 1, 3],
+        recompute=[False, True, False],
+        num_rounds=2,
+        stages=[
+            Stage(units=("embedding", "blocks.0"), num_ranks=2),
+            Stage(units=("blocks.[1-9]", "head"), num_ranks=1),
+        ],
     ),
 }
 TOLERANCE = 1e-5  # of the largest gradient; float32 sums in another order
@@ -52,8 +62,10 @@ def step_of_rank(
     for _ in range(num_steps):
         model.zero_grad()
         tokens = torch.randint(32, (plan.global_batch_size, SEQ_LEN + 1), generator=generator)
-        first = plan.first_sample(model.position)
-        mine = tokens[first : first + plan.ranks[model.position].rank_batch_size]
+        mine = tokens[plan.sample_indices(model.position)]
+        if plan.stages is not None:
+            losses.append(model.forward_backward(mine[:, :-1], mine[:, 1:]))
+            continue
         loss_sum, num_tokens = model(mine[:, :-1], mine[:, 1:])
         losses.append(model.backward(loss_sum, num_tokens))
     grads = {fqn: param.grad for fqn, param in model.named_parameters()}
@@ -68,7 +80,9 @@ def assert_close(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(found[1][fqn], grad, rtol=0, atol=TOLERANCE * largest)
 
 
-@pytest.mark.parametrize("name", ["uneven", *map(for_campaign, ["recomputed", "ragged"])])
+@pytest.mark.parametrize(
+    "name", ["uneven", "stages", *map(for_campaign, ["recomputed", "ragged"])]
+)
 def test_compiled_units_give_the_gradients_of_eager_ones(name: str) -> None:
     plan = PLANS[name]
     compiled = run_ranks(step_of_rank, plan.world_size, plan, CAPTURES, 0.0, 2)

@@ -299,8 +299,8 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     if what == "compiled":
         module.get_submodule(UNITS[1]).compile(backend="eager")
     if what == "replaced":
-        embedding = module.get_submodule(UNITS[0])
-        embedding.forward = embedding.forward
+        drop = module.get_submodule("drop")
+        drop.forward = drop.forward
     model = HetFSDP(module, plan, **options)
     inputs, targets = batch_of(plan.global_batch_size)
     mine = plan.sample_indices(model.position)
@@ -348,8 +348,8 @@ OTHER_NAMES = Plan.by_hand(
 REFUSED = {
     "float16": ("", "param_dtype is float16, but the loss is not scaled"),
     "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
-    "compiled": ("", "a forward that was replaced or compiled"),
-    "replaced": ("", "a forward that was replaced or compiled"),
+    "compiled": ("", "a module around a unit's forward that is compiled"),
+    "replaced": ("", "a forward that was replaced outside of units"),
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),
     "dropout": ("dropout", "dropout outside of units is used in stages [0, 1]"),
     "names": ("", "stages[0] names 'block.1', 'blocks.9', which the model does not have"),

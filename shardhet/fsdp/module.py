@@ -119,8 +119,8 @@ class HetFSDP(ModuleInRounds):
                 norms.warn([rank.microbatch_sizes for rank in plan.ranks])
             of_units = comm_of_units(plan, self._comm, self._control)
             precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-            self.beyond_stages = beyond_stages(module)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
+            self.beyond_stages = beyond_stages(module, modules_of_units)
             *built, root = build_units(
                 module,
                 modules_of_units,

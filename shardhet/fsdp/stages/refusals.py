@@ -24,18 +24,28 @@ def find_units_by(
     if plan.stages is None:
         return units
     check_names(plan.stages, module)
-    for what in beyond_stages(module):
+    for what in beyond_stages(module, units):
         refuse(what, is_there=True)
     return units
 
 
-def beyond_stages(module: nn.Module) -> list[str]:
-    """What a module has that stages cannot have, before its units are intercepted."""
+def beyond_stages(module: nn.Module, units: Sequence[UnitModules]) -> list[str]:
+    """What a module has that stages cannot have, before its units are intercepted.
+
+    What surrounds units runs in stages that have only a part of its values.
+    """
     modules = list(module.modules())
+    of_units = {each for unit in units for each in unit.modules}
+    inside = {inner for each in of_units for inner in each.modules()}
     found = {
         "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
-        "a forward that was replaced or compiled": any(
-            "forward" in vars(each) or each._compiled_call_impl is not None for each in modules
+        "a forward that was replaced outside of units": any(
+            "forward" in vars(each) for each in modules if each not in inside
+        ),
+        "a module around a unit's forward that is compiled": any(
+            each._compiled_call_impl is not None
+            for each in modules
+            if each not in inside or each in of_units
         ),
     }
     return [what for what, is_there in found.items() if is_there]
