@@ -1,8 +1,8 @@
 """How far predicted peaks of memory are from tracked ones.
 
 python -m experiments.predicted_memory.run                     # writes results and README
+python -m experiments.predicted_memory.run --stages            # of pipelines, in stages/
 python -m experiments.predicted_memory.run --seeds 100 110     # some; writes nothing
-python -m experiments.predicted_memory.run --seeds 100 110 --stages
 """
 
 import argparse
@@ -125,13 +125,15 @@ def main() -> None:
     """Run the configurations and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
-    parser.add_argument("--stages", action="store_true", help="seeds of pipelines")
+    parser.add_argument("--stages", action="store_true", help="pipelines")
     given = parser.parse_args()
     environment = Environment.here()
-    draw = draw_pipeline if given.stages else draw_flat
-    cases = [draw(seed) for seed in range(*(given.seeds or (0, NUM_CASES)))]
-    if given.seeds is None:
-        cases += [*map(draw_pipeline, range(NUM_PIPELINES)), demo()]
+    folder, draw, number = HERE, draw_flat, NUM_CASES
+    if given.stages:
+        folder, draw, number = HERE / "stages", draw_pipeline, NUM_PIPELINES
+    cases = [draw(seed) for seed in range(*(given.seeds or (0, number)))]
+    if given.seeds is None and not given.stages:
+        cases.append(demo())
     worlds: dict[int, World] = {}
     rows: list[Row] = []
     for case in cases:
@@ -147,8 +149,8 @@ def main() -> None:
     text = as_markdown(rows)
     console.print(text, markup=False, soft_wrap=True)
     if given.seeds is None:
-        write_csv(HERE / "results.csv", rows)
-        write_results_block(HERE / "README.md", f"{environment.as_markdown()}\n\n{text}")
+        write_csv(folder / "results.csv", rows)
+        write_results_block(folder / "README.md", f"{environment.as_markdown()}\n\n{text}")
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
