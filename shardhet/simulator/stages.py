@@ -187,8 +187,10 @@ def _unit_seconds(model: CostModel, rank: RankPlan, unit: Unit) -> UnitSeconds:
 def with_units(setting: Setting, units: Sequence[Unit]) -> Setting:
     """The setting for a part of the model's units; what no unit owns is in every part."""
     workload = setting.workload
-    root = tuple(unit for unit in workload.units if not unit.fqn)
-    return replace(setting, workload=replace(workload, units=(*units, *root)))
+    own = (*units, *(unit for unit in workload.units if not unit.fqn))
+    names = {unit.kind for unit in own}
+    kinds = tuple(kind for kind in workload.kinds if kind.name in names)
+    return replace(setting, workload=replace(workload, units=own, kinds=kinds))
 
 
 def _planned(setting: Setting) -> tuple[PlannedUnit, ...]:
