@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -44,6 +44,9 @@ GROUP_TIMEOUT_S = 60.0  # of every collective, where a case does not choose its 
 START_TIMEOUT_S = 60.0  # the fork server imports torch once, on a busy machine slowly
 DEATH_SLACK_S = 0.5  # a death is noticed after the fact, and peers fail within this of it
 CASES_PER_COLLECTION = 20
+# A world with more goes: a thread of each of gloo's groups wakes up a hundred times a second.
+# Those of idle worlds had a third of two cores.
+MOST_GROUPS = 8
 
 # The fork server imports these once; each rank is then a fork of it: a clean process (no
 # threads, nothing of pytest's) that starts in milliseconds. torch.optim imports torch._dynamo.
@@ -79,6 +82,7 @@ class Outcome:
     hung_at: str | None = None  # the stack of a rank that was still running
     duration_s: float = 0.0
     ended_at_s: float = 0.0  # by the monotonic clock, which all processes share
+    num_groups: int = 0  # process groups that the rank has now
 
     @property
     def has_returned(self) -> bool:
@@ -316,7 +320,9 @@ def _run(
             grace_s=grace_s,
             leaves_on_failure=leaves_on_failure,
         )
-        is_reusable = not fresh_world and all(outcome.has_returned for outcome in outcomes)
+        is_reusable = not fresh_world and all(
+            outcome.has_returned and outcome.num_groups <= MOST_GROUPS for outcome in outcomes
+        )
     finally:  # also when pytest-timeout interrupts us here
         if is_reusable:
             _world_by_size[world_size] = world
@@ -370,6 +376,8 @@ def _serve(
     """Join the world, then answer one case after the other until the pipe ends."""
     import threading
 
+    from torch.distributed import distributed_c10d
+
     global _rank_cache
     _rank_cache = {}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's, which then ends us
@@ -384,6 +392,7 @@ def _serve(
         except (EOFError, OSError):
             os._exit(0)
         outcome = _attempt(rank, partial(_call, rank, case))
+        outcome = replace(outcome, num_groups=len(distributed_c10d._world.pg_map))
         connection.send_bytes(_pickled(outcome))
         if case.leaves_on_failure and not outcome.has_returned:
             os._exit(1)
