@@ -9,30 +9,24 @@ from dataclasses import replace
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.launches import fastest_levels
 from shardhet.records.plan import EVERY_UNIT
-from shardhet.records.workload import Workload
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
 def with_all_resident(model: CostModel) -> CostModel:
     """The prices of plans that send least: none sends less in a step."""
-    return _with_levels(model, EVERY_UNIT if _frozen(model.workload) else ())
+    return _with_levels(model, EVERY_UNIT if model.workload.frozen_units else ())
 
 
 def with_residents(model: CostModel, *, may_stay: bool = True) -> tuple[CostModel, ...]:
     """The prices of plans that keep all frozen weights, of those that keep some, and none."""
-    frozen = _frozen(model.workload) if may_stay and model.cluster.world_size > 1 else []
+    is_tried = may_stay and model.cluster.world_size > 1
+    frozen = [unit.fqn for unit in model.workload.frozen_units] if is_tried else []
     numbers = dict.fromkeys(round(part * len(frozen)) for part in PARTS)
     return tuple(
         _with_levels(model, EVERY_UNIT if 0 < n == len(frozen) else tuple(frozen[:n]))
         for n in numbers
     )
-
-
-def _frozen(workload: Workload) -> list[str]:
-    """The units with frozen weights, in order of execution."""
-    units = workload.units
-    return [unit.fqn for unit in units if workload.frozen_bytes(workload.kind_of(unit))]
 
 
 def _with_levels(model: CostModel, resident: tuple[str, ...]) -> CostModel:

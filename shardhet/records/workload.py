@@ -164,10 +164,10 @@ class Workload(Document):
             return kind.gathered_bytes
         return kind.numel * self.param_itemsize
 
-    @property
-    def has_frozen(self) -> bool:
-        """Whether any parameter is frozen."""
-        return any(kind.frozen_params for kind in self.kinds)
+    @cached_property
+    def frozen_units(self) -> tuple[Unit, ...]:
+        """The units with frozen parameters, in order of execution."""
+        return tuple(unit for unit in self.units if self.frozen_bytes(self.kind_of(unit)))
 
     def frozen_bytes(self, kind: UnitKind) -> int:
         """Bytes of the frozen parameters of one unit when they are communicated."""

@@ -56,8 +56,8 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
 
 def resident_lines(plan: Plan, workload: Workload) -> Iterator[str]:
     """Which frozen weights stay unsharded, and what a step sends."""
-    frozen = [unit for unit in workload.units if workload.frozen_bytes(workload.kind_of(unit))]
-    kept = [unit for unit in frozen if is_matched(unit.fqn, plan.resident_units)]
+    frozen = workload.frozen_units
+    kept = tuple(unit for unit in frozen if is_matched(unit.fqn, plan.resident_units))
     if not kept:
         return
     nbytes = sum(workload.frozen_bytes(workload.kind_of(unit)) for unit in kept)
@@ -97,7 +97,7 @@ def proven_line(solution: PlanSolution, demands: Demands, workload: Workload) ->
         f"{MAX_BATCH:,}); recomputation kind by kind, in quarters"
         f"{on_host * demands.may_keep_inputs_on_host}"
         f"{optimizer * demands.may_keep_optimizer_on_host}; {_rounds_looked_at(demands)}"
-        f"{frozen * (demands.may_keep_frozen_weights and workload.has_frozen)}."
+        f"{frozen * bool(demands.may_keep_frozen_weights and workload.frozen_units)}."
     )
 
 

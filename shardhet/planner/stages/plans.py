@@ -132,9 +132,14 @@ class StagePlans:
     def least_round_s(
         self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
     ) -> float:
-        """Seconds of a round that a stage needs: as many as one of fewer of its units."""
-        least_s = 0.0
+        """Seconds of a round that a stage needs: as many as one of fewer of its units.
+
+        At an end where that one has messages, which take memory, the stage has them too.
+        """
+        least_s, end = 0.0, len(self.units)
         for part in self._parts.get((self.looks_of(positions), form), ()):
-            if first <= part.first and part.stop <= stop and part.in_flight <= in_flight:
+            has_less = first <= part.first and part.stop <= stop and part.in_flight <= in_flight
+            receives_less, sends_less = first or not part.first, stop < end or part.stop == end
+            if has_less and receives_less and sends_less:
                 least_s = max(least_s, part.round_s)
         return least_s
