@@ -2,22 +2,24 @@
 
 python -m experiments.mutations.waits           an hour or more on two cores
 python -m experiments.mutations.waits --list    the places
+python -m experiments.mutations.waits --only fsdp/step comm.py:16 --by pending overlap
 python -m experiments.mutations.waits --on-hosts --only wait_sent
 
 With --on-hosts the detector is not asked again, and only tests over transports of the host run;
-with --by only some of the groups of tests.
+with --by only some of the groups of tests.  The newest verdict of each place is kept.
 """
 
 import argparse
 import ast
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from experiments.common.machine import REPOSITORY, Environment
+from experiments.common.machine import REPOSITORY, Environment, commit_of
 from experiments.common.results import console, read_csv, write_csv
 from experiments.mutations.copies import changed, has_passed, run_tests
 
@@ -49,11 +51,12 @@ WAITS = {
     "wait_sent",
     "wait_stream",
 }
-# What is in flight and let go; overlap and peaks in the emulated streams' time; the detector;
-# and the tests of transports of the host, of which these know nothing.
+# What is in flight and let go; overlap and peaks in the emulated streams' time; the detector,
+# in steps and in pipelines; and tests of the transports of hosts, of which these know nothing.
 TESTS = {
     "pending": ["pending"],
     "overlap": ["overlap"],
+    "stages": ["emulated_stages"],
     "detector": ["emulated", "host_copy", "inputs_on_host", "optimizer_on_host"],
     "parity": [
         "comm",
@@ -79,6 +82,7 @@ class Place:
 
     path: str
     line: int
+    number: int  # of the lines of the file that read like this one, from 0
     before: str
     after: str
 
@@ -88,9 +92,12 @@ class Verdict:
     """What is said where it is left out."""
 
     path: str
-    line: int
+    line: int  # at the commit
+    number: int
     before: str
     after: str
+    commit: str
+    asked: str
     objected: str  # the detector, or tests of parity over transports of the host; "": none
     objection: str  # the last line of the first failure; "" if there is none
     seconds: float
@@ -104,6 +111,7 @@ def places() -> Iterator[Place]:
             if name in ON_THE_HOST:
                 continue
             lines = path.read_text(encoding="utf-8").splitlines()
+            like_it: Counter[str] = Counter()
             found = [
                 each for node in ast.walk(ast.parse(path.read_text())) if (each := _at(node))
             ]
@@ -112,12 +120,16 @@ def places() -> Iterator[Place]:
                 if "timedelta" in before or "enable_timing" in lines[line - 2]:
                     continue
                 indent = before[: len(before) - len(before.lstrip())]
-                yield Place(path=name, line=line, before=before, after=indent + after)
+                number = like_it[before.strip()]
+                like_it[before.strip()] += 1
+                yield Place(
+                    path=name, line=line, number=number, before=before, after=indent + after
+                )
     for name, words, instead in BESIDE_WAITS:
         lines = (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
         [line] = [i for i, each in enumerate(lines) if words in each]
         after = lines[line].replace(words, instead)
-        yield Place(path=name, line=line + 1, before=lines[line], after=after)
+        yield Place(path=name, line=line + 1, number=0, before=lines[line], after=after)
 
 
 def _at(node: ast.AST) -> tuple[int, str] | None:
@@ -158,8 +170,11 @@ def judge(place: Place, tests: Mapping[str, Sequence[str]]) -> Verdict:
     return Verdict(
         path=place.path,
         line=place.line,
+        number=place.number,
         before=place.before.strip(),
         after=place.after.strip(),
+        commit=commit_of(REPOSITORY),
+        asked=" ".join(tests),
         objected=objected,
         objection=objection,
         seconds=time.monotonic() - started_at_s,
@@ -168,8 +183,8 @@ def judge(place: Place, tests: Mapping[str, Sequence[str]]) -> Verdict:
 
 def merged(before: Sequence[Verdict], found: Sequence[Verdict]) -> list[Verdict]:
     """All verdicts, the newest of each place, in the order of the sources."""
-    by_place = {(each.path, each.line): each for each in (*before, *found)}
-    return [by_place[place] for place in sorted(by_place)]
+    by_place = {(each.path, each.before, each.number): each for each in (*before, *found)}
+    return sorted(by_place.values(), key=lambda each: (each.path, each.line))
 
 
 def main() -> None:
@@ -177,13 +192,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=2, help="how many are tried at a time")
     parser.add_argument("--list", action="store_true", help="show the places and stop")
-    parser.add_argument("--only", default="", help="places with these words: path:line code")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="places with one of these words: path:line code",
+    )
     parser.add_argument("--on-hosts", action="store_true", help="do not ask the detector")
     parser.add_argument(
         "--by", nargs="+", choices=TESTS, default=[], help="ask these groups of tests alone"
     )
     options = parser.parse_args()
-    todo = [p for p in places() if options.only in f"{p.path}:{p.line} {p.before.strip()}"]
+    todo = [
+        place
+        for place in places()
+        if any(
+            words in f"{place.path}:{place.line} {place.before.strip()}"
+            for words in options.only
+        )
+    ]
     by = ["parity"] if options.on_hosts else options.by
     tests = {name: TESTS[name] for name in by or TESTS}
     if options.list:
@@ -193,12 +220,7 @@ def main() -> None:
         return
     console.print(Environment.here().as_markdown())
     verdicts: list[Verdict] = []
-    name = (
-        "waits_on_hosts"
-        if by == ["parity"]
-        else "waits" + "".join(f"_by_{each}" for each in by)
-    )
-    path = HERE / f"{name}.csv"
+    path = HERE / ("waits_on_hosts.csv" if by == ["parity"] else "waits.csv")
     before = read_csv(path, Verdict) if path.exists() else []
     with ThreadPoolExecutor(options.jobs) as pool:
         for verdict in pool.map(partial(judge, tests=tests), todo):
