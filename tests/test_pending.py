@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardhet
 from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm.calls import Pending
-from shardhet.comm.groups import Communicators, default_group
+from shardhet.comm.groups import Communicators, among_computing, default_group
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.worlds import run_ranks
@@ -129,10 +129,12 @@ def test_a_step_that_is_given_up_leaves_nothing_in_flight() -> None:
 
 def _connects(rank: int) -> list[str]:
     with Accelerator().installed() as accelerator, noting_what_is_let_go() as let_go:
-        Communicators.over(default_group(None), accelerator.device)
+        made = Communicators.over(default_group(None), accelerator.device)
+        gather, _, control = made.channels((0, 1, 2), rank)
+        among_computing(gather, (0, 1, 1), control=control, device=accelerator.device)
     return let_go
 
 
 def test_what_connects_ranks_is_waited_for() -> None:
-    """Over NCCL, whose messages have a stream of their own."""
+    """Over NCCL, whose messages to ranks that only store have a stream of their own."""
     assert run_ranks(_connects, 3, fresh_world=True) == [[]] * 3

@@ -122,6 +122,16 @@ def test_how_much_of_the_memory_a_plan_may_use_is_a_key(
 ) -> None:
     text = said(capsys, "usable_memory_fraction=0.8", "leave_out=never", *QUICK)
     assert text.count("of 19.2 (24 on the card)") == 2  # a row for each kind
+    assert "20% of each device stays free, as stated, for NCCL's buffers" in text
+
+
+def test_what_stays_free_is_said_by_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "cluster=v100_t4", "leave_out=never", *QUICK)
+    assert (
+        "1.7 GiB of Tesla V100-SXM2-16GB stay free: 0.9 for NCCL's buffers of up to 6 "
+        "communicators (this plan has "
+    ) in text
+    assert "workspaces of cuBLAS, 0.8 for fragmentation. The context of CUDA, 0.5 GiB" in text
 
 
 def test_other_objectives_are_shown_with_what_they_reach(

@@ -40,6 +40,12 @@ def pin(tensor: Tensor, nbytes: int, device: torch.device) -> Callable[[], None]
     return unpin
 
 
+def give_back_cached(device: torch.device) -> None:
+    """Return what no tensor uses from the allocator to the driver: libraries may need it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that carries the group's tensors on ``device``."""
     name: str = group._get_backend(device).name()

@@ -33,7 +33,8 @@ from shardhet.pricing import derive
 from shardhet.pricing.part import part_of
 from shardhet.pricing.replicas import WRITE_BYTES_PER_S
 from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting
-from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.cluster import USABLE_MEMORY_FRACTION, Cluster, DeviceSpec
+from shardhet.records.margin import with_fraction, with_libraries
 
 OBJECTIVES = ("throughput", "largest_batch", "least_memory")
 LEAVE_OUT = ("ask", "auto", "never")
@@ -80,7 +81,7 @@ class InputsConf:
     # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
     compute_fraction: float | None = None
     link_fraction: float | None = None  # of links' bandwidth, likewise; null: by crowding
-    usable_memory_fraction: float | None = None  # of each device; null: the cluster's
+    usable_memory_fraction: float | None = None  # of each device; null: shardhet.records.margin
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "seq_len"):
@@ -114,6 +115,8 @@ class InputsConf:
             param_dtype=self._dtype(cluster),
         )
         with config_errors():
+            if self._has_default_margin(cluster):
+                cluster = with_libraries(cluster, has_stages=self.has_stages)
             profile = derive.derive_profile(
                 cluster,
                 workload,
@@ -150,9 +153,19 @@ class InputsConf:
         setting = replace(setting, cluster=self._with_margin(setting.cluster))
         return Inputs(setting=setting, name=folder.resolve().name)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether pipelines are looked for, whose stages have communicators of their own."""
+        return False
+
+    def _has_default_margin(self, cluster: Cluster) -> bool:
+        """Whether neither the configuration nor the cluster's file states another one."""
+        usual = cluster.usable_memory_fraction == USABLE_MEMORY_FRACTION
+        return self.usable_memory_fraction is None and usual
+
     def _with_margin(self, cluster: Cluster) -> Cluster:
-        fraction = self.usable_memory_fraction or cluster.usable_memory_fraction
-        return replace(cluster, usable_memory_fraction=fraction)
+        fraction = self.usable_memory_fraction
+        return cluster if fraction is None else with_fraction(cluster, fraction)
 
     def _dtype(self, cluster: Cluster) -> str:
         auto, fp32, bf16, fp16 = PlannedPrecision
@@ -295,6 +308,11 @@ class PlannerConf(InputsConf):
                     f"{key}: {value} but only objective=least_memory asks for it. Drop one of "
                     "them."
                 )
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether pipelines are looked for, whose stages have communicators of their own."""
+        return self.max_stages > 1
 
     def _check_stages(self) -> None:
         """Refuse what is not planned for together with stages."""

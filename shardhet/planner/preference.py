@@ -112,15 +112,13 @@ class _Wish:
         """The task with the wish."""
         setting, demands = task.model.setting, replace(task.demands, equal=self.equal)
         if self.part < 1:
-            fraction = self.part * setting.cluster.usable_memory_fraction
-            cluster = replace(setting.cluster, usable_memory_fraction=fraction)
-            setting = replace(setting, cluster=cluster)
-            stated = {
-                i: int(self.part * each.memory_budget_bytes)
-                for i, each in demands.limits.items()
-                if each.memory_budget_bytes is not None
-            }
+            cluster, stated = setting.cluster.with_part_of_budgets(self.part)
+            for i, each in demands.limits.items():
+                if each.memory_budget_bytes is not None:
+                    budget = int(self.part * each.memory_budget_bytes)
+                    stated[i] = min(budget, stated.get(i, budget))
             demands = demands.with_budgets(stated)
+            setting = replace(setting, cluster=cluster)
         return replace(task, model=replace(task.model, setting=setting), demands=demands)
 
 

@@ -19,7 +19,10 @@ from shardhet.records.codec import (
 from shardhet.records.kinds import DeviceKind, built_in_kinds, unknown_kind
 
 MAX_COUNT = 100_000  # nodes or devices in one entry of a description
-USABLE_MEMORY_FRACTION = 0.9  # of the capacity; the rest is the allocator's slack
+USABLE_MEMORY_FRACTION = 0.9  # of the capacity; shardhet.records.margin says what the rest is
+# Of the capacity, for fragmentation, where it is known what libraries take: an assumption.
+# Without expandable segments 11 % were lost in one training (NovaSky-AI/SkyRL, pull 1470).
+LEAST_FRAGMENTATION = 0.05
 MEMORY_TOLERANCE = 0.02  # drivers of different versions reserve different amounts
 HostSpeed = Annotated[float, Bounds(minimum=1e8)] | None
 _Number = Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT), OMITTABLE]
@@ -75,6 +78,8 @@ class Node:
     # For what plans keep on the host, and shared by its devices; None: not stated.
     host_memory_bytes: Count | None = None
     host_bytes_per_s: HostSpeed = None  # that its processors read and write
+    # Of each device, what libraries allocate besides tensors; None: the profile counts it.
+    library_bytes: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,11 @@ class Cluster(Document):
         """All devices in plan order."""
         return tuple(device for node in self.nodes for device in node.devices)
 
+    @cached_property
+    def node_of(self) -> tuple[Node, ...]:
+        """The node of each device, in plan order."""
+        return tuple(node for node in self.nodes for _ in node.devices)
+
     @property
     def world_size(self) -> int:
         """The number of devices."""
@@ -120,7 +130,35 @@ class Cluster(Document):
                 f"cluster: device {position} ({device}) has no memory_capacity_bytes. State "
                 "it, or describe its kind."
             )
-        return int(device.memory_capacity_bytes * self.usable_memory_fraction)
+        return self._budget_bytes(
+            device.memory_capacity_bytes, self.node_of[position].library_bytes
+        )
+
+    def _budget_bytes(self, capacity_bytes: int, library_bytes: int | None) -> int:
+        budget = int(capacity_bytes * self.usable_memory_fraction)
+        if library_bytes is None:
+            return budget
+        rest = int(capacity_bytes * (1 - LEAST_FRAGMENTATION)) - library_bytes
+        return max(0, min(budget, rest))
+
+    def capacity_for(self, budget_bytes: int, library_bytes: int | None) -> int:
+        """The capacity of a device whose budget is at least so large."""
+        capacity = budget_bytes / self.usable_memory_fraction
+        if library_bytes is not None:
+            capacity = max(capacity, (budget_bytes + library_bytes) / (1 - LEAST_FRAGMENTATION))
+        return int(capacity) + 1
+
+    def with_part_of_budgets(self, part: float) -> "tuple[Cluster, dict[int, int]]":
+        """The cluster with ``part`` of its budgets, but for those that come with it.
+
+        The latter are by position, of devices on which libraries take most of what is free.
+        """
+        fraction, bound = self.usable_memory_fraction, dict[int, int]()
+        for i, device in enumerate(self.devices):
+            budget = self.memory_budget_bytes(i)
+            if budget < int((device.memory_capacity_bytes or 0) * fraction):
+                bound[i] = int(part * budget)
+        return replace(self, usable_memory_fraction=part * fraction), bound
 
     def kind(self, name: str | None) -> DeviceKind:
         """The specification of a kind; raises ``ValueError`` with the nearest ones."""

@@ -22,7 +22,12 @@ from shardhet.apps.cli.quantities import (
 )
 from shardhet.apps.cli.streamed import StreamedTable
 from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
-from shardhet.apps.planning.sentences import form_lines, preferred_lines, proven_line
+from shardhet.apps.planning.sentences import (
+    form_lines,
+    margin_line,
+    preferred_lines,
+    proven_line,
+)
 from shardhet.config.planning import Inputs
 from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
@@ -142,7 +147,8 @@ def show_plan(report: PlanReport, console: Console) -> None:
     for line in _heading(report):
         console.print(line, markup=False, soft_wrap=True)
     _show_devices(report, console)
-    lines = [*_result(report)]
+    free = margin_line(report.inputs.setting, report.solution.plan)
+    lines = [*([] if free is None else [free]), *_result(report)]
     if report.without is not None:
         lines += _without_lines(report.without, is_done=True)
     for line in lines:

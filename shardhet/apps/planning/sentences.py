@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 
+from shardhet.apps.cli.quantities import counted
 from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
+from shardhet.pricing.setting import Setting
+from shardhet.records.margin import margin_of, most_communicators, num_communicators
 from shardhet.records.plan import EVERY_UNIT, Plan, is_matched
+from shardhet.records.profiles import Source
 from shardhet.records.workload import Workload
 
 SHOWN_GAP = 1e-4  # the least that is stated
@@ -52,6 +56,46 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
             f"Rows of {units}the units cross between nodes once per node, and gradients as one "
             "sum of each node (two_level_units)."
         )
+
+
+def margin_line(setting: Setting, plan: Plan | None = None) -> str | None:
+    """What of the devices stays free, and for what; None if nothing is known besides tensors.
+
+    ``plan`` is one without stages, whose communicators are counted; None: one with stages.
+    """
+    cluster, profile = setting.cluster, setting.profile
+    reserved = max(profile.device(str(each.kind)).reserved_bytes for each in cluster.devices)
+    if not reserved:
+        return None
+    margins = [margin_of(cluster, i) for i in range(cluster.world_size)]
+    parts = [
+        margin.fragmentation_bytes / (device.memory_capacity_bytes or 1)
+        for margin, device in zip(margins, cluster.devices, strict=True)
+    ]
+    i = parts.index(min(parts))
+    if margins[i].library_bytes is not None:
+        nccl = "NCCL's buffers"
+        if plan is not None:
+            number = counted(most_communicators(cluster), "communicator")
+            nccl += f" of up to {number} (this plan has {num_communicators(plan)})"
+        nccl = f"{nccl} and " * (cluster.world_size > 1)
+        return (
+            f"{margins[i].total_bytes / GIB:.1f} GiB of {cluster.devices[i].kind} stay free: "
+            f"{(margins[i].library_bytes or 0) / GIB:.1f} for {nccl}workspaces of cuBLAS, "
+            f"{margins[i].fragmentation_bytes / GIB:.1f} for fragmentation. The context of "
+            f"CUDA, {reserved / GIB:.1f} GiB, is in the memory above."
+        )
+    free = f"{1 - cluster.usable_memory_fraction:.0%} of each device stays free"
+    if Source.DERIVED in {each.source for each in profile.devices}:
+        return (
+            f"{free}, as stated, for NCCL's buffers, workspaces and fragmentation. The context "
+            f"of CUDA, {reserved / GIB:.1f} GiB, is in the memory above."
+        )
+    return (
+        f"{free} for workspaces and fragmentation. What a process holds besides tensors, "
+        f"communicators' buffers included, is in the memory above: up to "
+        f"{reserved / GIB:.1f} GiB."
+    )
 
 
 def resident_lines(plan: Plan, workload: Workload) -> Iterator[str]:

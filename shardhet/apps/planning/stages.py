@@ -21,6 +21,7 @@ from shardhet.apps.planning.report import (
     rows_of,
     source_line,
 )
+from shardhet.apps.planning.sentences import margin_line
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.fewer import Fewer
@@ -101,6 +102,8 @@ def show_pipeline(report: PipelineReport, console: Console) -> None:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(report))
+    if (free := margin_line(setting)) is not None:
+        console.print(free, markup=False, soft_wrap=True)
     said = (_result(report), _on_host(report), _hand_over(found), _rivals(report))
     for line in chain(*said):
         console.print(line, markup=False, soft_wrap=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.fsdp.sharding.comm import CommContext
@@ -30,6 +31,7 @@ def gather_state_dict(
 
     Gathers one flat tensor after the other, in the dtype that is stored.  Collective.
     """
+    devices.give_back_cached(comm.device)  # NCCL connects the receiver with all others
     whole = gather_params(flats, comm)
     if comm.gather_channel.position != comm.gather_channel.rank_by_position.index(0):
         return {}
@@ -117,6 +119,7 @@ def load_state_dict(
         _take_rows(flats, buffers, mine)
         return missing, unexpected
     names, missing, unexpected = control.exchange_objects([names, missing, unexpected])[giver]
+    devices.give_back_cached(comm.device)
     for flat in flats:
         _deal_out(flat, mine, frozenset(names), comm, giver)
     mine_of_buffers = [mine[fqn].cpu() for fqn in buffers if fqn in mine]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 
 from shardhet.planner.idle import active_positions
 from shardhet.planner.problem.demands import Demands
@@ -269,16 +270,17 @@ def _roomier(
     def more(nbytes: int) -> int:
         return int(nbytes * factor) + extra_bytes
 
-    def device(each: DeviceSpec) -> DeviceSpec:
-        capacity = each.memory_capacity_bytes
-        if each.kind not in kinds or capacity is None:
-            return each
-        usable = int(capacity * cluster.usable_memory_fraction)
-        grown = int(more(usable) / cluster.usable_memory_fraction) + 1
-        return replace(each, memory_capacity_bytes=grown)
+    def device(position: int) -> DeviceSpec:
+        found, library = cluster.devices[position], cluster.node_of[position].library_bytes
+        if found.kind not in kinds or found.memory_capacity_bytes is None:
+            return found
+        grown = cluster.capacity_for(more(cluster.memory_budget_bytes(position)), library)
+        return replace(found, memory_capacity_bytes=grown)
 
+    devices = map(device, range(cluster.world_size))
     nodes = tuple(
-        replace(node, devices=tuple(map(device, node.devices))) for node in cluster.nodes
+        replace(node, devices=tuple(islice(devices, len(node.devices))))
+        for node in cluster.nodes
     )
     limits = dict(situation.demands.limits)
     for position, stated in limits.items():

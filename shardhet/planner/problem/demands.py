@@ -220,7 +220,7 @@ class Demands:
         roles = []
         hosts = self._host_parts(cluster)
         for i, device in enumerate(cluster.devices):
-            key = (device.kind, device.memory_capacity_bytes, hosts[i])
+            key = (device.kind, cluster.memory_budget_bytes(i), hosts[i])
             is_usual = i not in self.limits and i not in shares
             if not is_usual or key not in usual:
                 role = Role(

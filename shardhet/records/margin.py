@@ -1,0 +1,93 @@
+"""What plans leave free of the memory of a device, and what takes it.
+
+A predicted peak holds tensors, and what a process holds besides them: measured once NCCL is
+connected, or, in derived profiles, the context of CUDA alone.  The margin is for the rest: a
+tenth of a device, or more where NCCL's buffers and workspaces take so much that less than
+``LEAST_FRAGMENTATION`` would remain for fragmentation.
+"""
+
+from dataclasses import dataclass, replace
+
+from shardhet.records.cluster import Cluster, Node
+from shardhet.records.plan import Plan
+
+MIB = 2**20
+# A communicator of four A100, with NVLink of 300 GB/s one way, takes 688 MB (NVIDIA/nccl, issue
+# 964).  It is linear in the number of channels, and that follows the bandwidth (issue 986).
+NCCL_BYTES_PER_BYTES_PER_S = 688 * MIB / 300e9
+# Two channels, with two connections of 10 MiB each (the size of a buffer in issue 1685).
+LEAST_NCCL_BYTES = 40 * MIB
+# cuBLAS and cuBLASLt have 32 MiB each on Hopper, and less elsewhere (pytorch, pull 120925).
+WORKSPACE_BYTES = 64 * MIB
+ALL_RANKS = 2  # for gathers and for reductions
+COMPUTING_RANKS = 2  # the same, where others only store
+WITHIN_NODES = 2  # for collectives in two levels
+OF_STAGES = 6  # gathers and reductions of a stage; both ways to the stages beside it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """What is left free of one device."""
+
+    library_bytes: int | None  # NCCL's buffers and workspaces; None: it is not known
+    fragmentation_bytes: int  # the rest, for libraries too where it is not known what they take
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return (self.library_bytes or 0) + self.fragmentation_bytes
+
+
+def margin_of(cluster: Cluster, position: int) -> Margin:
+    """The margin of one device, which states its capacity."""
+    capacity_bytes = cluster.devices[position].memory_capacity_bytes or 0
+    free = capacity_bytes - cluster.memory_budget_bytes(position)
+    library_bytes = cluster.node_of[position].library_bytes
+    return Margin(library_bytes=library_bytes, fragmentation_bytes=free - (library_bytes or 0))
+
+
+def with_libraries(cluster: Cluster, *, has_stages: bool = False) -> Cluster:
+    """The cluster with what libraries take of each device at most, under any plan."""
+    nodes = [
+        replace(node, library_bytes=WORKSPACE_BYTES + _nccl_bytes(cluster, node, has_stages))
+        for node in cluster.nodes
+    ]
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def with_fraction(cluster: Cluster, fraction: float) -> Cluster:
+    """The cluster of which plans may use this part, whatever libraries take."""
+    nodes = tuple(replace(node, library_bytes=None) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes, usable_memory_fraction=fraction)
+
+
+def _nccl_bytes(cluster: Cluster, node: Node, has_stages: bool) -> int:
+    if cluster.world_size == 1:
+        return 0
+    slowest = min(link.bandwidth_bytes_per_s for link in cluster.links)
+    number = ALL_RANKS + COMPUTING_RANKS + OF_STAGES * has_stages
+    total = number * _bytes_of_communicator(slowest)
+    if len(cluster.nodes) > 1 and len(node.devices) > 1:
+        assert node.link is not None  # it is one of ``links``
+        total += WITHIN_NODES * _bytes_of_communicator(node.link.bandwidth_bytes_per_s)
+    return total
+
+
+def _bytes_of_communicator(bandwidth_bytes_per_s: float) -> int:
+    return max(LEAST_NCCL_BYTES, int(NCCL_BYTES_PER_BYTES_PER_S * bandwidth_bytes_per_s))
+
+
+def most_communicators(cluster: Cluster) -> int:
+    """How many communicators a device has at most under a plan without stages."""
+    if cluster.world_size == 1:
+        return 0
+    has_levels = len(cluster.nodes) > 1 and any(len(node.devices) > 1 for node in cluster.nodes)
+    return ALL_RANKS + COMPUTING_RANKS + WITHIN_NODES * has_levels
+
+
+def num_communicators(plan: Plan) -> int:
+    """How many of them this plan without stages has at most on a device."""
+    if plan.world_size == 1:
+        return 0
+    only_stores = any(not rank.rank_batch_size for rank in plan.ranks)
+    return ALL_RANKS + COMPUTING_RANKS * only_stores + WITHIN_NODES * bool(plan.two_level_units)

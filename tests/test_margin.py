@@ -1,0 +1,107 @@
+"""What plans leave free of a device: a tenth, or what libraries and fragmentation take."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardhet import Plan
+from shardhet.records.cluster import LEAST_FRAGMENTATION, Cluster, DeviceSpec, Link, Node
+from shardhet.records.margin import (
+    LEAST_NCCL_BYTES,
+    MIB,
+    WORKSPACE_BYTES,
+    margin_of,
+    most_communicators,
+    num_communicators,
+    with_fraction,
+    with_libraries,
+)
+
+GIB = 2**30
+PCIE, NVLINK = (Link(latency_s=1e-5, bandwidth_bytes_per_s=gb * 1e9) for gb in (12, 150))
+
+
+def node(host: str, number: int, link: Link | None, gib: int = 16) -> Node:
+    device = DeviceSpec(host=host, kind="card", memory_capacity_bytes=gib * GIB)
+    return Node(host=host, devices=(device,) * number, link=link)
+
+
+DESKTOP = with_libraries(Cluster(nodes=(node("a", 3, PCIE, gib=24),)))
+ONE_NODE = with_libraries(Cluster(nodes=(node("a", 8, NVLINK),)))
+TWO_NODES = with_libraries(
+    Cluster(nodes=(node("a", 8, NVLINK), node("b", 1, None)), between_nodes=PCIE)
+)
+ALL = (DESKTOP, ONE_NODE, TWO_NODES)
+
+
+@pytest.mark.parametrize("cluster", ALL)
+def test_the_parts_are_all_that_stays_free(cluster: Cluster) -> None:
+    for i, device in enumerate(cluster.devices):
+        capacity, margin = device.memory_capacity_bytes or 0, margin_of(cluster, i)
+        assert margin.total_bytes == capacity - cluster.memory_budget_bytes(i)
+        assert margin.total_bytes >= int(0.1 * capacity)
+        assert margin.fragmentation_bytes >= int(LEAST_FRAGMENTATION * capacity)
+
+
+def test_a_tenth_stays_free_where_libraries_take_little() -> None:
+    margin = margin_of(DESKTOP, 0)
+    assert DESKTOP.memory_budget_bytes(0) == int(0.9 * 24 * GIB)
+    assert margin.library_bytes == WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
+
+
+def test_small_cards_on_fast_links_leave_more() -> None:
+    margin = margin_of(ONE_NODE, 0)
+    assert margin.library_bytes == WORKSPACE_BYTES + 4 * 344 * MIB
+    assert ONE_NODE.memory_budget_bytes(0) == int(0.95 * 16 * GIB) - margin.library_bytes
+
+
+def test_collectives_within_nodes_have_communicators_of_their_own() -> None:
+    """All others are as slow as the link between nodes, and take as little."""
+    across = WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
+    assert margin_of(TWO_NODES, 0).library_bytes == across + 2 * 344 * MIB
+    assert margin_of(TWO_NODES, 8).library_bytes == across
+    assert [most_communicators(each) for each in ALL] == [4, 4, 6]
+
+
+def test_communicators_of_a_plan() -> None:
+    alone, even = Plan.even(1, microbatch_size=1), Plan.even(3, microbatch_size=1)
+    stores = Plan.by_hand(microbatch_sizes=[1, 1, 0], state_shares=[0.2, 0.2, 0.6])
+    in_levels = replace(stores, two_level_units=("*",))
+    assert [num_communicators(each) for each in (alone, even, stores, in_levels)] == [
+        0,
+        2,
+        4,
+        6,
+    ]
+
+
+def test_pipelines_have_more_and_one_device_has_none() -> None:
+    cluster = Cluster(nodes=(node("a", 1, None),))
+    assert margin_of(with_libraries(cluster), 0).library_bytes == WORKSPACE_BYTES
+    more = margin_of(with_libraries(DESKTOP, has_stages=True), 0).library_bytes
+    assert more == WORKSPACE_BYTES + 10 * LEAST_NCCL_BYTES
+
+
+@pytest.mark.parametrize("cluster", ALL)
+def test_what_is_stated_is_used_whatever_libraries_take(cluster: Cluster) -> None:
+    stated = with_fraction(cluster, 0.97)
+    assert stated.memory_budget_bytes(0) == int(
+        (cluster.devices[0].memory_capacity_bytes or 0) * 0.97
+    )
+    assert margin_of(stated, 0).library_bytes is None
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+@pytest.mark.parametrize("cluster", ALL)
+def test_a_part_of_all_budgets_and_a_larger_one(cluster: Cluster) -> None:
+    some, bound = cluster.with_part_of_budgets(0.97)
+    for i in range(cluster.world_size):
+        budget = cluster.memory_budget_bytes(i)
+        part = min(some.memory_budget_bytes(i), bound.get(i, budget))
+        assert part == pytest.approx(0.97 * budget, abs=2)
+        library = cluster.node_of[i].library_bytes
+        capacity = cluster.capacity_for(2 * budget, library)
+        grown = replace(cluster.devices[i], memory_capacity_bytes=capacity)
+        nodes = (Node(host="a", devices=(grown,), library_bytes=library),)
+        assert Cluster(nodes=nodes).memory_budget_bytes(0) >= 2 * budget
+        assert Cluster(nodes=nodes).memory_budget_bytes(0) <= 2 * budget + 2
