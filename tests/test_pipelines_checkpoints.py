@@ -1,6 +1,7 @@
 """Checkpoints of pipelines go on under plans of any kind, with FSDP2 and in one process."""
 
 import random
+import shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from shardhet import HetFSDP, Plan, Stage
-from shardhet.checkpoint import load, save
+from shardhet.checkpoint import Replicas, load, save
 from tests.checkpoint_cases import (
     BATCH,
     FORMS,
@@ -192,3 +193,66 @@ def _kind_of(end: End) -> str:
     if isinstance(end, Plan):
         return "flat" if end.stages is None else "pipeline"
     return "plain" if end is None else "fsdp2"
+
+
+PIPELINE = Plan.by_hand(
+    microbatch_sizes=[2, 1, 3],
+    state_shares=[0.7, 0.3, 1],
+    num_rounds=2,
+    stages=[Stage(units=CALLED[:3], num_ranks=2), Stage(units=CALLED[3:], num_ranks=1)],
+)
+BACK = Plan.by_hand(
+    microbatch_sizes=[3, 1, 2],
+    num_rounds=2,
+    stages=[Stage(units=CALLED[:1], num_ranks=1), Stage(units=CALLED[1:], num_ranks=2)],
+)
+KEPT = Case(
+    seed=0,
+    optimizer="adamw",
+    has_scalar=True,
+    has_unused=True,
+    is_tied=True,
+    num_steps=2,
+    saved_as=None,
+    loaded_as=None,
+)
+
+
+def keep(rank: int, folder: Path) -> tuple[State | None, list[float]]:
+    """Replicas of two steps, one node for each stage; the losses after them."""
+    model = _placed(KEPT.module(), PIPELINE)
+    optimizer = make_optimizer(model, KEPT.optimizer)
+    replicas = Replicas(folder / f"node{rank // 2}")
+    for step in range(2):
+        train(model, optimizer, [step])
+        replicas.save(model, optimizer)
+    state = whole_state(model, optimizer)
+    losses = train(model, optimizer, range(2, 4))  # while copies are on their way
+    replicas.wait(model)
+    return (None if rank else state), losses
+
+
+def take_up(rank: int, plan: Plan, folder: Path) -> tuple[State | None, list[float]]:
+    """What the node that is left gives to ranks under another plan."""
+    module = KEPT.module()
+    with torch.no_grad():
+        for each in (*module.parameters(), *module.buffers()):
+            each.zero_()
+    model = _placed(module, plan)
+    optimizer = make_optimizer(model, KEPT.optimizer)
+    found = Replicas(folder / f"node{rank}").load_latest(model, optimizer)
+    assert found is not None
+    assert found.step == model.step == 2
+    state = whole_state(model, optimizer)
+    return (None if rank else state), train(model, optimizer, range(2, 4))
+
+
+def test_the_loss_of_the_node_of_a_stage_loses_no_step(tmp_path: Path) -> None:
+    [(saved, losses), *_] = run_ranks(keep, PIPELINE.world_size, tmp_path)
+    shutil.rmtree(tmp_path / "node1")
+    for plan in (Plan.even(2, microbatch_size=3), BACK):
+        folder = tmp_path / str(plan.world_size)
+        shutil.copytree(tmp_path / "node0", folder / "node0")
+        [(loaded, after), *_] = run_ranks(take_up, plan.world_size, plan, folder)
+        check_same(loaded, saved)
+        assert after == pytest.approx(losses, rel=BAR, abs=0)

@@ -46,6 +46,7 @@ def train(tmp_path: Path, name: str, *keys: str) -> Path:
 def test_a_run_in_stages_is_that_of_any_plan_and_goes_on_under_others(tmp_path: Path) -> None:
     flat = train(tmp_path, "flat", *FLAT)
     keys = ("trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=1")
+    keys += ("replicas.every=2", f"replicas.folder={tmp_path}/replicas")
     staged = train(tmp_path, "staged", *TWO, "checkpoint.every=3", *keys)
     expected = losses(flat)
     assert losses(staged) == pytest.approx(expected, rel=1e-9)
@@ -100,6 +101,6 @@ def test_a_link_needs_ranks_on_both_sides(tmp_path: Path) -> None:
 
 
 def test_what_stages_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
-    done = run([*ALONE, *MODEL, *TWO, "replicas.every=1"], tmp_path)
+    done = run([*ALONE, *MODEL, *TWO, "rebalance=true"], tmp_path)
     assert done.returncode
     assert "stages" in done.stderr

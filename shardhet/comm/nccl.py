@@ -174,8 +174,11 @@ def _ring_of(call: Gathering | Reduction, positions: Sequence[int]) -> _Ring | N
         return _Ring(seats.group, tuple((i,) for i in everyone), _roots(everyone, seats))
     if computing is None or tuple(positions) != computing.positions:
         return None
-    carriers = tuple((i,) for i in computing.carrier_by_position)
-    return _Ring(computing.group, carriers, _roots(computing.positions, seats))
+    carriers = computing.carrier_by_position
+    if any(n and carrier < 0 for n, carrier in zip(call.split_numels, carriers, strict=True)):
+        return None  # the rows of another stage, which this one has asked for
+    alone = tuple((i,) for i in carriers)
+    return _Ring(computing.group, alone, _roots(computing.positions, seats))
 
 
 def _roots(positions: Sequence[int], seats: Seats) -> dict[int, int]:

@@ -231,11 +231,11 @@ class TrainConf:
 
     def check_stages(self, plan: Plan) -> None:
         """Raise if the plan has stages, with which the run cannot do what it is asked to."""
-        asked = {"rebalance=true": self.rebalance, "replicas.every": self.replicas.every > 0}
-        for key, is_asked in asked.items():
-            if is_asked:
-                with config_errors():
-                    plan.refuse_stages(key, "Leave it out, or give a plan without stages")
+        if self.rebalance:
+            with config_errors():
+                plan.refuse_stages(
+                    "rebalance=true", "Leave it out, or give a plan without stages"
+                )
 
     def check_resume(self) -> None:
         """Raise if there is nothing at the path to resume from."""

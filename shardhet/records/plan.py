@@ -360,12 +360,11 @@ def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
         tolerance=SHARES_TOLERANCE,
         num_rounds=plan.num_rounds,
     )
-    for key in ("two_level_units", "resident_units"):
-        if getattr(plan, key):
-            raise ValueError(
-                f"plan: {key} with stages, whose devices gather among themselves. Leave one of "
-                "them out."
-            )
+    if plan.two_level_units:
+        raise ValueError(
+            "plan: two_level_units with stages, whose devices gather among themselves. Leave "
+            "one of them out."
+        )
     stage_by_unit(stages, [unit.fqn for unit in plan.units if unit.fqn])
 
 

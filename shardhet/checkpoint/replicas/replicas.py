@@ -51,7 +51,6 @@ from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 from shardhet.comm.channel import Channel
 from shardhet.comm.progress import phase
-from shardhet.fsdp import HetFSDP
 from shardhet.records.nodes import Nodes, keepers
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
@@ -124,7 +123,7 @@ class Replicas:
         ``CheckpointError`` on every rank if a node has no room, or if the last replica could
         not be written; the one before it is then still there.
         """
-        ranks = _ranks_of(model)
+        ranks = Ranks(model)
         self.wait(model)
         wait_for_pending(model)
         ranks.meet(SAVES)
@@ -188,7 +187,7 @@ class Replicas:
         ``checkpoints`` has a later step.  Replicas of later steps, which are not
         whole, are removed.  Raises ``CheckpointError`` as ``shardhet.checkpoint.load``.
         """
-        ranks = _ranks_of(model)
+        ranks = Ranks(model)
         self.wait(model)
         wait_for_pending(model)
         ranks.meet(LOADS)
@@ -263,12 +262,6 @@ class Replicas:
             for each in list(self.folder.iterdir()):
                 if _HALF_DONE.fullmatch(each.name):
                     shutil.rmtree(each, ignore_errors=True)
-
-
-def _ranks_of(model: nn.Module) -> Ranks:
-    if isinstance(model, HetFSDP):
-        model.plan.refuse_stages("Replicas")
-    return Ranks(model)
 
 
 def _check_room(

@@ -21,6 +21,7 @@ from shardhet.comm.on_host.memory import HostAllocator, processors, share_of_pro
 from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.records.nodes import Nodes, TwoLevels, carriers
 from shardhet.records.plan import Plan, is_matched
+from shardhet.records.stages import Stage
 
 MAX_UNSENT_GATHERS = 4
 
@@ -68,6 +69,7 @@ class CommContext:
         self.receivers: tuple[int, ...] = ()
         # Those that compute by the plan, and the units whose frozen rows they keep unsharded.
         self.computing: tuple[int, ...] = ()
+        self._groups: list[tuple[Stage, range]] = []  # of those that have the same units
         self.resident_units: tuple[str, ...] = ()
         transport = gather_channel.transport
         # Memory that peers read is allocated where they can read it, which avoids a copy.
@@ -88,6 +90,7 @@ class CommContext:
         self._share_host(plan, control)
         computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
         self.computing = tuple(i for i, each in enumerate(computes) if each)
+        self._groups = [*zip(plan.stages or (), plan.groups, strict=False)]
         self.resident_units = tuple(plan.resident_units)
         of_plan = carriers(self.nodes, computes)
         self.gather_channel, self.reduce_channel = (
@@ -100,6 +103,13 @@ class CommContext:
             in_two_levels(each, geometry, control=control, device=self.device)
             for each in (self.gather_channel, self.reduce_channel)
         ]
+
+    def computing_of(self, unit_fqn: str) -> tuple[int, ...]:
+        """The positions that compute a unit by the plan: in stages, those of one."""
+        for stage, positions in self._groups if unit_fqn else ():
+            if stage.has(unit_fqn):
+                return tuple(i for i in self.computing if i in positions)
+        return self.computing
 
     def channels_of(self, unit_fqn: str) -> list[Channel]:
         """The channels of the unit's gathers and reductions, in one level or in two."""

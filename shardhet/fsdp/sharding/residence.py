@@ -1,10 +1,11 @@
 """Frozen rows that are gathered once and stay unsharded over steps (``Plan.resident_units``).
 
 A frozen flat tensor of a resident unit is gathered before its first use, on all ranks that
-compute by the plan, and none of them frees it:
+compute the unit by the plan, and none of them frees it:
 
     on ranks that hold it    unshard() launches nothing, reshard() frees nothing
-    on other ranks           which compute only outside of training: gathered for every use
+    on other ranks           of other stages, whose probes need it, and those that compute only
+                             outside of training: gathered for every use
 
 It is gathered again when a rank has written rows: version counters tell, before each forward,
 and ranks agree on it.  ``param.data`` has a version counter of its own, so once somebody has
@@ -67,23 +68,32 @@ class Residence:
         return self._counted is not None and is_matched(self._unit_fqn, comm.resident_units)
 
     @property
+    def _computing(self) -> tuple[int, ...]:
+        return self.comm.computing_of(self._unit_fqn)
+
+    @property
     def is_here(self) -> bool:
         """Whether this rank keeps the unsharded storage."""
-        return self._is_resident and self.comm.gather_channel.position in self.comm.computing
+        return self._is_resident and self.comm.gather_channel.position in self._computing
 
     def to_reach(self) -> Sequence[int] | None:
         """The positions that a gather is for; None if all that compute hold the tensor."""
         comm = self.comm
         if not self._is_resident:
             return comm.receivers
-        lacking = ({*comm.receivers} | {*comm.computing}) - self._holders
+        lacking = ({*comm.receivers} | {*self._computing}) - self._holders
         return tuple(sorted(lacking)) or None
 
     def begin(self) -> None:
-        """Note a gather to all that ``to_reach`` names."""
+        """Note a gather to all that ``to_reach`` names, on this rank or among others."""
         if self._counted is not None and self._is_resident and not self._holders:
-            self._holders = frozenset(self.comm.computing)
+            self._holders = frozenset(self._computing)
             self._versions = [each._version for each in self._counted()]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether some rank keeps it, as far as this one knows."""
+        return bool(self._holders)
 
     def has_changed(self) -> bool:
         """Whether this rank's rows may have been written since they were gathered."""
@@ -116,6 +126,16 @@ def forget_changed(flats: Sequence["_Flat"], control: Channel) -> None:
     mine = [i for i, flat in enumerate(flats) if flat.residence.has_changed()]
     for i in set().union(*control.exchange_objects(mine)):
         flats[i].residence.end()
+
+
+def share_holders(flats: Sequence["_Flat"], control: Channel) -> None:
+    """Let every stage know what the ranks of others hold.  Collective.
+
+    ``flats`` are all flat tensors.  Before all ranks gather units that are those of one stage.
+    """
+    mine = [i for i, flat in enumerate(flats) if flat.residence.is_held]
+    for i in set().union(*control.exchange_objects(mine)):
+        flats[i].residence.begin()
 
 
 class _Flat(Protocol):

@@ -16,6 +16,7 @@ from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.residence import share_holders
 from shardhet.fsdp.stages.calls import Kind, StageCalls
 from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import check_hooks, refuse
@@ -130,6 +131,8 @@ class StageRuntime(Runtime):
         """Run the whole model on all ranks; the index of what is found.  Collective."""
         doing = self._lifeline.doing
         self._lifeline.doing = f"{doing}, the probe of its first call of this kind"
+        if self._plan.resident_units:
+            share_holders(self.flats, self._control)
         self._comm.receivers = self._computing
         self.step.has_gradients = torch.is_grad_enabled()
         self._enter(each)

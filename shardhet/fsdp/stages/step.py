@@ -29,6 +29,7 @@ from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.sharding.residence import forget_changed
 from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.stages.graph import Arrived, differentiable, edges_of
 from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, check_samples, rounds_of
@@ -184,6 +185,7 @@ class Pipeline:
                     self._hand_on(each, output)
             self._exchange.flush()
             runtime.end_rounds()
+            runtime.rounds.forget()  # which are no rounds of a step
             self._share([], checksums, "model(...)")
         if self._is_last and whole.batch.num_samples:
             return output
@@ -222,16 +224,14 @@ class Pipeline:
 
     def _agree(self, caller: str, calls: Sequence[ModelCall]) -> None:
         """Agree on the rounds of the step that begins.  Collective."""
-        step, with_gradients = self._runtime.rounds.step, float(torch.is_grad_enabled())
-        needed = float(caller == "forward_backward")
+        step, flats = self._runtime.rounds.step, self._runtime.flats
+        has_changed = any(flat.residence.has_changed() for flat in flats)
         with self._runtime.observers.watch("", Activity.AGREE):
-            entered = self._backward.enter(caller, step, with_gradients)
-            if any(row[1:3] != [step, needed] for row in entered):
-                raise ValueError(
-                    f"{caller}: ranks differ in [finished steps, gradients enabled]: "
-                    f"{[row[1:3] for row in entered]} in plan order. Call it in the same way "
-                    f"on every rank, with gradients {'en' if needed else 'dis'}abled."
-                )
+            flags = 2 * has_changed + torch.is_grad_enabled()
+            entered = self._backward.enter(caller, step, float(flags))
+            _check_entered(caller, step, [row[1:] for row in entered])
+            if any(row[2] > 1 for row in entered):
+                forget_changed(flats, self._control)
             passed = [Passed.of(each) for each in calls]
             self._told = told = self._control.exchange_objects(passed)
         position = self._control.position
@@ -293,6 +293,18 @@ class Pipeline:
         runtime.backward_round(each, run_autograd)
         if (arrived := self._arrived.pop(now.round, None)) is not None:
             self._exchange.give(now, arrived.grads)
+
+
+def _check_entered(caller: str, step: int, rows: Sequence[Sequence[float]]) -> None:
+    """Raise ``ValueError``, on all ranks, unless all take this step, with gradients or not."""
+    needed = caller == "forward_backward"
+    found = [[int(finished), int(flags) % 2] for finished, flags in rows]
+    if any(each != [step, needed] for each in found):
+        raise ValueError(
+            f"{caller}: ranks differ in [finished steps, gradients enabled]: {found} in plan "
+            "order. Call it in the same way on every rank, with gradients "
+            f"{'en' if needed else 'dis'}abled."
+        )
 
 
 def _checksums(calls: Sequence[ModelCall], device: torch.device) -> HostCopy:

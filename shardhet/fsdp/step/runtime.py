@@ -20,6 +20,7 @@ from shardhet.fsdp.probing.module_state import CountedNumbers
 from shardhet.fsdp.probing.probe import ProbedModel
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.around import Visits
@@ -128,6 +129,11 @@ class Runtime:
         return (*self.units, self.root)
 
     @property
+    def flats(self) -> list[FlatTensor]:
+        """The flat tensors of all units."""
+        return [flat for unit in self.all_units for flat in unit.flats]
+
+    @property
     def comms(self) -> tuple[CommContext, ...]:
         """Those that units and the root are gathered over."""
         return (self._comm,)
@@ -164,7 +170,7 @@ class Runtime:
                 num_samples=call.num_samples,
                 index=index,
                 rounds=self.rounds,
-                flats=[flat for unit in self.all_units for flat in unit.flats],
+                flats=self.flats,
             )
         first = self.step.batch.first_sample - self.rounds.moment.num_samples_before
         self.own_samples = range(first, first + self.step.batch.num_samples)

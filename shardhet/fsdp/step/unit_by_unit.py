@@ -23,7 +23,7 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.residence import forget_changed
+from shardhet.fsdp.sharding.residence import forget_changed, share_holders
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.runtime import Runtime
 
@@ -94,11 +94,13 @@ class UnitByUnit:
     def open(self) -> None:
         """Gather the root, and units that stay, for the whole context."""
         everyone = tuple(range(self._control.world_size))
-        flats = [flat for unit in self._runtime.all_units for flat in unit.flats]
+        flats = self._runtime.flats
         has_changed = any(flat.residence.has_changed() for flat in flats)
         rows = self._control.enter("unit_by_unit", [WANTS_NOTHING, 1 + has_changed])
         if any(row[1] > 1 for row in rows):
             forget_changed(flats, self._control)
+        if len(self._comms) > 1 and self._comms[0].resident_units:
+            share_holders(flats, self._control)
         for comm in self._comms:
             comm.mark_rows_changed()
         for unit in self._staying():
