@@ -6,7 +6,8 @@ python -m experiments.mutations.waits --only fsdp/step comm.py:16 --by pending o
 python -m experiments.mutations.waits --on-hosts --only wait_sent
 
 With --on-hosts the detector is not asked again, and only tests over transports of the host run;
-with --by only some of the groups of tests.  The newest verdict of each place is kept.
+with --by only some of the groups of tests, with --tests only these.  The newest verdict of each
+place is kept.  A test that fails without the change too, as on a busy machine, does not count.
 """
 
 import argparse
@@ -99,6 +100,7 @@ class Verdict:
     commit: str
     asked: str
     objected: str  # the detector, or tests of parity over transports of the host; "": none
+    test: str  # that failed first
     objection: str  # the last line of the first failure; "" if there is none
     seconds: float
 
@@ -157,13 +159,9 @@ def judge(place: Place, tests: Mapping[str, Sequence[str]]) -> Verdict:
     started_at_s = time.monotonic()
     with changed(place.path, place.line, place.before, place.after) as tree:
         for who, names in tests.items():
-            files = [f"tests/test_{name}.py" for name in names]
-            done = run_tests(tree, files, limit_s=SECONDS)
-            if done is None:
-                objection = f"does not end within {SECONDS:g} s"
-            else:
-                said = [line for line in done.stdout.splitlines() if "Error" in line]
-                objection = "" if has_passed(done) else (said or ["failed"])[0].strip()
+            objection, test = _objection(tree, names)
+            if objection and not _passes_unchanged(place, [test] if test else names):
+                objection, test = "", f"{test} fails as it is"
             objected = who if objection else ""
             if objection:
                 break
@@ -176,9 +174,29 @@ def judge(place: Place, tests: Mapping[str, Sequence[str]]) -> Verdict:
         commit=commit_of(REPOSITORY),
         asked=" ".join(tests),
         objected=objected,
+        test=test,
         objection=objection,
         seconds=time.monotonic() - started_at_s,
     )
+
+
+def _objection(tree: Path, names: Sequence[str]) -> tuple[str, str]:
+    """What the first test that fails says, and its name; two empty strings if none does."""
+    done = run_tests(tree, names, limit_s=SECONDS)
+    if done is None:
+        return f"does not end within {SECONDS:g} s", ""
+    if has_passed(done):
+        return "", ""
+    lines = done.stdout.splitlines()
+    said = [line.strip() for line in lines if line.startswith("E  ") or "Error" in line]
+    failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return (said or ["failed"])[0], (failed or [""])[0]
+
+
+def _passes_unchanged(place: Place, names: Sequence[str]) -> bool:
+    with changed(place.path, place.line, place.before, place.before) as tree:
+        done = run_tests(tree, names, limit_s=SECONDS)
+        return done is not None and has_passed(done)
 
 
 def merged(before: Sequence[Verdict], found: Sequence[Verdict]) -> list[Verdict]:
@@ -202,6 +220,7 @@ def main() -> None:
     parser.add_argument(
         "--by", nargs="+", choices=TESTS, default=[], help="ask these groups of tests alone"
     )
+    parser.add_argument("--tests", nargs="+", help="ask these tests alone")
     options = parser.parse_args()
     todo = [
         place
@@ -212,7 +231,9 @@ def main() -> None:
         )
     ]
     by = ["parity"] if options.on_hosts else options.by
-    tests = {name: TESTS[name] for name in by or TESTS}
+    tests = {name: [f"tests/test_{each}.py" for each in TESTS[name]] for name in by or TESTS}
+    if options.tests:
+        tests = {"tests": options.tests}
     if options.list:
         for each in todo:
             console.print(f"{each.path}:{each.line} {each.before.strip()}", markup=False)
