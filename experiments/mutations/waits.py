@@ -189,7 +189,11 @@ def _objection(tree: Path, names: Sequence[str]) -> tuple[str, str]:
         return "", ""
     lines = done.stdout.splitlines()
     said = [line.strip() for line in lines if line.startswith("E  ") or "Error" in line]
-    failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    failed = [
+        line.partition(" ")[2].partition(" - ")[0]  # a name may have spaces
+        for line in lines
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
     return (said or ["failed"])[0], (failed or [""])[0]
 
 
