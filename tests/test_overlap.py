@@ -1,7 +1,7 @@
 """Communication beside compute, and peak bytes, in the emulated streams' own time.
 
-Products take time by their rows and collectives by their bytes; a rank's peers are ready as
-soon as it is.
+Products take as long as the profile prices them by their rows, and collectives by their bytes;
+a rank's peers are ready as soon as it is.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.profiles import Profile
 from shardhet.records.schedule import GATHER, Phase
+from shardhet.records.workload import Unit, UnitKind, Workload
+from shardhet.simulator.simulation import simulate
 from tests.emulated.accelerator import Accelerator
+from tests.made_up import collectives, device_profile
 from tests.worlds import run_ranks
 
 WIDTH, NUM_UNITS = 64, 6
@@ -65,22 +71,59 @@ class Block(nn.Module):
         return x @ self.weight
 
 
-def _seconds_of(whole_s: float) -> Any:
-    """Of products, a second a row of their sample; of collectives, ``whole_s`` for a unit."""
+def _setting_of(plan: Plan, part: float) -> Setting:
+    """A product takes a second a sample; a collective ``part`` of the smallest forward."""
+    whole_s = part * min(rank.rank_batch_size for rank in plan.ranks if rank.rank_batch_size)
+    unit_bytes = 4 * WIDTH**2
+    block = UnitKind(
+        name="block",
+        param_shapes=((WIDTH, WIDTH),),
+        forward_flops=1,
+        backward_flops=2,
+        input_bytes=4 * WIDTH,
+        activation_bytes=4 * WIDTH,
+        transient_bytes=0,
+    )
+    units = tuple(Unit(fqn=str(i), kind="block") for i in range(NUM_UNITS))
+    device = DeviceSpec(kind="card", memory_capacity_bytes=2**30)
+    card = device_profile(
+        "card", lambda m: (float(m), 2.0 * m), sizes=(1, 64), unit_kinds=("block",)
+    )
+    pace = whole_s / unit_bytes
+    links = collectives(
+        (unit_bytes // 2, unit_bytes), gather_s_per_byte=pace, reduce_s_per_byte=pace
+    )
+    return Setting(
+        Cluster(nodes=(Node(host="a", devices=(device,) * plan.world_size),)),
+        Workload(kinds=(block,), units=units),
+        Profile(devices=(card,), collectives=links),
+    )
+
+
+def _seconds_of(setting: Setting) -> Any:
+    """By the prices: a product is a forward, or half a backward; pieces of a collective."""
+    block, links = setting.profile.unit("card", "block"), setting.profile.collectives
+    assert links.gather_s is not None
+    assert links.reduce_s is not None
+    curves = {"all_gather": links.gather_s, "broadcast": links.gather_s}
+    curves |= {"messages": links.gather_s, "reduce": links.reduce_s}
 
     def seconds(what: str, reads: list[Tensor], writes: list[Tensor]) -> float:
         if what == "aten.mm.default":
-            rows = [each.shape for each in (*reads, *writes)]
-            return float(max(n for shape in rows for n in shape if n != WIDTH))
-        if what.startswith(("all_gather", "broadcast", "messages", "reduce")):
-            numel = sum(each.numel() for each in (*reads, *writes)) / 2
-            return whole_s * numel / WIDTH**2 if numel >= WIDTH else 0.0
+            shapes = [each.shape for each in (*reads, *writes)]
+            rows = max(n for shape in shapes for n in shape if n != WIDTH)
+            assert block.backward_s.at(rows) == 2 * block.forward_s.at(rows)
+            return block.forward_s.at(rows)
+        for name, curve in curves.items():
+            if what.startswith(name):
+                numel = max(sum(each.numel() for each in some) for some in (reads, writes))
+                return curve.at(4 * numel) if numel >= WIDTH else 0.0
         return 0.0
 
     return seconds
 
 
-def _measure(rank: int, plan: Plan, whole_s: float) -> Measured:
+def _measure(rank: int, plan: Plan, setting: Setting) -> Measured:
     mine = plan.ranks[rank].rank_batch_size
     with Accelerator().installed() as accelerator:
         module = nn.Sequential(*(Block() for _ in range(NUM_UNITS)))
@@ -94,7 +137,7 @@ def _measure(rank: int, plan: Plan, whole_s: float) -> Measured:
 
         step()  # its call is examined
         accelerator.module().synchronize()
-        accelerator.seconds_of = _seconds_of(whole_s)
+        accelerator.seconds_of = _seconds_of(setting)
         begin_s = accelerator.host.now_s
         accelerator.memory.peak_bytes = before = accelerator.memory.allocated_bytes
         step()
@@ -140,8 +183,7 @@ def _ideal_s(model: HetFSDP, mine: int, side_s: float) -> float:
 def measured(name: str, part: float) -> list[Measured]:
     """By position, where a unit's collectives take ``part`` of the smallest rank's forward."""
     plan = PLANS[name]
-    least = min(rank.rank_batch_size for rank in plan.ranks if rank.rank_batch_size)
-    return run_ranks(_measure, plan.world_size, plan, part * least)
+    return run_ranks(_measure, plan.world_size, plan, _setting_of(plan, part))
 
 
 @pytest.mark.parametrize("part", [0.5, 2.0])
@@ -162,3 +204,16 @@ def test_two_units_and_gradients_are_alive_at_once_none_on_ranks_that_store(name
             units = 2 if PLANS[name].reshard_after_forward else NUM_UNITS
             allowed += (units + 2) * unit_bytes + found.activation_bytes
         assert found.peak_bytes <= allowed, (found, allowed)
+
+
+@pytest.mark.parametrize("part", [0.5, 2.0])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_takes_as_long_as_is_simulated(name: str, part: float) -> None:
+    plan = PLANS[name]
+    simulated_s = simulate(plan, _setting_of(plan, part)).step_time_s
+    for found, rank in zip(measured(name, part), plan.ranks, strict=True):
+        assert found.step_s <= simulated_s, found  # in which all share the links, and wait
+        if part < 1 and rank.rank_batch_size == max(e.rank_batch_size for e in plan.ranks):
+            # The input of the first unit has no gradient: a product less than priced.
+            expected_s = simulated_s - rank.rank_batch_size
+            assert found.step_s == pytest.approx(expected_s, rel=0.01), found
