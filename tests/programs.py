@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.warm import ROOT, warm_python
+from tests.worlds import patience
 
 # A decoder that takes no time, on a CPU; for all commands that know ``model`` and ``data``.
 SMALL_MODEL = (
@@ -53,7 +54,7 @@ def run(
     """The same to its end."""
     with start(arguments, folder, is_cold=is_cold, **variables) as process:
         try:
-            output, errors = process.communicate(timeout=within_s)
+            output, errors = process.communicate(timeout=within_s * patience())
         except BaseException:
             process.kill()
             raise

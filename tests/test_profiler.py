@@ -85,9 +85,9 @@ def test_double_precision_is_counted_too() -> None:
 
 def test_seventy_billion_parameters_take_seconds_and_no_memory() -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     counted = describe(decoder(LARGE), text(4096), param_dtype=torch.bfloat16)
-    assert time.perf_counter() - started_s < 30  # 3 s on an idle core
+    assert time.process_time() - started_s < 30  # 3 s
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert grown_kib < 300 * 1024
     assert counted == Workload.transformer(

@@ -308,13 +308,11 @@ def test_a_run_whose_output_nobody_reads_ends_quietly(tmp_path: Path) -> None:
 
 
 def test_help_names_every_group(tmp_path: Path) -> None:
-    started_at_s = time.monotonic()
     done = run([*ALONE, "--help"], tmp_path)
     assert done.returncode == 0
     for group in ("model", "data", "optim", "lr_scheduler", "cluster", "plan", "logger"):
         assert f"   {group} " in done.stdout
     assert "schema" not in done.stdout
-    assert time.monotonic() - started_at_s < 60
 
 
 def test_the_configuration_can_be_looked_at(tmp_path: Path) -> None:

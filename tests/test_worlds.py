@@ -9,7 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.worlds import Outcome, rank_cache, run_ranks, run_ranks_expecting_failure
+from tests.worlds import (
+    Outcome,
+    patience,
+    rank_cache,
+    run_ranks,
+    run_ranks_expecting_failure,
+)
 
 FAILED = pytest.fail.Exception
 
@@ -53,7 +59,7 @@ def test_a_world_is_kept_between_cases_and_a_case_costs_milliseconds() -> None:
     started_at_s = time.monotonic()
     for _ in range(50):
         assert run_ranks(pid, 2) == before
-    assert (time.monotonic() - started_at_s) / 50 < 0.1
+    assert (time.monotonic() - started_at_s) / 50 < 0.1 * patience()
 
 
 def test_a_fresh_world_is_neither_taken_from_the_pool_nor_kept() -> None:
@@ -96,7 +102,7 @@ def test_the_first_rank_to_fail_is_the_one_reported_and_the_world_is_replaced() 
     started_at_s = time.monotonic()
     with pytest.raises(FAILED, match=r"(?s)^rank 1 of 2 failed first.*numels disagree"):
         run_ranks(raise_on_rank_one, 2, grace_s=0.5)
-    assert time.monotonic() - started_at_s < 10.0  # the grace, not the whole timeout
+    assert time.monotonic() - started_at_s < 10.0 * patience()  # the grace, not the whole timeout
     after = run_ranks(pid, 2)
     assert not set(before) & set(after)
     for killed in before:
@@ -159,7 +165,7 @@ def sleep_on_rank_zero(rank: int) -> None:
 
 
 def test_a_hung_rank_is_named_with_the_place_where_it_hangs() -> None:
-    named = r"(?s)ranks \[0\] were still running after 1\.\d s.*in sleep_on_rank_zero"
+    named = r"(?s)ranks \[0\] were still running after \d+\.\d s.*in sleep_on_rank_zero"
     with pytest.raises(FAILED, match=named):
         run_ranks(sleep_on_rank_zero, 2, timeout_s=1.0)
 
@@ -209,7 +215,7 @@ def test_expected_failures_are_told_rank_by_rank() -> None:
     assert [outcome.message for outcome in outcomes] == ["'rank 0'", "'rank 1'", ""]
     assert outcomes[2].value == "fine"
     assert outcomes[2].has_returned
-    assert all(outcome.duration_s < 5.0 for outcome in outcomes)
+    assert all(outcome.duration_s < 5.0 * patience() for outcome in outcomes)
 
 
 def test_an_exit_is_an_expected_failure_with_its_code() -> None:

@@ -9,6 +9,7 @@ reorder.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -38,6 +39,18 @@ READ_BY_HOST = {
     aten._unique2.default,
 }
 HOST = torch.device("cpu")
+DEVICE_OF = Tensor.device.__get__  # type: ignore[attr-defined]
+# What cannot be seen from operations; every other function of torch passes.
+SEEN_AS_FUNCTIONS = {
+    DEVICE_OF,
+    torch.tensor,
+    Tensor.pin_memory,
+    Tensor.to,
+    Tensor.cpu,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.item,
+}
 # How long an operation takes, by its name and the tensors that it reads and writes.
 SecondsOf = Callable[[str, Sequence[Tensor], Sequence[Tensor]], float]
 
@@ -116,20 +129,18 @@ class Accelerator:
         target = kwargs.get("device")
         makes = target is not None and target.type == "cpu" and target.index is not None
         listed = [tensor for tensor in given if self.held(tensor) is not None]
+        written = _written(func, args, kwargs)
+        is_only_view = _is_view(func) and not written
         if not listed and not makes:
-            if _is_view(func) and not _written(func, args, kwargs):
-                return func(*args, **kwargs)
-            for tensor in given:
-                self.check_has_arrived(tensor, str(func))
-            for tensor in _written(func, args, kwargs):
-                self._check_has_left(tensor, str(func))
+            if not is_only_view:
+                self._check_on_host(func, given, written)
             return func(*args, **kwargs)
-        if listed and func not in ACROSS:
+        if listed and len(listed) < len(given) and func not in ACROSS:
             self._check_on_device(func, given)
         result = func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        if _is_view(func) and not written:
+        if is_only_view:
             return result
+        name = _name_of(func)
         goes_to_host = func is aten._to_copy.default and self._copies_to_host
         made = list(tensors_among(result))
         written_ids = {id(tensor) for tensor in written}
@@ -138,7 +149,7 @@ class Accelerator:
                 if tensor.device.type == "cpu" and id(tensor) not in written_ids:
                     self.take_in(tensor)
         self.launch(
-            str(func),
+            name,
             self.current,
             reads=[tensor for tensor in listed if id(tensor) not in written_ids],
             writes=[*written, *(t for t in made if id(t) not in written_ids)],
@@ -146,15 +157,15 @@ class Accelerator:
         if func is aten.copy_.default:
             self._follow_copy(args, kwargs)
         elif func in READ_BY_HOST:
-            self.wait_for_current(str(func))
+            self.wait_for_current(name)
         elif goes_to_host and kwargs.get("non_blocking"):
             moment = self.current.begin()
             for tensor in made:
                 key = tensor.untyped_storage()._cdata
-                self._on_way_to_host[key] = Access(0, 1, moment, True, str(func))
+                self._on_way_to_host[key] = Access(0, 1, moment, True, name)
         elif goes_to_host or (makes and given and not listed):
-            self._wait_unless_pinned(given[0], kwargs, str(func))
-            self._leaves_host(given[0], str(func))
+            self._wait_unless_pinned(given[0], kwargs, name)
+            self._leaves_host(given[0], name)
         return result
 
     def _run_on_shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -260,6 +271,14 @@ class Accelerator:
         """Let the host wait for the current stream."""
         self.host.wait(self.current.clock, why, self.current.free_at_s)
 
+    def _check_on_host(self, func: Any, given: list[Tensor], written: list[Tensor]) -> None:
+        if self._on_way_to_host:
+            for tensor in given:
+                self.check_has_arrived(tensor, _name_of(func))
+        if self._on_way_from_host:
+            for tensor in written:
+                self._check_has_left(tensor, _name_of(func))
+
     def _check_on_device(self, func: Any, given: list[Tensor]) -> None:
         for tensor in given:
             if tensor.dim() and tensor.device.type == "cpu" and self.held(tensor) is None:
@@ -364,7 +383,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return self._accelerator.run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunction():  # what `run` asks of tensors is no function of theirs
+            return self._accelerator.run(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
@@ -378,8 +398,10 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in SEEN_AS_FUNCTIONS:
+            return func(*args, **kwargs)
         accelerator = self._accelerator
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == DEVICE_OF:
             found = func(*args)
             is_ours = found.type == "cpu" and accelerator.held(args[0]) is not None
             return accelerator.device if is_ours else found
@@ -419,16 +441,30 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     return first * itemsize, (last + 1) * itemsize
 
 
+@cache
+def _name_of(func: Any) -> str:
+    return str(func)
+
+
+@cache
+def _positions_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Where ``func`` takes the tensors that it changes, and their names."""
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that ``func`` changes."""
-    given = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[i] if i < len(args) else None)
-            given += tensors_among(value)
+    given: list[Tensor] = []
+    for i, name in _positions_written(func):
+        given += tensors_among(kwargs.get(name, args[i] if i < len(args) else None))
     return given
 
 
+@cache
 def _is_view(func: Any) -> bool:
     """Whether ``func`` returns another shape of the same memory, and touches none."""
     return any(each.alias_info is not None for each in func._schema.returns)

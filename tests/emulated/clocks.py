@@ -142,6 +142,6 @@ def _place() -> str:
     """The innermost function of the library that is running."""
     for frame in reversed(traceback.extract_stack()):
         _, found, path = frame.filename.rpartition("/shardhet/")
-        if found and "/tests/" not in frame.filename:
+        if found and not path.startswith("tests/"):
             return f"{path} {frame.name}"
     return "outside"

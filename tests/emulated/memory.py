@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tests.emulated.clocks import Clock, Host, Moment, Stream
 
@@ -10,8 +11,7 @@ class RaceError(AssertionError):
     """Two operations on the same memory, at least one a write, that nothing orders."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One operation on a range of bytes of a storage."""
 
     start: int
