@@ -31,7 +31,7 @@ def court() -> Iterator[Court]:
     court.close()
 
 
-@pytest.mark.parametrize("block", one_in(3, range(NUM_CASES // CASES_PER_BLOCK)))
+@pytest.mark.parametrize("block", one_in(6, range(NUM_CASES // CASES_PER_BLOCK)))
 def test_a_drawn_model_is_exact_or_refused(court: Court, block: int) -> None:
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
         case = draw_case(seed)

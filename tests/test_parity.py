@@ -11,8 +11,8 @@ from tests.patchwork import Case, draw_case, draw_rounds
 from tests.selection import one_in
 from tests.worlds import run_ranks
 
-CASES_PER_BLOCK = 10
-NUM_BLOCKS_BY_WORLD_SIZE = {1: 5, 2: 12, 3: 9, 4: 6}
+CASES_PER_BLOCK = 5
+NUM_BLOCKS_BY_WORLD_SIZE = {1: 10, 2: 24, 3: 18, 4: 12}
 BLOCKS = [
     (world_size, block)
     for world_size, num_blocks in NUM_BLOCKS_BY_WORLD_SIZE.items()
@@ -37,7 +37,7 @@ def _run_block(
     return results
 
 
-@pytest.mark.parametrize("world_size, block", one_in(6, BLOCKS))
+@pytest.mark.parametrize("world_size, block", one_in(13, BLOCKS))
 def test_a_step_is_the_step_of_one_process(world_size: int, block: int) -> None:
     results_by_rank = run_ranks(_run_block, world_size, world_size, block)
     for results in zip(*results_by_rank, strict=True):
@@ -63,7 +63,9 @@ def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) ->
     run_ranks(_run_twice, world_size, world_size, seed)
 
 
-@pytest.mark.parametrize("world_size, block", one_in(2, [(4, 0), (1, 0), (2, 0), (3, 0)]))
+@pytest.mark.parametrize(
+    "world_size, block", one_in(4, [(size, block) for size in (4, 1, 2, 3) for block in (0, 1)])
+)
 def test_a_step_of_several_rounds_is_the_step_of_one_process(
     world_size: int, block: int
 ) -> None:

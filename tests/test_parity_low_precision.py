@@ -50,7 +50,7 @@ PLANS = {
         recompute=[False, True, False, ("blocks.*",)],
     ),
 }
-CASES = one_in(3, product(PLANS, ("float32", "bf16", "fp16", "autocast")))
+CASES = one_in(5, product(PLANS, ("float32", "bf16", "fp16", "autocast")))
 
 
 class Block(nn.Module):

@@ -156,6 +156,7 @@ def test_what_cannot_plan_again_or_go_on_is_refused(tmp_path: Path) -> None:
     configured(*from_file, f"plan.measured={tmp_path}")
 
 
+@pytest.mark.campaign  # two launches of torchrun
 def test_ranks_that_nobody_starts_again_are_refused(tmp_path: Path) -> None:
     MEASURED.save(tmp_path)
     keys = ("on_oom=REPLAN", "plan=measured", f"plan.measured={tmp_path}")

@@ -102,7 +102,9 @@ def test_the_first_rank_to_fail_is_the_one_reported_and_the_world_is_replaced() 
     started_at_s = time.monotonic()
     with pytest.raises(FAILED, match=r"(?s)^rank 1 of 2 failed first.*numels disagree"):
         run_ranks(raise_on_rank_one, 2, grace_s=0.5)
-    assert time.monotonic() - started_at_s < 10.0 * patience()  # the grace, not the whole timeout
+    assert (
+        time.monotonic() - started_at_s < 10.0 * patience()
+    )  # the grace, not the whole timeout
     after = run_ranks(pid, 2)
     assert not set(before) & set(after)
     for killed in before:

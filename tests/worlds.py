@@ -248,6 +248,7 @@ class World:
 
     def _collect(self, *, timeout_s: float, grace_s: float) -> list[Outcome]:
         started_at_s = from_s = time.monotonic()
+        has_failed = False
         rank_by_connection = {c: rank for rank, c in enumerate(self._connections)}
         outcome_by_rank: dict[int, Outcome] = {}
         while rank_by_connection:
@@ -259,9 +260,8 @@ class World:
                 assert isinstance(connection, Connection)
                 rank = rank_by_connection.pop(connection)
                 outcome_by_rank[rank] = outcome = self._receive(rank, started_at_s)
-                if not outcome.has_returned:
-                    left_s = from_s + timeout_s - time.monotonic()
-                    from_s, timeout_s = time.monotonic(), min(left_s, grace_s)
+                if not outcome.has_returned and not has_failed:
+                    has_failed, from_s, timeout_s = True, time.monotonic(), grace_s
         for rank in rank_by_connection.values():
             outcome_by_rank[rank] = self._hung(rank, started_at_s)
         return [outcome_by_rank[rank] for rank in range(self.world_size)]

@@ -383,7 +383,9 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # what `run` asks of tensors is no function of theirs
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # what `run` asks of tensors is no function of theirs
             return self._accelerator.run(func, args, kwargs or {})
 
 
