@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
