@@ -70,7 +70,16 @@ def check_steps(module: nn.Module, plan: Plan, num_steps: int = 3, **options: An
 def _decoder(rank: int, plan: Plan) -> None:
     torch.manual_seed(0)
     config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
-    check_steps(Decoder(config).double(), plan)
+    module = Decoder(config).double()
+    model = check_steps(module, plan)
+    given = batch_of(plan.global_batch_size)
+    mine = plan.sample_indices(model.position)
+    with torch.inference_mode():  # the first call of its kind, and one more
+        found = [model(*(each[mine] for each in given))[0] for _ in range(2)]
+        expected = module(*given)[0]
+    sums = model.exchange([float(each) for each in found])
+    for column in zip(*sums, strict=True):
+        assert abs(sum(column) - expected) <= 1e-12 * abs(expected)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +220,7 @@ class Leaky(nn.Module):
 
     def __init__(self, way: str = "") -> None:
         super().__init__()
-        self.way = way
+        self.way, self.calls = way, 0
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.scale = nn.Parameter(torch.tensor([0.7]))
         self.blocks = nn.ModuleList(Block() for _ in range(4))
@@ -221,6 +230,7 @@ class Leaky(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         way = self.way
+        self.calls += way == "counts"
         first = x = self.embedding(inputs)
         if self.norm is not None:
             x = self.norm(x)
@@ -293,6 +303,8 @@ def test_an_absent_tensor_has_a_shape_and_no_value() -> None:
 def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"units": UNITS}
+    if what == "loss_fn":
+        options["loss_fn"] = lambda output: output.loss
     if what == "float16":
         options["param_dtype"] = torch.float16
     module: nn.Module = Leaky(way)
@@ -348,6 +360,8 @@ OTHER_NAMES = Plan.by_hand(
 REFUSED = {
     "float16": ("", "param_dtype is float16, but the loss is not scaled"),
     "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
+    "counts": ("counts", "attributes that change in every forward (calls of the model)"),
+    "loss_fn": ("", "Stages have no model.backward: wrap a module"),
     "compiled": ("", "a module around a unit's forward that is compiled"),
     "replaced": ("", "a forward that was replaced outside of units"),
     "again": ("again", "unit 'blocks.0' of stage 0 is called after unit 'blocks.2' of stage 1"),

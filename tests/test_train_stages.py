@@ -98,9 +98,3 @@ def test_a_link_needs_ranks_on_both_sides(tmp_path: Path) -> None:
     done = run([*ALONE, *MODEL, *TWO, "cluster.link.first_ranks=3"], tmp_path)
     assert done.returncode
     assert "cluster.link.first_ranks: 3 of 3 ranks" in done.stderr
-
-
-def test_what_stages_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
-    done = run([*ALONE, *MODEL, *TWO, "rebalance=true"], tmp_path)
-    assert done.returncode
-    assert "stages" in done.stderr

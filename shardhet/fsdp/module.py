@@ -179,7 +179,7 @@ class HetFSDP(ModuleInRounds):
             self._runtime.follow(plan, before.rounds.batches_per_step)
         self._backward = self._make_backward(self._runtime)
         self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
-        intercept(self.module, self._runtime.calls, self._loss, self._pieces)
+        intercept(self.module, self._runtime.calls, self._loss.for_plan(plan), self._pieces)
 
     def _know_params(self, hooks: ParamHooks, before: Mapping[str, ref[nn.Parameter]]) -> None:
         """Let optimizers step rows, and refuse those that hold parameters from ``before``."""

@@ -128,7 +128,9 @@ class ModuleInRounds(ModuleWithState):
             call = self._call_of_step(args, kwargs, loss_inputs)
             parts = self._parts(call, caller="model(...)")
             calls = [self._call_of_round(part) for part in parts]
-        return pipeline.evaluate(call, calls, is_training=self.module.training)
+        # Tensors of inference mode do not tell whether code between units has written to them.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return pipeline.evaluate(call, calls, is_training=self.module.training)
 
     def _call_of_step(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
         """A call with this rank's samples of all rounds."""

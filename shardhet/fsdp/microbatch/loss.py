@@ -9,10 +9,15 @@ from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
+from shardhet.records.plan import Plan
 
 USER_ERRORS = (AttributeError, IndexError, TypeError, ValueError)
 OUTSIDE = (
     "Compute the loss from what model(...) returns: model.backward(*loss_fn(output, labels))"
+)
+INSIDE = (
+    "Stages have no model.backward: wrap a module of your own around the model, whose forward "
+    "returns (loss_sum, num_tokens), and call model.forward_backward"
 )
 LossFn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -28,7 +33,13 @@ class FusedLoss:
         self._loss_fn = loss_fn
         self._inputs: tuple[Any, ...] = ()  # of the forward in progress
         self._head = ""
+        self._instead = OUTSIDE
         self._loss: Sequence[Tensor] = ()  # what the head has returned in this forward
+
+    def for_plan(self, plan: Plan) -> "FusedLoss":
+        """This one, whose advice goes with ``plan`` from now on."""
+        self._instead = OUTSIDE if plan.stages is None else INSIDE
+        return self
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:
         """The last of the units' modules, in the model's order; None without a ``loss_fn``."""
@@ -53,7 +64,7 @@ class FusedLoss:
                 raise LossUsedError(
                     f"loss_fn: applied to the output of unit {head.fqn!r}, the last in the "
                     f"order of the model's modules, it raised {type(error).__name__}: {error} "
-                    f"If it is meant for another's, leave loss_fn out. {OUTSIDE}."
+                    f"If it is meant for another's, leave loss_fn out. {self._instead}."
                 ) from error
 
         return replace(head, forward=forward)
@@ -70,7 +81,7 @@ class FusedLoss:
             raise LossUsedError(
                 f"loss_fn: after unit {self._head!r}, to whose output it is applied, the model "
                 f"goes on computing ({type(error).__name__}: {error}). Leave loss_fn out. "
-                f"{OUTSIDE}."
+                f"{self._instead}."
             ) from error
         finally:
             self._inputs = ()
@@ -90,7 +101,7 @@ class FusedLoss:
         if self._loss and not any(id(each) in returned for each in self._loss):
             raise LossUsedError(
                 f"loss_fn: the model does not return the output of unit {self._head!r}, the "
-                f"last in the order of its modules. Leave loss_fn out. {OUTSIDE}."
+                f"last in the order of its modules. Leave loss_fn out. {self._instead}."
             )
 
 

@@ -158,15 +158,15 @@ class StageRuntime(Runtime):
 
     def _kind_of(self, findings: Findings) -> Kind:
         """What belongs to this rank's stage; raises ``ValueError`` for what it cannot do."""
-        refused = {
-            "parameters used outside of their unit, or a module in two units": (
-                bool(findings.staying)
-            ),
-            "attributes that change in every forward": bool(findings.counted),
-        }
-        for what, is_there in refused.items():
-            refuse(what, is_there=is_there, where=self._lifeline.doing)
         fqns = self.unit_fqns
+        staying = ", ".join(repr(fqns[i]) for i in sorted(findings.staying))
+        counted = ", ".join(f"{name} of {fqn or 'the model'}" for fqn, name in findings.counted)
+        refused = {
+            f"parameters of {staying} used outside of it, or a module in two units": staying,
+            f"attributes that change in every forward ({counted})": counted,
+        }
+        for what, found in refused.items():
+            refuse(what, is_there=bool(found), where=self._lifeline.doing)
         parts = parts_of(findings, fqns, self.stage_by_fqn, len(self.stages))
         if not findings.results:  # a rank without samples hands nothing over
             return Kind(findings, parts[self.stage], [], [])
