@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.pipelines.brute_force.instances import drawn
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.planner import Demands, solve
@@ -242,7 +243,32 @@ def test_every_order_of_stages_is_listed_once() -> None:
     assert max(map(len, orders_of_stages(cluster, 2))) == 2
 
 
+def test_of_few_devices_all_groups_are_listed() -> None:
+    """Each once, of a node's alike ones any, unless something else is demanded of one."""
+    cluster = cluster_of(*(("Tesla T4",) for _ in range(4)), ("Tesla T4",) * 2)
+    stages = set(orders_of_stages(cluster, 2))
+    assert ((0, 3), (1, 4)) in stages
+    assert ((0, 3), (1, 5)) not in stages
+    assert ((0, 3), (1, 5)) in set(orders_of_stages(cluster, 2, [0, 0, 0, 0, 0, 1]))
+    search = searched(derived(cluster), 4)
+    assert search.plans.looks_of((4,)) == search.plans.looks_of((5,))
+    limits = {5: DeviceLimits(memory_budget_bytes=2**30)}
+    search = PipelineSearch(search.setting, search.smaller, 4, Demands(limits=limits))
+    assert search.plans.looks_of((4,)) != search.plans.looks_of((5,))
+
+
 # The search
+
+
+# Two of five devices are left out; and where memory decides, no even cut fits.
+@pytest.mark.parametrize(("seed", "at_most_s"), [(2, 0.0122), (4, 0.0748)])
+def test_what_trying_all_partitions_found_is_found(seed: int, at_most_s: float) -> None:
+    instance = drawn(seed)
+    found = find_pipeline(
+        instance.setting, global_batch_size=instance.batch, smaller=instance.part
+    )
+    assert found is not None
+    assert found.step_time_s <= at_most_s
 
 
 def unlike_cluster(random: Random, most: int = 2) -> Cluster:

@@ -65,7 +65,7 @@ class Others:
                 break
             budgets = self.setting.cluster.memory_budget_bytes
             memory = [float(sum(map(budgets, positions))) for positions in stages]
-            by_memory = even_cuts(memory, len(search.units))
+            by_memory = even_cuts(memory, [1.0] * len(search.units))
             for cuts in (search.speeds.balanced_cuts(stages), by_memory):
                 fitting = [*self._timed(search, stages, cuts, is_wave_by_wave=False)]
                 found += fitting
@@ -82,7 +82,7 @@ class Others:
             if size % number == 0 and number <= len(search.units):
                 each = size // number
                 stages = tuple(tuple(range(i * each, (i + 1) * each)) for i in range(number))
-                cuts = even_cuts([1.0] * number, len(search.units))
+                cuts = even_cuts([1.0] * number, [1.0] * len(search.units))
                 found += self._timed(search, stages, cuts, is_wave_by_wave=True)
         return min(found, key=lambda each: each.step_s, default=None)
 

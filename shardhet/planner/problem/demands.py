@@ -205,6 +205,11 @@ class Demands:
             equal=tuple(each for each in sets if len(each) > 1),
         )
 
+    def of_device(self, position: int) -> tuple[object, ...]:
+        """What is demanded of a device, to compare it with others."""
+        sets = tuple(i for i, each in enumerate(self.equal) if position in each)
+        return self.limits.get(position, NO_LIMITS), sets
+
     def bundles(self, world_size: int) -> list[tuple[int, ...]]:
         """All positions, in sets of equal devices, ordered by their first members."""
         sets = [tuple(sorted(each)) for each in self.equal if each]

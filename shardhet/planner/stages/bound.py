@@ -5,7 +5,9 @@ x_ku the samples of units of kind u that all n_k devices of kind k compute,
 
     minimise T   such that   sum_u t_ku x_ku <= n_k T,   sum_k x_ku >= B n_u
 
-Memory, links and the optimizer are left out.  ``Speeds`` bounds pipelines of given stages.
+Memory, links and the optimizer are left out.  ``Speeds`` bounds pipelines of given stages: of
+n samples a device computes in microbatches of at most n, each no faster per sample than the
+fastest of these, so that rounds of few samples are slow.
 """
 
 from collections import Counter
@@ -14,28 +16,40 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.stages.groups import Positions, Stages
+from shardhet.pricing.launches import PRICES
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
+from shardhet.pricing.turns import TurnPrices
 from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import hop_s, link_between
 
 BISECTIONS = 40
+Floats = NDArray[np.float64]
 
 
-def seconds_per_sample(setting: Setting, largest: int) -> dict[str | None, dict[str, float]]:
-    """The least seconds per sample of forward and backward, by kind of device and of unit."""
-    sizes = np.arange(1, 1 + min(largest, MAX_MICROBATCH_SIZE))
-    found: dict[str | None, dict[str, float]] = {}
+def seconds_by_size(setting: Setting, largest: int) -> dict[str | None, dict[str, Floats]]:
+    """[1 + sizes] of forward and backward, by kind of device and of unit."""
+    size = min(largest, MAX_MICROBATCH_SIZE)
+    found: dict[str | None, dict[str, Floats]] = {}
     for kind in dict.fromkeys(device.kind for device in setting.cluster.devices):
         found[kind] = {}
         for name in {unit.kind for unit in setting.workload.units if unit.fqn}:
             unit = setting.profile.unit(kind, name)
-            both = at_sizes(unit.forward_s, len(sizes)) + at_sizes(unit.backward_s, len(sizes))
-            found[kind][name] = float((both[1:] / sizes).min())
+            both = at_sizes(unit.forward_s, size) + at_sizes(unit.backward_s, size)
+            found[kind][name] = both
     return found
+
+
+def seconds_per_sample(setting: Setting, largest: int) -> dict[str | None, dict[str, float]]:
+    """The least seconds per sample of forward and backward, by kind of device and of unit."""
+    return {
+        kind: {name: float((s[1:] / np.arange(1, len(s))).min()) for name, s in by_name.items()}
+        for kind, by_name in seconds_by_size(setting, largest).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,12 @@ class Speeds:
     units: Sequence[Unit]  # that compute
     global_batch_size: int
     _known_s: dict[Positions, list[float]] = field(default_factory=dict)
+    # Devices of each kind, with seconds by size of each kind of unit.
+    _known_curves: dict[Positions, list[tuple[int, dict[str, Floats]]]] = field(
+        default_factory=dict
+    )
+    _known_transfers_s: dict[Positions, list[float]] = field(default_factory=dict)
+    _known_rounds_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def least_of_any_s(self) -> float:
         """Seconds that every step takes at least, with stages or without.
@@ -86,9 +106,55 @@ class Speeds:
         compute_s, _ = self._balanced(stages)
         return self.global_batch_size * max(compute_s, link_s)
 
-    def sample_s(self, positions: Positions, first: int, stop: int) -> float:
-        """Seconds per sample that some devices compute these units at best."""
-        return sum(self._unit_s(positions)[first:stop])
+    def round_s(self, positions: Positions, first: int, stop: int, num_samples: int) -> float:
+        """Seconds that some devices compute so many samples of these units, or more.
+
+        They are the least in which all devices together reach the number.
+        """
+        units = Counter(unit.kind for unit in self.units[first:stop])
+        key = positions, tuple(sorted(units.items())), num_samples
+        if key not in self._known_rounds_s:
+            self._known_rounds_s[key] = self._round_s(positions, units, num_samples)
+        return self._known_rounds_s[key]
+
+    def _round_s(self, positions: Positions, units: Counter[str], num_samples: int) -> float:
+        if positions not in self._known_curves:
+            setting = self.smaller(positions)
+            numbers = Counter(device.kind for device in setting.cluster.devices)
+            curves = seconds_by_size(setting, self.global_batch_size)
+            self._known_curves[positions] = [(numbers[k], curves[k]) for k in curves]
+        samples = np.arange(1, 1 + num_samples)
+        seconds, weights = [], []
+        for number, curve_by_kind in self._known_curves[positions]:
+            microbatch_s = sum(n * curve_by_kind[kind] for kind, n in units.items())
+            assert not isinstance(microbatch_s, int)
+            per_sample_s = microbatch_s[1:] / np.arange(1, len(microbatch_s))
+            least_s = np.minimum.accumulate(per_sample_s)
+            whole_s = samples * least_s[np.minimum(samples, len(least_s)) - 1]
+            seconds.append(np.minimum.accumulate(whole_s[::-1])[::-1])
+            weights.append(np.full(num_samples, number))
+        by_time = np.concatenate(seconds)
+        order = np.argsort(by_time, kind="stable")
+        reached = np.cumsum(np.concatenate(weights)[order])
+        return float(by_time[order[np.searchsorted(reached, num_samples)]])
+
+    def transfers_s(self, positions: Positions, first: int, stop: int) -> float:
+        """Seconds in which some devices gather and reduce these units once."""
+        return sum(self._of_transfers_s(positions)[first:stop])
+
+    def _of_transfers_s(self, positions: Positions) -> list[float]:
+        if positions not in self._known_transfers_s:
+            prices = TurnPrices(self.smaller(positions))
+            kinds = {unit.kind for unit in self.units}
+            by_kind = {
+                kind: sum(
+                    price(prices, self.setting.workload.kind_by_name[kind], 1.0)
+                    for price in PRICES.values()
+                )
+                for kind in kinds
+            }
+            self._known_transfers_s[positions] = [by_kind[unit.kind] for unit in self.units]
+        return self._known_transfers_s[positions]
 
     def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
         """Cuts with which stages compute about equally long."""
@@ -104,7 +170,7 @@ class Speeds:
         """Seconds per sample that no cuts go below, and cuts that take hardly longer."""
         seconds = [self._unit_s(each) for each in stages]
         low, high = 0.0, sum(map(sum, seconds))
-        cuts = even_cuts([1.0] * len(stages), len(self.units))
+        cuts = even_cuts([1.0] * len(stages), [1.0] * len(self.units))
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             found = cuts_within(seconds, middle)
@@ -130,10 +196,15 @@ class Speeds:
         return self._known_s[positions]
 
 
-def even_cuts(weights: Sequence[float], number: int) -> tuple[int, ...]:
-    """Cuts with which so many units are dealt out in proportion to weights, one at least."""
-    total = sum(weights)
-    cuts = [round(number * each / total) for each in accumulate(weights)][:-1]
+def even_cuts(weights: Sequence[float], sizes: Sequence[float]) -> tuple[int, ...]:
+    """Cuts with which units of these sizes are dealt out in proportion to weights.
+
+    Each gets one at least.
+    """
+    number, whole = len(sizes), sum(weights)
+    reached = [0.0, *accumulate(sizes)]
+    wanted = [reached[-1] * each / whole for each in accumulate(weights)][:-1]
+    cuts = [min(range(number), key=lambda i: abs(reached[i] - each)) for each in wanted]
     for i in range(len(cuts)):
         cuts[i] = max(cuts[i], (cuts[i - 1] if i else 0) + 1)
     for i in reversed(range(len(cuts))):

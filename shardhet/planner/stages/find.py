@@ -11,8 +11,8 @@ all devices (``bound``).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from math import ceil, inf, log2
+from itertools import combinations, pairwise
+from math import ceil, comb, inf, log2
 
 import numpy as np
 
@@ -36,10 +36,13 @@ from shardhet.simulator.pipeline import (
 )
 
 MAX_ROUNDS = 512
-MAX_SEARCHED = 24  # orders of stages, those with the least bounds
+MAX_SEARCHED = 16  # orders of stages, those that are expected to be fastest
+MAX_EXPECTED = 24  # cuts of each, by which they are compared
 LEAST_GAIN = 1e-3
 NUM_ROUNDS_TRIED = 4  # at the start
-MAX_IMPROVED, FAR = 12, 1.3  # orders of stages, unless even the start takes so much longer
+MAX_IMPROVED = 6  # orders of stages
+FAR = 1.3  # times what is to be beaten: such starts are not improved
+NEAR = 1.1  # times the best start of all: nor are slower ones
 FAR_BEHIND = 2.0  # times the best so far: given up
 # Whether units are resharded after every use or once a step, and reduced every round or once.
 FORMS = tuple(
@@ -127,7 +130,7 @@ class PipelineSearch:
     ) -> float:
         """Seconds of a round that a stage needs: of compute, and of fewer of its units."""
         size = self.global_batch_size // form.num_rounds
-        compute_s = size * self.speeds.sample_s(positions, first, stop)
+        compute_s = self.speeds.round_s(positions, first, stop, size)
         return max(compute_s, self.plans.least_round_s(positions, first, stop, form, in_flight))
 
     def hops(self, stages: Stages, trial: _Trial) -> list[Hop]:
@@ -138,6 +141,35 @@ class PipelineSearch:
             for (one, other), cut in zip(pairwise(stages), trial.cuts, strict=True)
         ]
 
+    def expected_s(self, stages: Stages) -> float:
+        """About the seconds of a step, of compute, messages and one gather and reduction.
+
+        It is that of the best of some cuts and rounds, by which stages are compared.
+        """
+        number = len(self.units)
+        num_places = next(
+            n for n in range(number - 1, 0, -1) if comb(n, len(stages) - 1) <= MAX_EXPECTED
+        )
+        places = sorted({1 + i * (number - 1) // num_places for i in range(num_places)})
+        cuts = [*combinations(places, len(stages) - 1), self.speeds.balanced_cuts(stages)]
+        return min(
+            self._expected_s(stages, each, rounds)
+            for rounds in self._start_rounds(len(stages))
+            for each in dict.fromkeys(cuts)
+        )
+
+    def _expected_s(self, stages: Stages, cuts: tuple[int, ...], num_rounds: int) -> float:
+        size = self.global_batch_size // num_rounds
+        times = []
+        for positions, bounds in zip(
+            stages, pairwise((0, *cuts, len(self.units))), strict=True
+        ):
+            compute_s = self.speeds.round_s(positions, *bounds, size)
+            transfers_s = self.speeds.transfers_s(positions, *bounds)
+            times.append(StageTimes(max(compute_s, transfers_s / num_rounds), 0.0))
+        hops_s = [self.speeds.hop_s(*each, size) for each in pairwise(stages)]
+        return least_pipeline_s(times, hops_s, num_rounds)
+
     # The best pipeline of given stages
 
     def starts(self, stages: Stages, at_most_s: float) -> list[tuple[float, _Trial]]:
@@ -147,9 +179,10 @@ class PipelineSearch:
         """
         budgets = self.setting.cluster.memory_budget_bytes
         memory = [float(sum(budgets(i) for i in positions)) for positions in stages]
+        sizes = [float(self.setting.workload.kind_of(unit).numel) for unit in self.units]
         by_speed, by_memory = (
             self.speeds.balanced_cuts(stages),
-            even_cuts(memory, len(self.units)),
+            even_cuts(memory, sizes),
         )
         between = tuple((a + b) // 2 for a, b in zip(by_speed, by_memory, strict=True))
         best: dict[StepForm, tuple[float, _Trial]] = {}
@@ -166,7 +199,8 @@ class PipelineSearch:
                         best[key] = seconds, trial
                 if fits:
                     break  # cuts by memory are for where no other fits
-        return sorted(best.values(), key=lambda each: each[0])
+        starts = sorted(best.values(), key=lambda each: each[0])
+        return [each for each in starts if each[0] <= NEAR * starts[0][0]]
 
     def improved(
         self, stages: Stages, starts: Sequence[tuple[float, _Trial]], at_most_s: float
@@ -176,11 +210,14 @@ class PipelineSearch:
         return min(found, key=lambda each: each[0])
 
     def _forms(self, num_stages: int) -> Iterator[StepForm]:
-        """Forms to begin with, with about as many rounds as keep stages busy."""
-        wanted = 4 * num_stages
-        numbers = sorted(self.rounds, key=lambda n: abs(log2(n / wanted)))[:NUM_ROUNDS_TRIED]
-        for number in numbers:
+        """Forms to begin with."""
+        for number in self._start_rounds(num_stages):
             yield from (replace(form, num_rounds=number) for form in FORMS)
+
+    def _start_rounds(self, num_stages: int) -> list[int]:
+        """About as many as keep stages busy."""
+        wanted = 4 * num_stages
+        return sorted(self.rounds, key=lambda n: abs(log2(n / wanted)))[:NUM_ROUNDS_TRIED]
 
     def _in_flight(self, stages: Stages, form: StepForm) -> set[int]:
         """No further rounds in flight, and as many as hide messages both ways."""
@@ -253,23 +290,25 @@ def find_pipeline(
     is not stated.
     """
     search = PipelineSearch(setting, smaller, global_batch_size, demands)
-    bounded = sorted(
-        (search.speeds.least_step_s(stages), order, stages)
-        for order, stages in enumerate(orders_of_stages(setting.cluster, max_stages))
+    demanded = [demands.of_device(i) for i in range(setting.cluster.world_size)]
+    orders = orders_of_stages(setting.cluster, max_stages, demanded)
+    expected = sorted(
+        (search.expected_s(stages), order, stages)
+        for order, stages in enumerate(orders)
         if len(stages) <= len(search.units)
         and (not needs_all or sum(map(len, stages)) == setting.cluster.world_size)
     )
     started: list[tuple[float, int, Stages, list[tuple[float, _Trial]]]] = []
-    for bound_s, order, stages in bounded[:MAX_SEARCHED]:
+    for _, order, stages in expected[:MAX_SEARCHED]:
         least_s = min([at_most_s, *(each[0] for each in started)])
-        if bound_s >= least_s * (1 - LEAST_GAIN):
-            break
+        if search.speeds.least_step_s(stages) >= least_s * (1 - LEAST_GAIN):
+            continue
         if starts := search.starts(stages, FAR * least_s):
             started.append((starts[0][0], order, stages, starts))
     started.sort(key=lambda each: each[:2])
     best: tuple[float, _Trial, Stages] | None = None
     for seconds, _, stages, starts in started[:MAX_IMPROVED]:
-        if seconds > FAR * at_most_s:
+        if seconds > min(FAR * at_most_s, NEAR * started[0][0]):
             break
         if best is not None and search.speeds.least_step_s(stages) >= best[0]:
             continue

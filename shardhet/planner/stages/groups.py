@@ -2,15 +2,16 @@
 
 Devices are sorted into parts by what they have in common: region, node, kind, and kind within
 one region or node.  A stage is one such part or several of one sorting together.  Parts may be
-left out.
+left out.  Of few devices each is a part of its own, so that all groups of them are listed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, permutations
+from itertools import combinations, permutations, zip_longest
 
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 
 MAX_PARTS = 4  # of a sorting; of more, stages are not listed
+MAX_SINGLE = 6  # devices, each of which may be a part
 Positions = tuple[int, ...]
 Stages = tuple[Positions, ...]
 
@@ -36,18 +37,31 @@ def sortings(cluster: Cluster) -> list[Stages]:
             parts.setdefault(label(node, device), []).append(i)
         if 1 < len(parts) <= MAX_PARTS:
             found[tuple(map(tuple, parts.values()))] = None
+    if 1 < len(places) <= MAX_SINGLE:
+        found[tuple((i,) for i in range(len(places)))] = None
     return list(found)
 
 
-def orders_of_stages(cluster: Cluster, max_stages: int) -> Iterator[Stages]:
-    """The devices of each stage, for all stages, orders and parts left out; each once."""
-    seen: set[Stages] = set()
+def orders_of_stages(
+    cluster: Cluster, max_stages: int, demanded: Sequence[object] = ()
+) -> Iterator[Stages]:
+    """The devices of each stage, for all stages, orders and parts left out; each once.
+
+    Of stages that differ only in which of a node's alike devices they have, the first.
+    ``demanded`` says what else distinguishes devices, if anything.
+    """
+    places = [(node.host, each) for node in cluster.nodes for each in node.devices]
+    labels = list(zip_longest(places, demanded))
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    number_of = [numbers[label] for label in labels]
+    seen = set()
     for parts in sortings(cluster):
         for number in range(2, len(parts) + 1):
             for kept in combinations(parts, number):
                 for stages in _ordered(kept, max_stages):
-                    if stages not in seen:
-                        seen.add(stages)
+                    look = tuple(tuple(sorted(number_of[i] for i in e)) for e in stages)
+                    if look not in seen:
+                        seen.add(look)
                         yield stages
 
 

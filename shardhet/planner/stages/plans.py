@@ -85,7 +85,8 @@ class StagePlans:
                 for node in cluster.nodes
                 for devices in [tuple(replace(e, host=None) for e in node.devices)]
             ]
-            look = tuple(nodes) if len(nodes) > 1 else nodes[0][1:]
+            on_nodes = tuple(nodes) if len(nodes) > 1 else nodes[0][1:]
+            look = on_nodes, tuple(self.demands.of_device(i) for i in positions)
             known = self._number_by_look
             self._looks[positions] = known.setdefault(look, len(known))
         return self._looks[positions]
