@@ -73,6 +73,7 @@ def test_gloo_carries_what_is_on_accelerators_if_it_is_asked_to(
     assert over_gloo == pytest.approx(over_nccl, rel=1e-6)
 
 
+@pytest.mark.campaign  # tests of measuring have it without a launch
 @every_size
 def test_a_profile_is_measured(tmp_path: Path, num_ranks: int) -> None:
     measuring = ["measure", *SMALL_MODEL, f"cluster.num_ranks={num_ranks}"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardhet import Plan, Stage
 from shardhet.checkpoint import CheckpointError
-from tests.selection import one_in
+from tests.selection import for_campaign, one_in
 from tests.test_hf_trainer import (
     FIRST_CASE_S,
     IN_ROUNDS,
@@ -154,8 +154,16 @@ def first_step(variant: str) -> str:
     return str(STOPS_AFTER // every * every)
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    variants = list(VARIANTS)
+@pytest.mark.parametrize(
+    "variants",
+    [
+        ["by length, accumulated", "dropout"],
+        for_campaign(["base", "sgd from the end of an epoch", "drawing"]),
+    ],
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    variants: list[str], tmp_path: Path
+) -> None:
     found = run_ranks(
         undisturbed_and_stopped, 3, str(tmp_path), variants, timeout_s=FIRST_CASE_S
     )[0]

@@ -65,9 +65,9 @@ MORE = [
 @pytest.mark.parametrize(
     "plan, tried",
     [
-        (PLAN, TRIED),
         (IN_ROUNDS, TRIED_IN_ROUNDS),
-        (IN_STAGES, TRIED_IN_STAGES),
+        for_campaign(PLAN, TRIED),
+        for_campaign(IN_STAGES, TRIED_IN_STAGES),
         for_campaign(PLAN, MORE),
         for_campaign(IN_ROUNDS, MORE_IN_ROUNDS),
         for_campaign(IN_STAGES, MORE_IN_STAGES),

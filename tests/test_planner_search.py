@@ -27,7 +27,7 @@ def random_small(rng: np.random.Generator, i: int, *, differ: bool = False) -> P
     )
 
 
-@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize("differ", one_in(2, [False, True]))
 @pytest.mark.parametrize("block", one_in(NUM_BLOCKS, range(NUM_BLOCKS)))
 def test_the_search_equals_brute_force(block: int, differ: bool) -> None:
     """``differ``: optimizers of one device do, as on the device and on its host."""

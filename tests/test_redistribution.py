@@ -74,7 +74,7 @@ def compare(rank: int, seed: int, plans: list[Plan], folder: str) -> None:
         check_same(whole_state(moved, optimizer), whole_state(resumed, resumed_optimizer))
 
 
-@pytest.mark.parametrize("first", one_in(6, range(0, NUM_CASES, 5)))
+@pytest.mark.parametrize("first", one_in(12, range(0, NUM_CASES, 5)))
 def test_a_moved_job_is_one_that_was_resumed(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 5):
         rng = random.Random(f"redistribution {seed}")

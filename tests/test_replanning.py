@@ -219,6 +219,7 @@ def goes_on(
     return done.stdout
 
 
+@pytest.mark.campaign  # a run that is started again, and one beside it
 def test_a_run_that_is_out_of_memory_goes_on_with_less(tmp_path: Path) -> None:
     printed = goes_on(tmp_path, [*SHARDHET, "train"], described(tmp_path))
     assert "rank 1 (any 64 MiB" in printed
