@@ -19,7 +19,7 @@ def says(outcomes: list[Outcome], *parts: str) -> None:
     """Every rank ended in time, and with all of this in its message."""
     for outcome in outcomes:
         assert not outcome.has_returned
-        assert outcome.duration_s < WITHIN_S, outcome.traceback
+        assert outcome.is_within(WITHIN_S), outcome.traceback
         for part in parts:
             assert part in outcome.message, outcome.traceback
 

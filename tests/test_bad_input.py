@@ -98,7 +98,7 @@ def all_say(outcomes: Sequence[Outcome], exception_name: str, *parts: str) -> No
             assert f"{exception_name}: " in outcome.message
         for part in parts:
             assert part in outcome.message
-        assert outcome.duration_s < WITHIN_S
+        assert outcome.is_within(WITHIN_S)
     assert any(outcome.exception_name == exception_name for outcome in outcomes)
 
 
@@ -106,7 +106,7 @@ def others_hear(outcomes: Sequence[Outcome], culprit: int, error: str, *parts: s
     """The culprit ended with ``error`` itself, the others with who, where and what."""
     name, _, message = error.partition(": ")
     for outcome in outcomes:
-        assert outcome.duration_s < WITHIN_S
+        assert outcome.is_within(WITHIN_S)
         assert message in outcome.message
         if outcome.rank == culprit:
             assert outcome.exception_name == name, outcome.traceback

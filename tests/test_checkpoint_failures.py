@@ -213,7 +213,7 @@ def save_on_rank_zero_alone(rank: int, folder: Path) -> None:
 def test_a_save_on_one_rank_alone_does_not_hang(tmp_path: Path) -> None:
     outcomes = run_ranks_expecting_failure(save_on_rank_zero_alone, 3, tmp_path)
     assert "checkpoint.save: not all ranks have called it" in outcomes[0].message
-    assert all(outcome.duration_s < WITHIN_S for outcome in outcomes)
+    assert all(outcome.is_within(WITHIN_S) for outcome in outcomes)
 
 
 def save_the_previous(rank: int, folder: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_rank_that_is_killed_ends_all_and_keeps_the_previous(
     assert outcomes[1].exit_code == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         assert "ended without a message" in outcome.message, outcome.traceback
-        assert outcome.duration_s < WITHIN_S
+        assert outcome.is_within(WITHIN_S)
     assert (tmp_path / ".last.unfinished").is_dir()
     assert run_ranks(load_and_save_again, 3, tmp_path) == ["earlier"] * 3
     assert [each.name for each in tmp_path.iterdir()] == ["last"]

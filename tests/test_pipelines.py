@@ -588,7 +588,7 @@ def _fails(rank: int, deed: Any, place: str, culprit: int, step: int) -> None:
 )
 def test_a_rank_that_fails_ends_all_stages_by_name(deed: str, place: str, culprit: int) -> None:
     for outcome in run_ranks_expecting_failure(_fails, 3, deed, place, culprit, 1):
-        assert outcome.duration_s < WITHIN_S
+        assert outcome.is_within(WITHIN_S)
         if outcome.rank == culprit:
             expected = -signal.SIGKILL if deed == "kill" else None
             assert outcome.exit_code == expected

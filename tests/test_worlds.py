@@ -217,7 +217,7 @@ def test_expected_failures_are_told_rank_by_rank() -> None:
     assert [outcome.message for outcome in outcomes] == ["'rank 0'", "'rank 1'", ""]
     assert outcomes[2].value == "fine"
     assert outcomes[2].has_returned
-    assert all(outcome.duration_s < 5.0 * patience() for outcome in outcomes)
+    assert all(outcome.is_within(5.0) for outcome in outcomes)
 
 
 def test_an_exit_is_an_expected_failure_with_its_code() -> None:

@@ -93,6 +93,10 @@ class Outcome:
     def has_returned(self) -> bool:
         return self.exception_name is None and self.exit_code is None and self.hung_at is None
 
+    def is_within(self, seconds: float) -> bool:
+        """Whether it took less, on a machine as busy as this one."""
+        return self.duration_s < seconds * patience()
+
 
 def run_ranks(
     fn: Callable[..., Any],
