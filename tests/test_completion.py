@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.warm import warm_python
+from tests.worlds import patience
 
 ROOT = Path(__file__).parent.parent
 BASH = shutil.which("bash")
@@ -38,7 +39,7 @@ def complete(commands: Path, *lines: str) -> list[set[str]]:
         cwd=commands,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * patience(),
         check=True,
     )
     registered, *offered = done.stdout.splitlines()
@@ -74,7 +75,7 @@ def test_completion_can_be_taken_back(commands: Path) -> None:
         env={"PATH": f"{commands}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * patience(),
         check=False,
     )
     assert done.stdout == "gone\n"

@@ -17,7 +17,6 @@ from shardhet.training.device_use import DeviceUse
 from tests.programs import run
 
 
-@pytest.mark.timeout(400)
 def test_all_of_it_runs_and_stays_in_one_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_rank_that_fails_is_in_the_way_and_says_why(tmp_path: Path) -> None:
     shutil.rmtree(done.stdout.rpartition("Logs: ")[2].strip())
 
 
+@pytest.mark.campaign  # ranks that the command starts itself are tested beside it
 def test_ranks_of_torchrun_check_each_other_and_say_what_failed(tmp_path: Path) -> None:
     done = run(LAUNCHER, tmp_path, is_cold=True)
     assert done.returncode == 0, done.stdout + done.stderr

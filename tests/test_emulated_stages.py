@@ -76,7 +76,7 @@ def _beside_the_host(rank: int, dtype: torch.dtype | None) -> None:
             assert there == pytest.approx(here, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, None]))
 def test_low_precision_there_is_that_of_hosts(dtype: torch.dtype | None) -> None:
     run_ranks(_beside_the_host, 3, dtype)
 

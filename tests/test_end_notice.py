@@ -112,6 +112,7 @@ def test_a_file_ends_the_run(undisturbed: dict[int, float], tmp_path: Path) -> N
     check_ended(folder, undisturbed)
 
 
+@pytest.mark.campaign  # two launches of torchrun
 def test_torchrun_passes_its_sigterm_on_and_no_step_is_lost(
     undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

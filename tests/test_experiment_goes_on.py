@@ -16,7 +16,6 @@ NUM_STEPS = 300  # of 10 to 25 ms: it is told to end at half of them, and must h
 
 
 @pytest.mark.campaign  # tests of resuming have it in small
-@pytest.mark.timeout(400)
 def test_its_loss_continues_on_fewer_devices(tmp_path: Path) -> None:
     text = write_pages(tmp_path / "text")
     keys = (

@@ -460,7 +460,7 @@ COMMAND = (*SHARDHET, "measure")
 
 def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path: Path) -> None:
     kinds = "cluster.kinds=[big,small]"
-    done = run([*COMMAND, *TINY, kinds, "out=here"], tmp_path, is_cold=True)
+    done = run([*COMMAND, *TINY, kinds, "out=here"], tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "here"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -333,6 +333,7 @@ def test_a_folder_is_measured_planned_for_and_trained(
     assert json.loads(lines[0])["loss"] == pytest.approx(5.56, abs=0.2)  # ln 260
 
 
+@pytest.mark.campaign  # two runs; models of transformers in stages are tested without them
 def test_a_folder_is_trained_in_stages_as_without_them(
     llama: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.selection import one_in
+from tests.worlds import patience
 
 REPOSITORY = Path(__file__).parent.parent
 PROGRAM = "experiments.other_peoples_models.run"
@@ -35,7 +36,6 @@ OTHERS_STAGED = ("Llama, tied", "BERT")
 
 TIMEOUT_S = 280  # half a minute on a quiet machine
 pytestmark = [
-    pytest.mark.timeout(TIMEOUT_S + 20),
     pytest.mark.skipif(
         find_spec("transformers") is None or find_spec("peft") is None,
         reason="needs transformers and peft: pip install transformers peft",
@@ -69,7 +69,7 @@ def _rows(folder: Path, program: str, *options: str) -> list[dict[str, str]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=TIMEOUT_S * patience(),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -228,7 +228,6 @@ def test_a_run_that_is_out_of_memory_goes_on_with_less(tmp_path: Path) -> None:
     assert "from now on" in printed
 
 
-@pytest.mark.timeout(600)  # cold starts on a busy machine
 @pytest.mark.campaign
 def test_torchrun_starts_a_run_again_that_was_out_of_memory(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]

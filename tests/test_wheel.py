@@ -9,6 +9,8 @@ from pathlib import Path
 
 from hatchling.builders.wheel import WheelBuilder
 
+from tests.worlds import patience
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -27,7 +29,7 @@ def test_an_installed_wheel_trains_from_anywhere(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(site_dir)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * patience(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,6 @@ from shardhet.config.compose import (
     register_schemas,
 )
 from shardhet.config.training import ClusterConf
-from tests.selection import one_in
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 SHORT_DEMO = (
@@ -83,7 +82,8 @@ def train(folder: Path, *overrides: str) -> tuple[np.ndarray, float]:
     return losses, entries[-1]["held_out_bits_per_byte"]
 
 
-@pytest.mark.parametrize("precision", one_in(2, ["FP16", "BF16"]))
+@pytest.mark.campaign  # two runs each
+@pytest.mark.parametrize("precision", ["FP16", "BF16"])
 def test_two_bytes_learn_as_four_do(precision: str, tmp_path: Path) -> None:
     in_float32, score_in_float32 = train(tmp_path / "fp32", *SHORT_DEMO)
     losses, score = train(tmp_path / precision, *SHORT_DEMO, f"precision={precision}")
