@@ -148,10 +148,7 @@ class Runtime:
     def forward(self, run_module: RunModule, call: ModelCall, is_training: bool) -> Any:
         """The module's output; on a rank without samples an empty one.  Collective.
 
-        Without samples the turns come from the findings that ranks agree on
-        (``agree_on_batch``); a first call follows the others' probe visit by visit
-        (``OrderFinder.follow``).  Returns None if no rank has samples, unless earlier rounds of
-        the step had some.
+        Returns None if no rank has samples, unless earlier rounds of the step had some.
         """
         self.step.has_gradients = torch.is_grad_enabled()
         if self.rounds.have_begun:
