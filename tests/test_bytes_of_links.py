@@ -4,7 +4,11 @@ Plans are random, with zero shares and with ranks that only store.
 """
 
 import random
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.comm.buffers import BufferPool
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.pricing.turns import taking_part
 from shardhet.records.layout import FlatLayout, stored_numels
@@ -131,8 +136,26 @@ def active_in(plan: Plan) -> set[int]:
 # NCCL
 
 
+@contextmanager
+def noting_scratch() -> Iterator[list[int]]:
+    """Yields the elements that collectives borrow, besides what is gathered and reduced."""
+    borrowed: list[int] = []
+    lend = BufferPool.lend
+
+    def noting(pool: BufferPool, numel: int, **of: Any) -> torch.Tensor:
+        if "/shardhet/comm/" in sys._getframe(1).f_code.co_filename:
+            borrowed.append(numel)
+        return lend(pool, numel, **of)
+
+    with mock.patch.object(BufferPool, "lend", noting):
+        yield borrowed
+
+
 def over_nccl(rank: int, seed: int) -> list[tuple[int, int, Bytes, Bytes]]:
-    """Of each plan what arrived and had to, and messages as above."""
+    """Of each plan what arrived and had to, and messages as above.
+
+    In one level no scratch is priced, and none is used.
+    """
     rng, found = random.Random(seed), []
     for _ in range(CASES_OF_A_WORLD):
         plan = drawn_plan(rng)
@@ -142,7 +165,9 @@ def over_nccl(rank: int, seed: int) -> list[tuple[int, int, Bytes, Bytes]]:
             for each in communicators.values():
                 each.sent.clear()
                 each.received_bytes = 0
-            launches = train(model)
+            with noting_scratch() as borrowed:
+                launches = train(model)
+            assert not borrowed
             sent = Bytes()
             for each in communicators.values():
                 for peer, numels in each.sent.items():

@@ -18,6 +18,7 @@ from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Run as RunModel
 from shardhet.training.trainer import StepMetrics, Trainer, run_plainly
+from tests.emulated.accelerator import Accelerator
 from tests.selection import one_in
 from tests.test_guard import Scaled
 from tests.test_resume import losses, metrics, train_until
@@ -40,15 +41,23 @@ UNEVEN = (
 )
 
 
-def make_trainer(plan: Plan, *, is_float16: bool, first_scale: float = FIRST_SCALE) -> Trainer:
+def make_trainer(
+    plan: Plan,
+    *,
+    is_float16: bool,
+    first_scale: float = FIRST_SCALE,
+    device: torch.device = CPU,
+) -> Trainer:
     torch.manual_seed(0)
-    model = HetFSDP(Decoder(MODEL), plan, param_dtype=torch.float16 if is_float16 else None)
+    dtype = torch.float16 if is_float16 else None
+    model = HetFSDP(Decoder(MODEL), plan, param_dtype=dtype, device=device)
     return Trainer(
         model,
         OptimizerSpec(learning_rate=1e-2).build(list(model.parameters())),
         GlobalBatches(corpus=toy_corpus(), seq_len=SEQ_LEN, global_batch_size=6),
         schedule=WarmupDecay(num_steps=NUM_STEPS, num_warmup_steps=5),
-        loss_scaler=LossScaler(CPU, first_scale=first_scale) if is_float16 else None,
+        loss_scaler=LossScaler(device, first_scale=first_scale) if is_float16 else None,
+        device=device,
     )
 
 
@@ -193,3 +202,14 @@ def test_sums_in_float16_are_refused() -> None:
     plan = Plan.by_hand(microbatch_sizes=[1], state_shares=[1.0])
     with pytest.raises(ValueError, match=r"reduce_dtype: torch.float16 but .* torch.float32"):
         HetFSDP(nn.Sequential(nn.Linear(2, 2)), plan, reduce_dtype=torch.float16)
+
+
+def test_the_host_waits_for_the_loss_and_for_the_norm() -> None:
+    """And not for the optimizer's step, unless something may have overflowed."""
+    plan = Plan.even(1, microbatch_size=6)
+    with Accelerator().installed() as accelerator:
+        trainer = make_trainer(plan, is_float16=True, device=accelerator.device)
+        for _ in range(3):
+            accelerator.syncs.clear()
+            trainer.train_step()
+        assert accelerator.syncs == ["comm/host_copy.py read: event"] * 2

@@ -17,6 +17,7 @@ from shardhet.comm.calls import Pending
 from shardhet.comm.groups import Communicators, among_computing, default_group
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
+from tests.test_pipelines import UNITS, Leaky, batch_of, staged
 from tests.worlds import run_ranks
 
 PLAN = Plan.by_hand(microbatch_sizes=[2, 1, 0], state_shares=[0.5, 0.2, 0.3])
@@ -125,6 +126,26 @@ def _left_open(rank: int) -> None:
 
 def test_a_step_that_is_given_up_leaves_nothing_in_flight() -> None:
     run_ranks(_left_open, 3)
+
+
+def _stages(rank: int) -> None:
+    """The optimizer may write rows that other stages read, too: those of the root."""
+    plan = staged([1, 1, 2], [2, 1], num_rounds=2)
+    with on_different_hosts(), mock.patch.object(Pending, "is_sent", return_value=False):
+        torch.manual_seed(0)
+        model = HetFSDP(Leaky("late"), plan, units=UNITS)
+        runtime: Any = model._runtime
+        mine = plan.sample_indices(model.position)
+        inputs, targets = (each[mine] for each in batch_of(plan.global_batch_size))
+        model.forward_backward(inputs, targets)
+        assert not runtime.root_comm._unsent
+        runtime.begin_step()
+        runtime.abandon()
+        assert not runtime.root_comm._unsent
+
+
+def test_a_step_of_stages_leaves_nothing_in_flight() -> None:
+    run_ranks(_stages, 3)
 
 
 def _connects(rank: int) -> list[str]:

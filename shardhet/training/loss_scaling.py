@@ -52,12 +52,16 @@ class LossScaler:
         """Let the optimizer step, unless a gradient has overflowed on any rank."""
         self._scaler.step(optimizer)
 
-    def end_step(self, step: int) -> str | None:
+    def end_step(self, step: int, *, is_finite: bool = False) -> str | None:
         """Set the scale of the next step; why this one has changed nothing, if it has not.
 
-        Raises ``FloatingPointError`` if gradients overflow however small the scale is.
+        Without a finite norm, which shows that nothing overflowed, the host waits for the
+        optimizer's step.  Raises ``FloatingPointError`` if gradients overflow however small
+        the scale is.
         """
         self._scaler.update()
+        if is_finite:
+            return None
         now, before = self._scaler.get_scale(), self.scale
         if now >= before:
             return None

@@ -266,7 +266,7 @@ class Trainer:
         if why_skipped is None:
             progress.mark("the optimizer's step")
             scaler.step(self.optimizer)
-        overflow = scaler.end_step(self.model.step)
+        overflow = scaler.end_step(self.model.step, is_finite=is_finite)
         if not is_finite and overflow is None:
             why_skipped = self.guard.judge(mean_loss, grad_norm)
         return grad_norm, why_skipped, overflow
