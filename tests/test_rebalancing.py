@@ -30,8 +30,9 @@ from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
 from shardhet.models.decoder import Block
 from shardhet.profiler.batch import ExampleBatch
-from shardhet.records.cluster import Node
+from shardhet.records.cluster import Link, Node
 from shardhet.records.profiles import Collectives, DeviceProfile, Source
+from shardhet.records.stages import Stage
 from shardhet.training.rebalancing import NUM_WARM_UP_STEPS, WINDOW, Imbalance
 from shardhet.training.slow_devices import (
     SLOW,
@@ -53,6 +54,7 @@ BATCH = 12
 SLOWS_AFTER = 8
 NUM_STEPS = 24
 SAME = 1e-12
+FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
 
 
 class Sleeper(nn.Module):
@@ -94,7 +96,7 @@ def setting_of(world_size: int, **changes: Any) -> Setting:
         unit_kinds=[kind.name for kind in workload.kinds],
     )
     return Setting(
-        Cluster(nodes=(Node(host="here", devices=(device,) * world_size),)),
+        Cluster(nodes=(Node(host="here", devices=(device,) * world_size, link=FAST),)),
         workload,
         Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),
     )
@@ -155,10 +157,19 @@ IN_ROUNDS = Plan.by_hand(
     reshard_after_backward=False,
     reduce_each_round=False,
 )
-ids = ["two", "one only stores", "in rounds"]
+IN_STAGES = Plan.by_hand(
+    microbatch_sizes=[3, 3, 6],
+    num_rounds=2,
+    stages=[
+        Stage(units=("layers.[01]",), num_ranks=2),
+        Stage(units=("layers.2",), num_ranks=1),
+    ],
+)
+PLANS = [EVEN, ONE_STORES, IN_ROUNDS, IN_STAGES]
+ids = ["two", "one only stores", "in rounds", "in stages"]
 
 
-@pytest.mark.parametrize("plan", one_in(3, [EVEN, ONE_STORES, IN_ROUNDS]), ids=ids)
+@pytest.mark.parametrize("plan", one_in(3, PLANS), ids=ids)
 def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Plan) -> None:
     courses = run_ranks(slow_down, plan.world_size, plan, True)
     undisturbed = run_ranks(stay_as_fast, plan.world_size, plan)
@@ -171,7 +182,8 @@ def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Pla
         assert imbalance.new_plan.plan.form.num_rounds == plan.num_rounds
         assert imbalance.new_plan.plan.reduce_each_round == plan.reduce_each_round
         batches = [rank.rank_batch_size for rank in imbalance.new_plan.plan.ranks]
-        assert plan.num_rounds * sum(batches) == BATCH
+        assert imbalance.new_plan.plan.global_batch_size == BATCH
+        assert imbalance.new_plan.plan.stages == plan.stages
         assert batches[1] < plan.ranks[1].rank_batch_size
         assert course.losses == pytest.approx(reference.losses, rel=SAME)
         text = imbalance.text(["cpu"] * plan.world_size)

@@ -109,7 +109,6 @@ def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:
     if isinstance(conf.plan, MeasuredPlanConf):  # planned once it is known who is there
         return world_size
     plan = conf.to_plan(world_size)
-    conf.check_stages(plan)
     return plan.world_size
 
 

@@ -12,7 +12,6 @@ from shardhet.config.checks import (
     check_above,
     check_at_least,
     check_is_one_of,
-    config_errors,
 )
 from shardhet.config.models import (
     NUM_BYTES,
@@ -228,14 +227,6 @@ class TrainConf:
     def to_plan(self, world_size: int) -> Plan:
         """The plan for ``world_size`` ranks."""
         return self.plan.to_record(self.cluster.devices(world_size))
-
-    def check_stages(self, plan: Plan) -> None:
-        """Raise if the plan has stages, with which the run cannot do what it is asked to."""
-        if self.rebalance:
-            with config_errors():
-                plan.refuse_stages(
-                    "rebalance=true", "Leave it out, or give a plan without stages"
-                )
 
     def check_resume(self) -> None:
         """Raise if there is nothing at the path to resume from."""

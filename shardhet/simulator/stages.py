@@ -135,7 +135,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
     units = [unit for unit in workload.units if unit.fqn]
     stage_by_fqn = stage_by_unit(plan.stages, [unit.fqn for unit in units])
     in_flight = rounds_in_flight(plan.stages, plan.num_rounds)
-    chosen = _devices_of(plan, setting.cluster)
+    chosen = devices_of(plan, setting.cluster)
     own_units = [[u for u in units if stage_by_fqn[u.fqn] == i] for i in range(len(groups))]
     costs: list[StepCost] = []
     seconds = []
@@ -200,7 +200,7 @@ def _planned(setting: Setting) -> tuple[PlannedUnit, ...]:
     )
 
 
-def _devices_of(plan: Plan, cluster: Cluster) -> list[int]:
+def devices_of(plan: Plan, cluster: Cluster) -> list[int]:
     """For each device of the plan, its position in the cluster: the first that is free."""
     free = dict(enumerate(cluster.devices))
     chosen = []

@@ -2,7 +2,8 @@
 
 Every rank adds up how long its device computes in a step.  Every ``WINDOW`` steps the ranks
 exchange their medians; all reach the same verdict from the same numbers.  If another plan is
-worth it, rank zero makes it, and all ranks move their rows (``redistribute``).
+worth it, rank zero makes it, and all ranks move their rows (``redistribute``).  Stages keep
+their devices and units: samples and rows move inside of them.
 
 Computing is timed as ``shardhet.fsdp.step.observer`` says: on an accelerator between two
 events, which are read once the device has passed them, so that the host waits for nothing.
@@ -10,7 +11,7 @@ events, which are read once the device has passed them, so that the host waits f
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -22,12 +23,15 @@ from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.preference import TOLERANCE
+from shardhet.planner.stages.again import planned_again
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.training.slow_devices import (
     SLOW,
     at_speeds,
     compute_seconds,
+    of_devices,
+    places_of,
     rounded,
     slownesses,
     step_seconds,
@@ -128,11 +132,12 @@ class Rebalancer:
         self._optimizer = optimizer
         self._setting = setting  # as it was measured
         self._replans = replans
-        self._demands = demands or Demands()
+        self._places = places_of(model.plan, setting)  # in the cluster, by position
+        self._demands = _of_places(demands or Demands(), self._places)
         self._slowness: dict[int, float] = {}  # by position, found so far
-        model.plan.refuse_stages("Rebalancer")
         setting.check_plan(model.plan, name="setting")
-        self._expected_s = self._of_rank_zero(compute_seconds(model.plan, setting))
+        expected_s = compute_seconds(model.plan, setting, self._places)
+        self._expected_s = self._of_rank_zero(expected_s)
         self._num_steps = -NUM_WARM_UP_STEPS
         self._events: list[Observed] = []  # of the step in progress
         self._unread: deque[list[Observed]] = deque()  # of steps that the device may still run
@@ -163,7 +168,15 @@ class Rebalancer:
     @property
     def setting(self) -> Setting:
         """The setting, at the speeds that the present plan was made for."""
-        return at_speeds(self._setting, self._slowness)
+        return self._at(self._slowness)
+
+    def in_setting(self, plan: Plan) -> Plan:
+        """The plan as one for the devices of ``setting``."""
+        return of_devices(plan, self.setting, self._places)
+
+    def _at(self, slowness_by_position: Mapping[int, float]) -> Setting:
+        slowness = {self._places[i]: each for i, each in slowness_by_position.items()}
+        return at_speeds(self._setting, slowness)
 
     def _of_rank_zero(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         by_position = self._model.exchange_objects((self._model.rank, seconds))
@@ -237,31 +250,55 @@ class Rebalancer:
         if slowness == self._tried:
             return _Decision()
         self._tried = slowness
-        setting = at_speeds(self._setting, slowness)
+        setting = self._at(slowness)
         try:
-            solution = solve(
-                setting,
-                global_batch_size=before.global_batch_size,
-                demands=replace(self._demands, form=before.form),
-                tolerance=TOLERANCE,
-            )
+            plan = self._best(slowness, setting)
         except PlanError as error:
             return _Decision(why_not=f"no plan was found: {error}")
-        before_s, after_s = step_seconds(before, setting), solution.predicted.step_time_s
+        before_s, after_s = (step_seconds(p, setting, self._places) for p in (before, plan))
         if after_s > (1 - LEAST_GAIN) * before_s:
-            return _Decision(why_not=f"no plan is predicted to be {LEAST_GAIN:.0%} faster")
+            kept = "" if before.stages is None else ", if stages keep their units"
+            return _Decision(
+                why_not=f"no plan is predicted to be {LEAST_GAIN:.0%} faster{kept}"
+            )
+        return _Decision(
+            plan=plan,
+            slowness=slowness,
+            expected_s=compute_seconds(plan, setting, self._places),
+            before_s=before_s,
+            after_s=after_s,
+        )
+
+    def _best(self, slowness: Mapping[int, float], setting: Setting) -> Plan:
+        """The best plan at these speeds; that of the others stays in stages with no news."""
+        before = self._model.plan
+        if before.stages is not None:
+            if before.resident_units:
+                raise PlanError("stages that keep frozen weights are not planned anew")
+            is_news = [
+                slowness.get(i) != self._slowness.get(i) for i in range(before.world_size)
+            ]
+            return planned_again(
+                before,
+                setting,
+                self._places,
+                stages=[
+                    s for s, group in enumerate(before.groups) if any(is_news[i] for i in group)
+                ],
+                demands=self._demands,
+                tolerance=TOLERANCE,
+            )
+        solution = solve(
+            setting,
+            global_batch_size=before.global_batch_size,
+            demands=replace(self._demands, form=before.form),
+            tolerance=TOLERANCE,
+        )
         ranks = tuple(
             replace(new, device=old.device, optimizer_on_host=old.optimizer_on_host)
             for new, old in zip(solution.plan.ranks, before.ranks, strict=True)
         )
-        plan = replace(solution.plan, ranks=ranks, units=before.units)
-        return _Decision(
-            plan=plan,
-            slowness=slowness,
-            expected_s=compute_seconds(plan, setting),
-            before_s=before_s,
-            after_s=after_s,
-        )
+        return replace(solution.plan, ranks=ranks, units=before.units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +311,15 @@ class _Decision:
     expected_s: tuple[float, ...] = ()
     before_s: float = 0.0
     after_s: float = 0.0
+
+
+def _of_places(demands: Demands, places: Sequence[int]) -> Demands:
+    """Demands on positions of a plan, as on those of its cluster."""
+    return replace(
+        demands,
+        limits={places[i]: each for i, each in demands.limits.items()},
+        equal=tuple(tuple(places[i] for i in each) for each in demands.equal),
+    )
 
 
 def _beyond(slowness: Sequence[float | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:

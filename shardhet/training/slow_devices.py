@@ -11,14 +11,18 @@ clocks or a compiled model, makes no s_i differ from one, and no other plan bett
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import log
 
 from shardhet.planner.advice.explain import Situation, at_other_speed
 from shardhet.planner.problem.demands import Demands
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
+from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.plan import Plan
+from shardhet.simulator.stages import PipelinePrice, devices_of, price_of
 
 # Predictions of single ranks are up to a fifth off (experiments/predicted_and_measured).
 SLOW = 1.3
@@ -47,15 +51,50 @@ def rounded(slowness: float) -> float:
     return float(SPEED_STEP ** round(log(slowness) / log(SPEED_STEP)))
 
 
-def compute_seconds(plan: Plan, setting: Setting) -> tuple[float, ...]:
-    """p_i by position: forward and backward in one step, without waits."""
-    cost = CostModel(setting).predict(of_any_device(plan))
-    return tuple(rank.forward_s + rank.backward_s for rank in cost.ranks)
+def compute_seconds(
+    plan: Plan, setting: Setting, places: Sequence[int] | None = None
+) -> tuple[float, ...]:
+    """p_i by position: forward and backward in one step, without waits.
+
+    ``places`` are the devices' positions in the cluster; None: the same as in the plan.
+    """
+    ranks = _price_of(plan, setting, places).ranks
+    return tuple(rank.forward_s + rank.backward_s for rank in ranks)
 
 
-def step_seconds(plan: Plan, setting: Setting) -> float:
+def step_seconds(plan: Plan, setting: Setting, places: Sequence[int] | None = None) -> float:
     """The predicted time of one step."""
-    return CostModel(setting).predict(of_any_device(plan)).step_time_s
+    price = _price_of(plan, setting, places)
+    return price.step_time_s if isinstance(price, StepCost) else price.timeline().step_time_s
+
+
+def _price_of(
+    plan: Plan, setting: Setting, places: Sequence[int] | None
+) -> StepCost | PipelinePrice:
+    if plan.stages is None:
+        return CostModel(setting).predict(of_any_device(plan))
+    return price_of(of_devices(plan, setting, places), setting, partial(part_of, setting))
+
+
+def places_of(plan: Plan, setting: Setting) -> tuple[int, ...]:
+    """The positions in the cluster of the plan's devices, which stages take in any order."""
+    if plan.stages is None:
+        return tuple(range(plan.world_size))
+    try:
+        return tuple(devices_of(plan, setting.cluster))
+    except ValueError:  # hosts may have other names than when they were measured
+        kinds = [DeviceSpec(kind=rank.device.kind) for rank in plan.ranks]
+        ranks = [replace(r, device=kind) for r, kind in zip(plan.ranks, kinds, strict=True)]
+        return tuple(devices_of(replace(plan, ranks=tuple(ranks)), setting.cluster))
+
+
+def of_devices(plan: Plan, setting: Setting, places: Sequence[int] | None = None) -> Plan:
+    """The plan as one for the devices of the setting, which may be renamed by their speed."""
+    if plan.stages is None or places is None:
+        return of_any_device(plan)
+    devices = [setting.cluster.devices[i] for i in places]
+    ranks = [replace(r, device=device) for r, device in zip(plan.ranks, devices, strict=True)]
+    return replace(plan, ranks=tuple(ranks), units=())
 
 
 def at_speeds(setting: Setting, slowness_by_position: Mapping[int, float]) -> Setting:

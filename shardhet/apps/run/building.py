@@ -58,7 +58,6 @@ def build(
     check_same_on_all_ranks(portable_values(conf), what="configuration", channel=everyone)
     spec = announced_device(conf.cluster, env, device)
     here = plan_here(conf, spec, everyone, folder=folder, env=env, device=device)
-    conf.check_stages(here.plan)
     clock.end("plan")
     task = _task(conf, here.plan, folder, env, everyone)
     why_eager = compile_units(task.module, device) if conf.compile else None
@@ -78,7 +77,7 @@ def build(
     rebalancer = None
     devices = found_devices(trainer.model, spec)
     prediction = here.prediction()
-    if here.setting is not None and here.plan.stages is None:
+    if here.setting is not None:
         limits = enumerate(trainer.model.exchange_objects(here.own_limit))
         budgets = {position: each.nbytes for position, each in limits if each is not None}
         rebalancer = Rebalancer(

@@ -39,7 +39,6 @@ from shardhet.comm.liveness.ending import end_now
 from shardhet.comm.progress import phase
 from shardhet.config.train import OnOom, Precision, TrainConf
 from shardhet.training.emulation import HostMemory
-from shardhet.training.slow_devices import of_any_device
 from shardhet.training.trainer import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -321,7 +320,9 @@ class Run:
             if self.is_rank_zero:
                 plan.save(self._folder.new_plan_path(step))
             display.follow(plan)
-            self._log.expect(Prediction.in_setting(of_any_device(plan), rebalancer.setting))
+            self._log.expect(
+                Prediction.in_setting(rebalancer.in_setting(plan), rebalancer.setting)
+            )
             self.trainer.forget_peak_memory()
         elif not self._conf.rebalance:
             said += "; rebalance=true would plan anew"
