@@ -2,6 +2,7 @@
 
 import copy
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -359,7 +360,10 @@ OTHER_NAMES = Plan.by_hand(
 )
 REFUSED = {
     "float16": ("", "param_dtype is float16, but the loss is not scaled"),
-    "batch norm": ("batch norm", "batch norm, which a plan with stages cannot have yet"),
+    "batch norm": (
+        "batch norm",
+        "batch norm outside of units, which a plan with stages cannot have yet",
+    ),
     "counts": ("counts", "attributes that change in every forward (calls of the model)"),
     "loss_fn": ("", "Stages have no model.backward: wrap a module"),
     "compiled": ("", "a module around a unit's forward that is compiled"),
@@ -386,6 +390,57 @@ def test_what_stages_cannot_do_is_refused_on_every_rank(what: str) -> None:
     for outcome in run_ranks_expecting_failure(_refused, 3, what, way, plan):
         assert outcome.exception_name is not None
         assert any(part in outcome.message for part in message.split("|")), outcome.message
+
+
+# Batch norm, whose statistics are those of a microbatch
+
+
+class NormedBlock(nn.Module):
+    """A linear layer and a batch norm over positions."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(SEQ_LEN, momentum=momentum)
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+def _normed(rank: int, plan: Plan) -> None:
+    """All microbatches have two samples, so one process computes them one after the other."""
+    torch.manual_seed(0)
+    module = Leaky().double()
+    for i, momentum in ((0, 0.1), (1, None), (3, 0.3)):
+        module.blocks[i] = NormedBlock(momentum).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that results depend on the plan
+        model = HetFSDP(copy.deepcopy(module), plan, units=UNITS)
+    for step in range(3):
+        inputs, targets = batch_of(plan.global_batch_size, step)
+        mine = plan.sample_indices(model.position)
+        mean = model.forward_backward(inputs[mine], targets[mine])
+        module.zero_grad()
+        num_tokens, total = (targets >= 0).sum(), 0.0
+        for part in zip(inputs.split(2), targets.split(2), strict=True):
+            loss = module(*part)[0] / num_tokens
+            loss.backward()
+            total += loss.item()
+        assert mean is not None
+        assert abs(mean - total) <= 1e-12 * total
+        check_grads(model, module)
+        model.zero_grad()
+        for (fqn, found), expected in zip(
+            model.module.named_buffers(), module.buffers(), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14, msg=fqn)
+    with pytest.raises(ValueError, match="batch norm in training mode"), torch.no_grad():
+        model(inputs[mine], targets[mine])
+
+
+def test_batch_norm_in_stages_is_that_of_one_process_by_microbatches() -> None:
+    plan = staged([2, 2, 2], [2, 1], rank_batch_sizes=[2, 4, 6], recompute=[True, False, True])
+    run_ranks(_normed, 3, plan, fresh_world=True)
 
 
 # What would be done in two stages, or with gradients that are divided later

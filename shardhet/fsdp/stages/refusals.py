@@ -38,7 +38,9 @@ def beyond_stages(module: nn.Module, units: Sequence[UnitModules]) -> list[str]:
     of_units = {each for unit in units for each in unit.modules}
     inside = {inner for each in of_units for inner in each.modules()}
     found = {
-        "batch norm": any(isinstance(each, _BatchNorm) for each in modules),
+        "batch norm outside of units": any(
+            isinstance(each, _BatchNorm) for each in modules if each not in inside
+        ),
         "a forward that was replaced outside of units": any(
             "forward" in vars(each) for each in modules if each not in inside
         ),

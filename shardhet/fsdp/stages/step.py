@@ -32,6 +32,7 @@ from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.sharding.residence import forget_changed
 from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.stages.graph import Arrived, differentiable, edges_of
+from shardhet.fsdp.stages.refusals import refuse
 from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, check_samples, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.mean_backward import (
@@ -100,6 +101,7 @@ class Pipeline:
             if not self._rounds:
                 raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
             runtime.begin_step()
+            runtime.norms.begin()
             runtime.know(self._rounds, self._run_module, is_training=is_training)
             if len({runtime.segments_for(each.index) for each in self._rounds}) > 1:
                 raise ValueError(
@@ -134,6 +136,7 @@ class Pipeline:
             self._exchange.flush()
             self._lifeline.doing = "reducing the gradients that all stages share"
             runtime.end_step_of_stages()
+            runtime.norms.apply(self._control)
             has_grad = self._backward.agree_on_grads()
             mine = [0.0, 0.0] if sums is None else sums.read().tolist()
             rows = self._share(mine, checksums, "forward_backward")
@@ -162,6 +165,8 @@ class Pipeline:
         """
         runtime, output = self._runtime, None
         with self._lifeline.guard("model(...)"):
+            is_there = is_training and bool(len(runtime.norms))
+            refuse("batch norm in training mode", is_there=is_there, where="model(...)")
             self._agree("model(...)", calls)
             if not self._rounds:
                 return None

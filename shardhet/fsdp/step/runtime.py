@@ -65,7 +65,7 @@ class Runtime:
         self._lifeline = lifeline
         self._random = RandomStates(seed, comm.device)
         self._module = module
-        self._norms = norms
+        self.norms = norms
         self._caches = caches
         self._walk = TurnWalk(
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
@@ -103,7 +103,7 @@ class Runtime:
             staying=self._walk.staying,
             rank_plan=self._rank_plan,
             random=self._random,
-            norms=self._norms,
+            norms=self.norms,
             observers=self.observers,
             device_type=self._comm.device.type,
             inputs=self._inputs,
@@ -112,7 +112,7 @@ class Runtime:
             self._module,
             self.units,
             self.root,
-            self._norms,
+            self.norms,
             self._caches,
             control=self._control,
             device=self._comm.device,
@@ -200,7 +200,7 @@ class Runtime:
         self._walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
         output = None
         if is_training:
-            self._norms.begin()
+            self.norms.begin()
         if self.step.batch.num_samples:
             taken_over = self.calls.dropout.taken_over(is_needed=findings.has_root_dropout)
             with self._random.around(is_training), taken_over:
@@ -230,7 +230,7 @@ class Runtime:
     def _end_forward(self, is_training: bool) -> None:
         self.features.is_in_forward = False
         if is_training:
-            self._norms.apply(self._control)
+            self.norms.apply(self._control)
         self.step.awaits_backward = torch.is_grad_enabled()
         if self.step.awaits_backward:
             self._walk.launch_ahead()  # while the loss is computed and shared
@@ -280,7 +280,7 @@ class Runtime:
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
         self._walk.abandon()
-        self._norms.drop()
+        self.norms.drop()
         if self._inputs is not None:
             self._inputs.drop()
         self.step.batch, self.step.awaits_backward = None, False
