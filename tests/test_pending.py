@@ -22,6 +22,7 @@ from tests.worlds import run_ranks
 
 PLAN = Plan.by_hand(microbatch_sizes=[2, 1, 0], state_shares=[0.5, 0.2, 0.3])
 NEXT_PLAN = Plan.by_hand(microbatch_sizes=[0, 2, 1], state_shares=[0.1, 0.4, 0.5])
+STAGES = staged([1, 1, 2], [2, 1], num_rounds=2)
 WIDTH = 16
 
 
@@ -130,13 +131,12 @@ def test_a_step_that_is_given_up_leaves_nothing_in_flight() -> None:
 
 def _stages(rank: int) -> None:
     """The optimizer may write rows that other stages read, too: those of the root."""
-    plan = staged([1, 1, 2], [2, 1], num_rounds=2)
     with on_different_hosts(), mock.patch.object(Pending, "is_sent", return_value=False):
         torch.manual_seed(0)
-        model = HetFSDP(Leaky("late"), plan, units=UNITS)
+        model = HetFSDP(Leaky("late"), STAGES, units=UNITS)
         runtime: Any = model._runtime
-        mine = plan.sample_indices(model.position)
-        inputs, targets = (each[mine] for each in batch_of(plan.global_batch_size))
+        mine = STAGES.sample_indices(model.position)
+        inputs, targets = (each[mine] for each in batch_of(STAGES.global_batch_size))
         model.forward_backward(inputs, targets)
         assert not runtime.root_comm._unsent
         runtime.begin_step()
@@ -153,9 +153,10 @@ def _connects(rank: int) -> list[str]:
         made = Communicators.over(default_group(None), accelerator.device)
         gather, _, control = made.channels((0, 1, 2), rank)
         among_computing(gather, (0, 1, 1), control=control, device=accelerator.device)
+        HetFSDP(Leaky("late"), STAGES, units=UNITS, device=accelerator.device)
     return let_go
 
 
 def test_what_connects_ranks_is_waited_for() -> None:
-    """Over NCCL, whose messages to ranks that only store have a stream of their own."""
+    """Over NCCL, whose messages to ranks that only store, and of stages, have own streams."""
     assert run_ranks(_connects, 3, fresh_world=True) == [[]] * 3
