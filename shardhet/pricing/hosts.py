@@ -89,19 +89,30 @@ class HostPrices(Priced):
         """[turns + 1] bytes on the device per element whose row is on the host.
 
         The row in the dtype in which it is gathered, and the parts of reductions that are on
-        their way.  Rows are cast on the device, from a copy of a unit's.
+        their way.  Rows are cast on the device, from a copy of a unit's.  A lone device's part
+        in the making is the whole gradient, which is counted as such.
         """
         held, trained = self.held, self.trained_bytes
-        first = trained[:COPIES_HELD]
+        skipped = int(self.cluster.world_size == 1)
+        # The last parts before a round begins: of a stage of one or two units, of more rounds.
+        before = min(self.num_rounds, COPIES_HELD) - 1 if self.reduce_each_round else 1
+        after = np.tile(trained, max(1, before))[:COPIES_HELD]
+        first = after[skipped:]
         # By unit, of those whose turns came before in backward: in the first round, and later.
         nothing = np.zeros(COPIES_HELD)
-        on_way = [_sums_after(trained, each) for each in (nothing, np.append(first, nothing))]
+        on_way = [
+            _sums_after(trained, each, skipped) for each in (nothing, np.append(after, nothing))
+        ]
         cast = 0.0
         if self.workload.param_dtype != "float32":
             cast = float(max(kind.numel for kind in self.workload.kinds)) * ROW_ITEMSIZE
         is_later = held.round > 0
-        in_forward = np.where(is_later, first.sum(), cast)
-        in_backward = np.where(is_later, on_way[1][held.unit], on_way[0][held.unit])
+        if self.reduce_each_round:
+            in_forward = np.where(is_later, first.sum(), cast)
+            in_backward = np.where(is_later, on_way[1][held.unit], on_way[0][held.unit])
+        else:  # in the last round
+            in_forward = np.where(is_later, 0.0, cast)
+            in_backward = (held.round == held.round.max()) * on_way[0][held.unit]
         nbytes = np.append(np.where(held.is_backward, in_backward, in_forward), first.sum())
         return self.sent_itemsize + nbytes / self.workload.numel
 
@@ -332,8 +343,11 @@ def part_of_hosts(setting: Setting, whole: Cluster, positions: Collection[int]) 
     return replace(setting, cluster=replace(setting.cluster, nodes=tuple(nodes)))
 
 
-def _sums_after(values: Floats, then: Floats) -> Floats:
-    """The sum of ``COPIES_HELD`` values after each; after the last come those of ``then``."""
+def _sums_after(values: Floats, then: Floats, skipped: int) -> Floats:
+    """The sum of ``COPIES_HELD`` values after each but for the first ``skipped`` of them.
+
+    After the last value come those of ``then``.
+    """
     sums = np.cumsum(np.concatenate((values, then)))
     number = len(values)
-    return sums[COPIES_HELD : COPIES_HELD + number] - sums[:number]
+    return sums[COPIES_HELD : COPIES_HELD + number] - sums[skipped : skipped + number]

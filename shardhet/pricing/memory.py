@@ -82,6 +82,10 @@ class MomentPrices(HostInputPrices):
         """[turns + 1] of whole gradients."""
         if self._is_alone:
             return np.zeros(len(self.held.unit) + 1)  # the rows are the gradients
+        return self._whole_grad_bytes
+
+    @cached_property
+    def _whole_grad_bytes(self) -> Floats:
         held = self.held
         of_root = sum(kind.trained_numel for kind in self.root_kinds)
         has_root = np.append(held.is_backward | (held.round > 0), True)
@@ -174,9 +178,13 @@ class MomentPrices(HostInputPrices):
         if rank.optimizer_on_host:
             numel_bytes = self.host_numel_bytes
             pending = np.zeros(len(numel_bytes))
+        unsharded, grads = self._unsharded_bytes, self._grad_bytes
+        if rank.optimizer_on_host and self._is_alone:
+            # Its rows are what is gathered, and its whole gradients go to the host.
+            unsharded, grads = np.zeros(len(unsharded)), self._whole_grad_bytes
         return Moments(
-            unsharded_bytes=self._unsharded_bytes,
-            grad_bytes=self._grad_bytes,
+            unsharded_bytes=unsharded,
+            grad_bytes=grads,
             input_bytes=np.append(of_inputs, 0.0),
             graph_bytes=np.append(of_graphs, 0.0),
             numel_bytes=numel_bytes,
