@@ -29,6 +29,8 @@ from shardhet.apps.run.task import make_module
 from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
 from shardhet.models.decoder import Block
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.stages.again import planned_again
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.records.cluster import Link, Node
 from shardhet.records.profiles import Collectives, DeviceProfile, Source
@@ -38,6 +40,7 @@ from shardhet.training.slow_devices import (
     SLOW,
     at_speeds,
     compute_seconds,
+    places_of,
     rounded,
     slownesses,
     step_seconds,
@@ -234,6 +237,37 @@ def test_a_setting_at_other_speeds_predicts_by_them() -> None:
     assert step_seconds(plan, slower) == pytest.approx(2 * step_seconds(plan, setting))
     assert len({device.kind for device in slower.cluster.devices}) == 2
     assert slower.profile.device("cpu") == setting.profile.device("cpu")
+
+
+def test_stages_take_the_devices_of_a_cluster_in_any_order() -> None:
+    setting = setting_of(3)
+    [node], [device] = setting.cluster.nodes, setting.profile.devices
+    last = replace(node.devices[2], kind="gpu")
+    setting = replace(
+        setting,
+        cluster=Cluster(nodes=(replace(node, devices=(*node.devices[:2], last)),)),
+        profile=replace(setting.profile, devices=(device, replace(device, device_kind="gpu"))),
+    )
+    plan = Plan.by_hand(
+        microbatch_sizes=[6, 3, 3],
+        num_rounds=2,
+        devices=[DeviceSpec(kind=kind) for kind in ("gpu", "cpu", "cpu")],
+        stages=[
+            Stage(units=("layers.0",), num_ranks=1),
+            Stage(units=("layers.[12]",), num_ranks=2),
+        ],
+    )
+    places = places_of(plan, setting)
+    assert places == (2, 0, 1)
+    slower = at_speeds(setting, {places[1]: 2.0})
+    seconds = compute_seconds(plan, slower, places)
+    assert seconds[1] == pytest.approx(2 * seconds[2])
+    assert seconds[0] == pytest.approx(compute_seconds(plan, setting, places)[0])
+    anew = planned_again(plan, slower, places, stages=[1], demands=Demands())
+    assert anew.ranks[0] == plan.ranks[0]
+    batches = [rank.rank_batch_size for rank in anew.ranks]
+    assert batches == [6, 2, 4]
+    assert step_seconds(anew, slower, places) < step_seconds(plan, slower, places)
 
 
 def test_a_slow_down_is_found_within_ten_steps_whenever_it_begins() -> None:
