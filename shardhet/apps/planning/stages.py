@@ -183,7 +183,7 @@ def _result(report: PipelineReport) -> Iterator[str]:
     cluster = report.inputs.setting.cluster
     if unused := [i for i in range(cluster.world_size) if i not in used]:
         yield f"Left out: {named(cluster, unused)}. Start no ranks there."
-    yield "shardhet train plan=file runs plans with stages, on CPUs so far (docs/limits.md)."
+    yield "shardhet train plan=file runs plans with stages (docs/limits.md)."
 
 
 def _hand_over(found: PipelineSolution) -> Iterator[str]:
