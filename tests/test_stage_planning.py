@@ -203,7 +203,7 @@ def test_stages_share_the_memory_of_a_host() -> None:
 def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
     """A pipeline that fits in no other way, and is priced as it was found."""
     setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
-    limits = {i: DeviceLimits(memory_budget_bytes=900 * 2**20) for i in range(3)}
+    limits = {i: DeviceLimits(memory_budget_bytes=950 * 2**20) for i in range(3)}
     demands = Demands(limits=limits)
     smaller = partial(_derived_part, setting)
     on_host = replace(demands, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)

@@ -70,9 +70,9 @@ class Accelerator:
         self._pinned: set[int] = set()  # storages of the host
         self._in_order: dict[int, Held] = {}  # pinned storages that copies share
         self._given_back_early = 0  # bytes of the host that copies may still use
-        self._on_way_to_host: dict[int, Access] = {}  # by storage of the host
-        # The last that reads it, and the storage: as with pinned memory of torch, nobody else
-        # has its address until the copy is done.
+        # By storage of the host: the last that writes or reads it, and the storage.  As with
+        # pinned memory of torch, nobody else has its address until the copy is done.
+        self._on_way_to_host: dict[int, tuple[Access, UntypedStorage]] = {}
         self._on_way_from_host: dict[int, tuple[Access, UntypedStorage]] = {}
 
     @property
@@ -159,10 +159,8 @@ class Accelerator:
         elif func in READ_BY_HOST:
             self.wait_for_current(name)
         elif goes_to_host and kwargs.get("non_blocking"):
-            moment = self.current.begin()
             for tensor in made:
-                key = tensor.untyped_storage()._cdata
-                self._on_way_to_host[key] = Access(0, 1, moment, True, name)
+                self._comes_to_host(tensor, name)
         elif goes_to_host or (makes and given and not listed):
             self._wait_unless_pinned(given[0], kwargs, name)
             self._leaves_host(given[0], name)
@@ -190,20 +188,30 @@ class Accelerator:
         if is_from_host and not is_to_host and is_asynchronous and self.is_pinned(source):
             self._leaves_host(source, "copy_")
         if is_to_host and is_asynchronous and self.is_pinned(to):
-            key = to.untyped_storage()._cdata
-            moment = self.current.begin()
-            self._on_way_to_host[key] = Access(0, 1, moment, True, "copy_")
+            self._comes_to_host(to, "copy_")
         elif is_to_host:
             self.wait_for_current("copy_")
+
+    def _comes_to_host(self, to: Tensor, what: str) -> None:
+        storage = to.untyped_storage()
+        self._on_way_to_host = self._still_on_way(self._on_way_to_host)
+        access = Access(0, 1, self.current.begin(), True, what)
+        self._on_way_to_host[storage._cdata] = (access, storage)
+
+    def _still_on_way(
+        self, copies: dict[int, tuple[Access, UntypedStorage]]
+    ) -> dict[int, tuple[Access, UntypedStorage]]:
+        """Those that the host has not waited for."""
+        return {
+            key: each
+            for key, each in copies.items()
+            if not each[0].moment.is_before(self.host.clock)
+        }
 
     def _leaves_host(self, source: Tensor, what: str) -> None:
         storage = source.untyped_storage()
         if storage._cdata in self._pinned:
-            self._on_way_from_host = {
-                key: each
-                for key, each in self._on_way_from_host.items()
-                if not each[0].moment.is_before(self.host.clock)
-            }
+            self._on_way_from_host = self._still_on_way(self._on_way_from_host)
             access = Access(0, 1, self.current.begin(), False, what)
             self._on_way_from_host[storage._cdata] = (access, storage)
 
@@ -263,8 +271,8 @@ class Accelerator:
         """Raise ``RaceError`` if the host reads a copy that the device may still write."""
         if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return
-        access = self._on_way_to_host.get(tensor.untyped_storage()._cdata)
-        if access is not None and not access.moment.is_before(self.host.clock):
+        on_way = self._on_way_to_host.get(tensor.untyped_storage()._cdata)
+        if on_way is not None and not on_way[0].moment.is_before(self.host.clock):
             raise RaceError(f"{what} on the host reads a copy that is still on its way")
 
     def wait_for_current(self, why: str) -> None:
