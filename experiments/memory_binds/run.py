@@ -111,7 +111,7 @@ def _spec(rank: int, case: Case) -> DeviceSpec:
 
 
 def _arms(setting: Setting) -> list[Arm]:
-    """What the planner finds; a plan that two arms have in common stands for both."""
+    """What the planner finds."""
     arms = []
     for name, demands in ARMS.items():
         plan = find_plan(setting, global_batch_size=GLOBAL_BATCH_SIZE, demands=demands)

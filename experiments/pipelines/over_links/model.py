@@ -7,6 +7,7 @@ messages and the runtime, takes what it takes.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,13 +93,19 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Words [B, T] and targets [B] to the loss's sum and the number of samples."""
 
-    def __init__(self, samples_per_s: float) -> None:
+    def __init__(
+        self,
+        samples_per_s: float,
+        make_block: Callable[[float], nn.Module] = Block,
+        width: int = WIDTH,
+    ) -> None:
+        """``make_block`` is given the seconds that a block's forward takes for a sample."""
         super().__init__()
         torch.manual_seed(0)
         sample_s = 1 / samples_per_s / NUM_BLOCKS / (1 + BACKWARD_TO_FORWARD)
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(sample_s) for _ in range(NUM_BLOCKS))
-        self.head = nn.Linear(WIDTH, NUM_WORDS)
+        self.embedding = nn.Embedding(NUM_WORDS, width)
+        self.blocks = nn.ModuleList(make_block(sample_s) for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(width, NUM_WORDS)
 
     def forward(self, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The sum over samples, and their number."""
@@ -130,8 +137,8 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
-def batch_of(num_samples: int) -> tuple[Tensor, Tensor]:
+def batch_of(num_samples: int, num_tokens: int = NUM_TOKENS) -> tuple[Tensor, Tensor]:
     """Random words [B, T] and targets [B], the same on every rank."""
     generator = torch.Generator().manual_seed(1)
-    words = torch.randint(0, NUM_WORDS, (num_samples, NUM_TOKENS), generator=generator)
+    words = torch.randint(0, NUM_WORDS, (num_samples, num_tokens), generator=generator)
     return words, torch.randint(0, NUM_WORDS, (num_samples,), generator=generator)
