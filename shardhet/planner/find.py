@@ -1,19 +1,10 @@
 """``find_plan``: the plan to prefer of the fastest that fit, with a bound on any plan.
 
-The proof that no other plan of the candidates is faster than the bound:
-
-1. ``search.oracle``: L(lambda) < S shows that no choice fits within given limits on phases.
-2. ``search.search``: boxes of limits are split until the least bound of those that are left is
-   the best plan's time, or the effort is spent; the least bound is that of the form
-   (``search_boxes``; ``_Search.tightened`` drops a box, ``settle`` the choices within one).
-3. ``task.search_table``: candidates slower than a cut are left out first; a plan within the cut
-   is as fast as one of them all, or else the cut grows.
-4. ``task``: the bound is that of shares as they come.  Shares are then rounded to whole rows,
-   which may break the memory of a device, and never the bound (``shares.fitting_plans``).
-5. This module: the bound over all forms and rounds is the least of theirs.
-
-It holds for plans in which all devices take part, and for those in which the devices take part
-that do so in the plan that was found (``shardhet.planner.idle``).
+docs/architecture.md has the steps of the proof that no other plan of the candidates is faster
+than the bound: oracle, boxes, cut, rounding to rows; here the bound over all forms and rounds
+becomes the least of theirs.  It holds for plans in which all devices take part, and for those
+in which the devices take part that do so in the plan that was found
+(``shardhet.planner.idle``).
 """
 
 from collections.abc import Iterator

@@ -34,6 +34,9 @@ class FlatGradient:
     computes and stores (``is_alone``), it has no whole buffer and no reduction: the sums that
     autograd makes for each parameter are the gradient.
 
+    ``finish`` gives the whole gradient back, also on a rank without rows of it.  ``TurnWalk``
+    calls it before it launches the next reduction, and after the last.
+
     With ``on_host`` its part of the sum is copied to the host when a reduction ends.
     """
 

@@ -9,8 +9,8 @@ once, at the end.  Powers of two do not round.
 [Note: The way to .grad]
 ``run`` calls ``Runtime.backward``: each turn's reduction is launched when the turn ends, and
 ``TurnWalk.reduce_rest`` waits for the last (``FlatGradient.finish``).  After the last round
-``set_grads_with_hooks`` lets each ``FlatTensor`` assign the gradients of its rows.  ``.grad``
-may be read when ``run`` returns.
+``set_grads_with_hooks`` lets each ``FlatTensor`` assign the gradients of its rows
+(``set_sharded_grads``).  ``.grad`` may be read when ``run`` returns.
 """
 
 import logging
