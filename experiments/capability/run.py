@@ -20,6 +20,7 @@ from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.pricing.hosts import UPDATE_BYTES
 from shardhet.pricing.setting import Setting
+from shardhet.records.plan import Plan
 
 HERE = Path(__file__).parent
 BFLOAT16 = ("desktop", "small_desktop", "office_10", "office_3")  # the others are FP16
@@ -94,9 +95,9 @@ def with_fast_hosts(setting: Setting) -> Setting:
     return replace(setting, cluster=replace(setting.cluster, nodes=nodes))
 
 
-def gathers_of(found: PlanSolution) -> str:
+def gathers_of(plan: Plan) -> str:
     """How often a unit is gathered and reduced."""
-    form = found.plan.form
+    form = plan.form
     gathers = "every use"
     if not form.reshard_after_forward:
         gathers = "a round" if form.reshard_after_backward else "a step"
@@ -146,7 +147,7 @@ def rows() -> Iterator[Row]:
             optimizer_on_host=share(found),
             num_on_host=None if found is None else num_on_host(found),
             num_rounds=None if found is None else found.plan.num_rounds,
-            gathers=None if found is None else gathers_of(found),
+            gathers=None if found is None else gathers_of(found.plan),
             by_default=share(planned(by_default, batch, on_host=True, optimizer_on_host=True)),
             search_s=round(search_s, 2),
         )

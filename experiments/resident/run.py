@@ -5,7 +5,6 @@ python -m experiments.resident.run --quick    the run over the cable, short, and
 """
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,14 +28,19 @@ from experiments.common.systems import (
     take_turns,
 )
 from experiments.decoders import decoder_config, make_decoder, random_batches
+from experiments.resident.activations import LORA, described, kept
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Workload
 from shardhet.apps.launch.emulated_link import EmulatedLink, emulated_link
 from shardhet.comm.transport import SWITCH
 from shardhet.models.decoder import Block, Decoder
 from shardhet.planner import Demands, PlanSolution, solve
+from shardhet.planner.stages.find import find_pipeline
+from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.schedule import GATHER, straight_schedule
+from shardhet.simulator.stages import price_of
 from shardhet.training.emulation import EmulatedDevice
 
 HERE = Path(__file__).parent
@@ -44,16 +48,8 @@ GIB = 2**30
 
 # Predicted: LoRA of llama_7b over an office's cables, with the prices of experiments/capability
 
-CLUSTER, BATCH, SEQ_LEN, LORA_RANK = "office_3", 256, 2048, 16
-LLAMA_7B = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": SEQ_LEN,
-    "architectures": ["LlamaForCausalLM"],
-}
+CLUSTER, BATCH = "office_3", 256
+MAX_STAGES = 4
 LARGEST = 16  # samples of a microbatch, for the speed of a device alone
 
 
@@ -63,6 +59,7 @@ class Predicted:
 
     resident_units: bool  # whether the planner may
     inputs_on_host: bool
+    stages: str  # devices and units of each; "-": the planner may not make any
     step_s: float
     share: float
     resident_gib: float
@@ -70,29 +67,6 @@ class Predicted:
     gathers: str
     recomputed: str  # kinds of devices that recompute anything
     fullest_gib: float
-
-
-def lora_workload() -> Workload:
-    """llama_7b with frozen weights in bfloat16 and float32 adapters on q and v."""
-    from transformers import LlamaConfig
-
-    from shardhet.models.pretrained import LanguageModel, Lora, PretrainedFolder
-    from shardhet.profiler.describe import describe_sketch
-    from shardhet.profiler.sketch import sketch_model
-
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaConfig(**LLAMA_7B).save_pretrained(folder)
-        pretrained = PretrainedFolder.open(folder)
-        lora = Lora(rank=LORA_RANK, alpha=16.0, targets=("q_proj", "v_proj"), dropout=0.0)
-        module = pretrained.on_meta(dtype=torch.bfloat16, lora=lora)
-    model = LanguageModel.of(module, pretrained.objective).trained(
-        module,
-        vocab_size=pretrained.vocab_size,
-        seq_len=SEQ_LEN,
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-    )
-    return describe_sketch(sketch_model(model), model)
 
 
 def setting_of(cluster: Cluster, workload: Workload) -> Setting:
@@ -117,9 +91,9 @@ def sum_of_speeds(setting: Setting) -> float:
 
 
 def predict() -> list[Predicted]:
-    """The fastest plans with and without frozen weights that stay."""
+    """The fastest plans with and without frozen weights that stay, and with stages."""
     _, inputs = inputs_of(CLUSTER, "llama_7b", BATCH, AS_STATED)
-    setting = setting_of(inputs.setting.cluster, lora_workload())
+    setting = setting_of(inputs.setting.cluster, described(LORA))
     total, found = sum_of_speeds(setting), []
     for stays in (False, True):
         for on_host in (False, True):
@@ -127,6 +101,18 @@ def predict() -> list[Predicted]:
             solution = solve(setting, global_batch_size=BATCH, demands=demands, tolerance=0.0)
             found.append(_predicted(solution, setting, total, stays=stays, on_host=on_host))
             console.print(str(found[-1]), markup=False)
+    for on_host in (False, True):
+        pipeline = find_pipeline(
+            setting,
+            global_batch_size=BATCH,
+            smaller=partial(part_of, setting),
+            max_stages=MAX_STAGES,
+            demands=Demands(may_keep_inputs_on_host=on_host),
+            tolerance=0.0,
+        )
+        assert pipeline is not None
+        found.append(_in_stages(pipeline, setting, total, on_host=on_host))
+        console.print(str(found[-1]), markup=False)
     return found
 
 
@@ -139,18 +125,48 @@ def _predicted(
         for u in workload.units
         if plan.resident_units == ("*",) or u.fqn in plan.resident_units
     ]
-    kinds = {str(r.device.kind) for r in plan.ranks if r.recomputed_units}
     return Predicted(
         resident_units=stays,
         inputs_on_host=on_host,
+        stages="-",
         step_s=solution.predicted.step_time_s,
         share=solution.samples_per_s / total,
         resident_gib=sum(workload.frozen_bytes(workload.kind_of(u)) for u in kept) / GIB,
         num_rounds=plan.num_rounds,
-        gathers=gathers_of(solution),
-        recomputed=", ".join(sorted(kinds)) or "-",
+        gathers=gathers_of(plan),
+        recomputed=_recomputed(plan),
         fullest_gib=max(r.memory.total_bytes for r in solution.predicted.ranks) / GIB,
     )
+
+
+def _in_stages(
+    pipeline: PipelineSolution, setting: Setting, total: float, *, on_host: bool
+) -> Predicted:
+    """A pipeline, priced anew from the plan alone."""
+    plan = pipeline.plan
+    price = price_of(plan, setting, partial(part_of, setting))
+    step_s = price.timeline().step_time_s
+    numbers = [
+        f"{len(s.unit_fqns)} on {','.join(map(str, s.positions))}" for s in pipeline.stages
+    ]
+    return Predicted(
+        resident_units=False,
+        inputs_on_host=on_host,
+        stages="; ".join(numbers),
+        step_s=step_s,
+        share=BATCH / step_s / total,
+        resident_gib=0.0,
+        num_rounds=plan.num_rounds,
+        gathers=gathers_of(plan),
+        recomputed=_recomputed(plan),
+        fullest_gib=max(r.memory.total_bytes for r in price.ranks) / GIB,
+    )
+
+
+def _recomputed(plan: Plan) -> str:
+    """Kinds of devices that recompute anything."""
+    kinds = {str(r.device.kind) for r in plan.ranks if r.recomputed_units}
+    return ", ".join(sorted(kinds)) or "-"
 
 
 # Measured: a decoder with adapters on two hosts with a cable between them
@@ -298,25 +314,38 @@ def main() -> None:
             measured=each.sent_bytes / each.needed_bytes)
         for each in arms
     ]  # fmt: skip
-    predicted = [] if options.quick else predict()
+    predicted, counted = ([], []) if options.quick else (predict(), kept())
+    page.table(
+        "KiB that a block of llama_7b keeps for backward, for each token, besides its input",
+        ("trained", "by hand", "saved by torch on a CPU", "described"),
+        [
+            (k.trained, *(f"{n / 1024:.2f}" for n in (k.by_hand, k.by_torch, k.described)))
+            for k in counted
+        ],
+    )
     if predicted:
         page.table(
-            f"predicted: LoRA of rank {LORA_RANK} on llama_7b, {CLUSTER}, batch {BATCH}",
-            ("frozen weights may stay", "inputs may be on hosts", "step (s)", "of the speeds",
-             "GiB kept on each", "rounds", "a unit is gathered", "recompute", "fullest, GiB"),
+            f"predicted: LoRA of rank {LORA.rank} on llama_7b, {CLUSTER}, batch {BATCH}",
+            ("frozen weights may stay", "inputs may be on hosts", "units of stages", "step (s)",
+             "of the speeds", "GiB kept on each", "rounds", "a unit is gathered", "recompute",
+             "fullest, GiB"),
             [
                 ("yes" if p.resident_units else "no", "yes" if p.inputs_on_host else "no",
-                 f"{p.step_s:.1f}", f"{p.share:.2f}", f"{p.resident_gib:.1f}",
+                 p.stages, f"{p.step_s:.1f}", f"{p.share:.2f}", f"{p.resident_gib:.1f}",
                  str(p.num_rounds), p.gathers, p.recomputed, f"{p.fullest_gib:.1f}")
                 for p in predicted
             ],
         )  # fmt: skip
-        best = max(p.share for p in predicted)
-        bars.append(
-            Bar(claim="predicted share of the sum of speeds", measured=best, at_least=0.85)
+        best, flat = (
+            max(p.share for p in predicted if (p.stages == "-") in which)
+            for which in ((True, False), (True,))
         )
+        bars += [
+            Bar(claim="predicted share of the sum of speeds", measured=best, at_least=0.85),
+            Bar(claim="the same without stages", measured=flat),
+        ]
     page.bars(bars)
-    page.keep({"results.csv": samples, "predicted.csv": predicted})
+    page.keep({"results.csv": samples, "predicted.csv": predicted, "activations.csv": counted})
 
 
 def report_run(arms: Sequence[Arm], samples: Sequence[Sample], page: Page) -> float:
