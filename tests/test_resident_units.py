@@ -4,6 +4,7 @@ import json
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -139,6 +140,74 @@ def _gathered_once(rank: int) -> None:
 
 def test_frozen_weights_are_gathered_once_and_adapters_as_before() -> None:
     run_ranks(_gathered_once, 3)
+
+
+# Rows that are a part of what stays
+
+
+def _apart(model: HetFSDP) -> set[str]:
+    """Units of whose frozen rows this rank has a copy beside what it keeps unsharded."""
+    return {
+        flat.slots[0].fqn[0]
+        for flat in model._flats
+        if not flat.is_trainable and flat.flat_shard.numel()
+        if flat.flat_shard.untyped_storage().data_ptr() != flat.unsharded_address
+    }
+
+
+def _inside(rank: int, device: str) -> None:
+    place = Accelerator() if device == "accelerator" else None
+    with nullcontext() if place is None else place.installed():
+        options = {} if place is None else {"device": place.device}
+        model, module = wrapped(PLAN, **options), make_module()
+        before = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+        kept = model.module[0].base.weight.detach()  # of a program: written through later
+        for _ in range(2):
+            step(model)
+            check_grads(model, module)
+        # A rank that only stores keeps no more than its rows.
+        has_rows = {"0"} if kept.numel() else set()
+        assert _apart(model) == (has_rows if rank < 2 else {"0", "1", "2"}), _apart(model)
+        for fqn, param in model.named_parameters():
+            assert torch.equal(param, before[fqn]), fqn
+        if place is not None and rank < 2:
+            frozen = (WIDTH + 1) * WIDTH * ITEMSIZE * NUM_LAYERS
+            adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            own = kept.numel() * ITEMSIZE
+            for param in model.parameters():
+                param.grad = None
+            assert place.memory.allocated_bytes <= frozen + own + adapters * ITEMSIZE + 1024
+        with torch.no_grad():
+            kept.mul_(2)
+        assert gathers_of_frozen(model) == 1
+        check_grads(model, _as_it_is(model))
+        del kept
+        step(model)
+        assert not _apart(model) or rank == 2
+        with torch.no_grad():
+            model.module[1].base.weight.mul_(2)
+        assert gathers_of_frozen(model) == 1
+        check_grads(model, _as_it_is(model))
+
+
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+def test_rows_become_a_part_of_what_stays_unless_somebody_has_them(device: str) -> None:
+    run_ranks(_inside, 3, device)
+
+
+def _written_between(rank: int) -> None:
+    model = wrapped(PLAN)
+    step(model)
+    loss = model(own(model)).square().sum()
+    if rank == 1:
+        with torch.no_grad():
+            model.module[1].base.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="between forward and backward"):
+        model.backward(loss, len(own(model)))
+
+
+def test_a_write_between_forward_and_backward_is_refused_on_all_ranks() -> None:
+    run_ranks(_written_between, 3, fresh_world=True)
 
 
 # Bytes

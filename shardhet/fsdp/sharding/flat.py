@@ -26,7 +26,8 @@ alive, who writes and reads it, and who waits for whom:
 
 The parameters are views of the unsharded storage, so tensors that autograd saved stay valid
 when the storage is freed and later refilled.  A rank that stores a whole tensor needs no second
-copy: its shard *is* the unsharded tensor.  ``flat_grad`` has the states of the gradient, and
+copy: its shard *is* the unsharded tensor; where a frozen one stays unsharded over steps, the
+shard becomes a part of it.  ``flat_grad`` has the states of the gradient, and
 ``placement`` what is different where the plan says ``optimizer_on_host``, and ``residence``
 which tensors stay unsharded over steps.
 """
@@ -115,13 +116,12 @@ class FlatTensor:
         # .data has its own version counter: autograd must not take a refill of the storage for
         # a change of tensors that it saved in forward.
         self.unsharded_params = [
-            nn.Parameter(
-                self._unsharded_part(self._unsharded.data, i), requires_grad=self.is_trainable
-            )
-            for i in range(len(slots))
+            nn.Parameter(view, requires_grad=self.is_trainable)
+            for view in _params_in(self._unsharded.data, layout, slots)
         ]
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
+        self.residence.follow_rows(self.flat_shard)
         for i, slot in enumerate(self.slots if self.is_trainable else ()):
             refuse, accumulate = partial(_refuse_grad, slot.fqn), partial(self._accumulate, i)
             self.sharded_params[i].register_post_accumulate_grad_hook(refuse)
@@ -136,13 +136,14 @@ class FlatTensor:
         """Store a shard of ``layout`` from now on, without values but in the gaps."""
         self.layout = layout
         self.rows = [layout.rows(i, self._position) for i in range(len(self.slots))]
-        self._boxes = [self._own_part(span) for span in layout.param_spans]
+        own = layout.shard_spans[self._position]
+        self._boxes = [_within(own, span) for span in layout.param_spans]
         numel, dtypes = layout.shard_numels[self._position], (self.orig_dtype, self.param_dtype)
         place = RowsOnHost if on_host else RowsOnDevice
         self.placed = place(numel, *dtypes, comm=self.comm)
         self.flat_shard = self.placed.shard
         for gap in layout.gap_spans:
-            part = self._own_part(gap)
+            part = _within(own, gap)
             self.flat_shard[part.start : part.stop].zero_()
         gradient = self.placed.gradient() if self.is_trainable else None
         self.grad = FlatGradient(
@@ -170,18 +171,14 @@ class FlatTensor:
         for i, param in enumerate(self.sharded_params):
             param.data = self._box(self.flat_shard, i)
         self._unsharded = self._whole()
-        for i, param in enumerate(self.unsharded_params):
-            param.data = self._unsharded_part(self._unsharded.data, i)
+        views = _params_in(self._unsharded.data, layout, self.slots)
+        for param, view in zip(self.unsharded_params, views, strict=True):
+            param.data = view
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
+        self.residence.follow_rows(self.flat_shard)
 
     # Geometry #
-
-    def _own_part(self, span: Span) -> Span:
-        """The position, within this rank's shard, of the part of ``span`` that it stores."""
-        own = self.layout.shard_spans[self._position]
-        part = span.intersect(own)
-        return Span(part.start - own.start, part.stop - own.start) if part.numel else Span(0, 0)
 
     def boxes(self, shard: Tensor) -> list[Tensor]:
         """The rows of every parameter in ``shard``, a tensor like this rank's shard."""
@@ -222,7 +219,7 @@ class FlatTensor:
             # Memory allocated on this stream may have been freed by the last reshard while
             # kernels of the compute stream still read it; the optimizer wrote the shard there.
             comm.all_gather_stream.wait_event(comm.compute_event)
-            if is_receiver and not self._is_shard_itself:
+            if is_receiver and not (self._is_shard_itself or self.residence.has_rows):
                 nbytes = self.layout.numel * self.param_dtype.itemsize
                 self._unsharded.untyped_storage().resize_(nbytes)
             self.placed.wait_on(comm.all_gather_stream)
@@ -247,6 +244,7 @@ class FlatTensor:
         if self._gather is not None:
             comm.current_stream().wait_event(self._gathered or comm.end_of(self._gather))
             comm.keep_until_sent(self._gather)
+            self.residence.note_gather(self._gather)
             self._gather = self._gathered = None
         else:
             self.placed.wait_on(comm.current_stream())
@@ -257,7 +255,11 @@ class FlatTensor:
     def reshard(self) -> None:
         """Free the unsharded storage, unless it stays; the modules hold the shards again."""
         self.show_shards()
-        if not (self._is_shard_itself or self.residence.is_here):
+        if not self._is_shard_itself and self.residence.may_take_rows(self.flat_shard):
+            # .data: a gather that writes here must not be taken for a change of rows.
+            own, whole = self.layout.shard_spans[self._position], self._unsharded.data
+            _put_rows_inside(self, whole[own.start : own.stop])
+        if not (self._is_shard_itself or self.residence.is_here or self.residence.has_rows):
             self._unsharded.untyped_storage().resize_(0)
 
     def _counted(self) -> list[Tensor]:
@@ -275,6 +277,7 @@ class FlatTensor:
         """Prepare to accumulate gradients of this rank's microbatches."""
         if self.is_trainable:
             self.grad.begin()
+        self.residence.check_unwritten()
 
     def _accumulate(self, index: int, param: Tensor) -> None:
         # Called by autograd right after it has set param.grad.
@@ -284,10 +287,6 @@ class FlatTensor:
                 f"Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
             )
         self.grad.add(index, param)
-
-    def _unsharded_part(self, flat: Tensor, param: int) -> Tensor:
-        span = self.layout.param_spans[param]
-        return flat[span.start : span.stop].view(self.slots[param].shape)
 
     def reduce(self) -> None:
         """Start the reduce-scatter of the computing ranks' gradients to the owners."""
@@ -326,6 +325,27 @@ class FlatTensor:
         """Drop the gradients of an unfinished or invalid step."""
         forget_autograds(self.unsharded_params)
         self.grad.drop()
+
+
+def _params_in(whole: Tensor, layout: FlatLayout, slots: Sequence[ParamSlot]) -> list[Tensor]:
+    """Every parameter in ``whole``, [layout.numel]."""
+    pairs = zip(layout.param_spans, slots, strict=True)
+    return [whole[span.start : span.stop].view(slot.shape) for span, slot in pairs]
+
+
+def _put_rows_inside(flat: FlatTensor, part: Tensor) -> None:
+    """Let the rows be ``part`` of the unsharded storage, which has their values."""
+    if flat.placed.move_to(part):
+        flat.flat_shard = part
+        for box, param in zip(flat.boxes(part), flat.sharded_params, strict=True):
+            param.data = box
+        flat.residence.take_rows()
+
+
+def _within(own: Span, span: Span) -> Span:
+    """The position, within the shard of ``own``, of the part of ``span`` that is in it."""
+    part = span.intersect(own)
+    return Span(part.start - own.start, part.stop - own.start) if part.numel else Span(0, 0)
 
 
 def _refuse_grad(fqn: str, sharded_param: Tensor) -> None:

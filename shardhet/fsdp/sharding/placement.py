@@ -63,6 +63,13 @@ class RowsOnDevice:
         # On an accelerator the gather waits for the sends too, so they may read the output.
         return own.copy_(self.shard)
 
+    def move_to(self, part: Tensor) -> bool:
+        """Let ``part``, which has their values, be the rows; whether it has their dtype."""
+        if part.dtype != self.shard.dtype:
+            return False
+        self.shard = self.sent = part
+        return True
+
     def gradient(self) -> "GradientOnHost | None":
         """Where the gradient's rows go after their reduction; None: they stay."""
         return None
@@ -112,6 +119,10 @@ class RowsOnHost:
         """What the device has of the rows."""
         return self.sent
 
+    def move_to(self, part: Tensor) -> bool:
+        """Refuse: they stay on the host."""
+        return False
+
     def gradient(self) -> "GradientOnHost | None":
         """Where the gradient's rows go after their reduction."""
         return GradientOnHost(self.shard.numel(), comm=self._comm, dtype=self.shard.dtype)
@@ -124,7 +135,7 @@ class GradientOnHost:
         self._comm = comm
         self._dtype = dtype  # of the rows
         self._rows = comm.host_memory.empty(numel, dtype)
-        self._num_uses = _num_uses(self._rows)  # by this object alone
+        self._num_uses = num_uses(self._rows)  # by this object alone
         self._total: Tensor | None = None  # of the rounds so far
         self._copy: Copy | None = None
 
@@ -158,7 +169,7 @@ class GradientOnHost:
     def _empty(self, reduced: Tensor) -> Tensor:
         """Rows for the total, in the dtype of the sums while rounds are added up."""
         dtype = self._dtype if self._comm.num_rounds == 1 else reduced.dtype
-        if dtype == self._dtype and _num_uses(self._rows) == self._num_uses:
+        if dtype == self._dtype and num_uses(self._rows) == self._num_uses:
             return self._rows
         # Someone keeps the gradients of a step before, which are added to.  Not pinned: that
         # takes long, and may never end while a collective is running.
@@ -188,7 +199,7 @@ class GradientOnHost:
             self._comm.to_host.release()
 
 
-def _num_uses(tensor: Tensor) -> int:
+def num_uses(tensor: Tensor) -> int:
     """How many tensors share the memory of this one, and a constant."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses

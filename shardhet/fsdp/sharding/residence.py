@@ -4,6 +4,8 @@ A frozen flat tensor of a resident unit is gathered before its first use, on all
 compute the unit by the plan, and none of them frees it:
 
     on ranks that hold it    unshard() launches nothing, reshard() frees nothing
+                             its own rows become a part of the unsharded storage, if their
+                             dtype is that of the gather and nobody else has them
     on other ranks           of other stages, whose probes need it, and those that compute only
                              outside of training: gathered for every use
 
@@ -19,8 +21,10 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm.calls import Pending
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.placement import num_uses
 from shardhet.records.plan import Plan, is_matched
 
 
@@ -61,6 +65,29 @@ class Residence:
         self._holders = frozenset[int]()  # positions; equal on all ranks
         self._versions: list[int] = []  # when it was gathered
         self._has_warned = False
+        self.has_rows = False  # whether this rank's rows are a part of the unsharded storage
+        self._num_uses = 0  # of rows that are apart, if nobody else has them
+        self._gather: Pending | None = None
+
+    def follow_rows(self, shard: Tensor) -> None:
+        """Note that the rows are apart, in ``shard``, which nobody else has yet."""
+        self.has_rows, self._num_uses = False, num_uses(shard)
+
+    def note_gather(self, gather: Pending) -> None:
+        """Note what may still read the rows."""
+        self._gather = gather
+
+    def may_take_rows(self, shard: Tensor) -> bool:
+        """Whether nobody else has the rows, or reads them, and they are what was gathered."""
+        if self.has_rows or not (self.is_here and self._holders and shard.numel()):
+            return False
+        is_read = self._gather is not None and not self._gather.is_sent()
+        return not is_read and num_uses(shard) == self._num_uses and not self.has_changed()
+
+    def take_rows(self) -> None:
+        """Note that the rows are a part of the unsharded storage from now on."""
+        self.has_rows, self._gather = True, None
+        self._note_versions()
 
     @property
     def _is_resident(self) -> bool:
@@ -88,7 +115,11 @@ class Residence:
         """Note a gather to all that ``to_reach`` names, on this rank or among others."""
         if self._counted is not None and self._is_resident and not self._holders:
             self._holders = frozenset(self._computing)
-            self._versions = [each._version for each in self._counted()]
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        assert self._counted is not None
+        self._versions = [each._version for each in self._counted()]
 
     @property
     def is_held(self) -> bool:
@@ -111,6 +142,17 @@ class Residence:
                 stacklevel=2,
             )
         return has_left or self._versions != [each._version for each in counted]
+
+    def check_unwritten(self) -> None:
+        """Raise ``RuntimeError`` if rows that backward computes with have been written."""
+        if not (self.has_rows and self._holders and self._counted is not None):
+            return
+        if self._versions != [each._version for each in self._counted()]:
+            raise RuntimeError(
+                f"{self._fqn}, or a parameter beside it: it was written between forward and "
+                f"backward, and unit {self._unit_fqn!r} computes its backward with it "
+                "(resident_units). Write to frozen parameters between steps."
+            )
 
     def end(self) -> None:
         """Let the next use gather the tensor again.  The same on all ranks."""
