@@ -210,6 +210,14 @@ def test_a_stated_part_of_the_peak_replaces_the_fitted_ones() -> None:
     assert profile.unit("NVIDIA L4", "block").forward_s.at(16) == expected_s
 
 
+def test_an_optimizer_takes_as_long_as_its_state_is_read_and_written() -> None:
+    devices = [
+        derive_profile(cluster(1), WORKLOAD.with_moments(each)).devices[0] for each in range(3)
+    ]
+    none, one, adam = (each.optimizer_seconds_per_element for each in devices)
+    assert (none / adam, one / adam) == pytest.approx((3 / 7, 5 / 7))
+
+
 def test_frozen_matrices_have_no_gradient_to_compute_or_to_reduce() -> None:
     roofline = Roofline.of(KIND, "float32")
     frozen = replace(UNIT, frozen_params=(0, 1))

@@ -13,6 +13,7 @@ from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.report import recomputed
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
+from shardhet.config.models import DecoderConf
 from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.pricing.derive import derive_profile
 from shardhet.records.cluster import Cluster
@@ -125,6 +126,19 @@ def test_how_much_of_the_memory_a_plan_may_use_is_a_key(
     assert "20% of each device stays free, as stated, for NCCL's buffers" in text
 
 
+def test_what_the_optimizer_keeps_is_a_key() -> None:
+    model = DecoderConf(width=64, num_layers=2, num_heads=2, num_kv_heads=2, hidden_width=64)
+    cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml")
+    adam, sgd = (
+        PlannerConf(model=model, num_moments=each).derived(cluster, "decoder").setting
+        for each in (None, 0)
+    )
+    assert adam.workload.state_bytes_per_element == 16
+    assert sgd.workload.state_bytes_per_element == 8
+    seconds = [each.profile.devices[0].optimizer_seconds_per_element for each in (adam, sgd)]
+    assert seconds[1] < seconds[0] / 2
+
+
 def test_what_stays_free_is_said_by_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "cluster=v100_t4", "leave_out=never", *QUICK)
     assert (
@@ -169,9 +183,10 @@ def test_measured_files_are_planned_for(
     assert "leave no device idle, or only the 1 that is idle here; microbatches" in unused
     simulate_main([f"{tmp_path}/plan.json", f"measured={tmp_path}"])
     assert "takes" in capsys.readouterr().out
-    code, text = refused(capsys, f"measured={tmp_path}", "model=small")
-    assert code == 2
-    assert "model: it has no effect beside measured" in text
+    for key, value in (("model", "small"), ("num_moments", 0)):
+        code, text = refused(capsys, f"measured={tmp_path}", f"{key}={value}")
+        assert code == 2
+        assert f"{key}: it has no effect beside measured" in text
     (tmp_path / "profile.json").write_text('{"version": 3}')
     code, text = refused(capsys, f"measured={tmp_path}")
     assert code == 2

@@ -105,6 +105,25 @@ def fused_norm(module: Any) -> Callable[[Any], Any]:
     return lambda x: Fused.apply(x, module.weight)
 
 
+def test_optimizers_with_fewer_moments_have_less_state() -> None:
+    assert SMALL.with_moments(0).state_bytes_per_element == 4 + 4
+    assert SMALL.with_moments(0).with_moments(2) == SMALL
+    half = UnitKind(
+        name="half",
+        param_shapes=((8, 8), (8, 8)),
+        forward_flops=0,
+        backward_flops=0,
+        input_bytes=0,
+        activation_bytes=0,
+        transient_bytes=0,
+        frozen_params=(0,),
+    )
+    units = (Unit(fqn="a", kind="half"),)
+    adam = Workload(kinds=(half,), units=units, state_bytes_per_element=4 + 12 / 2)
+    assert [adam.with_moments(k).state_bytes_per_element for k in range(3)] == [6, 8, 10]
+    assert adam.with_moments(1).grad_bytes_per_element == 2
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [

@@ -77,6 +77,8 @@ class InputsConf:
     vocab_size: int | None = None  # null: the model's usual one
     seq_len: int | None = None  # tokens of a sample; null: the model's usual ones
     precision: PlannedPrecision = PlannedPrecision.AUTO
+    # Tensors that the optimizer keeps for each parameter; null: 2, as Adam, or as measured.
+    num_moments: int | None = None
     fp16_accumulation: bool = False  # with FP16: derived times are of sums in float16, too
     # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
     compute_fraction: float | None = None
@@ -86,6 +88,7 @@ class InputsConf:
     def __post_init__(self) -> None:
         for key in ("vocab_size", "seq_len"):
             check_at_least(key, getattr(self, key), 1)
+        check_at_least("num_moments", self.num_moments, 0)
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
         for key in ("compute_fraction", "link_fraction", "usable_memory_fraction"):
             check_above(key, getattr(self, key), 0)
@@ -114,6 +117,8 @@ class InputsConf:
             SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
             param_dtype=self._dtype(cluster),
         )
+        if self.num_moments is not None:
+            workload = workload.with_moments(self.num_moments)
         with config_errors():
             if self._has_default_margin(cluster):
                 cluster = with_libraries(cluster, has_stages=self.has_stages)

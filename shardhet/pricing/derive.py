@@ -49,7 +49,6 @@ WITHOUT_PEER_TO_PEER = "GeForce"
 UNCROWDED, CROWDING = 3, 1.5
 # Compute that overlaps collectives takes 1.126 times as long: Cephalo's published coefficient.
 OVERLAP_EXCESS = 1 - 1 / 1.126
-ADAM_PASSES = 7  # reads of parameter, gradient and two moments; writes of all but the gradient
 STATE_ITEMSIZE = 4
 RESERVED_BYTES = 2**29  # a CUDA context with the libraries of torch
 # From 8 to 128 H100 a training with FSDP lost 2.7 % of its tokens/s (pytorch/torchtitan,
@@ -115,7 +114,8 @@ def _device_profile(
 ) -> DeviceProfile:
     roofline = Roofline.of(kind, workload.param_dtype)
     bytes_per_s = MEMORY_FRACTION * kind.memory_bandwidth_bytes_per_s
-    trained_part = workload.trained_numel / workload.numel
+    # The optimizer reads parameter, gradient and moments, and writes all but the gradient.
+    passes = workload.trained_numel / workload.numel * (3 + 2 * workload.num_moments)
     return DeviceProfile(
         device_kind=kind.kind,
         source=Source.DERIVED,
@@ -124,7 +124,7 @@ def _device_profile(
             for unit in workload.kinds
             if workload.num_units_by_kind[unit.name]
         ),
-        optimizer_seconds_per_element=trained_part * ADAM_PASSES * STATE_ITEMSIZE / bytes_per_s,
+        optimizer_seconds_per_element=passes * STATE_ITEMSIZE / bytes_per_s,
         overlap_excess=OVERLAP_EXCESS,
         reserved_bytes=RESERVED_BYTES,
         note=kind.source,

@@ -100,9 +100,7 @@ class MomentPrices(HostInputPrices):
         rows of gradients do not exist yet.  Shares are taken to be the same of each unit.
         """
         workload, held = self.workload, self.held
-        trained_part = workload.trained_numel / workload.numel
-        # Parameter, gradient and two moments have one size, unless something else is stated.
-        of_grads = trained_part * workload.state_bytes_per_element / (1 + 3 * trained_part)
+        of_grads = workload.grad_bytes_per_element
         per_numel = self.trained_bytes / workload.numel
         num_rows = held.num_rows
         if self._is_alone:

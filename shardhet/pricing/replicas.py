@@ -21,7 +21,6 @@ from shardhet.records.nodes import Nodes, keepers
 from shardhet.records.plan import Plan
 
 NUM_VERSIONS = 2  # that a node holds: the last complete one, and the one on its way
-KEPT_PART = 0.75  # of the state: gradients are not kept; as with Adam, four numbers per element
 # Of one rank: from its device to memory that it has not used before; digested and written.
 COPY_BYTES_PER_S = 2e9
 WRITE_BYTES_PER_S = 0.5e9
@@ -73,8 +72,9 @@ def replica_price(
     plan.refuse_stages("replica_price")
     members = [node for node in setting.cluster.nodes for _ in node.devices]
     nodes = Nodes.of([node.host for node in members])
-    bytes_per_numel = KEPT_PART * setting.workload.state_bytes_per_element
-    numels = stored_numels(setting.workload.layouts(), plan.state_shares)
+    workload = setting.workload
+    bytes_per_numel = workload.state_bytes_per_element - workload.grad_bytes_per_element
+    numels = stored_numels(workload.layouts(), plan.state_shares)
     num_bytes = [int(numel * bytes_per_numel) for numel in numels]
     keeper_of = keepers(nodes, num_bytes, [1] * len(num_bytes))
     held = [0] * len(nodes)

@@ -168,6 +168,7 @@ def describe_sketch(
         param_dtype=_name(in_flight),
         reduce_dtype=_name(model.reduce_dtype or stored),
         state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
+        num_moments=num_moments,
     )
 
 

@@ -6,7 +6,7 @@ microbatch (parameters, gradients) follows from the shapes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Annotated, ClassVar, Self
@@ -106,6 +106,7 @@ class Workload(Document):
     reduce_dtype: str = "float32"  # of gradients while they are reduced
     # The mean over all elements: 16 is a float32 parameter, its gradient and two Adam moments.
     state_bytes_per_element: Annotated[float, Bounds(minimum=0.5)] = 16.0
+    num_moments: Annotated[Count, OMITTABLE] = 2  # that the optimizer keeps per parameter
 
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.kinds]
@@ -157,6 +158,25 @@ class Workload(Document):
     def trained_numel(self) -> int:
         """The number of elements in the parameters that have gradients."""
         return sum(self.kind_of(unit).trained_numel for unit in self.units)
+
+    @property
+    def grad_bytes_per_element(self) -> float:
+        """Bytes of gradients, in ``state_bytes_per_element``, and of each moment.
+
+        With the part t that is trained and k moments, 1 + (1 + k) t tensors of one size.
+        """
+        trained_part = self.trained_numel / self.numel
+        num_tensors = 1 + (1 + self.num_moments) * trained_part
+        return trained_part * self.state_bytes_per_element / num_tensors
+
+    def with_moments(self, num_moments: int) -> Self:
+        """The workload with an optimizer that keeps ``num_moments`` tensors per parameter."""
+        more_bytes = (num_moments - self.num_moments) * self.grad_bytes_per_element
+        return replace(
+            self,
+            num_moments=num_moments,
+            state_bytes_per_element=self.state_bytes_per_element + more_bytes,
+        )
 
     def gathered_bytes(self, kind: UnitKind) -> int:
         """Bytes of all parameters of one unit when they are communicated."""

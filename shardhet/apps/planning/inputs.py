@@ -229,7 +229,7 @@ def _refuse_ignored(request: Request, cfg: DictConfig) -> None:
     samples = ("model", "vocab_size", "seq_len", "precision", "fp16_accumulation")
     replaced_by = {
         "cluster_file": hardware[:1],
-        "measured": (*here, *samples, *numbers),
+        "measured": (*here, *samples, "num_moments", *numbers),
     }
     for key, replaced in replaced_by.items():
         if cfg[key] is None:
