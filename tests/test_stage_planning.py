@@ -19,13 +19,9 @@ from shardhet.apps.simulate import main as simulate_main
 from shardhet.planner import Demands, solve
 from shardhet.planner.present import plan_for
 from shardhet.planner.problem.demands import DeviceLimits
-from shardhet.planner.stages.find import (
-    FORMS,
-    PipelineSearch,
-    _Trial,
-    find_pipeline,
-)
+from shardhet.planner.stages.find import PipelineSearch, find_pipeline
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
+from shardhet.planner.stages.likely import FORMS, Trial
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
@@ -280,12 +276,12 @@ def unlike_cluster(random: Random, most: int = 2) -> Cluster:
     )
 
 
-def all_trials(search: PipelineSearch, stages: Stages) -> Iterator[_Trial]:
+def all_trials(search: PipelineSearch, stages: Stages) -> Iterator[Trial]:
     for cuts in combinations(range(1, len(search.units)), len(stages) - 1):
         for number in search.rounds:
             for form in FORMS:
                 for more in range(MOST_TRIED + 1):
-                    yield _Trial(cuts, replace(form, num_rounds=number), more)
+                    yield Trial(cuts, replace(form, num_rounds=number), more)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.stages.groups import Positions, Stages
-from shardhet.pricing.launches import PRICES
+from shardhet.pricing.launches import gather_s, reduce_s
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import TurnPrices
+from shardhet.records.cluster import Link
+from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import hop_s, link_between
 
@@ -65,7 +67,16 @@ class Speeds:
     _known_curves: dict[Positions, list[tuple[int, dict[str, Floats]]]] = field(
         default_factory=dict
     )
-    _known_transfers_s: dict[Positions, list[float]] = field(default_factory=dict)
+    # Of each unit, a gather and a reduction.
+    _known_transfers_s: dict[Positions, list[list[float]]] = field(default_factory=dict)
+    _known_balanced: dict[Stages, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
+    _known_links: dict[tuple[Positions, Positions], tuple[Link, int]] = field(
+        default_factory=dict
+    )
+    # How many units of each kind are between two.
+    _known_kinds: dict[tuple[int, int], tuple[tuple[str, int], ...]] = field(
+        default_factory=dict
+    )
     _known_rounds_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def least_of_any_s(self) -> float:
@@ -111,13 +122,17 @@ class Speeds:
 
         They are the least in which all devices together reach the number.
         """
-        units = Counter(unit.kind for unit in self.units[first:stop])
-        key = positions, tuple(sorted(units.items())), num_samples
+        if (first, stop) not in self._known_kinds:
+            units = Counter(unit.kind for unit in self.units[first:stop])
+            self._known_kinds[first, stop] = tuple(sorted(units.items()))
+        key = positions, self._known_kinds[first, stop], num_samples
         if key not in self._known_rounds_s:
-            self._known_rounds_s[key] = self._round_s(positions, units, num_samples)
+            self._known_rounds_s[key] = self._round_s(*key)
         return self._known_rounds_s[key]
 
-    def _round_s(self, positions: Positions, units: Counter[str], num_samples: int) -> float:
+    def _round_s(
+        self, positions: Positions, units: tuple[tuple[str, int], ...], num_samples: int
+    ) -> float:
         if positions not in self._known_curves:
             setting = self.smaller(positions)
             numbers = Counter(device.kind for device in setting.cluster.devices)
@@ -126,7 +141,7 @@ class Speeds:
         samples = np.arange(1, 1 + num_samples)
         seconds, weights = [], []
         for number, curve_by_kind in self._known_curves[positions]:
-            microbatch_s = sum(n * curve_by_kind[kind] for kind, n in units.items())
+            microbatch_s = sum(n * curve_by_kind[kind] for kind, n in units)
             assert not isinstance(microbatch_s, int)
             per_sample_s = microbatch_s[1:] / np.arange(1, len(microbatch_s))
             least_s = np.minimum.accumulate(per_sample_s)
@@ -138,22 +153,32 @@ class Speeds:
         reached = np.cumsum(np.concatenate(weights)[order])
         return float(by_time[order[np.searchsorted(reached, num_samples)]])
 
-    def transfers_s(self, positions: Positions, first: int, stop: int) -> float:
-        """Seconds in which some devices gather and reduce these units once."""
-        return sum(self._of_transfers_s(positions)[first:stop])
+    def transfers_s(self, positions: Positions, first: int, stop: int, form: StepForm) -> float:
+        """Seconds in which some devices gather and reduce these units in all rounds of a step.
 
-    def _of_transfers_s(self, positions: Positions) -> list[float]:
+        Of units that are gathered for every use, the last of a round stays for backward, and
+        the first for the next round.
+        """
+        gathers_s, reductions_s = (each[first:stop] for each in self._of_transfers_s(positions))
+        whole_s = sum(gathers_s)
+        if form.reshard_after_backward:
+            whole_s = form.num_rounds * (2 * whole_s - gathers_s[0] - gathers_s[-1])
+        return whole_s + sum(reductions_s) * (form.num_rounds if form.reduce_each_round else 1)
+
+    def _of_transfers_s(self, positions: Positions) -> list[list[float]]:
         if positions not in self._known_transfers_s:
-            prices = TurnPrices(self.smaller(positions))
+            prices, kind_of = (
+                TurnPrices(self.smaller(positions)),
+                self.setting.workload.kind_by_name,
+            )
             kinds = {unit.kind for unit in self.units}
-            by_kind = {
-                kind: sum(
-                    price(prices, self.setting.workload.kind_by_name[kind], 1.0)
-                    for price in PRICES.values()
-                )
-                for kind in kinds
-            }
-            self._known_transfers_s[positions] = [by_kind[unit.kind] for unit in self.units]
+            by_kind = [
+                {kind: price(prices, kind_of[kind], 1.0) for kind in kinds}
+                for price in (gather_s, reduce_s)
+            ]
+            self._known_transfers_s[positions] = [
+                [each[unit.kind] for unit in self.units] for each in by_kind
+            ]
         return self._known_transfers_s[positions]
 
     def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
@@ -164,10 +189,17 @@ class Speeds:
         """Seconds of so many samples from one stage to another, at the thinnest cut."""
         kinds = {unit.kind for unit in self.units[1:]}
         least = min(self.setting.workload.kind_by_name[kind].input_bytes for kind in kinds)
-        return hop_s(link_between(self.setting.cluster, one, other), num_samples * least)
+        if (one, other) not in self._known_links:
+            self._known_links[one, other] = link_between(self.setting.cluster, one, other)
+        return hop_s(self._known_links[one, other], num_samples * least)
 
     def _balanced(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
         """Seconds per sample that no cuts go below, and cuts that take hardly longer."""
+        if stages not in self._known_balanced:
+            self._known_balanced[stages] = self._balance(stages)
+        return self._known_balanced[stages]
+
+    def _balance(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
         seconds = [self._unit_s(each) for each in stages]
         low, high = 0.0, sum(map(sum, seconds))
         cuts = even_cuts([1.0] * len(stages), [1.0] * len(self.units))

@@ -2,8 +2,9 @@
 
 Stages, their order and the devices left out come from ``groups``.  For each, the cuts, the
 rounds, the form and the rounds in flight are improved one at a time until no neighbour is
-better; what a stage takes is the best plan of its devices for its units (``solve``).  Stages
-whose compute alone is slower than the best pipeline so far are not looked at.
+better; what a stage takes is the best plan of its devices for its units (``solve``).  Which
+stages and cuts to begin with is told by their compute and their messages alone (``likely``),
+and what these show to be slower than the best pipeline so far is not planned.
 
 No proof says that cuts and rounds are the best: ``lower_bound_s`` is that of the compute of
 all devices (``bound``).
@@ -11,8 +12,8 @@ all devices (``bound``).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
-from math import ceil, comb, inf, log2
+from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from shardhet.planner.problem.demands import Demands
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.stages.bound import Speeds, even_cuts
 from shardhet.planner.stages.groups import MAX_STAGES, Positions, Stages, orders_of_stages
+from shardhet.planner.stages.likely import FORMS, MORE_IN_FLIGHT, Expected, Trial
 from shardhet.planner.stages.plans import COARSE, StagePlans
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.pricing.setting import Setting
@@ -36,37 +38,11 @@ from shardhet.simulator.pipeline import (
 )
 
 MAX_ROUNDS = 512
-MAX_SEARCHED = 16  # orders of stages, those that are expected to be fastest
-MAX_EXPECTED = 24  # cuts of each, by which they are compared
 LEAST_GAIN = 1e-3
-NUM_ROUNDS_TRIED = 4  # at the start
 MAX_IMPROVED = 6  # orders of stages
 FAR = 1.3  # times what is to be beaten: such starts are not improved
 NEAR = 1.1  # times the best start of all: nor are slower ones
 FAR_BEHIND = 2.0  # times the best so far: given up
-# Whether units are resharded after every use or once a step, and reduced every round or once.
-FORMS = tuple(
-    StepForm(reshard_after_forward=r, reshard_after_backward=r, reduce_each_round=reduces)
-    for r in (True, False)
-    for reduces in (True, False)
-)
-MORE_IN_FLIGHT = 4  # times what a pipeline without links needs, at most
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """A pipeline of given stages that is tried."""
-
-    cuts: tuple[int, ...]  # the first unit of every stage but the first
-    form: StepForm
-    more: int = 0  # rounds in flight beyond those that a pipeline without links needs
-
-    def in_flight(self, num_stages: int) -> list[int]:
-        """Rounds in flight of each stage, falling to one."""
-        return [
-            min(self.form.num_rounds, 1 + (num_stages - 1 - i) * (1 + self.more))
-            for i in range(num_stages)
-        ]
 
 
 @dataclass
@@ -80,6 +56,7 @@ class PipelineSearch:
     units: tuple[Unit, ...] = field(init=False)  # that compute
     rounds: tuple[int, ...] = field(init=False)  # numbers that divide the batch
     speeds: Speeds = field(init=False)
+    expected: Expected = field(init=False)
     plans: StagePlans = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,10 +73,11 @@ class PipelineSearch:
         )
         setting_of = self.plans.setting_of
         self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
+        self.expected = Expected(self.speeds, self.rounds)
 
     # A pipeline
 
-    def seconds_of(self, stages: Stages, trial: _Trial, at_most_s: float = inf) -> float:
+    def seconds_of(self, stages: Stages, trial: Trial, at_most_s: float = inf) -> float:
         """Seconds of a step; inf where a stage does not fit.
 
         Where they are no less than ``at_most_s``, a bound on them may stand for them.
@@ -125,6 +103,14 @@ class PipelineSearch:
             return least_s
         return pipeline_s(times, hops_s, in_flight=in_flight, num_rounds=number)
 
+    def tried_s(self, stages: Stages, trial: Trial, at_most_s: float) -> float:
+        """``seconds_of`` pipelines in whose stages all devices take part.
+
+        With fewer, transfers may take less time; those are stages of their own.
+        """
+        least_s = self.expected.least_s(stages, trial.cuts, trial.form)
+        return least_s if least_s >= at_most_s else self.seconds_of(stages, trial, at_most_s)
+
     def _least_round_s(
         self, positions: Positions, form: StepForm, first: int, stop: int, in_flight: int
     ) -> float:
@@ -133,7 +119,7 @@ class PipelineSearch:
         compute_s = self.speeds.round_s(positions, first, stop, size)
         return max(compute_s, self.plans.least_round_s(positions, first, stop, form, in_flight))
 
-    def hops(self, stages: Stages, trial: _Trial) -> list[Hop]:
+    def hops(self, stages: Stages, trial: Trial) -> list[Hop]:
         """What is handed over from each stage to the next."""
         size = self.global_batch_size // trial.form.num_rounds
         return [
@@ -141,38 +127,9 @@ class PipelineSearch:
             for (one, other), cut in zip(pairwise(stages), trial.cuts, strict=True)
         ]
 
-    def expected_s(self, stages: Stages) -> float:
-        """About the seconds of a step, of compute, messages and one gather and reduction.
-
-        It is that of the best of some cuts and rounds, by which stages are compared.
-        """
-        number = len(self.units)
-        num_places = next(
-            n for n in range(number - 1, 0, -1) if comb(n, len(stages) - 1) <= MAX_EXPECTED
-        )
-        places = sorted({1 + i * (number - 1) // num_places for i in range(num_places)})
-        cuts = [*combinations(places, len(stages) - 1), self.speeds.balanced_cuts(stages)]
-        return min(
-            self._expected_s(stages, each, rounds)
-            for rounds in self._start_rounds(len(stages))
-            for each in dict.fromkeys(cuts)
-        )
-
-    def _expected_s(self, stages: Stages, cuts: tuple[int, ...], num_rounds: int) -> float:
-        size = self.global_batch_size // num_rounds
-        times = []
-        for positions, bounds in zip(
-            stages, pairwise((0, *cuts, len(self.units))), strict=True
-        ):
-            compute_s = self.speeds.round_s(positions, *bounds, size)
-            transfers_s = self.speeds.transfers_s(positions, *bounds)
-            times.append(StageTimes(max(compute_s, transfers_s / num_rounds), 0.0))
-        hops_s = [self.speeds.hop_s(*each, size) for each in pairwise(stages)]
-        return least_pipeline_s(times, hops_s, num_rounds)
-
     # The best pipeline of given stages
 
-    def starts(self, stages: Stages, at_most_s: float) -> list[tuple[float, _Trial]]:
+    def starts(self, stages: Stages, at_most_s: float) -> list[tuple[float, Trial]]:
         """The best start of each form with its seconds, the best first.
 
         Those of ``at_most_s`` or more are left out.
@@ -185,55 +142,49 @@ class PipelineSearch:
             even_cuts(memory, sizes),
         )
         between = tuple((a + b) // 2 for a, b in zip(by_speed, by_memory, strict=True))
-        best: dict[StepForm, tuple[float, _Trial]] = {}
-        for form in self._forms(len(stages)):
+        best: dict[StepForm, tuple[float, Trial]] = {}
+        forms = self._forms(len(stages))
+        for form in sorted(
+            forms, key=lambda form: self.expected.least_s(stages, by_speed, form)
+        ):
             key = replace(form, num_rounds=1)
-            for cuts in dict.fromkeys((by_speed, between, by_memory)):
-                fits = False
-                for more in self._in_flight(stages, form):
-                    trial = _Trial(cuts, form, more)
-                    limit_s = best[key][0] if key in best else at_most_s
-                    seconds = self.seconds_of(stages, trial, limit_s)
+            _, likely = self.expected.likely_cuts(stages, form.num_rounds)
+            fits = False
+            for cuts in dict.fromkeys((likely, by_speed, between, by_memory)):
+                if fits and cuts != by_speed:
+                    break  # cuts by memory are for where no other fits
+                for more in self.expected.more_in_flight(stages, form):
+                    trial = Trial(cuts, form, more)
+                    found_s = {each: seconds for each, (seconds, _) in best.items()}
+                    near_s = NEAR * min(found_s.values(), default=inf)
+                    limit_s = min(at_most_s, near_s, found_s.get(key, inf))
+                    seconds = self.tried_s(stages, trial, limit_s)
                     fits |= seconds < inf
                     if seconds < limit_s:
                         best[key] = seconds, trial
-                if fits:
-                    break  # cuts by memory are for where no other fits
         starts = sorted(best.values(), key=lambda each: each[0])
         return [each for each in starts if each[0] <= NEAR * starts[0][0]]
 
     def improved(
-        self, stages: Stages, starts: Sequence[tuple[float, _Trial]], at_most_s: float
-    ) -> tuple[float, _Trial]:
+        self, stages: Stages, starts: Sequence[tuple[float, Trial]], at_most_s: float
+    ) -> tuple[float, Trial]:
         """The best that is found from these starts."""
         found = [self._improved(stages, trial, s, at_most_s) for s, trial in starts]
         return min(found, key=lambda each: each[0])
 
     def _forms(self, num_stages: int) -> Iterator[StepForm]:
         """Forms to begin with."""
-        for number in self._start_rounds(num_stages):
+        for number in self.expected.start_rounds(num_stages):
             yield from (replace(form, num_rounds=number) for form in FORMS)
 
-    def _start_rounds(self, num_stages: int) -> list[int]:
-        """About as many as keep stages busy."""
-        wanted = 4 * num_stages
-        return sorted(self.rounds, key=lambda n: abs(log2(n / wanted)))[:NUM_ROUNDS_TRIED]
-
-    def _in_flight(self, stages: Stages, form: StepForm) -> set[int]:
-        """No further rounds in flight, and as many as hide messages both ways."""
-        size = self.global_batch_size // form.num_rounds
-        messages_s = max(2 * self.speeds.hop_s(*each, size) for each in pairwise(stages))
-        round_s = max(self.speeds.least_step_s(stages), 1e-9) / form.num_rounds
-        return {0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))}
-
     def _improved(
-        self, stages: Stages, trial: _Trial, seconds: float, at_most_s: float
-    ) -> tuple[float, _Trial]:
+        self, stages: Stages, trial: Trial, seconds: float, at_most_s: float
+    ) -> tuple[float, Trial]:
         stride = max(1, len(self.units) // 8)
         while True:
             for other in self._neighbours(stages, trial, stride):
                 limit_s = seconds * (1 - LEAST_GAIN)
-                found_s = self.seconds_of(stages, other, limit_s)
+                found_s = self.tried_s(stages, other, limit_s)
                 if found_s < limit_s:
                     trial, seconds = other, found_s
                     break
@@ -243,7 +194,7 @@ class PipelineSearch:
                     return seconds, trial
                 stride //= 2
 
-    def _neighbours(self, stages: Stages, trial: _Trial, stride: int) -> Iterator[_Trial]:
+    def _neighbours(self, stages: Stages, trial: Trial, stride: int) -> Iterator[Trial]:
         """Trials that differ from this one in form, or in cuts, rounds and rounds in flight."""
         steps = list(np.eye(len(trial.cuts), dtype=int)) + [np.ones(len(trial.cuts), dtype=int)]
         moved = [
@@ -263,9 +214,9 @@ class PipelineSearch:
         for number in numbers:
             form = replace(trial.form, num_rounds=number)
             near = {trial.more - 1, trial.more, trial.more + 1}
-            for more in sorted(near | self._in_flight(stages, form)):
+            for more in sorted(near | self.expected.more_in_flight(stages, form)):
                 if 0 <= more <= MORE_IN_FLIGHT:
-                    yield from (_Trial(cuts, form, more) for cuts in moves)
+                    yield from (Trial(cuts, form, more) for cuts in moves)
         for each in FORMS:
             if not each.is_like(trial.form):
                 yield replace(trial, form=replace(each, num_rounds=trial.form.num_rounds))
@@ -291,22 +242,21 @@ def find_pipeline(
     """
     search = PipelineSearch(setting, smaller, global_batch_size, demands)
     demanded = [demands.of_device(i) for i in range(setting.cluster.world_size)]
-    orders = orders_of_stages(setting.cluster, max_stages, demanded)
-    expected = sorted(
-        (search.expected_s(stages), order, stages)
-        for order, stages in enumerate(orders)
+    orders = [
+        stages
+        for stages in orders_of_stages(setting.cluster, max_stages, demanded)
         if len(stages) <= len(search.units)
         and (not needs_all or sum(map(len, stages)) == setting.cluster.world_size)
-    )
-    started: list[tuple[float, int, Stages, list[tuple[float, _Trial]]]] = []
-    for _, order, stages in expected[:MAX_SEARCHED]:
-        least_s = min([at_most_s, *(each[0] for each in started)])
-        if search.speeds.least_step_s(stages) >= least_s * (1 - LEAST_GAIN):
+    ]
+    started: list[tuple[float, int, Stages, list[tuple[float, Trial]]]] = []
+    for order, stages in enumerate(search.expected.likeliest(orders)):
+        best_s = min((each[0] for each in started), default=inf)
+        if search.speeds.least_step_s(stages) >= min(at_most_s, best_s) * (1 - LEAST_GAIN):
             continue
-        if starts := search.starts(stages, FAR * least_s):
+        if starts := search.starts(stages, min(FAR * at_most_s, NEAR * best_s)):
             started.append((starts[0][0], order, stages, starts))
     started.sort(key=lambda each: each[:2])
-    best: tuple[float, _Trial, Stages] | None = None
+    best: tuple[float, Trial, Stages] | None = None
     for seconds, _, stages, starts in started[:MAX_IMPROVED]:
         if seconds > min(FAR * at_most_s, NEAR * started[0][0]):
             break
@@ -323,7 +273,7 @@ def find_pipeline(
 
 
 def _finished(
-    search: PipelineSearch, stages: Stages, trial: _Trial, tolerance: float | None
+    search: PipelineSearch, stages: Stages, trial: Trial, tolerance: float | None
 ) -> PipelineSolution:
     """The pipeline with every stage's plan preferred of those nearly as fast."""
     workload = search.setting.workload

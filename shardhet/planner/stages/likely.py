@@ -1,0 +1,139 @@
+"""How fast stages are expected to be, before any of them is planned.
+
+A stage is taken to need as long as its compute, or its transfers if these take longer.  Where
+all its devices take part, it needs no less.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from math import ceil, comb, inf, log2
+
+from shardhet.planner.stages.bound import Speeds
+from shardhet.planner.stages.groups import Stages
+from shardhet.records.schedule import StepForm
+from shardhet.simulator.pipeline import StageTimes, least_pipeline_s, pipeline_s
+
+MAX_SEARCHED = 16  # orders of stages, those that are expected to be fastest
+MAX_EXPECTED = 24  # cuts of each, by which they are compared
+FORWARD_PART = 1 / 3  # of a round, about: backward computes two gradients
+NUM_ROUNDS_TRIED = 4  # at the start
+# Whether units are resharded after every use or once a step, and reduced every round or once.
+FORMS = tuple(
+    StepForm(reshard_after_forward=r, reshard_after_backward=r, reduce_each_round=reduces)
+    for r in (True, False)
+    for reduces in (True, False)
+)
+MORE_IN_FLIGHT = 4  # times what a pipeline without links needs, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A pipeline of given stages that is tried."""
+
+    cuts: tuple[int, ...]  # the first unit of every stage but the first
+    form: StepForm
+    more: int = 0  # rounds in flight beyond those that a pipeline without links needs
+
+    def in_flight(self, num_stages: int) -> list[int]:
+        """Rounds in flight of each stage, falling to one."""
+        return [
+            min(self.form.num_rounds, 1 + (num_stages - 1 - i) * (1 + self.more))
+            for i in range(num_stages)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is expected of the stages of one problem."""
+
+    speeds: Speeds
+    rounds: tuple[int, ...]  # numbers that divide the batch
+
+    def likeliest(self, orders: Sequence[Stages]) -> list[Stages]:
+        """The ``MAX_SEARCHED`` orders of stages that are expected to be fastest, best first."""
+        bounds = sorted(
+            (
+                min(
+                    self._bounded_cuts(stages, n)[0][0] for n in self.start_rounds(len(stages))
+                ),
+                i,
+            )
+            for i, stages in enumerate(orders)
+        )
+        found: list[tuple[float, int]] = []
+        for least_s, i in bounds:
+            if len(found) >= MAX_SEARCHED and least_s >= found[MAX_SEARCHED - 1][0]:
+                break
+            insort(found, (self.expected_s(orders[i]), i))
+        return [orders[i] for _, i in found[:MAX_SEARCHED]]
+
+    def expected_s(self, stages: Stages) -> float:
+        """About the seconds of a step of the best of some cuts and rounds."""
+        rounds = self.start_rounds(len(stages))
+        return min(self.likely_cuts(stages, number)[0] for number in rounds)
+
+    def likely_cuts(self, stages: Stages, num_rounds: int) -> tuple[float, tuple[int, ...]]:
+        """The cuts that are expected to be fastest, and about the seconds of a step."""
+        form = replace(FORMS[-1], num_rounds=num_rounds)
+        best: tuple[float, tuple[int, ...]] = inf, ()
+        for least_s, cuts in self._bounded_cuts(stages, num_rounds):
+            if least_s >= best[0]:
+                break
+            for more in self.more_in_flight(stages, form):
+                best = min(best, (self._about_s(stages, Trial(cuts, form, more)), cuts))
+        return best
+
+    def _bounded_cuts(
+        self, stages: Stages, num_rounds: int
+    ) -> list[tuple[float, tuple[int, ...]]]:
+        """Some cuts with what a step of them takes at least, the best first."""
+        number, form = len(self.speeds.units), replace(FORMS[-1], num_rounds=num_rounds)
+        num_places = next(
+            n for n in range(number - 1, 0, -1) if comb(n, len(stages) - 1) <= MAX_EXPECTED
+        )
+        places = sorted({1 + i * (number - 1) // num_places for i in range(num_places)})
+        cuts = [self.speeds.balanced_cuts(stages), *combinations(places, len(stages) - 1)]
+        return sorted((self.least_s(stages, each, form), each) for each in dict.fromkeys(cuts))
+
+    def least_s(self, stages: Stages, cuts: tuple[int, ...], form: StepForm) -> float:
+        """No step is faster in which all devices of these stages take part."""
+        times, hops_s = self._least_times(stages, cuts, form)
+        return least_pipeline_s(times, hops_s, form.num_rounds)
+
+    def _about_s(self, stages: Stages, trial: Trial) -> float:
+        """Seconds of a step whose stages take as long as their compute or transfers."""
+        times, hops_s = self._least_times(stages, trial.cuts, trial.form)
+        parts = [
+            StageTimes(FORWARD_PART * each.round_s, (1 - FORWARD_PART) * each.round_s)
+            for each in times
+        ]
+        in_flight = trial.in_flight(len(stages))
+        return pipeline_s(parts, hops_s, in_flight=in_flight, num_rounds=trial.form.num_rounds)
+
+    def _least_times(
+        self, stages: Stages, cuts: tuple[int, ...], form: StepForm
+    ) -> tuple[list[StageTimes], list[float]]:
+        """What all devices of each stage and the links between them take at least."""
+        size = self.speeds.global_batch_size // form.num_rounds
+        times = []
+        for positions, bounds in zip(
+            stages, pairwise((0, *cuts, len(self.speeds.units))), strict=True
+        ):
+            compute_s = self.speeds.round_s(positions, *bounds, size)
+            transfers_s = self.speeds.transfers_s(positions, *bounds, form)
+            times.append(StageTimes(max(compute_s, transfers_s / form.num_rounds), 0.0))
+        return times, [self.speeds.hop_s(*each, size) for each in pairwise(stages)]
+
+    def start_rounds(self, num_stages: int) -> list[int]:
+        """About as many as keep stages busy."""
+        wanted = 4 * num_stages
+        return sorted(self.rounds, key=lambda n: abs(log2(n / wanted)))[:NUM_ROUNDS_TRIED]
+
+    def more_in_flight(self, stages: Stages, form: StepForm) -> set[int]:
+        """No further rounds in flight, and as many as hide messages both ways."""
+        size = self.speeds.global_batch_size // form.num_rounds
+        messages_s = max(2 * self.speeds.hop_s(*each, size) for each in pairwise(stages))
+        round_s = max(self.speeds.least_step_s(stages), 1e-9) / form.num_rounds
+        return {0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))}
