@@ -251,7 +251,7 @@ def main() -> None:
     try:
         layers = {
             system: contest.largest(system, start)
-            for system, start in ((FSDP2, 14), (HET, 27), (ON_HOST, 60))
+            for system, start in ((FSDP2, 14), (HET, 32), (ON_HOST, 130))
         }
         same = layers[FSDP2]
         plan = plan_of(same, limits, on_host=False)
