@@ -265,4 +265,9 @@ def test_frozen_parameters_count_as_they_are_stored() -> None:
     assert workload.gathered_bytes(kind) == matrix + 2 * (2 * matrix + bias)
     stored = matrix + 2 * (matrix + bias) + 16 * matrix  # bytes, bfloat16, float32 with Adam
     assert workload.state_bytes_per_element * kind.numel == pytest.approx(stored)
+    assert kind.frozen_as_stored
+    in_half = describe(
+        model, as_example(torch.rand(2, 64)), units=[Adapted], param_dtype=torch.float16
+    )
+    assert not in_half.kinds[0].frozen_as_stored
     assert Workload.from_json(workload.to_json()) == workload

@@ -2,11 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
+from experiments.predicted_memory import run as predicted_memory
+from experiments.predicted_memory.cases import MemoryCase
+from experiments.resident.run import Adapted
 from shardhet import Cluster, Plan, Workload, find_plan
 from shardhet.apps.planning.sentences import form_lines
+from shardhet.models.decoder import Block, Decoder, DecoderConfig
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.problem.demands import DeviceLimits
 from shardhet.pricing.cost import CostModel
@@ -14,6 +20,7 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.workload import UnitKind
 from shardhet.simulator.simulation import simulate
+from tests.worlds import run_ranks
 
 ADAPTER = ((16, 1024), (1024, 16))  # of a block, beside its frozen weights
 NUM_LAYERS, GIB = 4, 2**30
@@ -135,3 +142,68 @@ def test_what_is_kept_is_said() -> None:
 def test_no_room_at_all_is_said_as_without() -> None:
     with pytest.raises(PlanError):
         find_plan(setting([0.3 * GIB] * 2), global_batch_size=8)
+
+
+# Rows that are a part of what stays
+
+
+def test_rows_inside_of_what_stays_are_counted_once() -> None:
+    apart = setting([8 * GIB] * 3)
+    kinds = tuple(replace(kind, frozen_as_stored=True) for kind in apart.workload.kinds)
+    inside = replace(apart, workload=replace(apart.workload, kinds=kinds))
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 2, 0], state_shares=[0.5, 0.2, 0.3], resident_units=["blocks.*"]
+    )
+    costs = [CostModel(each).predict(plan).ranks for each in (apart, inside)]
+    frozen = frozen_bytes(apart, [f"blocks.{i}" for i in range(NUM_LAYERS)])
+    for rank, before, after in zip(plan.ranks, *costs, strict=True):
+        spared = before.memory.total_bytes - after.memory.total_bytes
+        if rank.microbatch_sizes:
+            share = before.stored_numel / apart.workload.numel
+            assert spared == pytest.approx(share * frozen, abs=4)
+        assert after.memory.state_bytes == before.memory.state_bytes
+    simulated = simulate(plan, inside).ranks
+    for of_rank, line in zip(costs[1], simulated, strict=True):
+        assert line.peak_bytes == pytest.approx(of_rank.memory.total_bytes, rel=1e-6)
+
+
+def adapted_decoder(shape: DecoderConfig) -> Decoder:
+    """A decoder whose weights are frozen, in bfloat16, but for adapters of its attention."""
+    model = Decoder(shape).requires_grad_(requires_grad=False).to(torch.bfloat16)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        base = block.attention.qkv
+        block.attention.qkv = Adapted(base)
+    return model
+
+
+def memory_case(plan: Plan) -> MemoryCase:
+    shape = DecoderConfig(
+        vocab_size=64, width=128, num_layers=6, num_heads=4, num_kv_heads=4, hidden_width=256,
+        seq_len=8,
+    )  # fmt: skip
+    return MemoryCase(name="adapters", shape=shape, plan=plan, precision="bf16")
+
+
+CASES = [
+    memory_case(
+        Plan.by_hand(
+            microbatch_sizes=[2, 1, 0], state_shares=[0.3, 0.5, 0.2], resident_units=True
+        )
+    ),
+    memory_case(Plan.by_hand(microbatch_sizes=[2])),
+]
+
+
+def tracked(rank: int, case: MemoryCase) -> int:
+    with mock.patch.object(predicted_memory, "Decoder", adapted_decoder):
+        return predicted_memory.tracked_peak(rank, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_frozen_rows_take_what_is_predicted(case: MemoryCase) -> None:
+    peaks = run_ranks(tracked, case.plan.world_size, case)
+    with mock.patch.object(predicted_memory, "Decoder", adapted_decoder):
+        parts = predicted_memory.predicted(case)
+    for peak, each in zip(peaks, parts, strict=True):
+        assert 0.98 < (each.total_bytes - each.reserved_bytes) / peak < 1.05

@@ -52,7 +52,7 @@ class MomentPrices(HostInputPrices):
         workload = self.workload
         copies = 0.0
         if workload.param_dtype != "float32":
-            copies += 2 * max(map(workload.gathered_bytes, workload.kinds))
+            copies += 2 * max(map(workload.cast_bytes, workload.kinds))
         adds_rounds = self.num_rounds > 1 and self.reduce_each_round
         if workload.reduce_dtype != "float32" or adds_rounds:
             trained = max(kind.trained_numel for kind in workload.kinds)
@@ -63,14 +63,17 @@ class MomentPrices(HostInputPrices):
         return workload.state_bytes_per_element + copies / workload.numel
 
     @cached_property
-    def _is_alone(self) -> bool:
-        return self.cluster.world_size == 1
+    def _state_bytes(self) -> float:
+        """Of a device that computes, per stored element, besides rows inside of what stays."""
+        workload = self.workload
+        return workload.state_bytes_per_element - self.inside_bytes / workload.numel
 
     @cached_property
     def _unsharded_bytes(self) -> Floats:
         """[turns + 1] of gathered parameters; the last is after all turns."""
-        if self._is_alone and self.workload.param_dtype in STORED_DTYPES:
-            return np.zeros(len(self.held.unit) + 1)  # the shard is the storage
+        if self.is_alone and self.workload.param_dtype in STORED_DTYPES:
+            # The rows are what it computes with; some of them are not counted per element.
+            return np.full(len(self.held.unit) + 1, float(self.inside_bytes))
         gathered = self.workload.gathered_bytes
         kinds = map(self.sent_kind, self.visited_units)
         of_units = self.held.unsharded @ np.array([float(gathered(kind)) for kind in kinds])
@@ -80,7 +83,7 @@ class MomentPrices(HostInputPrices):
     @cached_property
     def _grad_bytes(self) -> Floats:
         """[turns + 1] of whole gradients."""
-        if self._is_alone:
+        if self.is_alone:
             return np.zeros(len(self.held.unit) + 1)  # the rows are the gradients
         return self._whole_grad_bytes
 
@@ -103,19 +106,19 @@ class MomentPrices(HostInputPrices):
         of_grads = workload.grad_bytes_per_element
         per_numel = self.trained_bytes / workload.numel
         num_rows = held.num_rows
-        if self._is_alone:
+        if self.is_alone:
             num_rows = np.minimum(1, num_rows + held.grads)
         present = np.minimum(num_rows, 1) @ per_numel
         pending = np.append(np.maximum(0.0, of_grads - present), 0.0)
         twice = np.append(np.maximum(num_rows - 1, 0) @ per_numel, self._copied_part)
-        numel_bytes = workload.state_bytes_per_element + self._level_sums
+        numel_bytes = self._state_bytes + self._level_sums
         return numel_bytes - pending + twice, pending
 
     @property
     def _copied_part(self) -> float:
         """Bytes per stored element of a copy of the largest unit's rows, where one is made."""
         workload = self.workload
-        adds_rounds = self.num_rounds > 1 and self.reduce_each_round and not self._is_alone
+        adds_rounds = self.num_rounds > 1 and self.reduce_each_round and not self.is_alone
         if workload.reduce_dtype == "float32" and not adds_rounds:
             return 0.0
         return float(self.trained_bytes.max(initial=0.0)) / workload.numel
@@ -132,7 +135,7 @@ class MomentPrices(HostInputPrices):
     def _moments(self) -> dict[tuple[object, ...], Moments]:
         levels = len(self.cluster.nodes) if self.two_level_units else 0
         of_stage = (self.in_flight, self.receives, self.hands_on_bytes)
-        key = (self.form, of_stage, self._is_alone, levels, self.resident_units)
+        key = (self.form, of_stage, self.is_alone, levels, self.resident_units)
         return _known_moments(self.workload).setdefault(key, {})
 
     def moments(self, rank: RankPlan) -> Moments:
@@ -177,7 +180,7 @@ class MomentPrices(HostInputPrices):
             numel_bytes = self.host_numel_bytes
             pending = np.zeros(len(numel_bytes))
         unsharded, grads = self._unsharded_bytes, self._grad_bytes
-        if rank.optimizer_on_host and self._is_alone:
+        if rank.optimizer_on_host and self.is_alone:
             # Its rows are what is gathered, and its whole gradients go to the host.
             unsharded, grads = np.zeros(len(unsharded)), self._whole_grad_bytes
         return Moments(
@@ -379,6 +382,9 @@ class MemoryPrices(MomentPrices):
                 reserved_bytes=reserved,
                 host_bytes=host_bytes,
             )
+        inside_bytes = 0
+        if not rank.optimizer_on_host:
+            inside_bytes = state_bytes - int(stored_numel * self._state_bytes)
         own, per_numel = self.lines_of(rank)
         j, moments = int(np.argmax(own + stored_numel * per_numel)), self.moments(rank)
         size = max(rank.microbatch_sizes)
@@ -387,9 +393,9 @@ class MemoryPrices(MomentPrices):
         kept = int(stored_numel * moments.numel_bytes[j])
         return MemoryParts(
             state_bytes=state_bytes,
-            shard_buffer_bytes=kept - state_bytes + pending_bytes,
+            shard_buffer_bytes=kept - (state_bytes - inside_bytes) + pending_bytes,
             pending_bytes=pending_bytes,
-            unsharded_bytes=int(moments.unsharded_bytes[j]),
+            unsharded_bytes=int(moments.unsharded_bytes[j]) - inside_bytes,
             grad_bytes=int(moments.grad_bytes[j]),
             boundary_bytes=int(batch * moments.input_bytes[j]),
             activation_bytes=int(

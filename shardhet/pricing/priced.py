@@ -117,16 +117,34 @@ class Priced:
             resident_units=plan.resident_units,
         )
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one device, which has all rows."""
+        return self.cluster.world_size == 1
+
     def resident_bytes_of(self, unit: Unit) -> int:
-        """Bytes of the unit's frozen parameters that stay unsharded over steps."""
-        if not is_matched(unit.fqn, self.resident_units):
-            return 0
-        return self.workload.frozen_bytes(self.workload.kind_of(unit))
+        """Bytes of the unit's frozen parameters that stay unsharded over steps.
+
+        The rows of a lone device are what it computes with, if their dtype is that.
+        """
+        kind = self.workload.kind_of(unit)
+        stays = self.is_alone and kind.frozen_as_stored
+        stays = stays or is_matched(unit.fqn, self.resident_units)
+        return self.workload.frozen_bytes(kind) if stays else 0
 
     @cached_property
     def resident_bytes(self) -> int:
         """Bytes of frozen parameters that every computing rank keeps unsharded."""
         return sum(map(self.resident_bytes_of, self.workload.units))
+
+    @cached_property
+    def inside_bytes(self) -> int:
+        """Bytes of rows, on all devices, that are a part of what stays where it computes."""
+        return sum(
+            self.resident_bytes_of(unit)
+            for unit in self.workload.units
+            if self.workload.kind_of(unit).frozen_as_stored
+        )
 
     def sent_kind(self, unit: Unit) -> UnitKind:
         """The unit's kind as far as it is gathered in every step."""

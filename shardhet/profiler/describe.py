@@ -159,7 +159,13 @@ def describe_sketch(
             few, more = [steady(partial(outside, model.batch.of_size(size))) for size in SIZES]
             # Like a unit's inputs, it is kept for the whole rank batch even with recomputation.
             kind = replace(kind, input_bytes=kind.input_bytes + more - few)
-        kinds.append(replace(kind, gathered_bytes=_gathered_bytes(unit, in_flight)))
+        kinds.append(
+            replace(
+                kind,
+                gathered_bytes=_gathered_bytes(unit, in_flight),
+                frozen_as_stored=_is_frozen_as_stored(unit, model.module),
+            )
+        )
     order = [unit.kind for unit in sketch.units]
     return Workload(
         kinds=tuple(sorted(kinds, key=lambda kind: order.index(kind.name))),
@@ -201,6 +207,13 @@ def _gathered_bytes(unit: UnitSketch, in_flight: torch.dtype) -> int | None:
         slot.shape.numel() * dtype.itemsize
         for slot, dtype in zip(unit.draft.slots, dtypes, strict=True)
     )
+
+
+def _is_frozen_as_stored(unit: UnitSketch, module: nn.Module) -> bool:
+    """Whether frozen parameters, of which there are some, are gathered in their own dtype."""
+    stored = dict(module.named_parameters(remove_duplicate=False))
+    frozen = [slot for slot in unit.draft.slots if not slot.is_trainable]
+    return bool(frozen) and all(stored[slot.fqn].dtype is slot.current.dtype for slot in frozen)
 
 
 def orig_dtype(model: nn.Module) -> torch.dtype:

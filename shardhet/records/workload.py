@@ -39,6 +39,8 @@ class UnitKind:
     activation_bytes: Count  # per sample: what the unit's graph holds besides its inputs
     transient_bytes: Count  # per sample: what a running microbatch needs besides its graph
     frozen_params: Annotated[tuple[Count, ...], OMITTABLE] = ()  # indices into param_shapes
+    # Whether frozen parameters are stored in the dtype in which they are gathered.
+    frozen_as_stored: Annotated[bool, OMITTABLE] = False
     # Of all parameters when gathered; None: each element in the workload's param_dtype.  Packed
     # weights of 4 bits, for instance, are gathered as they are stored.
     gathered_bytes: Count | None = None
@@ -194,6 +196,11 @@ class Workload(Document):
         if not kind.frozen_params:
             return 0
         return max(0, self.gathered_bytes(kind) - kind.trained_numel * self.param_itemsize)
+
+    def cast_bytes(self, kind: UnitKind) -> int:
+        """Bytes of what is gathered of one unit and not stored in the same dtype."""
+        as_stored = self.frozen_bytes(kind) if kind.frozen_as_stored else 0
+        return self.gathered_bytes(kind) - as_stored
 
     @property
     def param_itemsize(self) -> int:

@@ -213,7 +213,9 @@ def _actor(
 def _resting_bytes(model: CostModel, rank: RankPlan) -> int:
     """What a rank holds between turns besides its rows and activations."""
     reserved = model.profile.device(rank.device.kind).reserved_bytes
-    return reserved + model.resident_bytes * bool(rank.rank_batch_size)
+    # The rows of a lone device whose optimizer is on the host are what it computes with.
+    are_rows = model.is_alone and rank.optimizer_on_host
+    return reserved + model.resident_bytes * bool(rank.rank_batch_size and not are_rows)
 
 
 def _memory(
