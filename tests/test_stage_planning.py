@@ -220,6 +220,32 @@ def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
     assert [e.memory for e in price.ranks] == [e.memory for e in predicted]
 
 
+@pytest.mark.parametrize(
+    "mib", [2000, *(pytest.param(i, marks=pytest.mark.campaign) for i in (1050, 1200))]
+)
+def test_what_hosts_may_keep_makes_no_pipeline_slower(mib: int) -> None:
+    """Nor is anything there that gains nothing."""
+    setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
+    limits = {i: DeviceLimits(memory_budget_bytes=mib * 2**20) for i in range(3)}
+    without, found = (
+        find_pipeline(
+            setting,
+            global_batch_size=16,
+            smaller=partial(_derived_part, setting),
+            max_stages=2,
+            demands=Demands(
+                limits=limits, may_keep_inputs_on_host=may, may_keep_optimizer_on_host=may
+            ),
+        )
+        for may in (False, True)
+    )
+    assert without is not None
+    assert found is not None
+    assert found.step_time_s <= without.step_time_s
+    if found.step_time_s == without.step_time_s:
+        assert found.plan == without.plan
+
+
 def _derived_part(setting: Setting, positions: Positions) -> Setting:
     return derived(setting.cluster.only(positions))
 
@@ -256,8 +282,12 @@ def test_of_few_devices_all_groups_are_listed() -> None:
 # The search
 
 
-# Two of five devices are left out; and where memory decides, no even cut fits.
-@pytest.mark.parametrize(("seed", "at_most_s"), [(2, 0.0122), (4, 0.0748)])
+# Two of five devices are left out; where memory decides, no even cut fits; and with few rounds,
+# waiting at both ends of a step decides.
+@pytest.mark.parametrize(
+    ("seed", "at_most_s"),
+    [(2, 0.0122), (4, 0.0748), pytest.param(38, 0.0225, marks=pytest.mark.campaign)],
+)
 def test_what_trying_all_partitions_found_is_found(seed: int, at_most_s: float) -> None:
     instance = drawn(seed)
     found = find_pipeline(

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from shardhet.planner.forms import BatchRounds
@@ -103,6 +104,19 @@ class Demands:
                 f"plan: the batches that limits give sum to {total}, but global_batch_size is "
                 f"{global_batch_size}. Change one of them, or leave a device's batch open."
             )
+
+    def with_less_on_hosts(self) -> list["Demands"]:
+        """These demands and those that allow less in the memory of hosts, the least first."""
+        found: list[Demands] = []
+        for optimizer, inputs in product((False, True), repeat=2):
+            less = replace(
+                self,
+                may_keep_optimizer_on_host=optimizer and self.may_keep_optimizer_on_host,
+                may_keep_inputs_on_host=inputs and self.may_keep_inputs_on_host,
+            )
+            if less not in found:
+                found.append(less)
+        return found
 
     def of_round(self, rounds: BatchRounds, world_size: int) -> "Demands | None":
         """The demands on each of these rounds; None if batches cannot be cut into so many."""

@@ -11,6 +11,7 @@ all devices (``bound``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
@@ -19,7 +20,7 @@ import numpy as np
 
 from shardhet.planner.find import NO_DEMANDS
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
+from shardhet.planner.search.search import DEFAULT_EFFORT
 from shardhet.planner.stages.bound import Speeds, even_cuts
 from shardhet.planner.stages.groups import MAX_STAGES, Positions, Stages, orders_of_stages
 from shardhet.planner.stages.likely import FORMS, MORE_IN_FLIGHT, Expected, Trial
@@ -74,6 +75,13 @@ class PipelineSearch:
         setting_of = self.plans.setting_of
         self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
         self.expected = Expected(self.speeds, self.rounds)
+
+    def allowing(self, demands: Demands) -> "PipelineSearch":
+        """The search with other demands, for which stages are planned anew."""
+        found = copy(self)
+        found.demands = demands
+        found.plans = replace(self.plans, demands=demands, _found={}, _parts={})
+        return found
 
     # A pipeline
 
@@ -222,6 +230,9 @@ class PipelineSearch:
                 yield replace(trial, form=replace(each, num_rounds=trial.form.num_rounds))
 
 
+_Start = tuple[Trial, Stages]
+
+
 def find_pipeline(
     setting: Setting,
     *,
@@ -236,7 +247,8 @@ def find_pipeline(
     """The best pipeline of 2 to ``max_stages`` stages that was found; None if none fits.
 
     ``smaller`` creates the setting of the devices at some positions, in the precision of the
-    whole.  Pipelines that start far above ``at_most_s`` are not looked at, and with
+    whole.  Pipelines with nothing on hosts are looked at first, so that what may be there makes
+    none slower.  Those that start far above ``at_most_s`` are not looked at, and with
     ``needs_all`` none that leaves devices out.  Raises ``ValueError`` if a link between stages
     is not stated.
     """
@@ -248,14 +260,41 @@ def find_pipeline(
         if len(stages) <= len(search.units)
         and (not needs_all or sum(map(len, stages)) == setting.cluster.world_size)
     ]
+    orders = search.expected.likeliest(orders)
+    best: PipelineSolution | None = None
+    start: _Start | None = None
+    least, *_ = demands.with_less_on_hosts()
+    for each in (least, demands) if least != demands else (demands,):
+        allowed = search.allowing(each)
+        found = _improved_of(allowed, orders, start, at_most_s)
+        if found is None:
+            continue
+        seconds, trial, stages = found
+        if best is None or seconds < best.step_time_s:
+            start = trial, stages
+            solution = _finished(allowed, stages, trial, tolerance)
+            if best is None or solution.step_time_s < best.step_time_s:
+                best = solution
+                at_most_s = min(at_most_s, best.step_time_s)
+    return best
+
+
+def _improved_of(
+    search: PipelineSearch, orders: Sequence[Stages], start: _Start | None, at_most_s: float
+) -> tuple[float, Trial, Stages] | None:
+    """The best of pipelines in these orders of stages, and of those near a ``start``."""
     started: list[tuple[float, int, Stages, list[tuple[float, Trial]]]] = []
-    for order, stages in enumerate(search.expected.likeliest(orders)):
+    for order, stages in enumerate(orders):
         best_s = min((each[0] for each in started), default=inf)
         if search.speeds.least_step_s(stages) >= min(at_most_s, best_s) * (1 - LEAST_GAIN):
             continue
         if starts := search.starts(stages, min(FAR * at_most_s, NEAR * best_s)):
             started.append((starts[0][0], order, stages, starts))
     started.sort(key=lambda each: each[:2])
+    if start is not None:
+        trial, stages = start
+        seconds = search.seconds_of(stages, trial)
+        started.insert(0, (seconds, -1, stages, [(seconds, trial)]))
     best: tuple[float, Trial, Stages] | None = None
     for seconds, _, stages, starts in started[:MAX_IMPROVED]:
         if seconds > min(FAR * at_most_s, NEAR * started[0][0]):
@@ -266,45 +305,55 @@ def find_pipeline(
         if best is None or found[0] < best[0]:
             best = (*found, stages)
             at_most_s = min(at_most_s, found[0])
-    if best is None:
-        return None
-    _, trial, stages = best
-    return _finished(search, stages, trial, tolerance)
+    return best
 
 
 def _finished(
     search: PipelineSearch, stages: Stages, trial: Trial, tolerance: float | None
 ) -> PipelineSolution:
     """The pipeline with every stage's plan preferred of those nearly as fast."""
-    workload = search.setting.workload
+    workload, bound_s = search.setting.workload, search.speeds.least_of_any_s()
     bounds = pairwise((0, *trial.cuts, len(search.units)))
-    in_flight = trial.in_flight(len(stages))
-    parts = list(zip(stages, bounds, in_flight, strict=True))
+    parts = list(zip(stages, bounds, trial.in_flight(len(stages)), strict=True))
 
-    def solved(effort: Effort, tolerance: float | None) -> list[StageSolution]:
-        found = [
-            search.plans.solved(
-                positions, first, stop, trial.form, each, effort=effort, tolerance=tolerance
-            )
-            for positions, (first, stop), each in parts
-        ]
-        return [each for each in found if each is not None]
+    def solved(plans: StagePlans, i: int, *, is_coarse: bool = False) -> StageSolution | None:
+        positions, (first, stop), held = parts[i]
+        effort, part = (COARSE, None) if is_coarse else (DEFAULT_EFFORT, tolerance)
+        return plans.solved(
+            positions, first, stop, trial.form, held, effort=effort, tolerance=part
+        )
 
-    def solution_of(parts: Sequence[StageSolution]) -> PipelineSolution:
+    def solution_of(found: Sequence[StageSolution | None]) -> PipelineSolution:
         return PipelineSolution(
-            stages=tuple(parts),
+            stages=tuple(each for each in found if each is not None),
             hops=tuple(search.hops(stages, trial)),
             num_rounds=trial.form.num_rounds,
-            lower_bound_s=search.speeds.least_of_any_s(),
+            lower_bound_s=bound_s,
             units=tuple(
                 PlannedUnit(fqn=unit.fqn, numel=workload.kind_of(unit).numel)
                 for unit in workload.units
             ),
         )
 
-    found, other = (
-        solution_of(solved(COARSE, None)),
-        solution_of(solved(DEFAULT_EFFORT, tolerance)),
+    best, other = (
+        solution_of([solved(search.plans, i, is_coarse=coarse) for i in range(len(stages))])
+        for coarse in (True, False)
     )
-    most_s = found.step_time_s * (1 + (tolerance or 0.0))
-    return other if other.step_time_s <= most_s else found
+    if other.step_time_s <= best.step_time_s * (1 + (tolerance or 0.0)):
+        best = other
+    for i in range(len(stages)):
+        for less in search.demands.with_less_on_hosts()[:-1]:
+            if not _uses_host(best.stages[i]):
+                break
+            stage = solved(search.allowing(less).plans, i)
+            if stage is not None:
+                tried = (*best.stages[:i], stage, *best.stages[i + 1 :])
+                if (found := solution_of(tried)).step_time_s <= best.step_time_s:
+                    best = found
+                    break
+    return best
+
+
+def _uses_host(stage: StageSolution) -> bool:
+    ranks = stage.solution.plan.ranks
+    return any(rank.inputs_on_host or rank.optimizer_on_host for rank in ranks)
